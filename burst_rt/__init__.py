@@ -1,0 +1,60 @@
+"""burst_rt: exact attention over sequences too long for one device.
+
+    import burst_rt
+    ctx = burst_rt.init()
+    layout = ctx.layout(seq_len)
+    out = burst_rt.burst_attention(layout.shard(q), layout.shard(k), layout.shard(v), causal=True, layout=layout)
+
+Public names are loaded when first used, so `import burst_rt.scheduler` needs neither torch nor MPI.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from burst_rt import errors
+    from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, call_spec, explain
+    from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
+    from burst_rt.attention.masks import Causal, Full, Mask
+    from burst_rt.context import Context, ContextLayout, LocalRank, Pipeline, Stats, init, run_local
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BurstAttention": "attention.api",
+    "BurstAttentionFunction": "attention.autograd",
+    "Causal": "attention.masks",
+    "Context": "context",
+    "ContextLayout": "context",
+    "Explanation": "attention.api",
+    "Full": "attention.masks",
+    "LocalRank": "context",
+    "Mask": "attention.masks",
+    "Pipeline": "context",
+    "Stats": "context",
+    "burst_attention": "attention.api",
+    "call_spec": "attention.api",
+    "explain": "attention.api",
+    "handle_of": "attention.autograd",
+    "init": "context",
+    "run_local": "context",
+}
+
+__all__ = [
+    "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout", "Explanation", "Full", "LocalRank", "Mask", "Pipeline", "Stats",
+    "burst_attention", "call_spec", "errors", "explain", "handle_of", "init", "run_local",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return import_module("burst_rt.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'burst_rt' has no attribute {name!r}")
+    return getattr(import_module(f"burst_rt.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,164 @@
+"""What a user calls: `burst_attention`, the module `BurstAttention`, and `explain`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
+from burst_rt.attention.masks import Causal, Full, Mask
+from burst_rt.attention.planner import Plan
+from burst_rt.context import ContextLayout, current_context
+from burst_rt.contract import CallSpec, check_call, check_spec
+from burst_rt.errors import InputError
+
+__all__ = ["BurstAttention", "Explanation", "burst_attention", "call_spec", "explain"]
+
+
+def burst_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None = None,
+    scale: float | None = None,
+    strategy: str = "auto",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact softmax attention over a sequence spread over the ranks of `layout`'s context (BurstAttention, arXiv 2403.09347). Differentiable.
+
+    q: this rank's queries `[batch, tokens, heads, head_dim]`, float64, float32, bfloat16 or float16, in `layout`'s order. k, v: `[batch, tokens,
+    kv_heads, head_dim]`, same dtype, in `kv_layout`'s order; heads must be a multiple of kv_heads (query head h uses kv head h // (heads / kv_heads)). Strided
+    views are fine.
+
+    mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq != Skv the last query stands at the last key: query i
+    sees keys j <= i + Skv - Sq. kv_layout: where k and v differ from q in length or kind. scale: of the scores, default 1 / sqrt(head_dim).
+    strategy: "ring-kv", "burst", or "auto" (the fewer bytes; see `explain`). return_lse: also return lse.
+
+    Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for float64 inputs, else float32), differentiable. A query that
+    sees no key gets out 0, lse -inf and zero gradients.
+
+    Collective: every rank makes the same call; blocks until this rank's part is done. Raises InputError or ContractMismatch on every rank alike, before
+    anything is sent; PeerLost or Stalled when a rank is gone or nothing moves (deadlines: `init`).
+    """
+    try:
+        spec = call_spec(
+            q, k, v, mask=mask, causal=causal, layout=layout, kv_layout=kv_layout, scale=scale, strategy=strategy, return_lse=return_lse
+        )  # fmt: skip
+        check_call(spec, q, k, v)
+    except InputError as error:
+        context = layout.context if isinstance(layout, ContextLayout) else current_context()
+        if context is None:
+            raise
+        context.refuse("burst_attention", error)
+    out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))
+    return (out, lse) if return_lse else out
+
+
+def call_spec(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None = None,
+    scale: float | None = None,
+    strategy: str = "auto",
+    return_lse: bool = False,
+) -> CallSpec:
+    """The arguments of `burst_attention` as one checked, immutable spec. Local. Raises InputError."""
+    if not isinstance(layout, ContextLayout):
+        raise InputError(f"burst_attention: layout must come from ctx.layout(...), got {type(layout).__name__}")
+    if kv_layout is not None and not isinstance(kv_layout, ContextLayout):
+        raise InputError(f"burst_attention: kv_layout must come from ctx.layout(...), got {type(kv_layout).__name__}")
+    if not isinstance(causal, bool):
+        raise InputError(f"burst_attention: causal must be True or False, got {causal!r}")
+    if causal and mask is not None:
+        raise InputError("burst_attention: give mask or causal=True, not both; Causal() & mask combines them")
+    chosen = mask if mask is not None else Causal() if causal else Full()
+    wants = torch.is_grad_enabled()
+    needs_q, needs_k, needs_v = (wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v))
+    spec = CallSpec(layout, kv_layout or layout, chosen, scale, strategy, return_lse, (needs_q, needs_k, needs_v))
+    check_spec(spec)
+    return spec
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would be done for a call, and why. `backward` is None where nothing needs a gradient. `str()` says it in words."""
+
+    forward: Plan
+    backward: Plan | None
+
+    def __str__(self) -> str:
+        lines = []
+        for name, plan in (("forward", self.forward), ("backward", self.backward)):
+            if plan is None:
+                continue
+            choice, memory = plan.choice, plan.memory()
+            others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
+            travels = ", ".join(t for t, _ in (*choice.ring.bundle, *choice.ring.sums))
+            lines += [
+                f"{name}: strategy {choice.strategy}, {travels} travel",
+                f"  bytes all ranks send: {others}; this rank sends {plan.bytes_sent():,}",
+                f"  kernel {plan.kernel.name}: {plan.picked.reason}",
+                f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots {memory.slots:,}, sums {memory.sums:,}, "
+                f"packed {memory.packed:,}, scratch {memory.scratch:,})",
+                f"  {len(plan.graph.tasks)} tasks on this rank",
+            ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None = None,
+    scale: float | None = None,
+    strategy: str = "auto",
+    return_lse: bool = False,
+) -> Explanation:
+    """The plans `burst_attention` would run for these arguments: strategy, bytes, kernel, memory. Local: nothing is sent. Raises InputError."""
+    spec = call_spec(q, k, v, mask=mask, causal=causal, layout=layout, kv_layout=kv_layout, scale=scale, strategy=strategy, return_lse=return_lse)
+    check_call(spec, q, k, v)
+    ctx = layout.context
+    return Explanation(ctx.plan(spec, q, k, forward=True), ctx.plan(spec, q, k, forward=False) if any(spec.needs_grad) else None)
+
+
+class BurstAttention(torch.nn.Module):
+    """`burst_attention` as a module without parameters: fixed options, called with q, k, v (and a layout, where the sequence length varies)."""
+
+    def __init__(
+        self, layout: ContextLayout | None = None, *, mask: Mask | None = None, causal: bool = False, scale: float | None = None, strategy: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.mask = mask
+        self.causal = causal
+        self.scale = scale
+        self.strategy = strategy
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: ContextLayout | None = None, kv_layout: ContextLayout | None = None
+    ) -> torch.Tensor:
+        """out, like q. See `burst_attention`; `layout` overrides the module's."""
+        chosen = layout or self.layout
+        if chosen is None:
+            raise InputError("BurstAttention: no layout; give one to the module or to the call")
+        out = burst_attention(q, k, v, mask=self.mask, causal=self.causal, layout=chosen, kv_layout=kv_layout, scale=self.scale, strategy=self.strategy)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def extra_repr(self) -> str:
+        """For print(module)."""
+        return f"mask={self.mask or ('causal' if self.causal else 'full')}, strategy={self.strategy}"

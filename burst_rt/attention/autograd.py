@@ -1,0 +1,144 @@
+"""Attention as torch sees it: two custom ops and one autograd function.
+
+The ops are opaque to the compiler (fake implementations give it the shapes) and effectful, because they communicate: they may be neither dropped nor
+reordered. They take the handle of an immutable `CallSpec`. What is saved for the backward is q, k, v, out and lse, nothing else. Second derivatives are
+refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.library import EffectType, _register_effectful_op
+
+from burst_rt.contract import CallSpec, check_call
+from burst_rt.errors import InputError
+from burst_rt.kernels import sum_dtype
+
+__all__ = ["BurstAttentionFunction", "handle_of"]
+
+_specs: list[CallSpec] = []
+_handles: dict[CallSpec, int] = {}
+_lock = threading.Lock()
+
+
+def handle_of(spec: CallSpec) -> int:
+    """The number by which the custom ops know a spec; the same for equal specs. Specs are kept for the life of the process (they are small)."""
+    with _lock:
+        handle = _handles.get(spec)
+        if handle is None:
+            handle = _handles[spec] = len(_specs)
+            _specs.append(spec)
+        return handle
+
+
+@torch.library.custom_op("burst_rt::attention_forward", mutates_args=())
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of this rank's queries. Collective."""
+    spec = _specs[handle]
+    ctx = spec.layout.context
+    q, k, v = q.detach(), k.detach(), v.detach()
+    try:
+        check_call(spec, q, k, v)
+        plan = ctx.plan(spec, q, k, forward=True)
+    except InputError as error:
+        ctx.refuse("burst_attention", error)
+    return ctx.run_forward(plan, spec, q, k, v)
+
+
+@attention_forward.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=sum_dtype(q.dtype))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+@torch.library.custom_op("burst_rt::attention_backward", mutates_args=())
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    handle: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv of this rank's tokens (empty where the spec says they are not needed). Collective."""
+    spec = _specs[handle]
+    ctx = spec.layout.context
+    saved = tuple(x.detach() for x in (q, k, v, out, lse))
+    try:
+        plan = ctx.plan(spec, q, k, forward=False)
+    except InputError as error:
+        ctx.refuse("backward of burst_attention", error)
+    dq, dk, dv = ctx.run_backward(plan, spec, saved, dout.detach(), None if dlse is None else dlse.detach())
+    none = q.new_empty(0)
+    return none if dq is None else dq, none.clone() if dk is None else dk, none.clone() if dv is None else dv
+
+
+@attention_backward.register_fake
+def _(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    handle: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
+        for x, needed in zip((q, k, v), _specs[handle].needs_grad, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, handle = inputs
+    out, lse = output
+    ctx.handle = handle
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse)
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    needs = _specs[ctx.handle].needs_grad
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = torch.ops.burst_rt.attention_backward(dout, dlse, q, k, v, out, lse, ctx.handle)
+    return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None)
+
+
+attention_forward.register_autograd(_backward, setup_context=_setup)
+_register_effectful_op("burst_rt::attention_forward", EffectType.ORDERED)
+_register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
+
+
+class BurstAttentionFunction(torch.autograd.Function):
+    """`apply(q, k, v, handle)` -> (out, lse): attention over the ranks of the spec's context (see `burst_attention` for shapes).
+
+    handle: of a `CallSpec`, from `handle_of`. Collective, forward and backward. lse is differentiable. Deterministic.
+    """
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Runs the forward op."""
+        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Saves q, k, v, out, lse."""
+        _setup(ctx, inputs, output)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """Runs the backward op."""
+        return _backward(ctx, dout, dlse)
+
+

@@ -1,0 +1,208 @@
+"""Running a plan on tensors: the op binds a call's tensors to the plan's parts, and says what each operation of the graph does to them.
+
+One class a direction. Memory is taken when the call starts and freed when it ends, nothing in between: the slots, the sums, the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from burst_rt.attention.masks import Piece
+from burst_rt.attention.planner import Plan
+from burst_rt.kernels import State, Tile, sum_dtype
+
+__all__ = ["BackwardRun", "ForwardRun"]
+
+_Names = tuple[tuple[str, int], ...]
+# Rows of dout * out held at once when delta is computed.
+_DELTA_ROWS = 1024
+
+
+class _Run:
+    """What both directions share: the plan's parts as tensors.
+
+    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of a slot, which holds blocks of different owners in turn, viewed with `_view`.
+    """
+
+    def __init__(self, plan: Plan, scale: float | None, progress: Callable[[], None], poison: bool) -> None:
+        problem = plan.key.problem
+        self.plan = plan
+        self.problem = problem
+        self.rank = plan.rank
+        self.scale = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
+        self.progress = progress
+        self.wide = sum_dtype(plan.key.dtype)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.storage: dict[int, torch.Tensor] = {}
+        self.memory: dict[int, memoryview] = {}
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self._poison = poison
+        self._ids = {(part.buffer, part.index): part.id for part in plan.graph.parts}
+        self._sent = {m.part for task in plan.graph.tasks for m in task.sends}
+        written = {part for task in plan.graph.tasks for part in (*task.writes, *task.accumulates)}
+        for part in plan.graph.parts:
+            if part.id in written and part.size_bytes and not part.initialised:
+                slot = torch.empty(part.size_bytes, dtype=torch.uint8)
+                self.storage[part.id] = slot.fill_(255) if poison else slot  # all ones is NaN in every floating type
+                self.memory[part.id] = memoryview(slot.numpy())
+
+    def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory; NaN where the context is told to poison."""
+        new = torch.empty(shape, dtype=dtype)
+        return new.fill_(torch.nan) if self._poison else new
+
+    def bind(self, name: str, whole: torch.Tensor, blocks: tuple[range, ...]) -> None:
+        """Binds a tensor's blocks (cut along the tokens, dim 1) to the parts of the buffer `name`."""
+        for index, (start, stop) in enumerate(_bounds(blocks)):
+            self.bind_part(name, index, whole[:, start:stop])
+
+    def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
+        """Binds one block; what travels must be contiguous, and is copied if it is not."""
+        part = self._ids[name, index]
+        if part in self._sent:
+            block = block.contiguous()
+            self.memory[part] = memoryview(block.view(torch.uint8).numpy().reshape(-1))
+        self.tensors[part] = block
+
+    def tile(self, q_at: tuple[int, int], kv_at: tuple[int, int], piece: Piece) -> Tile:
+        """A tile of the block pair (rank, index) x (rank, index)."""
+        q, kv = self.problem.q_blocks[q_at[0]][q_at[1]], self.problem.kv_blocks[kv_at[0]][kv_at[1]]
+        return Tile(piece, q, kv, self.problem.mask, self.scale, self.progress)
+
+    def at(self, names: _Names, q_at: tuple[int, int], kv_at: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """The tensors an operation names: bound blocks as they are, slots as what their present owner's block looks like."""
+        found = {}
+        for name, part in names:
+            bound = self.tensors.get(part)
+            if bound is None:
+                queries = name in ("q", "dout", "rows", "dq")
+                bound = self._view(name, part, *(q_at if queries else kv_at), queries=queries)
+            found[name] = bound
+        return found
+
+    def _view(self, name: str, part: int, owner: int, block: int, *, queries: bool) -> torch.Tensor:
+        view = self._views.get((part, owner))
+        if view is None:
+            problem = self.problem
+            length = len((problem.q_blocks if queries else problem.kv_blocks)[owner][block])
+            dtype = self.wide if name in ("rows", "dq", "dk", "dv") else self.plan.key.dtype
+            heads = problem.num_heads if queries else problem.num_kv_heads
+            shape = (problem.batch, length, heads, problem.head_dim) if name != "rows" else (2, problem.batch, heads, length)
+            view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            self._views[part, owner] = view
+        return view
+
+
+class ForwardRun(_Run):
+    """One forward call. After the run: `out` `[batch, tokens, heads, head_dim]` in q's dtype, `lse` `[batch, heads, tokens]`."""
+
+    def __init__(self, plan: Plan, scale: float | None, progress: Callable[[], None], poison: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().__init__(plan, scale, progress, poison)
+        batch, length, heads, _ = q.shape
+        self.out = self.fresh(*q.shape, dtype=q.dtype)
+        self.lse = self.fresh(batch, heads, length, dtype=self.wide)
+        blocks = self.problem.q_blocks[self.rank]
+        self.bind("q", _dense(q), blocks)
+        for name, x in (("k", k), ("v", v)):
+            self.bind(name, _dense(x), self.problem.kv_blocks[self.rank])
+        acc = self.out if q.dtype == self.wide else torch.empty(q.shape, dtype=self.wide)
+        m, total = (torch.empty(batch, heads, length, dtype=self.wide) for _ in range(2))
+        acc.zero_()
+        m.fill_(-torch.inf)
+        total.zero_()
+        self._state: dict[int, tuple[State, slice]] = {}
+        for index, (start, stop) in enumerate(_bounds(blocks)):
+            state = State(acc[:, start:stop], m[:, :, start:stop], total[:, :, start:stop])
+            self._state[self._ids["state", index]] = (state, slice(start, stop))
+        self.ops: dict[str, Callable[..., None]] = {"forward": self._forward, "finish": self._finish}
+
+    def _forward(self, q_at: tuple[int, int], kv_at: tuple[int, int], piece: Piece, reads: _Names, adds: _Names) -> None:
+        x = self.at(reads, q_at, kv_at)
+        state, _ = self._state[adds[0][1]]
+        self.plan.kernel.forward(x["q"], x["k"], x["v"], self.tile(q_at, kv_at, piece), state)
+
+    def _finish(self, part: int) -> None:
+        state, rows = self._state[part]
+        state.finish(self.out[:, rows], self.lse[:, :, rows])
+
+
+class BackwardRun(_Run):
+    """One backward call. After the run `grads()` are dq, dk, dv in the inputs' dtype; None where not needed."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        scale: float | None,
+        progress: Callable[[], None],
+        poison: bool,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+    ) -> None:
+        super().__init__(plan, scale, progress, poison)
+        q, k, v, out, lse = tensors
+        q_blocks, kv_blocks = self.problem.q_blocks[self.rank], self.problem.kv_blocks[self.rank]
+        self._bounds = _bounds(q_blocks)
+        self._dout, self._out, self._lse, self._dlse = _dense(dout), out, lse, dlse
+        self.bind("q", _dense(q), q_blocks)
+        self.bind("dout", self._dout, q_blocks)
+        for name, x in (("k", k), ("v", v)):
+            self.bind(name, _dense(x), kv_blocks)
+        for index, block in enumerate(q_blocks):
+            self.bind_part("rows", index, self.fresh(2, q.shape[0], q.shape[2], len(block), dtype=self.wide))
+        self._sums: dict[str, torch.Tensor] = {}
+        for name, x, blocks, needed in zip(("dq", "dk", "dv"), (q, k, v), (q_blocks, kv_blocks, kv_blocks), self.problem.needs_grad, strict=True):
+            if needed:
+                self._sums[name] = torch.zeros(x.shape, dtype=self.wide)
+                self.bind(name, self._sums[name], blocks)
+        self.ops: dict[str, Callable[..., None]] = {"backward": self._backward, "delta": self._delta, "zero": self._zero, "add": self._add}
+
+    def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """dq, dk, dv; each sum is let go as its gradient is cast."""
+        dq, dk, dv = (self._sums.pop(name).to(self.plan.key.dtype) if name in self._sums else None for name in ("dq", "dk", "dv"))
+        return dq, dk, dv
+
+    def _backward(self, q_at: tuple[int, int], kv_at: tuple[int, int], piece: Piece, reads: _Names, adds: _Names) -> None:
+        x = self.at(reads, q_at, kv_at)
+        sums = self.at(adds, q_at, kv_at)
+        lse, delta = x["rows"]
+        tile = self.tile(q_at, kv_at, piece)
+        self.plan.kernel.backward(
+            x["q"], x["k"], x["v"], x["dout"], lse, delta, tile, sums.get("dq"), sums.get("dk"), sums.get("dv")
+        )  # fmt: skip
+
+    def _delta(self, index: int) -> None:
+        """lse and delta = rowsum(dout * out) - dlse of one block of this rank's queries, into its rows."""
+        rows = self.tensors[self._ids["rows", index]]
+        start, stop = self._bounds[index]
+        rows[0].copy_(self._lse[:, :, start:stop])
+        for a in range(start, stop, _DELTA_ROWS):
+            b = min(a + _DELTA_ROWS, stop)
+            product = self._dout[:, a:b].to(self.wide) * self._out[:, a:b].to(self.wide)
+            rows[1][:, :, a - start : b - start] = product.sum(-1).transpose(1, 2)
+        if self._dlse is not None:
+            rows[1].sub_(self._dlse[:, :, start:stop])
+
+    def _zero(self, part: int) -> None:
+        self.storage[part].zero_()
+
+    def _add(self, own: int, arrived: int) -> None:
+        total = self.tensors[own]
+        total += self.storage[arrived][: total.numel() * total.itemsize].view(total.dtype).view(total.shape)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Strided views are taken as they are; a broadcast (stride 0) or a last dimension that is not contiguous is copied."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+def _bounds(blocks: tuple[range, ...]) -> list[tuple[int, int]]:
+    """Where each block stands in the shard."""
+    bounds, at = [], 0
+    for block in blocks:
+        bounds.append((at, at + len(block)))
+        at += len(block)
+    return bounds

@@ -1,0 +1,72 @@
+"""Layouts: which rank owns which positions of the sequence. Pure Python: planning and simulating need layouts too.
+
+A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is its blocks, one after another. Every rank has
+the same number of blocks (two: gradient sums travel block by block, so one block's sum can leave while the other is still being made), whose
+lengths differ by at most one between ranks; lengths that divide by nothing and sequences shorter than the world are fine: some blocks are
+empty then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from burst_rt.errors import InputError
+
+__all__ = ["KINDS", "Layout", "make_layout"]
+
+BLOCKS_PER_RANK = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`blocks[rank]` are the ranges of global positions that rank owns, in local order; the other fields determine them."""
+
+    kind: str
+    seq_len: int
+    world_size: int
+    blocks: tuple[tuple[range, ...], ...] = field(repr=False, compare=False)
+
+    def shard_len(self, rank: int) -> int:
+        """Tokens of a rank's shard."""
+        return sum(map(len, self.blocks[rank]))
+
+
+def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
+    """The layout of `kind` ("contiguous", "zigzag", "striped") for `seq_len` tokens. Raises InputError."""
+    if kind not in KINDS:
+        raise InputError(f"layout: kind must be one of {sorted(KINDS)}, got {kind!r}")
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+        raise InputError(f"layout: seq_len must be an integer of at least 1 token, got {seq_len!r}")
+    return _make(kind, seq_len, world_size)
+
+
+@lru_cache(maxsize=256)
+def _make(kind: str, seq_len: int, world_size: int) -> Layout:
+    return Layout(kind, seq_len, world_size, tuple(KINDS[kind](seq_len, world_size, rank) for rank in range(world_size)))
+
+
+def _cut(positions: range, num_blocks: int) -> list[range]:
+    """Cuts a range into consecutive ranges whose lengths differ by at most one."""
+    ends = [len(positions) * i // num_blocks for i in range(num_blocks + 1)]
+    return [positions[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _contiguous(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
+    """Rank r has the r-th run of tokens."""
+    return tuple(_cut(range(seq_len), BLOCKS_PER_RANK * world_size)[BLOCKS_PER_RANK * rank : BLOCKS_PER_RANK * (rank + 1)])
+
+
+def _zigzag(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
+    """Of 2W runs rank r has the r-th from the front and the r-th from the back, so that causal work is equal."""
+    runs = _cut(range(seq_len), 2 * world_size)
+    return (runs[rank], runs[2 * world_size - 1 - rank])
+
+
+def _striped(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
+    """Rank r has every W-th token from the r-th on (Striped Attention, arXiv 2311.09431)."""
+    return tuple(_cut(range(rank, seq_len, world_size), BLOCKS_PER_RANK))
+
+
+KINDS: dict[str, Callable[[int, int, int], tuple[range, ...]]] = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}

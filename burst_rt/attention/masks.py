@@ -1,0 +1,142 @@
+"""Masks: which query sees which key, answered for whole ranges of positions at once.
+
+Pure Python: planning needs masks too. A range of positions is a Python `range` (start, stop, step), which covers runs of consecutive
+tokens and strided ones alike. For a query range and a key range a mask answers EMPTY, FULL or PARTIAL (`relation`), cuts the PARTIAL case
+into pieces a kernel can do (`pieces`), and gives the exact truth for positions (`allows`).
+
+When there are more keys than queries or fewer, the last query stands at the last key (bottom-right alignment, as in flash-attn): query i
+is at position i + Skv - Sq. The planner shifts query positions; masks know nothing of it.
+
+A new mask needs `relation` and `allows`; without `pieces` of its own a PARTIAL tile is computed under the boolean mask itself. A mask's
+`repr` must say everything about it: ranks compare masks by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from burst_rt.errors import InputError
+
+__all__ = ["Both", "Causal", "Full", "Mask", "Piece", "Relation"]
+
+
+class Relation(Enum):
+    """What a mask leaves of a rectangle of queries x keys: nothing, some of it, all of it."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+class Piece(NamedTuple):
+    """A part of a tile that a kernel can do in one go: rows [q_start, q_stop) of the q-block, rows [kv_start, kv_stop) of the kv-block.
+
+    diagonal=False, masked=False: every cell. diagonal=True: row i of the piece sees columns j <= i. masked=True: ask `Mask.allows`.
+    num_cells: how many cells are seen (an upper bound when masked).
+    """
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+    diagonal: bool
+    masked: bool
+    num_cells: int
+
+
+class Mask:
+    """Which (query, key) pairs attend. Immutable, hashable, comparable; `a & b` allows what both allow."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """EMPTY, PARTIAL or FULL for two non-empty ranges of positions. FULL and EMPTY must be right; PARTIAL may be said of anything."""
+        raise NotImplementedError
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """True where the query sees the key. Takes two ints, or two integer tensors that broadcast, and uses operators only."""
+        raise NotImplementedError
+
+    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+        """The non-empty part of a tile as pieces that do not overlap. Empty ranges have no pieces."""
+        if not q or not kv:
+            return ()
+        relation = self.relation(q, kv)
+        if relation is Relation.EMPTY:
+            return ()
+        masked = relation is Relation.PARTIAL
+        return (Piece(0, len(q), 0, len(kv), False, masked, len(q) * len(kv)),)
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise InputError(f"mask & other: expected another Mask, got {type(other).__name__}")
+        if isinstance(other, Full) or self == other:
+            return self
+        return other if isinstance(self, Full) else Both(self, other)
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Always FULL."""
+        return Relation.FULL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """Always true."""
+        return (q_position == q_position) & (kv_position == kv_position)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees the keys at its own position and before."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """By the first and last positions."""
+        if kv[0] > q[-1]:
+            return Relation.EMPTY
+        return Relation.FULL if kv[-1] <= q[0] else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """key <= query."""
+        return kv_position <= q_position
+
+    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+        """Of ranges with the same step: at most one full rectangle, then one triangle.
+
+        Worked example: q = range(4, 8), kv = range(2, 8): row i sees columns j <= i + 2, so columns 0 and 1 are seen by all (a rectangle of
+        4 x 2) and columns 2.. by rows with j - 2 <= i (a triangle of 4 x 4).
+        """
+        if not q or not kv or q.step != kv.step or self.relation(q, kv) is not Relation.PARTIAL:
+            return super().pieces(q, kv)
+        # Row i sees column j when kv[0] + j * step <= q[0] + i * step.
+        shift = (q.start - kv.start) // q.step
+        first_row, first_column = max(0, -shift), max(0, shift)
+        pieces = []
+        if first_column:
+            pieces.append(Piece(first_row, len(q), 0, first_column, False, False, (len(q) - first_row) * first_column))
+        rows = len(q) - first_row
+        columns = min(len(kv) - first_column, rows)
+        num_cells = columns * (columns + 1) // 2 + (rows - columns) * columns
+        pieces.append(Piece(first_row, len(q), first_column, first_column + columns, True, False, num_cells))
+        return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class Both(Mask):
+    """What two masks both allow; made by `a & b`."""
+
+    first: Mask
+    second: Mask
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """EMPTY if either is, FULL if both are."""
+        relations = {self.first.relation(q, kv), self.second.relation(q, kv)}
+        if Relation.EMPTY in relations:
+            return Relation.EMPTY
+        return Relation.FULL if relations == {Relation.FULL} else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """Both say so."""
+        return self.first.allows(q_position, kv_position) & self.second.allows(q_position, kv_position)

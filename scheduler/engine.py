@@ -1,0 +1,294 @@
+"""The engine: a state machine that decides what may be issued. No I/O, no clock, no thread, no tensor.
+
+Events go in (past tense), instructions come out (imperative). Whoever holds the engine performs the instructions and reports what
+happened; `loop.run` is that loop. One table lists the legal transitions of a task; an impossible one raises `InternalError` with the
+task's own story.
+
+When an edge u -> v is satisfied depends on the lanes (see `Lane`):
+
+* both on one ordered lane: once u is issued;
+* on two ordered lanes of one device: once u is issued, and v is issued with `after=(u,)`, which tells the driver to make the second
+  lane wait for u's event;
+* otherwise: once u is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+from burst_rt.errors import BurstError, InternalError
+from burst_rt.errors import PeerLost as PeerLostError
+from burst_rt.scheduler.graph import Graph
+from burst_rt.scheduler.policy import Policy, critical_path
+
+__all__ = [
+    "TRANSITIONS",
+    "Abort",
+    "Engine",
+    "Event",
+    "Finish",
+    "Instruction",
+    "Issue",
+    "PeerLost",
+    "Schedule",
+    "State",
+    "TaskDone",
+    "TaskFailed",
+]
+
+
+class State(IntEnum):
+    """Where a task stands."""
+
+    WAITING = 0  # an edge into it is not satisfied
+    READY = 1  # all edges satisfied, its lane is full or has a better task
+    ISSUED = 2  # handed to the driver
+    DONE = 3
+    FAILED = 4
+    ABANDONED = 5  # the run was aborted
+
+
+TRANSITIONS: dict[tuple[State, str], State] = {
+    (State.WAITING, "satisfied"): State.READY,
+    (State.READY, "issued"): State.ISSUED,
+    (State.ISSUED, "done"): State.DONE,
+    (State.ISSUED, "failed"): State.FAILED,
+    (State.WAITING, "abandoned"): State.ABANDONED,
+    (State.READY, "abandoned"): State.ABANDONED,
+    (State.ISSUED, "abandoned"): State.ABANDONED,
+}
+
+
+class TaskDone(NamedTuple):
+    """The task has ended and its results can be read."""
+
+    task: int
+
+
+class TaskFailed(NamedTuple):
+    """The task raised `error`."""
+
+    task: int
+    error: BurstError
+
+
+class PeerLost(NamedTuple):
+    """A rank has left or died; whatever still waits for it never ends."""
+
+    peer: int
+    reason: str
+
+
+class Issue(NamedTuple):
+    """Start the task; on its lane, first wait for the events of the tasks in `after`."""
+
+    task: int
+    after: tuple[int, ...]
+
+
+class Finish(NamedTuple):
+    """Every task is done."""
+
+
+class Abort(NamedTuple):
+    """Stop: nothing further is issued, `error` is to be raised."""
+
+    error: BurstError
+
+
+Event: TypeAlias = "TaskDone | TaskFailed | PeerLost"
+Instruction: TypeAlias = "Issue | Finish | Abort"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A graph with everything an engine derives from it once: many engines (calls) run from one schedule.
+
+    place: the policy's order. num_before[t]: edges into t. on_issue[t] / on_done[t]: the successors whose edge is satisfied when t is
+    issued / done. after[t]: predecessors on other ordered lanes of the same device. lane_of[t]: index into `lanes`.
+    """
+
+    graph: Graph
+    place: list[int]
+    num_before: list[int]
+    on_issue: list[list[int]]
+    on_done: list[list[int]]
+    after: list[tuple[int, ...]]
+    lane_of: list[int]
+
+    @classmethod
+    def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
+        """Derives the schedule. `policy` must return a permutation of the task ids."""
+        place = policy(graph)
+        num_tasks = len(graph.tasks)
+        if sorted(place) != list(range(num_tasks)):
+            raise InternalError(f"policy {policy!r} did not return a permutation of {num_tasks} tasks")
+        names = list(graph.lanes)
+        lanes = list(graph.lanes.values())
+        lane_of = [names.index(task.lane) for task in graph.tasks]
+        on_issue: list[list[int]] = [[] for _ in range(num_tasks)]
+        on_done: list[list[int]] = [[] for _ in range(num_tasks)]
+        after: list[list[int]] = [[] for _ in range(num_tasks)]
+        for v, before in enumerate(graph.predecessors):
+            for u in before:
+                first, second = lanes[lane_of[u]], lanes[lane_of[v]]
+                if first.ordered and first is second:
+                    on_issue[u].append(v)
+                elif first.ordered and second.ordered and first.device is not None and first.device == second.device:
+                    on_issue[u].append(v)
+                    after[v].append(u)
+                else:
+                    on_done[u].append(v)
+        num_before = [len(before) for before in graph.predecessors]
+        return cls(graph, place, num_before, on_issue, on_done, [tuple(a) for a in after], lane_of)
+
+
+class Engine:
+    """One run of a schedule. `start()` once, then `handle(events)` until it answers `Finish` or `Abort`.
+
+    With `validate=True` every step checks the engine's invariants (slow, for tests).
+    """
+
+    def __init__(self, schedule: Schedule, *, validate: bool = False) -> None:
+        graph = schedule.graph
+        self.schedule = schedule
+        self.state: list[State] = [State.WAITING] * len(graph.tasks)
+        self._missing = list(schedule.num_before)
+        self._task_at = sorted(range(len(graph.tasks)), key=schedule.place.__getitem__)
+        lanes = list(graph.lanes.values())
+        self._limit = [len(graph.tasks) + 1 if lane.max_in_flight is None else lane.max_in_flight for lane in lanes]
+        self._in_flight = [0] * len(lanes)
+        self._ready: list[list[int]] = [[] for _ in lanes]
+        # For a lane issued in program order: its tasks, and how many of them went out.
+        self._program: list[list[int] | None] = [[] if lane.in_program_order else None for lane in lanes]
+        for task, lane_index in enumerate(schedule.lane_of):
+            program = self._program[lane_index]
+            if program is not None:
+                program.append(task)
+        self._issued_of = [0] * len(lanes)
+        self._num_left = len(graph.tasks)
+        self._log: list[tuple[int, str]] = []
+        self._started = False
+        self._ended = False
+        self._validate = validate
+
+    def start(self) -> list[Instruction]:
+        """The first instructions: everything that waits for nothing."""
+        if self._started:
+            raise InternalError("Engine.start was called twice; an engine runs its schedule once")
+        self._started = True
+        for task, missing in enumerate(self._missing):
+            if not missing:
+                self._make_ready(task)
+        return self._issue()
+
+    def handle(self, events: Iterable[Event]) -> list[Instruction]:
+        """Takes what happened and says what to do next; an empty list means wait for more events."""
+        if not self._started or self._ended:
+            raise InternalError("Engine.handle was called before start or after the run had ended")
+        for event in events:
+            if isinstance(event, TaskDone):
+                self._done(event.task)
+            elif isinstance(event, TaskFailed):
+                self._move(event.task, "failed")
+                return self._abort(event.error)
+            else:
+                lost = PeerLostError(f"rank {event.peer} was lost: {event.reason}", rank=self.schedule.graph.rank, peer=event.peer)
+                return self._abort(lost)
+        return self._issue()
+
+    def story(self, task: int) -> str:
+        """What happened to a task so far, for an error message."""
+        node = self.schedule.graph.tasks[task]
+        steps = [f"step {i}: {verb}" for i, (t, verb) in enumerate(self._log) if t == task]
+        before = [f"{p} ({self.state[p].name})" for p in self.schedule.graph.predecessors[task]]
+        return f"task {task} {node.name!r} on lane {node.lane!r} is {self.state[task].name}; [{'; '.join(steps)}]; waits for {before}"
+
+    def unfinished(self) -> list[int]:
+        """Tasks issued and not done, ascending."""
+        return [t for t, state in enumerate(self.state) if state is State.ISSUED]
+
+    def _move(self, task: int, verb: str) -> None:
+        new = TRANSITIONS.get((self.state[task], verb))
+        if new is None:
+            raise InternalError(f"impossible transition {verb!r}: {self.story(task)}", task=self.schedule.graph.tasks[task].name)
+        self.state[task] = new
+        self._log.append((task, verb))
+
+    def _make_ready(self, task: int) -> None:
+        self._move(task, "satisfied")
+        heapq.heappush(self._ready[self.schedule.lane_of[task]], self.schedule.place[task])
+
+    def _satisfy(self, tasks: Iterable[int]) -> None:
+        missing = self._missing
+        for task in tasks:
+            missing[task] -= 1
+            if not missing[task]:
+                self._make_ready(task)
+
+    def _done(self, task: int) -> None:
+        self._move(task, "done")
+        self._in_flight[self.schedule.lane_of[task]] -= 1
+        self._num_left -= 1
+        self._satisfy(self.schedule.on_done[task])
+
+    def _issue(self) -> list[Instruction]:
+        out: list[Instruction] = []
+        progressed = True
+        while progressed:
+            # Issuing on one ordered lane can make tasks of another ready, hence the outer loop.
+            progressed = False
+            for lane in range(len(self._ready)):
+                while self._ready[lane] and self._in_flight[lane] < self._limit[lane]:
+                    task = self._take(lane)
+                    if task is None:
+                        break
+                    self._move(task, "issued")
+                    self._in_flight[lane] += 1
+                    out.append(Issue(task, self.schedule.after[task]))
+                    if self.schedule.on_issue[task]:
+                        self._satisfy(self.schedule.on_issue[task])
+                        progressed = True
+        if not self._num_left:
+            self._ended = True
+            out.append(Finish())
+        if self._validate:
+            self._check()
+        return out
+
+    def _take(self, lane: int) -> int | None:
+        ready = self._ready[lane]
+        program = self._program[lane]
+        if program is None:
+            return self._task_at[heapq.heappop(ready)]
+        task = program[self._issued_of[lane]]
+        if self.state[task] is not State.READY:
+            return None
+        self._issued_of[lane] += 1
+        ready.remove(self.schedule.place[task])
+        heapq.heapify(ready)
+        return task
+
+    def _abort(self, error: BurstError) -> list[Instruction]:
+        for task, state in enumerate(self.state):
+            if (state, "abandoned") in TRANSITIONS:
+                self._move(task, "abandoned")
+        self._ended = True
+        return [Abort(error)]
+
+    def _check(self) -> None:
+        graph = self.schedule.graph
+        running = [0] * len(self._in_flight)
+        for task, state in enumerate(self.state):
+            if state is State.ISSUED:
+                running[self.schedule.lane_of[task]] += 1
+            if state >= State.ISSUED and any(self.state[p] < State.ISSUED for p in graph.predecessors[task]):
+                raise InternalError(f"a task ran before its predecessor was issued: {self.story(task)}")
+        if running != self._in_flight or any(n > limit for n, limit in zip(running, self._limit, strict=True)):
+            raise InternalError(f"lane counts are wrong: counted {running}, kept {self._in_flight}, limits {self._limit}")
+        if not self._ended and not any(running) and self._num_left:
+            raise InternalError("nothing is running and tasks are left: the graph cannot end")

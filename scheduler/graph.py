@@ -1,0 +1,285 @@
+"""Task graphs as plain data, and the builder that derives their edges.
+
+A program adds tasks in order and says what each reads, writes and accumulates into; the edges follow (read after write, write after
+read, write after write), as in sequential-task-flow runtimes (StarPU, PaRSEC). Double buffering is not code anywhere: it is two
+buffers and the write-after-read edges between them. Accumulations into one part form a chain in program order, which makes results
+bitwise repeatable whatever the timing.
+
+A graph holds names and numbers only: no callable, no tensor. What an `Op` means is the business of whoever runs the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from burst_rt.errors import InputError
+
+__all__ = ["COMPUTE", "CONTROL", "NETWORK", "Buffer", "Cost", "Graph", "GraphBuilder", "Lane", "Message", "Op", "Part", "Task"]
+
+
+class Cost(NamedTuple):
+    """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in memory else)."""
+
+    flops: int = 0
+    size_bytes: int = 0
+
+
+class Op(NamedTuple):
+    """What a task does: the name of an operation the driver knows, and its arguments (plain, hashable data)."""
+
+    name: str
+    args: tuple[Hashable, ...] = ()
+
+
+class Message(NamedTuple):
+    """One message of an exchange: `size_bytes` of part number `part` to or from `peer`.
+
+    Messages of one exchange with the same peer and tag match in the order they are listed.
+    """
+
+    part: int
+    peer: int
+    tag: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A queue of a device or of the network.
+
+    ordered: the hardware runs it in issue order (a CUDA stream); else tasks complete one by one (MPI requests).
+    device: lanes with the same device can wait for each other's events; None: no such device.
+    in_program_order: tasks are issued strictly in program order whatever the policy (an ordered communication lane must be).
+    max_in_flight: how many tasks may be issued and not done; None: any number.
+    """
+
+    name: str
+    ordered: bool = False
+    device: int | None = None
+    in_program_order: bool = False
+    max_in_flight: int | None = None
+
+
+# The lanes of a CPU rank: one task computes at a time, any number of transfers are under way.
+COMPUTE = Lane("compute", max_in_flight=1)
+NETWORK = Lane("network")
+CONTROL = Lane("control")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One independently tracked piece of a buffer. `id` numbers all parts of a graph."""
+
+    id: int
+    buffer: str
+    index: int
+    size_bytes: int
+    initialised: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.buffer}[{self.index}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Named memory in one or more parts; naming the whole buffer names all its parts."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    def __getitem__(self, index: int) -> Part:
+        return self.parts[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One node: computes (`op`) or exchanges messages (`sends`, `recvs`); parts are named by id, in program order by `id`."""
+
+    id: int
+    name: str
+    lane: str
+    op: Op | None
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    accumulates: tuple[int, ...]
+    sends: tuple[Message, ...]
+    recvs: tuple[Message, ...]
+    cost: Cost
+
+    @property
+    def is_exchange(self) -> bool:
+        return bool(self.sends or self.recvs)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All tasks of one rank. `predecessors[t]` and `successors[t]` are the derived edges, ascending ids, no duplicates."""
+
+    rank: int
+    world_size: int
+    lanes: dict[str, Lane]
+    parts: tuple[Part, ...]
+    tasks: tuple[Task, ...]
+    predecessors: tuple[tuple[int, ...], ...]
+    successors: tuple[tuple[int, ...], ...] = field(repr=False)
+
+
+_Access: TypeAlias = "Buffer | Part"
+_Send: TypeAlias = "tuple[_Access, int] | tuple[_Access, int, int]"
+
+
+class GraphBuilder:
+    """Builds the graph of one rank from tasks given in program order.
+
+    Worked example, a ring step with a double buffer: tile 1 may not start before the exchange has filled kv1, and a later exchange
+    that receives into kv0 will wait for tile 0 and for the send of kv0.
+
+        g = GraphBuilder(rank=2, world_size=4)
+        kv = [g.buffer("kv0", size_bytes=n, initialised=True), g.buffer("kv1", size_bytes=n)]
+        out = g.buffer("out", size_bytes=n, initialised=True)
+        g.exchange("hop 0", sends=[(kv[0], 3)], recvs=[(kv[1], 1)], tag=0)
+        g.compute("tile 0", Op("tile", (0,)), reads=[kv[0]], accumulates=[out])
+        g.compute("tile 1", Op("tile", (1,)), reads=[kv[1]], accumulates=[out])
+        graph = g.build()
+    """
+
+    def __init__(self, rank: int, world_size: int, lanes: Sequence[Lane] = (COMPUTE, NETWORK, CONTROL)) -> None:
+        if not 0 <= rank < world_size:
+            raise InputError(f"GraphBuilder: rank must be in [0, world_size), got rank {rank} of {world_size}")
+        self.rank = rank
+        self.world_size = world_size
+        self._lanes = {lane.name: lane for lane in lanes}
+        self._parts: list[Part] = []
+        self._buffers: dict[str, Buffer] = {}
+        self._tasks: list[Task] = []
+        self._predecessors: list[tuple[int, ...]] = []
+        self._last_writer: list[int] = []
+        self._readers: list[list[int]] = []
+
+    def buffer(self, name: str, *, parts: int = 1, size_bytes: int | Sequence[int] = 0, initialised: bool = False) -> Buffer:
+        """Declares memory. `size_bytes`: of each part (one number for all, or one each). `initialised`: it holds data at the start."""
+        if name in self._buffers:
+            raise InputError(f"GraphBuilder.buffer: the name {name!r} is taken; every buffer needs its own")
+        sizes = [size_bytes] * parts if isinstance(size_bytes, int) else list(size_bytes)
+        if len(sizes) != parts or parts < 1 or min(sizes) < 0:
+            raise InputError(f"GraphBuilder.buffer {name!r}: expected {parts} part sizes of at least 0 bytes, got {sizes}")
+        new = tuple(Part(len(self._parts) + i, name, i, size, initialised) for i, size in enumerate(sizes))
+        self._parts.extend(new)
+        self._last_writer.extend([-1] * parts)
+        self._readers.extend([] for _ in range(parts))
+        self._buffers[name] = Buffer(name, new)
+        return self._buffers[name]
+
+    def compute(
+        self,
+        name: str,
+        op: Op,
+        *,
+        reads: Iterable[_Access] = (),
+        writes: Iterable[_Access] = (),
+        accumulates: Iterable[_Access] = (),
+        cost: Cost = Cost(),
+        lane: str = COMPUTE.name,
+    ) -> int:
+        """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write, chained in program order."""
+        return self._add(name, lane, op, _ids(reads), _ids(writes), _ids(accumulates), (), (), cost)
+
+    def exchange(
+        self,
+        name: str,
+        *,
+        sends: Iterable[_Send] = (),
+        recvs: Iterable[_Send] = (),
+        tag: int,
+        reads: Iterable[_Access] = (),
+        lane: str = NETWORK.name,
+    ) -> int:
+        """Adds one transfer task whose messages progress together; returns its id.
+
+        Each message is (part or one-part buffer, peer) or (part, peer, size_bytes); without a size the whole part travels. `reads`
+        names what must be there before anything is sent, beside the parts sent themselves.
+        """
+        outgoing = tuple(self._message(name, send, tag) for send in sends)
+        incoming = tuple(self._message(name, recv, tag) for recv in recvs)
+        if not outgoing and not incoming:
+            raise InputError(f"GraphBuilder.exchange {name!r}: expected at least one send or receive, got none")
+        # A part may be named by several messages (sent to two peers): an edge needs it once.
+        read = tuple(dict.fromkeys([*_ids(reads), *(m.part for m in outgoing)]))
+        written = tuple(dict.fromkeys(m.part for m in incoming))
+        if len(written) != len(incoming) or set(written) & set(read):
+            raise InputError(f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, in one exchange")
+        cost = Cost(0, sum(m.size_bytes for m in outgoing))
+        return self._add(name, lane, None, read, written, (), outgoing, incoming, cost)
+
+    def build(self) -> Graph:
+        """Freezes the graph; the builder may go on being used."""
+        successors: list[list[int]] = [[] for _ in self._tasks]
+        for task, before in enumerate(self._predecessors):
+            for other in before:
+                successors[other].append(task)
+        return Graph(
+            self.rank,
+            self.world_size,
+            dict(self._lanes),
+            tuple(self._parts),
+            tuple(self._tasks),
+            tuple(self._predecessors),
+            tuple(map(tuple, successors)),
+        )
+
+    def _message(self, name: str, spec: _Send, tag: int) -> Message:
+        access, peer = spec[0], spec[1]
+        ids = _ids([access])
+        if len(ids) != 1:
+            raise InputError(f"GraphBuilder.exchange {name!r}: a message carries one part, got a buffer of {len(ids)}; name one part each")
+        size = spec[2] if len(spec) == 3 else self._parts[ids[0]].size_bytes
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise InputError(f"GraphBuilder.exchange {name!r}: peer must be another rank in [0, {self.world_size}), got {peer}")
+        if not 0 < size <= self._parts[ids[0]].size_bytes:
+            limit = self._parts[ids[0]].size_bytes
+            raise InputError(f"GraphBuilder.exchange {name!r}: a message must be 1 to {limit} bytes (its part's size), got {size}")
+        if tag < 0:
+            raise InputError(f"GraphBuilder.exchange {name!r}: a tag is a non-negative integer, got {tag}")
+        return Message(ids[0], peer, tag, size)
+
+    def _add(
+        self,
+        name: str,
+        lane: str,
+        op: Op | None,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        accumulates: tuple[int, ...],
+        sends: tuple[Message, ...],
+        recvs: tuple[Message, ...],
+        cost: Cost,
+    ) -> int:
+        if lane not in self._lanes:
+            raise InputError(f"GraphBuilder: task {name!r} names lane {lane!r}; the lanes are {sorted(self._lanes)}")
+        task = len(self._tasks)
+        before: set[int] = set()
+        for part in (*reads, *accumulates):
+            before.add(self._last_writer[part])
+        for part in (*writes, *accumulates):
+            # After every reader of the last value; after the last writer only if nobody read in between (they are after it already).
+            before.update(self._readers[part] or (self._last_writer[part],))
+        for part in reads:
+            self._readers[part].append(task)
+        for part in (*writes, *accumulates):
+            self._last_writer[part] = task
+            self._readers[part] = []
+        before -= {-1, task}
+        self._tasks.append(Task(task, name, lane, op, reads, writes, accumulates, sends, recvs, cost))
+        self._predecessors.append(tuple(sorted(before)))
+        return task
+
+
+def _ids(accesses: Iterable[_Access]) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for access in accesses:
+        for part in access.parts if isinstance(access, Buffer) else (access,):
+            ids[part.id] = None
+    return tuple(ids)

@@ -1,0 +1,221 @@
+"""The verifier: proves, before anything runs, that the graphs of all ranks fit together.
+
+`check_graph` looks at one rank's graph, `check_world` at all of them. Each raises `InternalError` (a wrong graph is a defect of whoever
+built it) that names the rank, the tasks and what is wrong. Checked:
+
+* edges run forward in program order, and every pair of conflicting accesses to one part is ordered by a path: nothing is overwritten
+  while it is read or in flight;
+* nothing is read that was never written; an ordered communication lane is issued in program order;
+* every send has its receive: peer, tag, order and size;
+* no deadlock: all lanes are played under rendezvous rules (a message moves only when both sides have been posted).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from burst_rt.errors import InternalError
+from burst_rt.scheduler.graph import Graph, Message, Task
+
+__all__ = ["Endpoint", "check_graph", "check_messages", "check_world", "match_messages"]
+
+
+class Endpoint(NamedTuple):
+    """One side of a message: the rank, its exchange task, and which of its sends or receives."""
+
+    rank: int
+    task: int
+    index: int
+
+
+def check_graph(graph: Graph) -> None:
+    """Checks one rank's graph on its own. Raises InternalError."""
+    ancestors: list[int] = []  # bit t of ancestors[v]: there is a path t -> v
+    for v, before in enumerate(graph.predecessors):
+        bits = 0
+        for u in before:
+            if not 0 <= u < v:
+                raise InternalError(f"rank {graph.rank}: {_say(graph, v)} depends on task {u}, which is not before it: a cycle")
+            bits |= ancestors[u] | 1 << u
+        ancestors.append(bits)
+    _check_accesses(graph, ancestors)
+    _check_lanes(graph)
+
+
+def check_world(graphs: Sequence[Graph]) -> None:
+    """Checks every rank's graph and that together they can end. `graphs[r]` is rank r's. Raises InternalError."""
+    for graph in graphs:
+        check_graph(graph)
+    check_messages(graphs)
+    _play(graphs)
+
+
+def check_messages(graphs: Sequence[Graph]) -> None:
+    """Checks that every send has its receive, with the same size, and every receive its send. Raises InternalError.
+
+    Given the graphs of some ranks only, it checks the messages among those.
+    """
+    by_rank = {graph.rank: graph for graph in graphs}
+    for (source, receiver), (sends, recvs) in _flows(graphs).items():
+        if _ordered(by_rank[source], sends) or _ordered(by_rank[receiver], recvs):
+            # Such a lane matches by order alone: tags do not travel.
+            wanted, offered = [m.tag for _, m in recvs], [m.tag for _, m in sends]
+            if wanted != offered and sorted(wanted) == sorted(offered):
+                raise InternalError(
+                    f"rank {source} sends tags {offered} to rank {receiver}, which receives in the order {wanted}: an ordered lane would mix them up"
+                )
+        _pair(by_rank, sends, recvs)
+
+
+def match_messages(graphs: Sequence[Graph]) -> dict[Endpoint, Endpoint]:
+    """Maps each receive to the send that feeds it. Raises InternalError where they do not match."""
+    matched: dict[Endpoint, Endpoint] = {}
+    by_rank = {graph.rank: graph for graph in graphs}
+    for sends, recvs in _flows(graphs).values():
+        matched.update(_pair(by_rank, sends, recvs))
+    return matched
+
+
+def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
+    last_writer: list[int | None] = [None] * len(graph.parts)
+    readers: list[list[int]] = [[] for _ in graph.parts]
+    for task in graph.tasks:
+        for part in (*task.reads, *task.accumulates):
+            writer = last_writer[part]
+            if writer is None and not graph.parts[part].initialised:
+                raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} reads {graph.parts[part].name}, which nothing wrote")
+            _require_path(graph, ancestors, writer, task.id, part)
+            readers[part].append(task.id)
+        for part in (*task.writes, *task.accumulates):
+            for earlier in (*readers[part], last_writer[part]):
+                if earlier != task.id:
+                    _require_path(graph, ancestors, earlier, task.id, part)
+            last_writer[part] = task.id
+            readers[part] = []
+
+
+def _require_path(graph: Graph, ancestors: list[int], first: int | None, second: int, part: int) -> None:
+    if first is not None and not ancestors[second] >> first & 1:
+        raise InternalError(
+            f"rank {graph.rank}: {_say(graph, first)} and {_say(graph, second)} both use {graph.parts[part].name} and nothing orders them"
+        )
+
+
+def _check_lanes(graph: Graph) -> None:
+    for task in graph.tasks:
+        lane = graph.lanes[task.lane]
+        if task.is_exchange and lane.ordered and not lane.in_program_order:
+            raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} is on ordered lane {lane.name!r}, which must be issued in program order")
+        if task.is_exchange and task.op is not None:
+            raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges")
+        sent, received = {m.part for m in task.sends}, {m.part for m in task.recvs}
+        if not sent <= {*task.reads} or not received <= {*task.writes}:
+            raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} sends or receives parts it does not declare")
+    # On a free lane exchanges go out as they become ready, so two of them must not share a (peer, tag) flow unless one waits for the other.
+    owner: dict[tuple[bool, int, int], int] = {}
+    for task in graph.tasks:
+        for outgoing, messages in ((True, task.sends), (False, task.recvs)):
+            for m in messages:
+                other = owner.setdefault((outgoing, m.peer, m.tag), task.id)
+                if other != task.id:
+                    raise InternalError(
+                        f"rank {graph.rank}: {_say(graph, other)} and {_say(graph, task.id)} both use tag {m.tag} with rank {m.peer}; give each exchange its own"
+                    )
+
+
+_Flow: TypeAlias = list[tuple[Endpoint, Message]]
+
+
+def _flows(graphs: Sequence[Graph]) -> dict[tuple[int, int], tuple[_Flow, _Flow]]:
+    """Messages among the given ranks by (source, destination): the sends and the receives, each in program order."""
+    here = {graph.rank for graph in graphs}
+    flows: dict[tuple[int, int], tuple[_Flow, _Flow]] = defaultdict(lambda: ([], []))
+    for graph in graphs:
+        for task in graph.tasks:
+            for i, m in enumerate(task.sends):
+                if m.peer in here:
+                    flows[graph.rank, m.peer][0].append((Endpoint(graph.rank, task.id, i), m))
+            for i, m in enumerate(task.recvs):
+                if m.peer in here:
+                    flows[m.peer, graph.rank][1].append((Endpoint(graph.rank, task.id, i), m))
+    return flows
+
+
+def _ordered(graph: Graph, messages: _Flow) -> bool:
+    return any(graph.lanes[graph.tasks[end.task].lane].ordered for end, _ in messages)
+
+
+def _pair(graphs: Mapping[int, Graph], sends: _Flow, recvs: _Flow) -> dict[Endpoint, Endpoint]:
+    waiting: dict[int, list[tuple[Endpoint, Message]]] = defaultdict(list)
+    for end, m in reversed(sends):
+        waiting[m.tag].append((end, m))
+    matched: dict[Endpoint, Endpoint] = {}
+    for end, m in recvs:
+        if not waiting[m.tag]:
+            raise InternalError(f"rank {end.rank}: {_say(graphs[end.rank], end.task)} receives tag {m.tag} from rank {m.peer}, which never sends it")
+        source, sent = waiting[m.tag].pop()
+        if sent.size_bytes != m.size_bytes:
+            raise InternalError(
+                f"rank {source.rank}: {_say(graphs[source.rank], source.task)} sends {sent.size_bytes} bytes with tag {m.tag}, "
+                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} expects {m.size_bytes}"
+            )
+        matched[end] = source
+    for left in waiting.values():
+        for end, m in left:
+            raise InternalError(f"rank {end.rank}: {_say(graphs[end.rank], end.task)} sends tag {m.tag} to rank {m.peer}, which never receives it")
+    return matched
+
+
+def _play(graphs: Sequence[Graph]) -> None:
+    """Plays all ranks under rendezvous rules until every task is done, or raises with what is stuck.
+
+    An exchange is posted when its predecessors are done (on a lane issued in program order: when the exchange before it is done, too), and done
+    when the other side of each of its messages is posted. Real runs allow more than this, never less.
+    """
+    needs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+    for end, source in match_messages(graphs).items():
+        needs[end.rank, end.task].add((source.rank, source.task))
+        needs[source.rank, source.task].add((end.rank, end.task))
+    before = [[set(p) for p in graph.predecessors] for graph in graphs]
+    after: list[list[list[int]]] = [[list(s) for s in graph.successors] for graph in graphs]
+    for graph in graphs:
+        last: dict[str, int] = {}
+        for task in graph.tasks:
+            if graph.lanes[task.lane].in_program_order:
+                if task.lane in last:
+                    before[graph.rank][task.id].add(last[task.lane])
+                    after[graph.rank][last[task.lane]].append(task.id)
+                last[task.lane] = task.id
+    posted: set[tuple[int, int]] = set()
+    done: set[tuple[int, int]] = set()
+    queue = [(g.rank, t.id) for g in graphs for t in g.tasks if not before[g.rank][t.id]]
+    while queue:
+        node = queue.pop()
+        posted.add(node)
+        for ended in (node, *needs[node]):
+            if ended in posted and ended not in done and needs[ended] <= posted:
+                done.add(ended)
+                rank, task = ended
+                for successor in after[rank][task]:
+                    before[rank][successor].discard(task)
+                    if not before[rank][successor]:
+                        queue.append((rank, successor))
+                        before[rank][successor].add(-1)  # queued: never again
+    stuck = [(g.rank, t.id) for g in graphs for t in g.tasks if (g.rank, t.id) not in done]
+    if stuck:
+        raise InternalError("deadlock: " + "; ".join(_explain(graphs, node, needs[node] - posted, node in posted) for node in stuck[:4]))
+
+
+def _explain(graphs: Sequence[Graph], node: tuple[int, int], missing: Iterable[tuple[int, int]], is_posted: bool) -> str:
+    rank, task = node
+    what = f"rank {rank}: {_say(graphs[rank], task)}"
+    if not is_posted:
+        return f"{what} never starts"
+    return f"{what} waits for " + ", ".join(f"rank {r} to reach {_say(graphs[r], t)}" for r, t in missing)
+
+
+def _say(graph: Graph, task: int) -> str:
+    node: Task = graph.tasks[task]
+    return f"task {task} {node.name!r}"

@@ -1,0 +1,12 @@
+"""Transports: moving bytes between ranks (`LocalTransport`, `MpiTransport`) and the small control group beside each.
+
+`burst_rt.transport.mpi` needs an MPI library and is imported only when asked for.
+"""
+
+from burst_rt.transport.base import Capabilities, Completed, ControlGroup, Notice, NoticeKind, Pending, PendingBytes, PendingInts, Transport
+from burst_rt.transport.local import LocalControl, LocalTransport, LocalWorld
+
+__all__ = [
+    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld", "Notice", "NoticeKind", "Pending", "PendingBytes",
+    "PendingInts", "Transport",
+]  # fmt: skip

@@ -1,0 +1,121 @@
+"""What a transport and a control group must do. Nothing here moves a byte.
+
+A transport carries the messages of task graphs: raw bytes, non-blocking, counted. A control group carries the few small things ranks must
+agree on (call contracts, errors, farewells); it has a communicator of its own, so it can never be confused with data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy.typing as npt
+
+__all__ = ["Capabilities", "Completed", "ControlGroup", "Notice", "NoticeKind", "Pending", "PendingBytes", "PendingInts", "Transport"]
+
+
+
+class Capabilities(NamedTuple):
+    """What a transport can do: take device memory; complete in issue order (else one by one); how large one message may be."""
+
+    device_memory: bool
+    ordered: bool
+    max_message_bytes: int
+
+
+class Completed(NamedTuple):
+    """A finished send or receive, by the handle its start returned."""
+
+    handle: int
+
+
+class Transport(Protocol):
+    """Moves messages between the ranks of one context. One thread uses it at a time; no method blocks.
+
+    Buffers are contiguous memoryviews of bytes that stay alive and untouched until their handle completes. Messages with the same peer
+    and tag match in the order they are started.
+    """
+
+    rank: int
+    size: int
+    capabilities: Capabilities
+    bytes_sent: int
+    bytes_received: int
+
+    def isend(self, buffer: memoryview, peer: int, tag: int) -> int:
+        """Starts sending all of `buffer` and returns a handle."""
+
+    def irecv(self, buffer: memoryview, peer: int, tag: int) -> int:
+        """Starts receiving exactly `len(buffer)` bytes and returns a handle."""
+
+    def poll(self) -> list[Completed]:
+        """Makes progress and returns what has completed since the last poll. A message of the wrong size raises ProtocolError."""
+
+    def cancel(self) -> None:
+        """Gives up on everything under way. Memory of messages under way may still be touched: the caller keeps it."""
+
+    def close(self) -> None:
+        """Releases the transport; nothing may be under way."""
+
+
+class NoticeKind(IntEnum):
+    """Why a rank writes to another outside any collective."""
+
+    ALIVE = 1  # I am inside a call and still computing
+    LEFT = 2  # I have closed my context and will enter no further call
+
+
+class Notice(NamedTuple):
+    """A small unsolicited word from `peer`; `value` is the id of its current task (ALIVE)."""
+
+    peer: int
+    kind: NoticeKind
+    value: int
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def test(self) -> bool:
+        """Makes progress; True once the result can be read. Never blocks."""
+
+
+class PendingInts(Pending, Protocol):
+    """A reduction under way."""
+
+    def result(self) -> list[int]:
+        """The reduced values; only after `test` was True."""
+
+
+class PendingBytes(Pending, Protocol):
+    """A gather under way."""
+
+    def result(self) -> list[bytes]:
+        """Every rank's bytes, in rank order; only after `test` was True."""
+
+
+class ControlGroup(Protocol):
+    """Small collectives and notices between the ranks of one context. All ranks start the same collectives in the same order; no method blocks."""
+
+    rank: int
+    size: int
+
+    def allreduce_max(self, values: Sequence[int]) -> PendingInts:
+        """Elementwise maximum of 64-bit integers over the ranks."""
+
+    def allreduce_sum(self, array: npt.NDArray[Any]) -> Pending:
+        """Elementwise sum over the ranks, in place, in the array's own type (float32, float64 or int64: not
+        every MPI adds bfloat16 correctly); the same bits on every rank and in every run."""
+
+    def allgather(self, payload: bytes) -> PendingBytes:
+        """Every rank's bytes (any lengths) on every rank."""
+
+    def notify(self, peer: int, kind: NoticeKind, value: int = 0) -> None:
+        """Writes to a peer that may read it at any later time, or never."""
+
+    def notices(self) -> list[Notice]:
+        """What peers have written since the last call."""
+
+    def close(self) -> None:
+        """Releases the group."""

@@ -1,0 +1,219 @@
+"""Ranks as threads of one process: for tests, notebooks and trying things out. Also the simplest statement of what a transport does.
+
+`LocalWorld(n)` is shared by n threads; `world.transport(r)` and `world.control(r)` are rank r's ends. A message moves when both sides have
+been started (rendezvous), copied by whichever thread came second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from burst_rt.errors import InputError, ProtocolError
+from burst_rt.transport.base import Capabilities, Completed, Notice, NoticeKind
+
+__all__ = ["LocalControl", "LocalTransport", "LocalWorld"]
+
+_T = TypeVar("_T")
+
+
+class LocalWorld:
+    """What the threads share. One lock guards all of it; it is held for look-ups only, never while bytes are copied."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise InputError(f"LocalWorld: size must be at least 1 rank, got {size}")
+        self.size = size
+        self._lock = threading.Lock()
+        self._sends: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, memoryview]]] = defaultdict(deque)
+        self._recvs: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, memoryview]]] = defaultdict(deque)
+        self._rounds: dict[int, dict[int, Any]] = {}
+        self._readers_left: dict[int, int] = {}
+        self._notices: list[deque[Notice]] = [deque() for _ in range(size)]
+
+    def transport(self, rank: int) -> LocalTransport:
+        """Rank's end of the data transport."""
+        return LocalTransport(self, rank)
+
+    def control(self, rank: int) -> LocalControl:
+        """Rank's end of the control group."""
+        return LocalControl(self, rank)
+
+    def post(self, outgoing: bool, key: tuple[int, int, int], entry: tuple[LocalTransport, int, memoryview]) -> None:
+        """Posts one side of a message; moves it if the other side is there. `key` is (source, destination, tag)."""
+        mine, theirs = (self._sends, self._recvs) if outgoing else (self._recvs, self._sends)
+        with self._lock:
+            if not theirs[key]:
+                mine[key].append(entry)
+                return
+            other = theirs[key].popleft()
+        send, recv = (entry, other) if outgoing else (other, entry)
+        if len(send[2]) == len(recv[2]):
+            recv[2][:] = send[2]
+        for end in (send, recv):
+            end[0].landed(end[1], len(send[2]))
+
+    def join(self, number: int, rank: int, payload: object) -> None:
+        """Puts a rank's payload into collective round `number`."""
+        with self._lock:
+            self._rounds.setdefault(number, {})[rank] = payload
+            self._readers_left.setdefault(number, self.size)
+
+    def is_full(self, number: int) -> bool:
+        """Whether all ranks have joined the round."""
+        with self._lock:
+            return len(self._rounds[number]) == self.size
+
+    def leave(self, number: int) -> list[Any]:
+        """All payloads of a full round in rank order; the last reader clears it away."""
+        with self._lock:
+            payloads = [self._rounds[number][r] for r in range(self.size)]
+            self._readers_left[number] -= 1
+            if not self._readers_left[number]:
+                del self._rounds[number], self._readers_left[number]
+            return payloads
+
+    def write(self, to: int, notice: Notice) -> None:
+        """Delivers a notice."""
+        self._notices[to].append(notice)
+
+    def read(self, rank: int) -> list[Notice]:
+        """Takes a rank's notices."""
+        box = self._notices[rank]
+        return [box.popleft() for _ in range(len(box))]
+
+    def withdraw(self, transport: LocalTransport) -> None:
+        """Takes back all that a transport has posted and nobody has matched."""
+        with self._lock:
+            for table in (self._sends, self._recvs):
+                for key, box in table.items():
+                    table[key] = deque(entry for entry in box if entry[0] is not transport)
+
+
+class LocalTransport:
+    """See `Transport`. Thread-safe towards its peers."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.rank = rank
+        self.size = world.size
+        self.capabilities = Capabilities(device_memory=False, ordered=False, max_message_bytes=2**62)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._world = world
+        self._next_handle = 0
+        self._expected: dict[int, tuple[int, int, bool]] = {}
+        self._landed: deque[tuple[int, int]] = deque()
+
+    def isend(self, buffer: memoryview, peer: int, tag: int) -> int:
+        """See `Transport.isend`."""
+        return self._start(True, buffer, peer, tag)
+
+    def irecv(self, buffer: memoryview, peer: int, tag: int) -> int:
+        """See `Transport.irecv`."""
+        return self._start(False, buffer, peer, tag)
+
+    def poll(self) -> list[Completed]:
+        """See `Transport.poll`."""
+        done = []
+        while self._landed:
+            handle, size = self._landed.popleft()
+            if handle not in self._expected:
+                continue  # cancelled
+            peer, expected, outgoing = self._expected.pop(handle)
+            if size != expected and not outgoing:
+                raise ProtocolError(f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}", rank=self.rank, peer=peer)
+            if outgoing:
+                self.bytes_sent += size
+            else:
+                self.bytes_received += size
+            done.append(Completed(handle))
+        return done
+
+    def cancel(self) -> None:
+        """See `Transport.cancel`."""
+        self._world.withdraw(self)
+        self._expected.clear()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.cancel()
+
+    def landed(self, handle: int, size_bytes: int) -> None:
+        """Called by the thread that moved a message of this transport."""
+        self._landed.append((handle, size_bytes))
+
+    def _start(self, outgoing: bool, buffer: memoryview, peer: int, tag: int) -> int:
+        handle = self._next_handle
+        self._next_handle += 1
+        self._expected[handle] = (peer, len(buffer), outgoing)
+        key = (self.rank, peer, tag) if outgoing else (peer, self.rank, tag)
+        self._world.post(outgoing, key, (self, handle, buffer))
+        return handle
+
+
+class _Round(Generic[_T]):
+    """A collective under way in a LocalWorld."""
+
+    def __init__(self, world: LocalWorld, number: int, finish: Callable[[list[Any]], _T]) -> None:
+        self._world = world
+        self._number = number
+        self._finish = finish
+        self._result: list[_T] = []
+
+    def test(self) -> bool:
+        if not self._result and self._world.is_full(self._number):
+            self._result.append(self._finish(self._world.leave(self._number)))
+        return bool(self._result)
+
+    def result(self) -> _T:
+        return self._result[0]
+
+
+class LocalControl:
+    """See `ControlGroup`."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.rank = rank
+        self.size = world.size
+        self._world = world
+        self._num_rounds = 0
+
+    def allreduce_max(self, values: Sequence[int]) -> _Round[list[int]]:
+        """See `ControlGroup.allreduce_max`."""
+        return self._join(list(values), lambda rows: [max(column) for column in zip(*rows, strict=True)])
+
+    def allreduce_sum(self, array: npt.NDArray[Any]) -> _Round[None]:
+        """See `ControlGroup.allreduce_sum`."""
+
+        def finish(arrays: list[npt.NDArray[Any]]) -> None:
+            array[...] = arrays[0]
+            for other in arrays[1:]:
+                np.add(array, other, out=array)
+
+        return self._join(array.copy(), finish)
+
+    def allgather(self, payload: bytes) -> _Round[list[bytes]]:
+        """See `ControlGroup.allgather`."""
+        return self._join(payload, lambda payloads: payloads)
+
+    def notify(self, peer: int, kind: NoticeKind, value: int = 0) -> None:
+        """See `ControlGroup.notify`."""
+        self._world.write(peer, Notice(self.rank, kind, value))
+
+    def notices(self) -> list[Notice]:
+        """See `ControlGroup.notices`."""
+        return self._world.read(self.rank)
+
+    def close(self) -> None:
+        """See `ControlGroup.close`."""
+
+    def _join(self, payload: object, finish: Callable[[list[Any]], _T]) -> _Round[_T]:
+        number = self._num_rounds
+        self._num_rounds += 1
+        self._world.join(number, self.rank, payload)
+        return _Round(self._world, number, finish)

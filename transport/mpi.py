@@ -1,0 +1,211 @@
+"""Ranks as MPI processes, host memory: mpi4py, non-blocking requests, one communicator for data and one for control.
+
+Nothing here waits: every request is tested. Two communicators are duplicated from the caller's, so no message of ours can match one of the
+program's. Sizes are checked on arrival, because MPI accepts a short message in silence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from burst_rt.errors import ConfigError, ProtocolError, Stalled
+from burst_rt.transport.base import Capabilities, Completed, Notice, NoticeKind
+
+__all__ = ["MpiControl", "MpiTransport", "duplicate"]
+
+_NOTICE_TAG = 1
+# Counts are 32-bit before MPI 4 and in parts of Open MPI 5; larger messages go in pieces that match in order.
+_PIECE_BYTES = 1 << 30
+
+
+def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
+    """A communicator with the same ranks and a message space of its own. Collective; blocks at most `timeout_s`, then raises Stalled."""
+    if comm == MPI.COMM_NULL or comm.Is_inter():
+        raise ConfigError("init: comm must be an mpi4py intracommunicator, got COMM_NULL or an intercommunicator")
+    new, request = comm.Idup()
+    deadline = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise Stalled(f"rank {comm.rank} of {comm.size} waited {timeout_s} s in init for the other ranks to call it", rank=comm.rank)
+        time.sleep(0.0005)
+    return new
+
+
+class MpiTransport:
+    """See `Transport`. Owns `comm` (see `duplicate`)."""
+
+    def __init__(self, comm: MPI.Intracomm, *, piece_bytes: int = _PIECE_BYTES) -> None:
+        self.rank = comm.rank
+        self.size = comm.size
+        self.capabilities = Capabilities(device_memory=False, ordered=False, max_message_bytes=2**62)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._comm = comm
+        self._piece_bytes = piece_bytes
+        tag_ub = comm.Get_attr(MPI.TAG_UB)
+        self._max_tag = int(tag_ub) if tag_ub is not None else 32767
+        self._next_handle = 0
+        # Parallel lists: each request, the handle it belongs to, its peer and size, and whether it sends. The buffers are kept by the requests.
+        self._requests: list[MPI.Request] = []
+        self._about: list[tuple[int, int, int, bool]] = []
+        self._num_left: dict[int, int] = {}
+
+    def isend(self, buffer: memoryview, peer: int, tag: int) -> int:
+        """See `Transport.isend`."""
+        return self._start(True, buffer, peer, tag)
+
+    def irecv(self, buffer: memoryview, peer: int, tag: int) -> int:
+        """See `Transport.irecv`."""
+        return self._start(False, buffer, peer, tag)
+
+    def poll(self) -> list[Completed]:
+        """See `Transport.poll`."""
+        if not self._requests:
+            return []
+        statuses = [MPI.Status() for _ in self._requests]
+        try:
+            finished = MPI.Request.Testsome(self._requests, statuses)
+        except MPI.Exception as error:
+            raise ProtocolError(f"rank {self.rank}: MPI failed while moving data: {error}", rank=self.rank) from error
+        if not finished:
+            return []
+        done = []
+        for status, index in zip(statuses, finished, strict=False):
+            handle, peer, expected, outgoing = self._about[index]
+            if outgoing:
+                self.bytes_sent += expected
+            else:
+                size = status.Get_count(MPI.BYTE)
+                if size != expected:
+                    raise ProtocolError(f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}", rank=self.rank, peer=peer)
+                self.bytes_received += size
+            self._num_left[handle] -= 1
+            if not self._num_left[handle]:
+                del self._num_left[handle]
+                done.append(Completed(handle))
+        gone = set(finished)
+        self._requests = [r for i, r in enumerate(self._requests) if i not in gone]
+        self._about = [a for i, a in enumerate(self._about) if i not in gone]
+        return done
+
+    def cancel(self) -> None:
+        """See `Transport.cancel`. MPI cannot cancel a send: its request, and with it the memory, is kept until the process ends."""
+        for request, (_, _, _, outgoing) in zip(self._requests, self._about, strict=True):
+            if not outgoing:
+                request.Cancel()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if not self._requests:
+            self._comm.Free()
+
+    def _start(self, outgoing: bool, buffer: memoryview, peer: int, tag: int) -> int:
+        if tag > self._max_tag:
+            raise ConfigError(f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}: use an MPI with a larger MPI_TAG_UB")
+        handle = self._next_handle
+        self._next_handle += 1
+        start = self._comm.Isend if outgoing else self._comm.Irecv
+        pieces = range(0, len(buffer), self._piece_bytes)
+        for at in pieces:
+            piece = buffer[at : at + self._piece_bytes]
+            self._requests.append(start([piece, MPI.BYTE], peer, tag))
+            self._about.append((handle, peer, len(piece), outgoing))
+        self._num_left[handle] = len(pieces)
+        return handle
+
+
+class _Reduction:
+    """An allreduce under way; its arrays stay alive with it."""
+
+    def __init__(self, request: MPI.Request, send: npt.NDArray[Any] | None, recv: npt.NDArray[Any]) -> None:
+        self._request = request
+        self._send = send
+        self._recv = recv
+        self._done = False
+
+    def test(self) -> bool:
+        self._done = self._done or bool(self._request.Test())
+        return self._done
+
+    def result(self) -> list[int]:
+        return [int(x) for x in self._recv]
+
+
+class _Gather:
+    """An allgather of byte strings under way: first the lengths, then the bytes."""
+
+    def __init__(self, comm: MPI.Intracomm, payload: bytes) -> None:
+        self._comm = comm
+        self._payload = payload
+        self._lengths = np.zeros(comm.size, dtype=np.int64)
+        self._bytes: npt.NDArray[np.uint8] | None = None
+        self._request = comm.Iallgather(np.array([len(payload)], dtype=np.int64), self._lengths)
+
+    def test(self) -> bool:
+        if not self._request.Test():
+            return False
+        if self._bytes is None:
+            self._bytes = np.empty(int(self._lengths.sum()), dtype=np.uint8)
+            counts = [int(n) for n in self._lengths]
+            self._request = self._comm.Iallgatherv([self._payload, MPI.BYTE], [self._bytes, counts, MPI.BYTE])
+            return bool(self._request.Test())
+        return True
+
+    def result(self) -> list[bytes]:
+        assert self._bytes is not None
+        ends = np.cumsum(self._lengths)
+        return [self._bytes[end - n : end].tobytes() for end, n in zip(ends, self._lengths, strict=True)]
+
+
+class MpiControl:
+    """See `ControlGroup`. Owns `comm` (see `duplicate`)."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.rank = comm.rank
+        self.size = comm.size
+        self._comm = comm
+        self._box = np.zeros(2, dtype=np.int64)
+        self._inbox = comm.Recv_init(self._box, MPI.ANY_SOURCE, _NOTICE_TAG)
+        self._inbox.Start()
+        self._outgoing: list[tuple[MPI.Request, npt.NDArray[np.int64]]] = []
+
+    def allreduce_max(self, values: Sequence[int]) -> _Reduction:
+        """See `ControlGroup.allreduce_max`."""
+        send = np.array(values, dtype=np.int64)
+        recv = np.empty_like(send)
+        return _Reduction(self._comm.Iallreduce(send, recv, MPI.MAX), send, recv)
+
+    def allreduce_sum(self, array: npt.NDArray[Any]) -> _Reduction:
+        """See `ControlGroup.allreduce_sum`."""
+        return _Reduction(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM), None, array)
+
+    def allgather(self, payload: bytes) -> _Gather:
+        """See `ControlGroup.allgather`."""
+        return _Gather(self._comm, payload)
+
+    def notify(self, peer: int, kind: NoticeKind, value: int = 0) -> None:
+        """See `ControlGroup.notify`. Small enough to leave at once (eager), so a rank that is about to exit can still say so."""
+        self._outgoing = [(request, box) for request, box in self._outgoing if not request.Test()]
+        box = np.array([int(kind), value], dtype=np.int64)
+        self._outgoing.append((self._comm.Isend(box, peer, _NOTICE_TAG), box))
+
+    def notices(self) -> list[Notice]:
+        """See `ControlGroup.notices`."""
+        found = []
+        status = MPI.Status()
+        while self._inbox.Test(status):
+            found.append(Notice(status.Get_source(), NoticeKind(int(self._box[0])), int(self._box[1])))
+            self._inbox.Start()
+        return found
+
+    def close(self) -> None:
+        """See `ControlGroup.close`. The communicator itself is left to MPI_Finalize: peers may still write farewells to it."""
+        self._inbox.Cancel()
+        self._inbox.Wait()
+        self._inbox.Free()
