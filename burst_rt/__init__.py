@@ -43,8 +43,8 @@ _HOME = {
 }
 
 __all__ = [
-    "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout", "Explanation", "Full", "LocalRank", "Mask", "Pipeline", "Stats",
-    "burst_attention", "call_spec", "errors", "explain", "handle_of", "init", "run_local",
+    "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout", "Explanation", "Full", "LocalRank", "Mask",
+    "Pipeline", "Stats", "burst_attention", "call_spec", "errors", "explain", "handle_of", "init", "run_local",
 ]  # fmt: skip
 
 

@@ -1,24 +1,25 @@
 """Contexts: a group of ranks that attend together, and what belongs to it (transport, control group, plans, deadlines).
 
-`init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context parallel beside data, tensor and pipeline
-parallel); each duplicates its communicator. One call at a time per context. A rank that leaves says so to the others, at `close` or when its
-interpreter exits, so nobody waits for it; a context that failed inside a call is broken and takes the job down at exit (MPI_Abort), because
-messages under way cannot be recalled.
+`init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context parallel beside data, tensor and
+pipeline parallel); each duplicates its communicator. One call at a time per context. A rank that leaves says so to the others, at `close`
+or when its interpreter exits, so nobody waits for it; a context that failed inside a call is broken and takes the job down at exit
+(MPI_Abort), because messages under way cannot be recalled.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Iterator, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -116,7 +117,10 @@ class ContextLayout:
         elif x.requires_grad and torch.is_grad_enabled():
             error = InputError("layout.unshard: not differentiable, and x requires grad; pass x.detach()")
         rest = tuple(n for i, n in enumerate(x.shape) if error or i != dim % x.ndim)
-        ctx.agree({"call": "unshard", "layout": f"{self.kind} {self.seq_len}", "other dims": str(rest), "dim": str(dim), "dtype": str(x.dtype)}, error)
+        ctx.agree(
+            {"call": "unshard", "layout": f"{self.kind} {self.seq_len}", "other dims": str(rest), "dim": str(dim), "dtype": str(x.dtype)},
+            error,
+        )
         mine = x.detach().movedim(dim, 0).contiguous()
         payload = mine.cpu().view(torch.uint8).numpy().tobytes() if mine.numel() else b""
         pending = ctx.control.allgather(payload)
@@ -169,12 +173,20 @@ class Pipeline:
 class Context:
     """A group of ranks. Made by `init`; use it as a context manager or call `close`.
 
-    rank, world_size: this rank's number and how many there are. device: where tensors of calls must live. timeout_s: how long a peer may take to
-    enter a call. stall_s: how long nothing may move inside one.
+    rank, world_size: this rank's number and how many there are. device: where tensors of calls must live. timeout_s: how long a peer may
+    take to enter a call. stall_s: how long nothing may move inside one.
     """
 
     def __init__(
-        self, transport: Transport, control: ControlGroup, *, device: torch.device, timeout_s: float, stall_s: float, kernel: str, check_finite: bool
+        self,
+        transport: Transport,
+        control: ControlGroup,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        stall_s: float,
+        kernel: str,
+        check_finite: bool,
     ) -> None:
         self.rank = transport.rank
         self.world_size = transport.size
@@ -236,6 +248,23 @@ class Context:
         check_world(graphs)
         return Pipeline(self, Schedule.of(graphs[self.rank]))
 
+    def gather_last_run(self) -> list[tuple[Graph, list[Span]]]:
+        """Every rank's graph and trace of its last attention call or pipeline, in rank order. Collective, blocks at most `timeout_s`.
+
+        On one host the traces share a clock, so `scheduler.exposed` can compare them.
+        """
+        error = None if self.last_run else InputError("gather_last_run: nothing has run on this context yet")
+        self.agree({"call": "gather_last_run"}, error)
+        assert self.last_run is not None
+        graph, trace = self.last_run
+        if self.world_size == 1:
+            return [(graph, list(trace))]
+        # Pickled by this package's own ranks, received from them on a communicator of their own.
+        pending = self.control.allgather(pickle.dumps((graph, list(trace))))
+        self.watch.wait_for(pending, self.timeout_s, "gather_last_run")
+        gathered: list[tuple[Graph, list[Span]]] = [pickle.loads(raw) for raw in pending.result()]
+        return gathered
+
     def close(self, code: int = 0) -> None:
         """Leaves the group: tells the others, who can then enter no further call with this rank. Does not wait for them. Idempotent."""
         if self._closed:
@@ -255,7 +284,9 @@ class Context:
         )  # fmt: skip
         return self.planner.plan(PlanKey(forward, problem, spec.strategy, self.kernel, q.dtype, self.device))
 
-    def run_forward(self, plan: Plan, spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_forward(
+        self, plan: Plan, spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a forward plan: (out, lse). Collective."""
         progress = _Progress()
         bound = ForwardRun(plan, spec.scale, progress, self._poison, q, k, v)
@@ -273,7 +304,8 @@ class Context:
         return bound.grads()
 
     def agree(self, description: dict[str, str], error: BurstError | None = None) -> None:
-        """Opens a collective that is not a graph: every rank says what it is about to do. Raises the same error on every rank if one objects.
+        """Opens a collective that is not a graph: every rank says what it is about to do. Raises the same error on every rank if one
+        objects.
 
         Blocks at most `timeout_s`.
         """
@@ -296,7 +328,12 @@ class Context:
         raise error
 
     def perform(
-        self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview], opening: Agreement, progress: _Progress | None = None
+        self,
+        schedule: Schedule,
+        ops: Mapping[str, Callable[..., None]],
+        memory: Mapping[int, memoryview],
+        opening: Agreement,
+        progress: _Progress | None = None,
     ) -> tuple[Trace, HostDriver]:
         """Runs a schedule on this rank's driver. Collective."""
         trace = Trace()
@@ -348,7 +385,9 @@ class Context:
         if self._closed:
             raise ConfigError("this context is closed; make another with burst_rt.init", rank=self.rank)
         if self._broken is not None:
-            raise PeerLost(f"rank {self.rank}: this context broke in an earlier call ({self._broken}); start the job again", rank=self.rank) from self._broken
+            raise PeerLost(
+                f"rank {self.rank}: this context broke in an earlier call ({self._broken}); start the job again", rank=self.rank
+            ) from self._broken
         with self._unbroken():
             self.watch.require_all()
         self._number += 1

@@ -1,8 +1,8 @@
 """What the ranks must agree on before a call sends anything, and how they find out that they do not.
 
-`check_call` looks at one rank's arguments. `Agreement` compares all ranks': one small non-blocking allreduce opens every call. If a rank brings an error or a
-different description, a second round tells everybody, and every rank raises the same class. Nothing has been sent then, and the context
-stays usable.
+`check_call` looks at one rank's arguments. `Agreement` compares all ranks': one small non-blocking allreduce opens every call. If a rank
+brings an error or a different description, a second round tells everybody, and every rank raises the same class. Nothing has been sent
+then, and the context stays usable.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             raise InputError(f"{where} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if 0 in (x.shape[0], x.shape[2], x.shape[3]):
             raise InputError(f"{where} must have at least one batch row, one head and one head_dim, got shape {tuple(x.shape)}")
-        layout, argument = (spec.layout, "layout") if name == "q" else (spec.kv_layout, "kv_layout" if spec.kv_layout is not spec.layout else "layout")
+        layout, argument = (
+            (spec.layout, "layout") if name == "q" else (spec.kv_layout, "kv_layout" if spec.kv_layout is not spec.layout else "layout")
+        )
         if x.shape[1] != layout.shard_len:
             raise InputError(
                 f"{where} must hold this rank's {layout.shard_len} of {layout.seq_len} tokens ({argument}: {layout.kind}), got {x.shape[1]}; "
@@ -112,7 +114,9 @@ class Agreement:
     Serves as the `Opening` of a driver: `start`, `test`, `failure`. When it fails, `settle` (collective) raises the common error.
     """
 
-    def __init__(self, control: ControlGroup, number: int, description: Mapping[str, str], digest: int, error: BurstError | None = None) -> None:
+    def __init__(
+        self, control: ControlGroup, number: int, description: Mapping[str, str], digest: int, error: BurstError | None = None
+    ) -> None:
         self._control = control
         self._number = number
         self._description = description

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import BurstError, InternalError
 from burst_rt.errors import PeerLost as PeerLostError
-from burst_rt.scheduler.graph import Graph
+from burst_rt.scheduler.graph import Graph, Lane
 from burst_rt.scheduler.policy import Policy, critical_path
 
 __all__ = [
@@ -136,15 +136,20 @@ class Schedule:
         for v, before in enumerate(graph.predecessors):
             for u in before:
                 first, second = lanes[lane_of[u]], lanes[lane_of[v]]
-                if first.ordered and first is second:
-                    on_issue[u].append(v)
-                elif first.ordered and second.ordered and first.device is not None and first.device == second.device:
-                    on_issue[u].append(v)
-                    after[v].append(u)
-                else:
+                if _passes_at(first, second) is State.DONE:
                     on_done[u].append(v)
+                    continue
+                on_issue[u].append(v)
+                if first is not second:
+                    after[v].append(u)
         num_before = [len(before) for before in graph.predecessors]
         return cls(graph, place, num_before, on_issue, on_done, [tuple(a) for a in after], lane_of)
+
+
+def _passes_at(first: Lane, second: Lane) -> State:
+    """What a task on `first` must have reached before one on `second` that depends on it may be issued."""
+    same_device = first.device is not None and first.device == second.device
+    return State.ISSUED if first.ordered and second.ordered and (first is second or same_device) else State.DONE
 
 
 class Engine:
@@ -162,6 +167,7 @@ class Engine:
         lanes = list(graph.lanes.values())
         self._limit = [len(graph.tasks) + 1 if lane.max_in_flight is None else lane.max_in_flight for lane in lanes]
         self._in_flight = [0] * len(lanes)
+        # Heaps: of places in the policy's order, or on a lane issued in program order of task ids.
         self._ready: list[list[int]] = [[] for _ in lanes]
         # For a lane issued in program order: its tasks, and how many of them went out.
         self._program: list[list[int] | None] = [[] if lane.in_program_order else None for lane in lanes]
@@ -191,14 +197,15 @@ class Engine:
         if not self._started or self._ended:
             raise InternalError("Engine.handle was called before start or after the run had ended")
         for event in events:
-            if isinstance(event, TaskDone):
-                self._done(event.task)
-            elif isinstance(event, TaskFailed):
-                self._move(event.task, "failed")
-                return self._abort(event.error)
-            else:
+            if isinstance(event, PeerLost):
                 lost = PeerLostError(f"rank {event.peer} was lost: {event.reason}", rank=self.schedule.graph.rank, peer=event.peer)
                 return self._abort(lost)
+            if not 0 <= event.task < len(self.state):
+                raise InternalError(f"{event} is about no task of this graph: ids are 0 to {len(self.state) - 1}")
+            if isinstance(event, TaskFailed):
+                self._move(event.task, "failed")
+                return self._abort(event.error)
+            self._done(event.task)
         return self._issue()
 
     def story(self, task: int) -> str:
@@ -221,7 +228,8 @@ class Engine:
 
     def _make_ready(self, task: int) -> None:
         self._move(task, "satisfied")
-        heapq.heappush(self._ready[self.schedule.lane_of[task]], self.schedule.place[task])
+        lane = self.schedule.lane_of[task]
+        heapq.heappush(self._ready[lane], self.schedule.place[task] if self._program[lane] is None else task)
 
     def _satisfy(self, tasks: Iterable[int]) -> None:
         missing = self._missing
@@ -265,13 +273,10 @@ class Engine:
         program = self._program[lane]
         if program is None:
             return self._task_at[heapq.heappop(ready)]
-        task = program[self._issued_of[lane]]
-        if self.state[task] is not State.READY:
+        if ready[0] != program[self._issued_of[lane]]:
             return None
         self._issued_of[lane] += 1
-        ready.remove(self.schedule.place[task])
-        heapq.heapify(ready)
-        return task
+        return heapq.heappop(ready)
 
     def _abort(self, error: BurstError) -> list[Instruction]:
         for task, state in enumerate(self.state):
@@ -283,11 +288,12 @@ class Engine:
     def _check(self) -> None:
         graph = self.schedule.graph
         running = [0] * len(self._in_flight)
+        lanes = [graph.lanes[task.lane] for task in graph.tasks]
         for task, state in enumerate(self.state):
             if state is State.ISSUED:
                 running[self.schedule.lane_of[task]] += 1
-            if state >= State.ISSUED and any(self.state[p] < State.ISSUED for p in graph.predecessors[task]):
-                raise InternalError(f"a task ran before its predecessor was issued: {self.story(task)}")
+            if state >= State.ISSUED and any(self.state[p] < _passes_at(lanes[p], lanes[task]) for p in graph.predecessors[task]):
+                raise InternalError(f"a task was issued before its edges were satisfied: {self.story(task)}")
         if running != self._in_flight or any(n > limit for n, limit in zip(running, self._limit, strict=True)):
             raise InternalError(f"lane counts are wrong: counted {running}, kept {self._in_flight}, limits {self._limit}")
         if not self._ended and not any(running) and self._num_left:

@@ -5,7 +5,7 @@ built it) that names the rank, the tasks and what is wrong. Checked:
 
 * edges run forward in program order, and every pair of conflicting accesses to one part is ordered by a path: nothing is overwritten
   while it is read or in flight;
-* nothing is read that was never written; an ordered communication lane is issued in program order;
+* nothing is read that was never written; an ordered or bounded communication lane is issued in program order;
 * every send has its receive: peer, tag, order and size;
 * no deadlock: all lanes are played under rendezvous rules (a message moves only when both sides have been posted).
 """
@@ -46,6 +46,10 @@ def check_graph(graph: Graph) -> None:
 
 def check_world(graphs: Sequence[Graph]) -> None:
     """Checks every rank's graph and that together they can end. `graphs[r]` is rank r's. Raises InternalError."""
+    ranks = [graph.rank for graph in graphs]
+    if ranks != list(range(len(graphs))) or any(graph.world_size != len(graphs) for graph in graphs):
+        sizes = [graph.world_size for graph in graphs]
+        raise InternalError(f"expected the graph of every rank, in order; got ranks {ranks} of worlds of {sizes}")
     for graph in graphs:
         check_graph(graph)
     check_messages(graphs)
@@ -106,14 +110,18 @@ def _require_path(graph: Graph, ancestors: list[int], first: int | None, second:
 def _check_lanes(graph: Graph) -> None:
     for task in graph.tasks:
         lane = graph.lanes[task.lane]
-        if task.is_exchange and lane.ordered and not lane.in_program_order:
-            raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} is on ordered lane {lane.name!r}, which must be issued in program order")
-        if task.is_exchange and task.op is not None:
+        if not task.is_exchange:
+            continue
+        # A full lane holds back what a peer may wait for; only in program order is it known what it holds back.
+        if (lane.ordered or lane.max_in_flight is not None) and not lane.in_program_order:
+            kind = "ordered" if lane.ordered else "bounded"
+            raise InternalError(
+                f"rank {graph.rank}: {_say(graph, task.id)} is on {kind} lane {lane.name!r}, which must be issued in program order"
+            )
+        if task.op is not None:
             raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges")
-        sent, received = {m.part for m in task.sends}, {m.part for m in task.recvs}
-        if not sent <= {*task.reads} or not received <= {*task.writes}:
-            raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} sends or receives parts it does not declare")
-    # On a free lane exchanges go out as they become ready, so two of them must not share a (peer, tag) flow unless one waits for the other.
+        _check_exchange(graph, task)
+    # On a free lane exchanges go out as they become ready, so no two of them may share a (peer, tag) flow.
     owner: dict[tuple[bool, int, int], int] = {}
     for task in graph.tasks:
         for outgoing, messages in ((True, task.sends), (False, task.recvs)):
@@ -123,6 +131,23 @@ def _check_lanes(graph: Graph) -> None:
                     raise InternalError(
                         f"rank {graph.rank}: {_say(graph, other)} and {_say(graph, task.id)} both use tag {m.tag} with rank {m.peer}; give each exchange its own"
                     )
+
+
+def _check_exchange(graph: Graph, task: Task) -> None:
+    what = f"rank {graph.rank}: {_say(graph, task.id)}"
+    received = [m.part for m in task.recvs]
+    if not {m.part for m in task.sends} <= {*task.reads} or not {*received} <= {*task.writes}:
+        raise InternalError(f"{what} sends or receives parts it does not declare")
+    # Its messages move in any order.
+    if len({*received}) < len(received) or {*received} & {*task.reads, *task.accumulates}:
+        raise InternalError(f"{what} receives into a part that it also reads, sends or receives into")
+    for m in (*task.sends, *task.recvs):
+        if not 0 <= m.peer < graph.world_size or m.peer == graph.rank:
+            raise InternalError(f"{what} names rank {m.peer} as its peer, in a world of {graph.world_size}")
+        if m.size_bytes > graph.parts[m.part].size_bytes:
+            raise InternalError(
+                f"{what} moves {m.size_bytes} bytes of {graph.parts[m.part].name}, which has {graph.parts[m.part].size_bytes}"
+            )
 
 
 _Flow: TypeAlias = list[tuple[Endpoint, Message]]
@@ -154,7 +179,9 @@ def _pair(graphs: Mapping[int, Graph], sends: _Flow, recvs: _Flow) -> dict[Endpo
     matched: dict[Endpoint, Endpoint] = {}
     for end, m in recvs:
         if not waiting[m.tag]:
-            raise InternalError(f"rank {end.rank}: {_say(graphs[end.rank], end.task)} receives tag {m.tag} from rank {m.peer}, which never sends it")
+            raise InternalError(
+                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} receives tag {m.tag} from rank {m.peer}, which never sends it"
+            )
         source, sent = waiting[m.tag].pop()
         if sent.size_bytes != m.size_bytes:
             raise InternalError(
@@ -164,15 +191,17 @@ def _pair(graphs: Mapping[int, Graph], sends: _Flow, recvs: _Flow) -> dict[Endpo
         matched[end] = source
     for left in waiting.values():
         for end, m in left:
-            raise InternalError(f"rank {end.rank}: {_say(graphs[end.rank], end.task)} sends tag {m.tag} to rank {m.peer}, which never receives it")
+            raise InternalError(
+                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} sends tag {m.tag} to rank {m.peer}, which never receives it"
+            )
     return matched
 
 
 def _play(graphs: Sequence[Graph]) -> None:
     """Plays all ranks under rendezvous rules until every task is done, or raises with what is stuck.
 
-    An exchange is posted when its predecessors are done (on a lane issued in program order: when the exchange before it is done, too), and done
-    when the other side of each of its messages is posted. Real runs allow more than this, never less.
+    An exchange is posted when its predecessors are done (on a lane issued in program order: when the exchange before it is done, too), and
+    done when the other side of each of its messages is posted. Real runs allow more than this, never less.
     """
     needs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for end, source in match_messages(graphs).items():

@@ -7,6 +7,6 @@ from burst_rt.transport.base import Capabilities, Completed, ControlGroup, Notic
 from burst_rt.transport.local import LocalControl, LocalTransport, LocalWorld
 
 __all__ = [
-    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld", "Notice", "NoticeKind", "Pending", "PendingBytes",
-    "PendingInts", "Transport",
+    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld", "Notice", "NoticeKind", "Pending",
+    "PendingBytes", "PendingInts", "Transport",
 ]  # fmt: skip

@@ -15,7 +15,6 @@ import numpy.typing as npt
 __all__ = ["Capabilities", "Completed", "ControlGroup", "Notice", "NoticeKind", "Pending", "PendingBytes", "PendingInts", "Transport"]
 
 
-
 class Capabilities(NamedTuple):
     """What a transport can do: take device memory; complete in issue order (else one by one); how large one message may be."""
 
@@ -96,7 +95,10 @@ class PendingBytes(Pending, Protocol):
 
 
 class ControlGroup(Protocol):
-    """Small collectives and notices between the ranks of one context. All ranks start the same collectives in the same order; no method blocks."""
+    """Small collectives and notices between the ranks of one context. No method blocks.
+
+    All ranks start the same collectives in the same order.
+    """
 
     rank: int
     size: int

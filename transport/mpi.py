@@ -51,7 +51,8 @@ class MpiTransport:
         tag_ub = comm.Get_attr(MPI.TAG_UB)
         self._max_tag = int(tag_ub) if tag_ub is not None else 32767
         self._next_handle = 0
-        # Parallel lists: each request, the handle it belongs to, its peer and size, and whether it sends. The buffers are kept by the requests.
+        # Parallel lists: each request, the handle it belongs to, its peer and size, and whether it sends. The buffers are kept by the
+        # requests.
         self._requests: list[MPI.Request] = []
         self._about: list[tuple[int, int, int, bool]] = []
         self._num_left: dict[int, int] = {}
@@ -83,7 +84,9 @@ class MpiTransport:
             else:
                 size = status.Get_count(MPI.BYTE)
                 if size != expected:
-                    raise ProtocolError(f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}", rank=self.rank, peer=peer)
+                    raise ProtocolError(
+                        f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}", rank=self.rank, peer=peer
+                    )
                 self.bytes_received += size
             self._num_left[handle] -= 1
             if not self._num_left[handle]:
@@ -107,7 +110,9 @@ class MpiTransport:
 
     def _start(self, outgoing: bool, buffer: memoryview, peer: int, tag: int) -> int:
         if tag > self._max_tag:
-            raise ConfigError(f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}: use an MPI with a larger MPI_TAG_UB")
+            raise ConfigError(
+                f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}: use an MPI with a larger MPI_TAG_UB"
+            )
         handle = self._next_handle
         self._next_handle += 1
         start = self._comm.Isend if outgoing else self._comm.Irecv

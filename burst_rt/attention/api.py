@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -29,32 +30,33 @@ def burst_attention(
     strategy: str = "auto",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact softmax attention over a sequence spread over the ranks of `layout`'s context (BurstAttention, arXiv 2403.09347). Differentiable.
+    """Exact softmax attention over a sequence spread over the ranks of `layout`'s context (BurstAttention, arXiv 2403.09347).
+    Differentiable.
 
-    q: this rank's queries `[batch, tokens, heads, head_dim]`, float64, float32, bfloat16 or float16, in `layout`'s order. k, v: `[batch, tokens,
-    kv_heads, head_dim]`, same dtype, in `kv_layout`'s order; heads must be a multiple of kv_heads (query head h uses kv head h // (heads / kv_heads)). Strided
-    views are fine.
+    q: this rank's queries `[batch, tokens, heads, head_dim]`, float64, float32, bfloat16 or float16, in `layout`'s order. k, v: `[batch,
+    tokens, kv_heads, head_dim]`, same dtype, in `kv_layout`'s order; heads must be a multiple of kv_heads (query head h uses kv head h //
+    (heads / kv_heads)). Strided views are fine.
 
-    mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq != Skv the last query stands at the last key: query i
-    sees keys j <= i + Skv - Sq. kv_layout: where k and v differ from q in length or kind. scale: of the scores, default 1 / sqrt(head_dim).
-    strategy: "ring-kv", "burst", or "auto" (the fewer bytes; see `explain`). return_lse: also return lse.
+    mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq != Skv the last query stands at the
+    last key: query i sees keys j <= i + Skv - Sq. kv_layout: where k and v differ from q in length or kind. scale: of the scores, default
+    1 / sqrt(head_dim). strategy: "ring-kv", "burst", or "auto" (the fewer bytes; see `explain`). return_lse: also return lse.
 
-    Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for float64 inputs, else float32), differentiable. A query that
-    sees no key gets out 0, lse -inf and zero gradients.
+    Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for float64 inputs, else float32),
+    differentiable. A query that sees no key gets out 0, lse -inf and zero gradients.
 
-    Collective: every rank makes the same call; blocks until this rank's part is done. Raises InputError or ContractMismatch on every rank alike, before
-    anything is sent; PeerLost or Stalled when a rank is gone or nothing moves (deadlines: `init`).
+    Collective: every rank makes the same call; blocks until this rank's part is done. Raises InputError or ContractMismatch on every rank
+    alike, before anything is sent; PeerLost or Stalled when a rank is gone or nothing moves (deadlines: `init`).
     """
+    if torch.compiler.is_compiling():
+        # One opaque op, which checks the tensors itself when it runs.
+        handle = _constant_handle(mask, causal, layout, kv_layout, scale, strategy, return_lse, *_needs_grad(q, k, v))
+        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+        return (out, lse) if return_lse else out
     try:
-        spec = call_spec(
-            q, k, v, mask=mask, causal=causal, layout=layout, kv_layout=kv_layout, scale=scale, strategy=strategy, return_lse=return_lse
-        )  # fmt: skip
+        spec = _make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v))
         check_call(spec, q, k, v)
     except InputError as error:
-        context = layout.context if isinstance(layout, ContextLayout) else current_context()
-        if context is None:
-            raise
-        context.refuse("burst_attention", error)
+        _refuse(layout, error)
     out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))
     return (out, lse) if return_lse else out
 
@@ -73,6 +75,19 @@ def call_spec(
     return_lse: bool = False,
 ) -> CallSpec:
     """The arguments of `burst_attention` as one checked, immutable spec. Local. Raises InputError."""
+    return _make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v))
+
+
+def _make_spec(
+    mask: Mask | None,
+    causal: bool,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None,
+    scale: float | None,
+    strategy: str,
+    return_lse: bool,
+    needs_grad: tuple[bool, bool, bool],
+) -> CallSpec:
     if not isinstance(layout, ContextLayout):
         raise InputError(f"burst_attention: layout must come from ctx.layout(...), got {type(layout).__name__}")
     if kv_layout is not None and not isinstance(kv_layout, ContextLayout):
@@ -82,11 +97,41 @@ def call_spec(
     if causal and mask is not None:
         raise InputError("burst_attention: give mask or causal=True, not both; Causal() & mask combines them")
     chosen = mask if mask is not None else Causal() if causal else Full()
-    wants = torch.is_grad_enabled()
-    needs_q, needs_k, needs_v = (wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v))
-    spec = CallSpec(layout, kv_layout or layout, chosen, scale, strategy, return_lse, (needs_q, needs_k, needs_v))
+    spec = CallSpec(layout, kv_layout or layout, chosen, scale, strategy, return_lse, needs_grad)
     check_spec(spec)
     return spec
+
+
+def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool, bool, bool]:
+    wants = torch.is_grad_enabled()
+    needs_q, needs_k, needs_v = (wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v))
+    return needs_q, needs_k, needs_v
+
+
+@torch.compiler.assume_constant_result
+def _constant_handle(
+    mask: Mask | None,
+    causal: bool,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None,
+    scale: float | None,
+    strategy: str,
+    return_lse: bool,
+    *needs_grad: bool,
+) -> int:
+    """What the compiler runs once, while it traces: it guards on each argument (objects by identity), so other arguments are traced anew."""
+    try:
+        return handle_of(_make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, needs_grad))
+    except InputError as error:
+        _refuse(layout, error)
+
+
+def _refuse(layout: ContextLayout, error: InputError) -> NoReturn:
+    """Raises the error on every rank, where it is known which ranks those are."""
+    context = layout.context if isinstance(layout, ContextLayout) else current_context()
+    if context is None:
+        raise error
+    context.refuse("burst_attention", error)
 
 
 @dataclass(frozen=True)
@@ -128,8 +173,10 @@ def explain(
     strategy: str = "auto",
     return_lse: bool = False,
 ) -> Explanation:
-    """The plans `burst_attention` would run for these arguments: strategy, bytes, kernel, memory. Local: nothing is sent. Raises InputError."""
-    spec = call_spec(q, k, v, mask=mask, causal=causal, layout=layout, kv_layout=kv_layout, scale=scale, strategy=strategy, return_lse=return_lse)
+    """The plans `burst_attention` would run: strategy, bytes, kernel, memory. Local: nothing is sent. Raises InputError."""
+    spec = call_spec(
+        q, k, v, mask=mask, causal=causal, layout=layout, kv_layout=kv_layout, scale=scale, strategy=strategy, return_lse=return_lse
+    )
     check_call(spec, q, k, v)
     ctx = layout.context
     return Explanation(ctx.plan(spec, q, k, forward=True), ctx.plan(spec, q, k, forward=False) if any(spec.needs_grad) else None)
@@ -139,7 +186,13 @@ class BurstAttention(torch.nn.Module):
     """`burst_attention` as a module without parameters: fixed options, called with q, k, v (and a layout, where the sequence length varies)."""
 
     def __init__(
-        self, layout: ContextLayout | None = None, *, mask: Mask | None = None, causal: bool = False, scale: float | None = None, strategy: str = "auto"
+        self,
+        layout: ContextLayout | None = None,
+        *,
+        mask: Mask | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        strategy: str = "auto",
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -155,7 +208,9 @@ class BurstAttention(torch.nn.Module):
         chosen = layout or self.layout
         if chosen is None:
             raise InputError("BurstAttention: no layout; give one to the module or to the call")
-        out = burst_attention(q, k, v, mask=self.mask, causal=self.causal, layout=chosen, kv_layout=kv_layout, scale=self.scale, strategy=self.strategy)
+        out = burst_attention(
+            q, k, v, mask=self.mask, causal=self.causal, layout=chosen, kv_layout=kv_layout, scale=self.scale, strategy=self.strategy
+        )
         assert isinstance(out, torch.Tensor)
         return out
 

@@ -1,8 +1,8 @@
 """Attention as torch sees it: two custom ops and one autograd function.
 
-The ops are opaque to the compiler (fake implementations give it the shapes) and effectful, because they communicate: they may be neither dropped nor
-reordered. They take the handle of an immutable `CallSpec`. What is saved for the backward is q, k, v, out and lse, nothing else. Second derivatives are
-refused.
+The ops are opaque to the compiler (fake implementations give it the shapes) and effectful, because they communicate: they may be neither
+dropped nor reordered. They take the handle of an immutable `CallSpec`. What is saved for the backward is q, k, v, out and lse, nothing
+else. Second derivatives are refused.
 """
 
 from __future__ import annotations
@@ -140,5 +140,3 @@ class BurstAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Runs the backward op."""
         return _backward(ctx, dout, dlse)
-
-

@@ -24,7 +24,8 @@ _DELTA_ROWS = 1024
 class _Run:
     """What both directions share: the plan's parts as tensors.
 
-    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of a slot, which holds blocks of different owners in turn, viewed with `_view`.
+    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of a slot, which holds blocks of different owners in turn, viewed
+    with `_view`.
     """
 
     def __init__(self, plan: Plan, scale: float | None, progress: Callable[[], None], poison: bool) -> None:
@@ -99,7 +100,9 @@ class _Run:
 class ForwardRun(_Run):
     """One forward call. After the run: `out` `[batch, tokens, heads, head_dim]` in q's dtype, `lse` `[batch, heads, tokens]`."""
 
-    def __init__(self, plan: Plan, scale: float | None, progress: Callable[[], None], poison: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(
+        self, plan: Plan, scale: float | None, progress: Callable[[], None], poison: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         super().__init__(plan, scale, progress, poison)
         batch, length, heads, _ = q.shape
         self.out = self.fresh(*q.shape, dtype=q.dtype)
@@ -154,7 +157,9 @@ class BackwardRun(_Run):
         for index, block in enumerate(q_blocks):
             self.bind_part("rows", index, self.fresh(2, q.shape[0], q.shape[2], len(block), dtype=self.wide))
         self._sums: dict[str, torch.Tensor] = {}
-        for name, x, blocks, needed in zip(("dq", "dk", "dv"), (q, k, v), (q_blocks, kv_blocks, kv_blocks), self.problem.needs_grad, strict=True):
+        for name, x, blocks, needed in zip(
+            ("dq", "dk", "dv"), (q, k, v), (q_blocks, kv_blocks, kv_blocks), self.problem.needs_grad, strict=True
+        ):
             if needed:
                 self._sums[name] = torch.zeros(x.shape, dtype=self.wide)
                 self.bind(name, self._sums[name], blocks)

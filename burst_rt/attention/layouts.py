@@ -1,9 +1,9 @@
 """Layouts: which rank owns which positions of the sequence. Pure Python: planning and simulating need layouts too.
 
-A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is its blocks, one after another. Every rank has
-the same number of blocks (two: gradient sums travel block by block, so one block's sum can leave while the other is still being made), whose
-lengths differ by at most one between ranks; lengths that divide by nothing and sequences shorter than the world are fine: some blocks are
-empty then.
+A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is its blocks, one after another. Every rank
+has the same number of blocks (two: gradient sums travel block by block, so one block's sum can leave while the other is still being made),
+whose lengths differ by at most one between ranks; lengths that divide by nothing and sequences shorter than the world are fine: some
+blocks are empty then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The planner: from a problem to a verified plan, cached.
 
-A plan is everything about one direction of a call that does not depend on the tensors' values: the graph of this rank, its schedule, the kernel,
-what is sent, what memory it takes. Plans of all ranks are built and verified together (up to 64 ranks; above, each rank checks its own
-graph and the message sequences of its neighbours).
+A plan is everything about one direction of a call that does not depend on the tensors' values: the graph of this rank, its schedule, the
+kernel, what is sent, what memory it takes. Plans of all ranks are built and verified together (up to 64 ranks; above, each rank checks its
+own graph and the message sequences of its neighbours).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class PlanKey(NamedTuple):
 class Memory(NamedTuple):
     """Bytes one call takes on this rank beyond its inputs and outputs.
 
-    slots: the double buffer, travelling sums included. sums: running state, gradient sums that are not outputs themselves, lse and delta. packed: copies of own
-    blocks that are not contiguous and must travel (batch > 1 or strided inputs; counted as if all were). scratch: the most a tile allocates.
+    slots: the double buffer, travelling sums included. sums: running state, gradient sums that are not outputs themselves, lse and delta.
+    packed: copies of own blocks that are not contiguous and must travel (batch > 1 or strided inputs; counted as if all were). scratch:
+    the most a tile allocates.
     """
 
     slots: int

@@ -15,8 +15,8 @@ __all__ = ["Problem"]
 class Problem:
     """Global shapes and placement.
 
-    batch, num_heads (queries), num_kv_heads, head_dim; input_bytes and sum_bytes: element sizes of the inputs and of the sums (gradients, lse and
-    delta); needs_grad: whether q, k, v need gradients.
+    batch, num_heads (queries), num_kv_heads, head_dim; input_bytes and sum_bytes: element sizes of the inputs and of the sums (gradients,
+    lse and delta); needs_grad: whether q, k, v need gradients.
     """
 
     q_layout: Layout

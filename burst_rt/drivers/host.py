@@ -1,8 +1,8 @@
 """The host driver: tasks on the CPU of this rank, messages through a transport. One compute task at a time, transfers beside it.
 
 A compute task runs inside `wait`, in the calling thread; long ones call `progress` between their parts so that messages keep moving. Every
-wait has a deadline: `timeout_s` for the other ranks to enter the call, `stall_s` without a sign of progress once inside. A rank that computes for
-long tells its peers so (`Watch.say_alive`), which is why `stall_s` may be shorter than a tile.
+wait has a deadline: `timeout_s` for the other ranks to enter the call, `stall_s` without a sign of progress once inside. A rank that
+computes for long tells its peers so (`Watch.say_alive`), which is why `stall_s` may be shorter than a tile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Opening(Protocol):
 class HostDriver:
     """See `scheduler.Driver`. One driver performs one run.
 
-    ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message names. opening: what control tasks wait for.
+    ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message names. opening: what control tasks wait
+    for.
     """
 
     def __init__(
@@ -126,7 +127,9 @@ class HostDriver:
     def _compute(self, task: Task) -> None:
         if task.op is None or task.op.name not in self._ops:
             known = sorted(self._ops)
-            raise InternalError(f"task {task.name!r} asks for operation {task.op and task.op.name!r}; this driver has {known}", task=task.name)
+            raise InternalError(
+                f"task {task.name!r} asks for operation {task.op and task.op.name!r}; this driver has {known}", task=task.name
+            )
         self._running = task
         started_s = time.perf_counter()
         args: tuple[Hashable, ...] = task.op.args

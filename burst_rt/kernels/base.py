@@ -1,8 +1,8 @@
 """What a tile kernel is. A kernel works on one piece of a tile: some rows of a q-block against some rows of a kv-block.
 
-Tensors are block views, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v, dk, dv `[batch, kv_len, kv_heads, head_dim]`; lse and delta
-`[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are float32 for 16- and 32-bit inputs,
-float64 for float64.
+Tensors are block views, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v, dk, dv `[batch, kv_len, kv_heads, head_dim]`; lse and
+delta `[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are float32 for 16- and
+32-bit inputs, float64 for float64.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Kernel(Protocol):
     ) -> None:
         """Adds the piece's gradients to the sums (None: not needed). `lse` is of the whole row, `delta` = rowsum(dout * out) - dlse."""
 
-    def scratch_bytes(self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int) -> int:
+    def scratch_bytes(
+        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
+    ) -> int:
         """The most memory one call allocates for blocks of these lengths; bounded whatever they are."""
 
 

@@ -1,11 +1,11 @@
 """Tiles on a CPU by torch's fused CPU attention, called in parts of bounded size.
 
-16-bit inputs are cast to float32 part by part, so that sums are float32 whatever the input, and because on a CPU without native bfloat16 torch's
-own 16-bit backward is several times slower.
+16-bit inputs are cast to float32 part by part, so that sums are float32 whatever the input, and because on a CPU without native bfloat16
+torch's own 16-bit backward is several times slower.
 
-The fused backward wants the output O, of which it uses only rowsum(dO * O). It is given O' = u * delta / (amax * |u|^2) with u = dO / amax and amax the
-row's largest |dO|: then rowsum(dO * O') = delta exactly, so O never has to travel. The scaling by amax keeps |u|^2 away from overflow and
-underflow.
+The fused backward wants the output O, of which it uses only rowsum(dO * O). It is given O' = u * delta / (amax * |u|^2) with u = dO / amax
+and amax the row's largest |dO|: then rowsum(dO * O') = delta exactly, so O never has to travel. The scaling by amax keeps |u|^2 away from
+overflow and underflow.
 
 Two habits of the fused kernel are worked around here: it crashes on empty tensors (never called with one), and a row that sees no key gets
 lse 0 instead of -inf, and NaN gradients.
@@ -88,7 +88,9 @@ class CpuKernel:
                         total[:, rows] += grad.transpose(1, 2)
                 tile.progress()
 
-    def scratch_bytes(self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int) -> int:
+    def scratch_bytes(
+        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
+    ) -> int:
         """Bounded by the parts' sizes: casts of the inputs, the fused kernel's results and its own buffers."""
         size = sum_dtype(dtype).itemsize
         q_part = batch * min(q_len, _Q_PART) * num_heads * head_dim * size

@@ -66,7 +66,9 @@ class NaiveKernel:
         if dv is not None:
             dv[:, columns] += _group(p.mT @ do, kv_heads).to(dv.dtype)
 
-    def scratch_bytes(self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int) -> int:
+    def scratch_bytes(
+        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
+    ) -> int:
         """About six score matrices in float64."""
         return 48 * batch * num_heads * q_len * kv_len
 

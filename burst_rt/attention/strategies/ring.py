@@ -6,10 +6,10 @@ One builder makes three graphs:
 * backward of `ring-kv` (RingAttention, arXiv 2310.01889): K, V travel with dK, dV; dQ stays at home;
 * backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with dQ; dK, dV stay at home.
 
-Everything makes W-1 hops. At hop h a rank holds what rank - h owns, and while its tiles run, one exchange passes the bundle on and receives the
-next into the other slot. The owner keeps its own contribution at home; the first rank after it that has one starts the travelling sum; the
-last hop brings the sum home. Sums travel block by block, each as soon as its last tile is done, so that a rank's first tiles of a hop do not
-wait for all of the previous rank's.
+Everything makes W-1 hops. At hop h a rank holds what rank - h owns, and while its tiles run, one exchange passes the bundle on and
+receives the next into the other slot. The owner keeps its own contribution at home; the first rank after it that has one starts the
+travelling sum; the last hop brings the sum home. Sums travel block by block, each as soon as its last tile is done, so that a rank's first
+tiles of a hop do not wait for all of the previous rank's.
 
 Not sent: a block that no rank further on computes with, a sum that nobody has started, an empty block.
 """
@@ -37,8 +37,8 @@ _TAGS_PER_HOP = 16
 class Ring:
     """One ring: what travels, what stays, and what a tile does.
 
-    `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors that stay; `home_sums` what a tile adds into at
-    home. `queries_travel` tells which side is which.
+    `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors that stay; `home_sums` what a tile adds
+    into at home. `queries_travel` tells which side is which.
     """
 
     problem: Problem
@@ -108,7 +108,10 @@ class _RankBuilder:
         self.own = {name: self.g.buffer(name, parts=len(own), size_bytes=_each(own, size), initialised=True) for name, size in ring.bundle}
         self.own_sums = {name: self.g.buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums}
         self.slots = [
-            {name: self.g.buffer(f"{name}{i}", parts=len(own), size_bytes=_each(largest, size)) for name, size in (*ring.bundle, *ring.sums)}
+            {
+                name: self.g.buffer(f"{name}{i}", parts=len(own), size_bytes=_each(largest, size))
+                for name, size in (*ring.bundle, *ring.sums)
+            }
             for i in range(2)
         ]
 

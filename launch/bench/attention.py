@@ -1,0 +1,347 @@
+"""The ranks' side of `burst-rt bench attention`; start it through that command.
+
+Both sides of every comparison run in turn in one job, so that the machine's noise hits them alike. One process with as many threads as
+there are ranks is rank 0 while the others sleep. A time is that of the slowest rank, from a common start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import burst_rt
+from burst_rt.launch.bench.report import median, publish
+from burst_rt.scheduler import exposed
+
+Rows = list[dict[str, str | int | float | None]]
+
+
+class Bench:
+    """One rank of the benchmark job."""
+
+    def __init__(self, repeats: int, max_tokens: int) -> None:
+        self.ctx = burst_rt.init(timeout_s=1200, stall_s=120)
+        self.repeats = repeats
+        self.max_tokens = max_tokens
+        torch.manual_seed(0)
+
+    def slowest_s(self, fn: Callable[[], object] | None) -> float:
+        """Runs `fn` on every rank that has one, from a common start; the longest time."""
+        took = torch.zeros(self.ctx.world_size, dtype=torch.float64)
+        self.ctx.all_reduce(took)
+        start = time.perf_counter()
+        if fn is not None:
+            fn()
+        took[self.ctx.rank] = time.perf_counter() - start
+        return float(self.ctx.all_reduce(took).max())
+
+    def alone_s(self, fn: Callable[[], object]) -> float:
+        """Runs `fn` on rank 0 with as many threads as there are ranks, while the others sleep."""
+        torch.set_num_threads(self.ctx.world_size)
+        try:
+            return self.slowest_s(fn if self.ctx.rank == 0 else None)
+        finally:
+            torch.set_num_threads(1)
+
+    def versus(
+        self, ours: Callable[[], object], theirs: Callable[[], object], *, together: bool = False
+    ) -> tuple[float, float, float, float]:
+        """Interleaved medians of ours and theirs in seconds, the ratio of the medians (theirs / ours), and the median of paired ratios.
+
+        together: `theirs` is distributed as well, and runs on every rank.
+        """
+        their_s: Callable[[Callable[[], object]], float] = self.slowest_s if together else self.alone_s
+        self.slowest_s(ours), their_s(theirs)
+        pairs = [(self.slowest_s(ours), their_s(theirs)) for _ in range(self.repeats)]
+        our_s, other_s = median([a for a, _ in pairs]), median([b for _, b in pairs])
+        return our_s, other_s, other_s / our_s, median([b / a for a, b in pairs])
+
+    def inputs(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """q, k, v, dout."""
+        return [torch.randn(1, tokens, heads, head_dim).to(dtype) for _ in range(4)]
+
+    def ours(
+        self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool, strategy: str = "auto"
+    ) -> Callable[[], object]:
+        """Forward and backward over the ranks."""
+        layout = self.ctx.layout(tokens, "zigzag" if causal else "contiguous")
+        q, k, v, dout = self.inputs(layout.shard_len, heads, head_dim, dtype)
+        for x in (q, k, v):
+            x.requires_grad_()
+
+        def run() -> None:
+            out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
+            assert isinstance(out, torch.Tensor)
+            torch.autograd.grad(out, (q, k, v), dout)
+
+        return run
+
+    def torch_alone(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool) -> Callable[[], object]:
+        """Forward and backward of torch's own attention in one process."""
+        if self.ctx.rank:
+            return lambda: None
+        q, k, v, dout = (x.transpose(1, 2) for x in self.inputs(tokens, heads, head_dim, dtype))
+        for x in (q, k, v):
+            x.requires_grad_()
+
+        def run() -> None:
+            torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), dout)
+
+        return run
+
+    def speed(self, dtype: torch.dtype = torch.float32) -> Rows:
+        """Forward + backward against torch's fused attention."""
+        rows: Rows = []
+        for tokens, heads in ((8192, 8), (16384, 8), (32768, 2 * self.ctx.world_size // 2)):
+            for causal in (False, True):
+                if tokens > self.max_tokens:
+                    continue
+                shape = (tokens, heads, 64, dtype, causal)
+                ours, alone, ratio, paired = self.versus(self.ours(*shape), self.torch_alone(*shape))
+                rows.append(
+                    {
+                        "tokens": tokens, "heads": heads, "mask": "causal" if causal else "full", "ranks s": ours, "torch s": alone,
+                        "speed against torch": ratio, "paired": paired,
+                    }
+                )  # fmt: skip
+        return rows
+
+    def bf16(self) -> Rows:
+        """The same in bfloat16."""
+        return self.speed(torch.bfloat16)
+
+    def exposed(self) -> Rows:
+        """Exposed communication of forward and backward, from the traces of all ranks (which share one clock)."""
+        rows: Rows = []
+        for tokens in (8192 * self.ctx.world_size, 16384 * self.ctx.world_size):
+            for causal in (False, True):
+                for strategy in ("ring-kv", "burst"):
+                    if tokens <= self.max_tokens:
+                        rows.extend(self._exposed(tokens, causal, strategy))
+        return rows
+
+    def _exposed(self, tokens: int, causal: bool, strategy: str) -> Rows:
+        layout = self.ctx.layout(tokens, "zigzag" if causal else "contiguous")
+        q, k, v, dout = self.inputs(layout.shard_len, 4, 64, torch.float32)
+        for x in (q, k, v):
+            x.requires_grad_()
+        found: dict[str, list[tuple[float, float, float]]] = {"forward": [], "backward": []}
+        for _ in range(self.repeats + 1):
+            out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
+            assert isinstance(out, torch.Tensor)
+            for direction in found:
+                if direction == "backward":
+                    torch.autograd.grad(out, (q, k, v), dout)
+                ranks = self.ctx.gather_last_run()
+                idle = exposed([graph for graph, _ in ranks], [spans for _, spans in ranks])
+                found[direction].append(
+                    (max(i.exposed_s / i.total_s for i in idle), max(i.skew_s / i.total_s for i in idle), max(i.total_s for i in idle))
+                )
+        return [
+            {
+                "tokens a rank": layout.shard_len, "mask": "causal" if causal else "full", "strategy": strategy, "direction": direction,
+                "exposed %": 100 * median([e for e, _, _ in runs[1:]]), "skew %": 100 * median([s for _, s, _ in runs[1:]]),
+                "total s": median([t for _, _, t in runs[1:]]),
+            }
+            for direction, runs in found.items()
+        ]  # fmt: skip
+
+    def overhead(self) -> Rows:
+        """A call on tiny tensors (8 tokens a rank, one head of 16), plan cached: what the runtime itself costs."""
+        layout = self.ctx.layout(8 * self.ctx.world_size)
+        q, k, v = (torch.randn(1, layout.shard_len, 1, 16, requires_grad=True) for _ in range(3))
+
+        def forward() -> torch.Tensor:
+            out = burst_rt.burst_attention(q, k, v, layout=layout)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+        times: dict[str, list[float]] = {"forward": [], "backward": []}
+        for _ in range(40 * self.repeats):
+            start = time.perf_counter()
+            loss = forward().sum()
+            times["forward"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+            times["backward"].append(time.perf_counter() - start)
+        return [{"call": name, "median us": median(ts) * 1e6, "best us": min(ts) * 1e6} for name, ts in times.items()]
+
+    def memory(self) -> Rows:
+        """Peak memory of a call beyond its inputs and outputs, against the plan's own formula."""
+        rows: Rows = []
+        for tokens in (8192, 16384, 32768, 65536):
+            if tokens <= self.max_tokens:
+                rows.extend(self._memory(tokens))
+        return rows
+
+    def _memory(self, tokens: int) -> Rows:
+        heads, head_dim = 16, 64
+        layout = self.ctx.layout(tokens, "zigzag")
+        q, k, v, dout = self.inputs(layout.shard_len, heads, head_dim, torch.bfloat16)
+        for x in (q, k, v):
+            x.requires_grad_()
+        plans = burst_rt.explain(q, k, v, causal=True, layout=layout, strategy="burst")
+        assert plans.backward is not None
+        held: list[torch.Tensor] = []
+
+        def forward() -> None:
+            out = burst_rt.burst_attention(q, k, v, causal=True, layout=layout, strategy="burst")
+            assert isinstance(out, torch.Tensor)
+            held.append(out)
+
+        def backward() -> None:
+            held.extend(torch.autograd.grad(held[0], (q, k, v), dout))
+
+        rows: Rows = []
+        for direction, plan, fn, outputs in (
+            ("forward", plans.forward, forward, q.nbytes),
+            ("backward", plans.backward, backward, 3 * q.nbytes),
+        ):
+            measured = _peak_bytes(fn) - outputs
+            planned = plan.memory()
+            rows.append(
+                {
+                    "tokens": tokens, "direction": direction, "planned MiB": planned.total / 2**20, "measured MiB": measured / 2**20,
+                    "measured / planned": measured / planned.total, "slots MiB": planned.slots / 2**20, "sums MiB": planned.sums / 2**20,
+                    "scratch MiB": planned.scratch / 2**20,
+                }
+            )  # fmt: skip
+        return rows
+
+    def error(self) -> Rows:
+        """Relative error (Frobenius) of out, dq, dk, dv against float64, and of torch's own attention on the same input."""
+        rows: Rows = []
+        tokens, heads, head_dim = 2048, 4, 64
+        torch.manual_seed(1)
+        full = self.inputs(tokens, heads, head_dim, torch.float32)
+        for causal in (False, True):
+            exact = _torch_attention([x.double() for x in full], causal)
+            plain = _errors(_torch_attention(full, causal), exact)
+            rows.append({"ranks": "torch, one process", "mask": "causal" if causal else "full", **plain})
+            for world in (1, 2, 3, 4, 5, 8):
+                ours = burst_rt.run_local(world, lambda ctx: _local_attention(ctx, full, causal))[0]
+                rows.append({"ranks": str(world), "mask": "causal" if causal else "full", **_errors(ours, exact)})
+        return rows
+
+    def outside(self) -> Rows:
+        """Against ring-attention-pytorch over gloo, in the same job."""
+        try:
+            from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+        except ImportError:
+            return [{"package": "ring-attention-pytorch", "result": "not installed: pip install 'burst-rt[dev]'"}]
+        self._start_gloo()
+        rows: Rows = []
+        for tokens in (4096, 8192):
+            for causal in (False, True):
+                layout = self.ctx.layout(tokens, "contiguous")
+                q, k, v, dout = self.inputs(layout.shard_len, 8, 64, torch.float32)
+                for x in (q, k, v):
+                    x.requires_grad_()
+
+                def theirs(
+                    q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, dout: torch.Tensor = dout, causal: bool = causal
+                ) -> None:
+                    torch.autograd.grad(ring_flash_attn(q, k, v, causal=causal, bucket_size=512, ring_reduce_col=True), (q, k, v), dout)
+
+                ours, other, ratio, _ = self.versus(self.ours(tokens, 8, 64, torch.float32, causal), theirs, together=True)
+                rows.append(
+                    {
+                        "tokens": tokens,
+                        "mask": "causal" if causal else "full",
+                        "burst_rt s": ours,
+                        "ring-attention-pytorch s": other,
+                        "times as fast": ratio,
+                    }
+                )
+        return rows
+
+    def _start_gloo(self) -> None:
+        """torch.distributed beside MPI: rank 0 opens a store on a free port and tells the others."""
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, self.ctx.world_size, is_master=True, wait_for_workers=False) if self.ctx.rank == 0 else None
+        port = torch.tensor([store.port if store else 0])
+        self.ctx.all_reduce(port)
+        if store is None:
+            store = dist.TCPStore("127.0.0.1", int(port), self.ctx.world_size, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=self.ctx.rank, world_size=self.ctx.world_size)
+
+
+def _torch_attention(inputs: Sequence[torch.Tensor], causal: bool) -> list[torch.Tensor]:
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return [x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
+
+
+def _local_attention(ctx: burst_rt.Context, full: Sequence[torch.Tensor], causal: bool) -> list[torch.Tensor]:
+    layout = ctx.layout(full[0].shape[1])
+    q, k, v, dout = (layout.shard(x) for x in full)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout)
+    assert isinstance(out, torch.Tensor)
+    return [layout.unshard(x) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
+
+
+def _errors(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> dict[str, float]:
+    names = ("out x 1e7", "dq x 1e7", "dk x 1e7", "dv x 1e7")
+    return {name: float((a.double() - b).norm() / b.norm()) * 1e7 for name, a, b in zip(names, got, exact, strict=True)}
+
+
+def _peak_bytes(fn: Callable[[], None]) -> int:
+    """How far the resident set rises above where it stood, while `fn` runs (Linux: the high-water mark is reset and read)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_kib("VmRSS")
+    fn()
+    return (_status_kib("VmHWM") - before) * 1024
+
+
+def _status_kib(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise burst_rt.errors.ConfigError(f"/proc/self/status has no {field}: the memory benchmark needs Linux")
+
+
+TITLES = {
+    "speed": "forward + backward, float32, against torch's fused attention in one process",
+    "bf16": "forward + backward, bfloat16, against torch's fused attention in one process",
+    "exposed": "exposed communication (worst rank)",
+    "overhead": "a call on tiny tensors",
+    "memory": "memory beyond inputs and outputs, bfloat16, 16 heads x 64, causal, burst",
+    "error": "relative error against float64, 2,048 tokens, 4 heads x 64, float32",
+    "outside": "against ring-attention-pytorch (gloo)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the parts asked for."""
+    parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.attention")
+    parser.add_argument("--part", action="append", choices=list(TITLES))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--max-tokens", type=int, default=65536)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    bench = Bench(options.repeats, options.max_tokens)
+    for part in options.part or TITLES:
+        rows: Rows = getattr(bench, part)()
+        if bench.ctx.rank == 0 and rows:
+            publish(
+                f"{TITLES[part]}, {bench.ctx.world_size} ranks x 1 thread", rows, options.out, f"medians of {options.repeats}, interleaved"
+            )
+    bench.ctx.close()
+
+
+if __name__ == "__main__":
+    main()

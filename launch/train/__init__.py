@@ -1,0 +1,1 @@
+"""The main job: train a small language model on real text with the sequence split over ranks, and measure a checkpoint."""

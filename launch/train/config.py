@@ -1,0 +1,148 @@
+"""What a training run is: every number that decides its losses, checked before anything is sent.
+
+For: one flat record that options fill in, checkpoints store and resumed runs start from. Needs no torch, so that `--help` and the
+launching process are quick. Not for: where output goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from burst_rt.attention.layouts import KINDS
+from burst_rt.attention.strategies import STRATEGIES
+from burst_rt.errors import ConfigError
+
+__all__ = ["DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ShardingOptions", "TrainConfig", "mesh_shape"]
+
+DTYPES = ("float32", "bfloat16")
+LAYOUTS = tuple(sorted(KINDS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture: what must be equal for a checkpoint to fit."""
+
+    layers: int = 4
+    dim: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    vocab_size: int = 256
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the feed-forward: 8/3 of dim, as in Llama, rounded up to a multiple of 32."""
+        return 32 * math.ceil(8 * self.dim / 3 / 32)
+
+    def validate(self) -> None:
+        """Raise ConfigError for a model that cannot be built."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value <= 0:
+                raise ConfigError(f"model: {field.name} must be positive, got {value}.")
+        if self.dim % self.heads:
+            raise ConfigError(f"model: dim ({self.dim}) must be a multiple of heads ({self.heads}); change --dim or --heads.")
+        if self.head_dim % 2:
+            raise ConfigError(f"model: rotary positions need an even dim / heads, got {self.head_dim}; change --dim or --heads.")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"model: heads ({self.heads}) must be a multiple of kv-heads ({self.kv_heads}); change either.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """How sequences are split and computed; none of it is part of the model."""
+
+    seq_len: int = 4096
+    layout: str = "zigzag"
+    strategy: str = "auto"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run; the defaults are the job that `burst-rt train` shows itself with. `batch` counts sequences of a global step."""
+
+    data: str | None = None
+    seq_len: int = 4096
+    steps: int = 60
+    batch: int = 1
+    layers: int = 4
+    dim: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    lr: float = 3e-3
+    warmup: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    context_parallel: int | None = None
+    layout: str = "zigzag"
+    strategy: str = "auto"
+    dtype: str = "float32"
+    eval_every: int = 20
+    eval_sequences: int = 4
+    checkpoint_every: int = 20
+    keep_checkpoints: int = 2
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(layers=self.layers, dim=self.dim, heads=self.heads, kv_heads=self.kv_heads)
+
+    @property
+    def sharding(self) -> ShardingOptions:
+        return ShardingOptions(seq_len=self.seq_len, layout=self.layout, strategy=self.strategy, dtype=self.dtype)
+
+    @property
+    def data_path(self) -> Path | None:
+        return None if self.data is None else Path(self.data)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ConfigError for what cannot run on `world_size` ranks; a pure function, so it says the same on every rank."""
+        for name in ("seq_len", "steps", "batch", "lr", "clip", "keep_checkpoints"):
+            if not getattr(self, name) > 0:  # NaN is not
+                raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}.")
+        for name in ("warmup", "weight_decay", "seed", "eval_every", "eval_sequences", "checkpoint_every"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}.")
+        for name, known in (("layout", LAYOUTS), ("strategy", STRATEGIES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}.")
+        self.model.validate()
+        data_size, _ = mesh_shape(world_size, self.context_parallel)
+        if self.batch % data_size:
+            raise ConfigError(
+                f"--batch: {self.batch} sequences cannot be shared by {data_size} data-parallel groups; choose a multiple of {data_size}, "
+                f"or a larger --context-parallel."
+            )
+
+    def to_json(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def resumed(cls, stored: Mapping[str, object], chosen: Mapping[str, object]) -> TrainConfig:
+        """The stored run with the options that were chosen anew. Raises ConfigError when the model would be another one."""
+        before = cls(**stored)  # type: ignore[arg-type]  # JSON written by to_json, its digest checked
+        after = dataclasses.replace(before, **chosen)  # type: ignore[arg-type]  # typed by the command line
+        if after.model != before.model:
+            raise ConfigError(
+                f"--resume: the checkpoint holds another model; expected {before.model}, got {after.model}. "
+                "Leave the model's options out, or start a new run."
+            )
+        return after
+
+
+def mesh_shape(world_size: int, context_parallel: int | None) -> tuple[int, int]:
+    """(data, context) sizes of the mesh; None puts all ranks on the sequence. Raises ConfigError when they do not divide."""
+    context_size = world_size if context_parallel is None else context_parallel
+    if context_size <= 0 or world_size % context_size:
+        raise ConfigError(f"--context-parallel: {world_size} ranks cannot form groups of {context_size}; choose a divisor of {world_size}.")
+    return world_size // context_size, context_size

@@ -1,0 +1,143 @@
+"""A training run from its options to its last checkpoint, on every rank.
+
+For: the walk around the steps: what to resume, when to measure, record and save.
+Not for: options (cli.py), a step (trainer.py), or what is shown (report.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from burst_rt.context import Context
+from burst_rt.errors import ConfigError
+from burst_rt.launch.train.agreement import same_everywhere, together
+from burst_rt.launch.train.config import TrainConfig
+from burst_rt.launch.train.data import Corpus, load_corpus
+from burst_rt.launch.train.folder import RunFolder
+from burst_rt.launch.train.mesh import Mesh, open_mesh
+from burst_rt.launch.train.report import LAST_STEPS, ProgressMode, Report, Summary, choose_mode
+from burst_rt.launch.train.restore import SharedCheckpoint, read_shared
+from burst_rt.launch.train.trainer import Trainer
+
+__all__ = ["RunOptions", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a run's output goes; decides no loss. `out` None: a new folder under runs/."""
+
+    out: Path | None = None
+    resume: bool = False
+    progress: ProgressMode = "auto"
+
+
+def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapping[str, object]) -> Summary | None:
+    """Train to the end; return the summary on rank 0, None elsewhere. Collective over `world`.
+
+    `chosen` are the entries of `config` that the user named: they alone override those of a run that is resumed. Raises ConfigError
+    or InputError, the same on every rank, for what cannot run.
+    """
+    started_s = time.monotonic()
+    shared = _read_resumed(world, options)
+    config = together(world, lambda: _resolve(config, shared, chosen, world.world_size))
+    corpus = _load_same_corpus(world, config, shared)
+    folder = RunFolder(world, options.out, resume=options.resume)
+    done = shared.manifest.step if shared else 0
+    mode = choose_mode(options.progress, world.world_size) if world.rank == 0 else "none"
+    with open_mesh(world, config.context_parallel) as mesh, Report(mode, steps=config.steps, done=done) as report:
+        trainer = Trainer(config, mesh, corpus)
+        if shared is not None:
+            trainer.restore(shared)
+        folder.open_metrics(after_step=done)
+        report.say(_heading(config, mesh, corpus, trainer, folder, done))
+        for step in range(done + 1, config.steps + 1):
+            _advance(step, config, trainer, folder, report)
+        folder.plot(f"{trainer.num_parameters / 1e6:.1f} M parameters, {config.seq_len:,} bytes a sequence, {world.world_size} ranks")
+        if world.rank != 0:
+            return None
+        summary = _summarise(mesh, trainer, folder, time.monotonic() - started_s)
+        report.conclude(summary)
+        return summary
+
+
+def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder, report: Report) -> None:
+    """Take one step, and what is due after it."""
+
+    def due(every: int) -> bool:
+        return step == config.steps or (every > 0 and step % every == 0)
+
+    record = trainer.run_step(step)
+    if due(config.eval_every):
+        heldout = trainer.measure_heldout()
+        record = replace(record, heldout_loss=heldout.loss, heldout_perplexity=heldout.perplexity)
+    folder.append(record)
+    report.show(record)
+    if due(config.checkpoint_every):
+        folder.save(trainer.checkpoint(step), keep=config.keep_checkpoints)
+
+
+def _read_resumed(world: Context, options: RunOptions) -> SharedCheckpoint | None:
+    if not options.resume:
+        return None
+    if options.out is None:
+        raise ConfigError("--resume continues the run in --out DIR; name its folder.")
+    return read_shared(world, options.out)
+
+
+def _resolve(config: TrainConfig, shared: SharedCheckpoint | None, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
+    """The configuration that runs, checked."""
+    if shared is not None:
+        config = TrainConfig.resumed(shared.manifest.config, chosen)
+    config.validate(world_size)
+    done = shared.manifest.step if shared is not None else 0
+    if done >= config.steps:
+        raise ConfigError(f"--resume: {done} of {config.steps} steps are done, nothing is left; choose more --steps.")
+    return config
+
+
+def _load_same_corpus(world: Context, config: TrainConfig, shared: SharedCheckpoint | None) -> Corpus:
+    corpus = together(world, lambda: load_corpus(config.data_path))
+    same_everywhere(world, "the text that --data names", corpus.fingerprint)
+    corpus.check_length(config.seq_len)
+    if shared is not None and shared.manifest.corpus != corpus.fingerprint:
+        raise ConfigError(f"--resume: {corpus.name} is not the text that {shared.folder} was trained on; point --data at the same files.")
+    return corpus
+
+
+def _heading(config: TrainConfig, mesh: Mesh, corpus: Corpus, trainer: Trainer, folder: RunFolder, done: int) -> str:
+    context_size = mesh.context.world_size
+    return (
+        f"{'resuming after step ' + str(done) if done else 'training'}: {trainer.num_parameters / 1e6:.2f} M parameters, "
+        f"{config.batch} x {config.seq_len:,} bytes a step, {config.dtype}\n"
+        f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {context_size} context), layout {config.layout}, on {mesh.world.device}\n"
+        f"text: {corpus.name}, {corpus.num_documents:,} documents, {corpus.size_bytes / 1e6:.1f} MB, "
+        f"of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
+        f"out: {folder.path}"
+    )
+
+
+def _summarise(mesh: Mesh, trainer: Trainer, folder: RunFolder, elapsed_s: float) -> Summary:
+    records = folder.history
+    last = records[-1]
+    assert last.heldout_loss is not None
+    assert last.heldout_perplexity is not None
+    return Summary(
+        world_size=mesh.world.world_size,
+        data_parallel=mesh.data_size,
+        context_parallel=mesh.context.world_size,
+        num_parameters=trainer.num_parameters,
+        steps=last.step,
+        loss_first=records[0].loss,
+        loss_last=statistics.fmean(record.loss for record in records[-LAST_STEPS:]),
+        heldout_loss=last.heldout_loss,
+        heldout_perplexity=last.heldout_perplexity,
+        tokens_per_s=statistics.median(record.tokens_per_s for record in records),
+        wait_fraction=sum(record.wait_fraction * record.step_s for record in records) / sum(record.step_s for record in records),
+        bytes_sent=sum(record.bytes_sent for record in records),
+        elapsed_s=elapsed_s,
+        out=str(folder.path),
+    )

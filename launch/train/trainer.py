@@ -1,0 +1,103 @@
+"""One rank's part in a training step, and the state that a checkpoint carries.
+
+For: forward, backward, reduction, update. Every rank of the world ends a step with the same weights, bit for bit.
+Not for: what surrounds the steps (loop.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.train.checkpoint import Checkpoint, Manifest
+from burst_rt.launch.train.config import TrainConfig
+from burst_rt.launch.train.data import Corpus, sequences_at, training_starts
+from burst_rt.launch.train.heldout import HeldoutLoss, measure_heldout
+from burst_rt.launch.train.mesh import Mesh
+from burst_rt.launch.train.metrics import StepRecord
+from burst_rt.launch.train.model import Decoder
+from burst_rt.launch.train.optim import MOMENTS, FlatGradients, learning_rate, make_optimizer
+from burst_rt.launch.train.restore import SharedCheckpoint
+from burst_rt.launch.train.sharded import ShardedDecoder
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Model, optimizer and gradients of one rank."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, corpus: Corpus) -> None:
+        """Build the state of step 0. Raises InputError for an unknown layout."""
+        self._config = config
+        self._mesh = mesh
+        self._corpus = corpus
+        self._decoder = Decoder(config.model, seed=config.seed).to(mesh.world.device)
+        self._model = ShardedDecoder(self._decoder, mesh.context, config.sharding)
+        self._gradients = FlatGradients(self._decoder)
+        self._optimizer = make_optimizer(self._decoder, weight_decay=config.weight_decay)
+
+    @property
+    def num_parameters(self) -> int:
+        return self._decoder.num_parameters()
+
+    def run_step(self, step: int) -> StepRecord:
+        """Take step `step` (from 1). Collective; raises ConfigError on every rank when the loss is no longer finite."""
+        config, mesh = self._config, self._mesh
+        started_s = time.monotonic()
+        before = mesh.context.stats()
+        indices = mesh.share_of(config.batch)
+        starts = training_starts(self._corpus.train, config.seq_len, seed=config.seed, step=step, indices=indices)
+        self._gradients.zero()
+        local_loss = self._model(*sequences_at(self._corpus.train, starts, config.seq_len))
+        num_tokens = config.batch * config.seq_len
+        (local_loss / num_tokens).backward()
+        mesh.world.all_reduce(self._gradients.flat)
+        grad_norm = self._gradients.clip(config.clip).item()
+        lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+        after = mesh.context.stats()
+        local = [local_loss.item(), after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent]
+        sums = torch.tensor(local, dtype=torch.float64, device=mesh.world.device)
+        mesh.world.all_reduce(sums)
+        loss_sum, wait_s, bytes_sent = sums.tolist()
+        if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
+            raise ConfigError(
+                f"step {step}: training diverged (loss {loss_sum / num_tokens}, gradients {grad_norm}); choose a smaller --lr."
+            )
+        step_s = time.monotonic() - started_s
+        return StepRecord(
+            step=step,
+            loss=loss_sum / num_tokens,
+            lr=lr,
+            grad_norm=grad_norm,
+            step_s=step_s,
+            tokens_per_s=num_tokens / step_s,
+            wait_fraction=wait_s / mesh.world.world_size / step_s,
+            bytes_sent=round(bytes_sent),
+        )
+
+    def measure_heldout(self) -> HeldoutLoss:
+        """Loss on the held-out text. Collective."""
+        config = self._config
+        return measure_heldout(self._model, self._mesh, self._corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences)
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        """The state after `step` steps; its tensors are the live ones, to be written before the next step."""
+        named = list(self._decoder.named_parameters())
+        weights = {name: parameter.detach() for name, parameter in named}
+        moments = {f"{moment}.{name}": self._optimizer.state[parameter][moment] for name, parameter in named for moment in MOMENTS}
+        return Checkpoint(Manifest(step, self._config.to_json(), self._corpus.fingerprint), weights, moments)
+
+    def restore(self, shared: SharedCheckpoint) -> None:
+        """Continue from a checkpoint. Collective; raises ConfigError on every rank when its tensors do not fit."""
+        step = shared.manifest.step
+        live = self.checkpoint(step)
+        shared.fill(self._mesh.world, live.weights, live.optimizer)
+        for state in self._optimizer.state.values():
+            state["step"].fill_(step)

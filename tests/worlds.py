@@ -1,0 +1,101 @@
+"""One attention call spread over a world of ranks, results put together again: on threads of this process, or inside an MPI job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import burst_rt
+import torch
+from burst_rt import Causal, Context, ContextLayout, Full, Mask
+from spec import Attention
+
+__all__ = ["Case", "Inputs", "attend", "attend_over_threads"]
+
+
+class Inputs(NamedTuple):
+    """Whole tensors, the same on every rank."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call. kv_len, kv_heads, kv_kind: None means as for the queries."""
+
+    q_len: int
+    kv_len: int | None = None
+    heads: int = 2
+    kv_heads: int | None = None
+    head_dim: int = 16
+    batch: int = 1
+    dtype: torch.dtype = torch.float32
+    mask: Mask = Full()
+    kind: str = "zigzag"
+    kv_kind: str | None = None
+    strategy: str = "auto"
+    scale: float | None = None
+    lse_grad: bool = True
+    needs_grad: tuple[bool, bool, bool] = (True, True, True)
+    seed: int = 0
+
+    def inputs(self) -> Inputs:
+        """Standard normal numbers, rounded to the case's type."""
+        generator = torch.Generator().manual_seed(self.seed)
+        q_shape = (self.batch, self.q_len, self.heads, self.head_dim)
+        kv_shape = (self.batch, self.kv_len or self.q_len, self.kv_heads or self.heads, self.head_dim)
+        q, dout, k, v = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in (q_shape, q_shape, kv_shape, kv_shape)
+        )
+        dlse = torch.randn((self.batch, self.heads, self.q_len), generator=generator, dtype=torch.float64)
+        return Inputs(q, k, v, dout, dlse.to(torch.float64 if self.dtype == torch.float64 else torch.float32))
+
+    def but(self, **changes: Any) -> Case:  # any field's type
+        """The same case with other values."""
+        return replace(self, **changes)
+
+    def layouts(self, ctx: Context) -> tuple[ContextLayout, ContextLayout]:
+        """The layouts of queries and of keys."""
+        layout = ctx.layout(self.q_len, self.kind)
+        if self.kv_len in (None, self.q_len) and self.kv_kind in (None, self.kind):
+            return layout, layout
+        return layout, ctx.layout(self.kv_len or self.q_len, self.kv_kind or self.kind)
+
+
+def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
+    """This rank's part of forward and backward; the whole results, on every rank. Collective."""
+    whole = inputs or case.inputs()
+    layout, kv_layout = case.layouts(ctx)
+    sides = (layout, kv_layout, kv_layout)
+    q, k, v = (side.shard(x).requires_grad_(needed) for side, x, needed in zip(sides, whole[:3], case.needs_grad, strict=True))
+    result = burst_rt.burst_attention(
+        q, k, v, mask=case.mask, layout=layout, kv_layout=kv_layout, scale=case.scale, strategy=case.strategy, return_lse=True
+    )  # fmt: skip
+    assert isinstance(result, tuple)
+    out, lse = result
+    if any(case.needs_grad):
+        loss = (out * layout.shard(whole.dout)).sum()
+        if case.lse_grad:
+            # Rows that see no key have lse = -inf, and no gradient.
+            loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * layout.shard(whole.dlse, dim=2)).sum()
+        loss.backward()
+    grads = [None if x.grad is None else side.unshard(x.grad) for side, x in zip(sides, (q, k, v), strict=True)]
+    return Attention(layout.unshard(out.detach()), layout.unshard(lse.detach(), dim=2), *grads)
+
+
+def attend_over_threads(world_size: int, case: Case, **options: Any) -> Attention:  # options: those of burst_rt.init
+    """`attend` on ranks that are threads; checks that all ranks got the same whole."""
+    inputs = case.inputs()
+    results = burst_rt.run_local(world_size, lambda ctx: attend(ctx, case, inputs), **options)
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert (x is None) == (y is None)
+            assert x is None or y is None or torch.equal(x, y)
+    return results[0]
+
+
+CAUSAL = Causal()
