@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -28,7 +29,7 @@ from burst_rt.attention.layouts import Layout, make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
-from burst_rt.drivers import HostDriver, Watch
+from burst_rt.drivers import HostDriver, Watch, raw_bytes
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost
 from burst_rt.kernels import sum_dtype
 from burst_rt.scheduler import Engine, Graph, Schedule, Span, Trace, check_world, run
@@ -122,7 +123,7 @@ class ContextLayout:
             error,
         )
         mine = x.detach().movedim(dim, 0).contiguous()
-        payload = mine.cpu().view(torch.uint8).numpy().tobytes() if mine.numel() else b""
+        payload = mine.cpu().view(-1).view(torch.uint8).numpy().tobytes()
         pending = ctx.control.allgather(payload)
         ctx.watch.wait_for(pending, ctx.timeout_s, "unshard")
         full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
@@ -162,7 +163,7 @@ class Pipeline:
                 got = "nothing" if tensor is None else f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
                 error = InputError(f"Pipeline.run: {part.name} must be a contiguous tensor of at least {size} bytes, got {got}")
             else:
-                memory[part_id] = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+                memory[part_id] = raw_bytes(tensor)
         missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")
@@ -228,11 +229,15 @@ class Context:
         return self._stats
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums a float32, float64 or int64 tensor over the ranks, in place; the same bits on every rank. Collective, blocks at most `timeout_s`."""
+        """Sums a float32, float64 or int64 tensor over the ranks, in place; the same bits on every rank.
+
+        Collective, blocks at most `timeout_s`. Raises InputError on every rank alike.
+        """
         error: BurstError | None = None
         if x.dtype not in (torch.float32, torch.float64, torch.int64) or not x.is_contiguous() or x.device.type != "cpu":
             error = InputError(
-                f"all_reduce: expected a contiguous CPU tensor of float32, float64 or int64, got {x.dtype} on {x.device}, contiguous: {x.is_contiguous()}"
+                f"all_reduce: expected a contiguous CPU tensor of float32, float64 or int64, got {x.dtype} on {x.device}, "
+                f"contiguous: {x.is_contiguous()}"
             )
         self.agree({"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}, error)
         if self.world_size > 1 and x.numel():
@@ -365,7 +370,7 @@ class Context:
             self._enter()
             started_s = time.perf_counter()
             sent, received = self.transport.bytes_sent, self.transport.bytes_received
-            description, digest = _describe(plan, spec)
+            description, digest = _describe(plan.key, spec.scale, spec.return_lse)
             agreement = Agreement(self.control, self._number, description, digest)
             try:
                 _, driver = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress)
@@ -427,7 +432,7 @@ class _Progress:
 
 
 def init(
-    comm: MPI.Intracomm | LocalRank | None = None,
+    comm: MPI.Comm | LocalRank | None = None,
     device: str | torch.device = "auto",
     timeout_s: float = 600.0,
     stall_s: float = 30.0,
@@ -489,7 +494,7 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
     return results
 
 
-def _ends(comm: MPI.Intracomm | LocalRank | None, timeout_s: float) -> tuple[Transport, ControlGroup]:
+def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transport, ControlGroup]:
     if isinstance(comm, LocalRank):
         return comm.world.transport(comm.rank), comm.world.control(comm.rank)
     if comm is None and "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
@@ -511,24 +516,25 @@ def _ends(comm: MPI.Intracomm | LocalRank | None, timeout_s: float) -> tuple[Tra
     return MpiTransport(duplicate(comm, timeout_s)), MpiControl(duplicate(comm, timeout_s))
 
 
-def _describe(plan: Plan, spec: CallSpec) -> tuple[dict[str, str], int]:
-    """What the ranks compare: everything about a call but the rank's own part."""
+@lru_cache(maxsize=256)
+def _describe(key: PlanKey, scale: float | None, return_lse: bool) -> tuple[dict[str, str], int]:
+    """What the ranks compare: everything about a call but the rank's own part; and its digest."""
     from burst_rt import __version__
 
-    problem = plan.key.problem
+    problem = key.problem
     description = {
-        "call": "burst_attention" if plan.key.forward else "backward of burst_attention",
+        "call": "burst_attention" if key.forward else "backward of burst_attention",
         "layout": f"{problem.q_layout.kind} {problem.q_layout.seq_len}",
         "kv_layout": f"{problem.kv_layout.kind} {problem.kv_layout.seq_len}",
         "mask": repr(problem.mask),
         "batch": str(problem.batch),
         "heads": f"{problem.num_heads} and {problem.num_kv_heads} kv",
         "head_dim": str(problem.head_dim),
-        "dtype": str(plan.key.dtype),
+        "dtype": str(key.dtype),
         "needs_grad (q, k, v)": str(problem.needs_grad),
-        "scale": repr(spec.scale),
-        "strategy": spec.strategy,
-        "return_lse": str(spec.return_lse),
+        "scale": "default" if scale is None else repr(float(scale)),
+        "strategy": key.strategy,
+        "return_lse": str(return_lse),
         "version": __version__,
     }
     return description, digest_of(description)

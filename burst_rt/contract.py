@@ -52,13 +52,25 @@ def check_spec(spec: CallSpec) -> None:
         raise InputError(f"{where}: layout and kv_layout belong to different contexts; make both with the same ctx.layout(...)")
     if not isinstance(spec.mask, Mask):
         raise InputError(f"{where}: mask must be a burst_rt.Mask such as burst_rt.Causal(), got {type(spec.mask).__name__}")
+    try:
+        hash(spec.mask)
+    except TypeError as error:
+        raise InputError(f"{where}: a mask must be hashable (a frozen dataclass, say), and {type(spec.mask).__name__} is not") from error
     if spec.strategy not in STRATEGIES:
         raise InputError(f"{where}: strategy must be one of {list(STRATEGIES)}, got {spec.strategy!r}")
-    scale = spec.scale
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)):
-        raise InputError(f"{where}: scale must be None or a finite number, got {scale!r}")
+    if spec.scale is not None and not _is_finite(spec.scale):
+        raise InputError(f"{where}: scale must be None or a finite number, got {spec.scale!r}")
     if not isinstance(spec.return_lse, bool):
         raise InputError(f"{where}: return_lse must be True or False, got {spec.return_lse!r}")
+
+
+def _is_finite(scale: object) -> bool:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        return False
+    try:
+        return math.isfinite(scale)
+    except OverflowError:  # an int beyond every float
+        return False
 
 
 def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -81,8 +93,8 @@ def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         )
         if x.shape[1] != layout.shard_len:
             raise InputError(
-                f"{where} must hold this rank's {layout.shard_len} of {layout.seq_len} tokens ({argument}: {layout.kind}), got {x.shape[1]}; "
-                f"cut it with {argument}.shard({name})"
+                f"{where} must hold this rank's {layout.shard_len} of {layout.seq_len} tokens ({argument}: {layout.kind}), "
+                f"got {x.shape[1]}; cut it with {argument}.shard({name})"
             )
         if x.dtype != q.dtype:
             raise InputError(f"{where} must have q's dtype {q.dtype}, got {x.dtype}")

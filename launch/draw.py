@@ -48,7 +48,7 @@ def draw_timeline(traces: Sequence[Iterable[Span]], path: Path, *, title: str, r
     axes.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    hops = sorted({_hop(span) for _, lane, found in rows if lane == "compute" for span in found} - {None}, key=int)
+    hops = sorted({hop for _, lane, found in rows if lane == "compute" for span in found if (hop := _hop(span)) is not None})
     if hops:
         handles = [Patch(facecolor=_COLOURS[hop % len(_COLOURS)], label=f"hop {hop}") for hop in hops]
         axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1, 1.16), ncols=min(len(hops), 8), frameon=False, fontsize=8)

@@ -108,12 +108,13 @@ Instruction: TypeAlias = "Issue | Finish | Abort"
 class Schedule:
     """A graph with everything an engine derives from it once: many engines (calls) run from one schedule.
 
-    place: the policy's order. num_before[t]: edges into t. on_issue[t] / on_done[t]: the successors whose edge is satisfied when t is
+    place: the policy's order; task_at is its inverse. num_before[t]: edges into t. on_issue[t] / on_done[t]: the successors whose edge is satisfied when t is
     issued / done. after[t]: predecessors on other ordered lanes of the same device. lane_of[t]: index into `lanes`.
     """
 
     graph: Graph
     place: list[int]
+    task_at: list[int]
     num_before: list[int]
     on_issue: list[list[int]]
     on_done: list[list[int]]
@@ -143,7 +144,8 @@ class Schedule:
                 if first is not second:
                     after[v].append(u)
         num_before = [len(before) for before in graph.predecessors]
-        return cls(graph, place, num_before, on_issue, on_done, [tuple(a) for a in after], lane_of)
+        task_at = sorted(range(num_tasks), key=place.__getitem__)
+        return cls(graph, place, task_at, num_before, on_issue, on_done, [tuple(a) for a in after], lane_of)
 
 
 def _passes_at(first: Lane, second: Lane) -> State:
@@ -163,7 +165,6 @@ class Engine:
         self.schedule = schedule
         self.state: list[State] = [State.WAITING] * len(graph.tasks)
         self._missing = list(schedule.num_before)
-        self._task_at = sorted(range(len(graph.tasks)), key=schedule.place.__getitem__)
         lanes = list(graph.lanes.values())
         self._limit = [len(graph.tasks) + 1 if lane.max_in_flight is None else lane.max_in_flight for lane in lanes]
         self._in_flight = [0] * len(lanes)
@@ -272,7 +273,7 @@ class Engine:
         ready = self._ready[lane]
         program = self._program[lane]
         if program is None:
-            return self._task_at[heapq.heappop(ready)]
+            return self.schedule.task_at[heapq.heappop(ready)]
         if ready[0] != program[self._issued_of[lane]]:
             return None
         self._issued_of[lane] += 1

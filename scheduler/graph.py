@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InputError
@@ -24,6 +25,9 @@ class Cost(NamedTuple):
 
     flops: int = 0
     size_bytes: int = 0
+
+
+_FREE = Cost()
 
 
 class Op(NamedTuple):
@@ -126,6 +130,21 @@ class Graph:
     predecessors: tuple[tuple[int, ...], ...]
     successors: tuple[tuple[int, ...], ...] = field(repr=False)
 
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks this one exchanges messages with, ascending."""
+        return tuple(sorted({m.peer for task in self.tasks for m in (*task.sends, *task.recvs)}))
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Parts that some task writes or accumulates into."""
+        return frozenset(part for task in self.tasks for part in (*task.writes, *task.accumulates))
+
+    @cached_property
+    def sent(self) -> frozenset[int]:
+        """Parts that some message sends."""
+        return frozenset(m.part for task in self.tasks for m in task.sends)
+
 
 _Access: TypeAlias = "Buffer | Part"
 _Send: TypeAlias = "tuple[_Access, int] | tuple[_Access, int, int]"
@@ -181,7 +200,7 @@ class GraphBuilder:
         reads: Iterable[_Access] = (),
         writes: Iterable[_Access] = (),
         accumulates: Iterable[_Access] = (),
-        cost: Cost = Cost(),
+        cost: Cost = _FREE,
         lane: str = COMPUTE.name,
     ) -> int:
         """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write, chained in program order."""

@@ -5,7 +5,8 @@ built it) that names the rank, the tasks and what is wrong. Checked:
 
 * edges run forward in program order, and every pair of conflicting accesses to one part is ordered by a path: nothing is overwritten
   while it is read or in flight;
-* nothing is read that was never written; an ordered or bounded communication lane is issued in program order;
+* nothing is read that was never written;
+* an ordered or bounded communication lane is issued in program order, and an ordered one is the only one;
 * every send has its receive: peer, tag, order and size;
 * no deadlock: all lanes are played under rendezvous rules (a message moves only when both sides have been posted).
 """
@@ -27,7 +28,7 @@ class Endpoint(NamedTuple):
 
     rank: int
     task: int
-    index: int
+    number: int
 
 
 def check_graph(graph: Graph) -> None:
@@ -68,7 +69,8 @@ def check_messages(graphs: Sequence[Graph]) -> None:
             wanted, offered = [m.tag for _, m in recvs], [m.tag for _, m in sends]
             if wanted != offered and sorted(wanted) == sorted(offered):
                 raise InternalError(
-                    f"rank {source} sends tags {offered} to rank {receiver}, which receives in the order {wanted}: an ordered lane would mix them up"
+                    f"rank {source} sends tags {offered} to rank {receiver}, which receives in the order {wanted}: "
+                    "an ordered lane would mix them up"
                 )
         _pair(by_rank, sends, recvs)
 
@@ -121,6 +123,10 @@ def _check_lanes(graph: Graph) -> None:
         if task.op is not None:
             raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges")
         _check_exchange(graph, task)
+    # On a stream, what one transfer holds back is only sure to come after it on every rank if all transfers are in that one order.
+    used = {task.lane for task in graph.tasks if task.is_exchange}
+    if len(used) > 1 and any(graph.lanes[name].ordered for name in used):
+        raise InternalError(f"rank {graph.rank}: exchanges are on lanes {sorted(used)}; an ordered communication lane must be the only one")
     # On a free lane exchanges go out as they become ready, so no two of them may share a (peer, tag) flow.
     owner: dict[tuple[bool, int, int], int] = {}
     for task in graph.tasks:
@@ -129,7 +135,8 @@ def _check_lanes(graph: Graph) -> None:
                 other = owner.setdefault((outgoing, m.peer, m.tag), task.id)
                 if other != task.id:
                     raise InternalError(
-                        f"rank {graph.rank}: {_say(graph, other)} and {_say(graph, task.id)} both use tag {m.tag} with rank {m.peer}; give each exchange its own"
+                        f"rank {graph.rank}: {_say(graph, other)} and {_say(graph, task.id)} both use tag {m.tag} with rank {m.peer}; "
+                        "give each exchange its own"
                     )
 
 
@@ -226,9 +233,9 @@ def _play(graphs: Sequence[Graph]) -> None:
         for ended in (node, *needs[node]):
             if ended in posted and ended not in done and needs[ended] <= posted:
                 done.add(ended)
-                rank, task = ended
-                for successor in after[rank][task]:
-                    before[rank][successor].discard(task)
+                rank, finished = ended
+                for successor in after[rank][finished]:
+                    before[rank][successor].discard(finished)
                     if not before[rank][successor]:
                         queue.append((rank, successor))
                         before[rank][successor].add(-1)  # queued: never again

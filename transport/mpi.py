@@ -116,7 +116,8 @@ class MpiTransport:
         handle = self._next_handle
         self._next_handle += 1
         start = self._comm.Isend if outgoing else self._comm.Irecv
-        pieces = range(0, len(buffer), self._piece_bytes)
+        # An empty message is one empty piece: it has to arrive, too.
+        pieces = range(0, max(1, len(buffer)), self._piece_bytes)
         for at in pieces:
             piece = buffer[at : at + self._piece_bytes]
             self._requests.append(start([piece, MPI.BYTE], peer, tag))

@@ -30,8 +30,7 @@ def burst_attention(
     strategy: str = "auto",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact softmax attention over a sequence spread over the ranks of `layout`'s context (BurstAttention, arXiv 2403.09347).
-    Differentiable.
+    """Exact softmax attention over a sequence spread over the ranks of a context (BurstAttention, arXiv 2403.09347). Differentiable.
 
     q: this rank's queries `[batch, tokens, heads, head_dim]`, float64, float32, bfloat16 or float16, in `layout`'s order. k, v: `[batch,
     tokens, kv_heads, head_dim]`, same dtype, in `kv_layout`'s order; heads must be a multiple of kv_heads (query head h uses kv head h //
@@ -57,7 +56,7 @@ def burst_attention(
         check_call(spec, q, k, v)
     except InputError as error:
         _refuse(layout, error)
-    out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))
+    out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -108,7 +107,7 @@ def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool
     return needs_q, needs_k, needs_v
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_handle(
     mask: Mask | None,
     causal: bool,
@@ -117,11 +116,13 @@ def _constant_handle(
     scale: float | None,
     strategy: str,
     return_lse: bool,
-    *needs_grad: bool,
+    needs_q: bool,
+    needs_k: bool,
+    needs_v: bool,
 ) -> int:
-    """What the compiler runs once, while it traces: it guards on each argument (objects by identity), so other arguments are traced anew."""
+    """What the compiler runs once, while it traces. It guards on each argument (objects by identity): others are traced anew."""
     try:
-        return handle_of(_make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, needs_grad))
+        return handle_of(_make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, (needs_q, needs_k, needs_v)))
     except InputError as error:
         _refuse(layout, error)
 
@@ -183,7 +184,7 @@ def explain(
 
 
 class BurstAttention(torch.nn.Module):
-    """`burst_attention` as a module without parameters: fixed options, called with q, k, v (and a layout, where the sequence length varies)."""
+    """`burst_attention` as a module without parameters: fixed options, called with q, k, v (and a layout, where lengths vary)."""
 
     def __init__(
         self,

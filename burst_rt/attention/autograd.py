@@ -11,9 +11,10 @@ import threading
 from typing import Any
 
 import torch
-from torch.library import EffectType, _register_effectful_op
+from torch._library.effects import EffectType
+from torch.library import _register_effectful_op
 
-from burst_rt.contract import CallSpec, check_call
+from burst_rt.contract import CallSpec, check_call, check_spec
 from burst_rt.errors import InputError
 from burst_rt.kernels import sum_dtype
 
@@ -25,7 +26,7 @@ _lock = threading.Lock()
 
 
 def handle_of(spec: CallSpec) -> int:
-    """The number by which the custom ops know a spec; the same for equal specs. Specs are kept for the life of the process (they are small)."""
+    """The number by which the custom ops know a spec; the same for equal specs. Specs are small and kept for the life of the process."""
     with _lock:
         handle = _handles.get(spec)
         if handle is None:
@@ -41,6 +42,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle:
     ctx = spec.layout.context
     q, k, v = q.detach(), k.detach(), v.detach()
     try:
+        check_spec(spec)
         check_call(spec, q, k, v)
         plan = ctx.plan(spec, q, k, forward=True)
     except InputError as error:
@@ -125,7 +127,7 @@ class BurstAttentionFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the forward op."""
         out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
         return out, lse
@@ -137,6 +139,6 @@ class BurstAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Runs the backward op."""
         return _backward(ctx, dout, dlse)

@@ -12,6 +12,7 @@ import torch
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan
+from burst_rt.drivers import raw_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
 
 __all__ = ["BackwardRun", "ForwardRun"]
@@ -41,14 +42,11 @@ class _Run:
         self.memory: dict[int, memoryview] = {}
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._poison = poison
-        self._ids = {(part.buffer, part.index): part.id for part in plan.graph.parts}
-        self._sent = {m.part for task in plan.graph.tasks for m in task.sends}
-        written = {part for task in plan.graph.tasks for part in (*task.writes, *task.accumulates)}
-        for part in plan.graph.parts:
-            if part.id in written and part.size_bytes and not part.initialised:
-                slot = torch.empty(part.size_bytes, dtype=torch.uint8)
-                self.storage[part.id] = slot.fill_(255) if poison else slot  # all ones is NaN in every floating type
-                self.memory[part.id] = memoryview(slot.numpy())
+        self._ids = plan.part_ids
+        for part in plan.slots:
+            slot = torch.empty(part.size_bytes, dtype=torch.uint8)
+            self.storage[part.id] = slot.fill_(255) if poison else slot  # all ones is NaN in every floating type
+            self.memory[part.id] = raw_bytes(slot)
 
     def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory; NaN where the context is told to poison."""
@@ -63,9 +61,9 @@ class _Run:
     def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
         """Binds one block; what travels must be contiguous, and is copied if it is not."""
         part = self._ids[name, index]
-        if part in self._sent:
+        if part in self.plan.graph.sent:
             block = block.contiguous()
-            self.memory[part] = memoryview(block.view(torch.uint8).numpy().reshape(-1))
+            self.memory[part] = raw_bytes(block)
         self.tensors[part] = block
 
     def tile(self, q_at: tuple[int, int], kv_at: tuple[int, int], piece: Piece) -> Tile:
@@ -190,6 +188,8 @@ class BackwardRun(_Run):
             rows[1][:, :, a - start : b - start] = product.sum(-1).transpose(1, 2)
         if self._dlse is not None:
             rows[1].sub_(self._dlse[:, :, start:stop])
+            # A row that sees no key has no gradient, whatever comes for its lse (of logaddexp(-inf, -inf), say, NaN).
+            rows[1].masked_fill_(rows[0] == -torch.inf, 0.0)
 
     def _zero(self, part: int) -> None:
         self.storage[part].zero_()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 from burst_rt.errors import InputError
 
@@ -50,7 +51,7 @@ def _make(kind: str, seq_len: int, world_size: int) -> Layout:
 def _cut(positions: range, num_blocks: int) -> list[range]:
     """Cuts a range into consecutive ranges whose lengths differ by at most one."""
     ends = [len(positions) * i // num_blocks for i in range(num_blocks + 1)]
-    return [positions[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [positions[a:b] for a, b in pairwise(ends)]
 
 
 def _contiguous(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:

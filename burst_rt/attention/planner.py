@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Choice, choose
 from burst_rt.kernels import Kernel, Picked, pick
-from burst_rt.scheduler import Graph, Schedule, check_graph, check_messages, check_world
+from burst_rt.scheduler import Graph, Part, Schedule, check_graph, check_messages, check_world
 
 __all__ = ["Memory", "Plan", "PlanKey", "Planner"]
 
@@ -70,6 +71,16 @@ class Plan:
     def kernel(self) -> Kernel:
         return self.picked.kernel
 
+    @cached_property
+    def slots(self) -> tuple[Part, ...]:
+        """The slots this rank uses (a short ring may leave some of the double buffer untouched)."""
+        return tuple(part for part in self.graph.parts if part.id in self.graph.written and part.size_bytes and not part.initialised)
+
+    @cached_property
+    def part_ids(self) -> dict[tuple[str, int], int]:
+        """Part numbers by (buffer, index)."""
+        return {(part.buffer, part.index): part.id for part in self.graph.parts}
+
     def bytes_sent(self) -> int:
         """Bytes this rank sends in one run: the sum over the graph's messages."""
         return sum(m.size_bytes for task in self.graph.tasks for m in task.sends)
@@ -78,8 +89,7 @@ class Plan:
         """What one run takes, in bytes."""
         problem, forward = self.key.problem, self.key.forward
         q_len, kv_len = problem.q_layout.shard_len(self.rank), problem.kv_layout.shard_len(self.rank)
-        written = {part for task in self.graph.tasks for part in (*task.writes, *task.accumulates)}
-        slots = sum(part.size_bytes for part in self.graph.parts if part.id in written and not part.initialised)
+        slots = sum(part.size_bytes for part in self.slots)
         # An output of the sums' own type is the sum itself.
         in_place = problem.input_bytes == problem.sum_bytes
         if forward:
@@ -88,8 +98,7 @@ class Plan:
             needs_q, needs_k, needs_v = problem.needs_grad
             wide = q_len * problem.q_sum_bytes * needs_q + kv_len * problem.kv_sum_bytes * (needs_k + needs_v)
             sums = q_len * problem.row_bytes + (0 if in_place else wide)
-        sent = {m.part for task in self.graph.tasks for m in task.sends}
-        own = sum(part.size_bytes for part in self.graph.parts if part.id in sent and part.initialised and part.buffer != "rows")
+        own = sum(part.size_bytes for part in self.graph.parts if part.id in self.graph.sent and part.initialised and part.buffer != "rows")
         packed = own if problem.batch > 1 else 0
         q_block = max(len(b) for blocks in problem.q_blocks for b in blocks)
         kv_block = max(len(b) for blocks in problem.kv_blocks for b in blocks)

@@ -11,12 +11,19 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from burst_rt.drivers.watch import Backoff, Watch
 from burst_rt.errors import BurstError, InternalError, Stalled
 from burst_rt.scheduler import Event, Graph, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Transport
 
-__all__ = ["HostDriver", "Opening"]
+__all__ = ["HostDriver", "Opening", "raw_bytes"]
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, as transports take it; it stays alive with the view."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 class Opening(Protocol):
@@ -61,10 +68,10 @@ class HostDriver:
         self._timeout_s = timeout_s
         self._stall_s = stall_s
         self._trace = trace
-        self._peers = sorted({m.peer for task in graph.tasks for m in (*task.sends, *task.recvs)})
+        self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
         self._queue: list[Task] = []
         self._control: Task | None = None
-        self._task_of: dict[int, Task] = {}
+        self._about: dict[int, tuple[Task, int]] = {}  # handle of a message under way -> its task and peer
         self._num_open: dict[int, int] = {}
         self._issued_s: dict[int, float] = {}
         self._landed: list[Event] = []
@@ -110,7 +117,8 @@ class HostDriver:
         now = time.perf_counter()
         if now - self._last_beat_s > self._stall_s / 4:
             self._last_beat_s = now
-            self._watch.say_alive(self._peers, -1 if self._running is None else self._running.id)
+            # To all: who waits for a neighbour that waits for this rank must hear of it too.
+            self._watch.say_alive(self._others, -1 if self._running is None else self._running.id)
 
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`."""
@@ -120,9 +128,9 @@ class HostDriver:
         # Receives first: a message that finds its receive posted needs no copy in between.
         self._num_open[task.id] = len(task.recvs) + len(task.sends)
         for m in task.recvs:
-            self._task_of[self._transport.irecv(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = task
+            self._about[self._transport.irecv(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = (task, m.peer)
         for m in task.sends:
-            self._task_of[self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = task
+            self._about[self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = (task, m.peer)
 
     def _compute(self, task: Task) -> None:
         if task.op is None or task.op.name not in self._ops:
@@ -153,7 +161,7 @@ class HostDriver:
     def _moved(self) -> list[Event]:
         events: list[Event] = []
         for done in self._transport.poll():
-            task = self._task_of.pop(done.handle)
+            task, _ = self._about.pop(done.handle)
             self._num_open[task.id] -= 1
             if not self._num_open[task.id]:
                 del self._num_open[task.id]
@@ -173,11 +181,11 @@ class HostDriver:
         open_task = self._control.id if self._control is not None else min(self._num_open, default=None)
         if open_task is None:
             raise InternalError("the driver was asked to wait with nothing under way")
-        lost = self._watch.lost()
+        lost = self._watch.lost(None if self._control is not None else {peer for _, peer in self._about.values()})
         if lost:
             return TaskFailed(open_task, lost)
-        # A peer's last sign of life counts as progress.
-        heard_s = max((when for peer, (when, _) in self._watch.alive.items() if peer in self._peers), default=0.0)
+        # Any rank's last sign of life counts as progress.
+        heard_s = max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
         limit_s = self._timeout_s if self._control is not None else self._stall_s
         if silent_s <= limit_s:

@@ -53,11 +53,14 @@ class Watch:
             known = self.left if notice.kind is NoticeKind.LEFT else self.alive
             known[notice.peer] = (time.perf_counter(), notice.value)
 
-    def lost(self) -> BurstError | None:
-        """PeerLost, once a rank has left for longer than its last messages may take."""
+    def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
+        """PeerLost, once a rank has left for longer than its last messages may take.
+
+        awaited: the ranks whose messages are open (None: all). One that ended well and owes nothing is no loss to a call under way.
+        """
         now = time.perf_counter()
         for peer, (since, code) in self.left.items():
-            if now - since > _LEAVE_GRACE_S:
+            if now - since > _LEAVE_GRACE_S and (code or awaited is None or peer in awaited):
                 return self._lost(peer, code)
         return None
 
@@ -88,8 +91,8 @@ class Watch:
                 raise error
             if backoff.elapsed_s() > timeout_s:
                 raise Stalled(
-                    f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to enter {what}. If they do long work between calls "
-                    "(a checkpoint), raise timeout_s in burst_rt.init",
+                    f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to enter {what}. "
+                    "If they do long work between calls (a checkpoint), raise timeout_s in burst_rt.init",
                     rank=self.control.rank,
                     elapsed_s=backoff.elapsed_s(),
                 )

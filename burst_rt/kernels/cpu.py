@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.nn.functional import pad
 
 from burst_rt.kernels.base import State, Tile, sum_dtype
 
@@ -76,16 +77,23 @@ class CpuKernel:
         for (a, b), columns in _parts(tile):
             q_part, do_part = (x[:, a:b].to(wide).transpose(1, 2) for x in (q, dout))
             o_part = _stand_in(do_part, delta[:, :, a:b])
+            widened = o_part is None
+            if o_part is None:
+                # A channel more, 1 in dout and delta in O, carries delta past any dout; in q, k and v it is 0.
+                o_part = pad(delta[:, :, a:b].unsqueeze(-1), (q.shape[3], 0))
+                q_part, do_part = pad(q_part, (0, 1)), pad(do_part, (0, 1), value=1.0)
             row_lse = lse[:, :, a:b]
             # The fused kernel makes NaN of lse = -inf; with +inf the row's probabilities, and so its gradients, are 0.
             row_lse = torch.where(row_lse == -torch.inf, torch.inf, row_lse)
             for c, d, diagonal in columns:
                 k_part, v_part = (x[:, c:d].to(wide).transpose(1, 2) for x in (k, v))
+                if widened:
+                    k_part, v_part = pad(k_part, (0, 1)), pad(v_part, (0, 1))
                 mask = _additive(tile.visible(a, b, c, d, q.device), wide) if tile.piece.masked else None
                 grads = _backward(do_part, q_part, k_part, v_part, o_part, row_lse, 0.0, diagonal, attn_mask=mask, scale=tile.scale)
                 for total, grad, rows in ((dq, grads[0], slice(a, b)), (dk, grads[1], slice(c, d)), (dv, grads[2], slice(c, d))):
                     if total is not None:
-                        total[:, rows] += grad.transpose(1, 2)
+                        total[:, rows] += grad[..., : q.shape[3]].transpose(1, 2)
                 tile.progress()
 
     def scratch_bytes(
@@ -124,14 +132,12 @@ def _fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tens
     m.copy_(m_new)
 
 
-def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """O' of the module's text, `[batch, heads, q, d]` like dout; 0 where dout is 0."""
-    amax = torch.linalg.vector_norm(dout, torch.inf, dim=-1, keepdim=True)
-    amax = torch.where(amax == 0, 1.0, amax)
-    u = dout / amax
-    square = torch.linalg.vecdot(u, u).unsqueeze(-1)
-    weight = delta.unsqueeze(-1) / (amax * torch.where(square == 0, 1.0, square))
-    return u.mul_(weight)
+def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
+    """O' of the module's text, `[batch, heads, q, d]` like dout; None where a row of dout is 0, or nearly, and delta is not."""
+    amax = torch.linalg.vector_norm(dout, torch.inf, dim=-1)
+    u = dout / torch.where(amax == 0, 1.0, amax).unsqueeze(-1)
+    weight = torch.where(delta == 0, 0.0, delta / amax / torch.linalg.vecdot(u, u))
+    return u.mul_(weight.unsqueeze(-1)) if bool(torch.isfinite(weight).all()) else None
 
 
 def _additive(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -76,9 +76,11 @@ class NaiveKernel:
 def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> torch.Tensor:
     piece = tile.piece
     rows, columns = (piece.q_start, piece.q_stop), (piece.kv_start, piece.kv_stop)
-    s = _heads(q[:, slice(*rows)], q.shape[2]) @ _heads(k[:, slice(*columns)], q.shape[2]).mT * tile.scale
+    s: torch.Tensor = _heads(q[:, slice(*rows)], q.shape[2]) @ _heads(k[:, slice(*columns)], q.shape[2]).mT * tile.scale
     seen = tile.visible(*rows, *columns, q.device)
-    return s if seen is None else s.masked_fill(~seen, -torch.inf)
+    if seen is not None:
+        s = s.masked_fill(~seen, -torch.inf)
+    return s
 
 
 def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -88,4 +90,5 @@ def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 def _group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """[B, H, S, D] -> [B, S, num_kv_heads, D], summed over each group."""
-    return x.unflatten(1, (num_kv_heads, -1)).sum(2).transpose(1, 2)
+    grouped: torch.Tensor = x.unflatten(1, (num_kv_heads, -1))
+    return grouped.sum(2).transpose(1, 2)

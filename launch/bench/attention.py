@@ -11,16 +11,19 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 import burst_rt
-from burst_rt.launch.bench.report import median, publish
+from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.scheduler import exposed
 
-Rows = list[dict[str, str | int | float | None]]
+Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Rows: TypeAlias = list[dict[str, Cell]]
 
 
 class Bench:
@@ -169,7 +172,7 @@ class Bench:
             loss = forward().sum()
             times["forward"].append(time.perf_counter() - start)
             start = time.perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             times["backward"].append(time.perf_counter() - start)
         return [{"call": name, "median us": median(ts) * 1e6, "best us": min(ts) * 1e6} for name, ts in times.items()]
 
@@ -226,7 +229,7 @@ class Bench:
             plain = _errors(_torch_attention(full, causal), exact)
             rows.append({"ranks": "torch, one process", "mask": "causal" if causal else "full", **plain})
             for world in (1, 2, 3, 4, 5, 8):
-                ours = burst_rt.run_local(world, lambda ctx: _local_attention(ctx, full, causal))[0]
+                ours = burst_rt.run_local(world, partial(_local_attention, full=full, causal=causal))[0]
                 rows.append({"ranks": str(world), "mask": "causal" if causal else "full", **_errors(ours, exact)})
         return rows
 
@@ -265,12 +268,13 @@ class Bench:
     def _start_gloo(self) -> None:
         """torch.distributed beside MPI: rank 0 opens a store on a free port and tells the others."""
         import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
 
-        store = dist.TCPStore("127.0.0.1", 0, self.ctx.world_size, is_master=True, wait_for_workers=False) if self.ctx.rank == 0 else None
+        store = TCPStore("127.0.0.1", 0, self.ctx.world_size, is_master=True, wait_for_workers=False) if self.ctx.rank == 0 else None
         port = torch.tensor([store.port if store else 0])
         self.ctx.all_reduce(port)
         if store is None:
-            store = dist.TCPStore("127.0.0.1", int(port), self.ctx.world_size, is_master=False)
+            store = TCPStore("127.0.0.1", int(port), self.ctx.world_size, is_master=False)
         dist.init_process_group("gloo", store=store, rank=self.ctx.rank, world_size=self.ctx.world_size)
 
 

@@ -11,7 +11,7 @@ from burst_rt.attention.masks import Causal
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
 from burst_rt.errors import BurstError
-from burst_rt.launch.bench.report import median, publish
+from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.scheduler import Cost, Engine, Event, Graph, GraphBuilder, Op, Schedule, Task, TaskDone, check_graph, check_world, run
 
 __all__ = ["main"]
@@ -69,12 +69,12 @@ def main(out: Path | None) -> None:
         "check one rank": lambda: check_graph(graph),
         "engine and loop, no-op driver": lambda: run(Engine(schedule), _NoOpDriver()),
     }
-    rows = [{"step": name, "us a task": _median_s(fn) / _NUM_TASKS * 1e6} for name, fn in steps.items()]
+    rows: list[dict[str, Cell]] = [{"step": name, "us a task": _median_s(fn) / _NUM_TASKS * 1e6} for name, fn in steps.items()]
     publish(f"scheduler, a graph of {_NUM_TASKS:,} tasks", rows, out, f"medians of {_REPEATS}")
     publish("plans", [_plan_row(world, forward) for world in (2, 8, 32) for forward in (True, False)], out, "all ranks built and verified")
 
 
-def _plan_row(world: int, forward: bool) -> dict[str, str | int | float]:
+def _plan_row(world: int, forward: bool) -> dict[str, Cell]:
     layout = make_layout("zigzag", 8192 * world, world)
     problem = Problem(layout, layout, Causal(), 1, 32, 8, 128, 2, 4, (True, True, True))
 

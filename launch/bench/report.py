@@ -15,7 +15,7 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["machine", "median", "publish"]
+__all__ = ["Cell", "machine", "median", "publish"]
 
 Cell: TypeAlias = str | int | float | None
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import click
 
-from burst_rt.launch.train.config import TrainConfig
+from burst_rt.launch.train.config import DTYPES, LAYOUTS, STRATEGIES, ProgressMode, RunOptions, TrainConfig
 from burst_rt.launch.train.relaunch import chosen_options, relaunch
-from burst_rt.launch.train.report import ProgressMode
 
 __all__ = ["command"]
 
@@ -34,16 +33,8 @@ _D = TrainConfig()
 
 
 @click.command("train", epilog=_EPILOG, context_settings={"show_default": True, "max_content_width": 120})
-@click.option(
-    "-n",
-    "num_ranks",
-    type=click.IntRange(min=1),
-    help="Launch on this many ranks of this machine. Without it: be one rank.",
-    show_default=False,
-)
-@click.option(
-    "--data", type=click.Path(path_type=str), help="Text file, or folder of text files. [default: the Python standard library's sources]"
-)
+@click.option("-n", "num_ranks", type=click.IntRange(min=1), metavar="N", help="Launch on N ranks here. Without it: be one rank.")
+@click.option("--data", type=click.Path(path_type=str), help="Text file or folder of them. [default: the standard library's sources]")
 @click.option("--seq-len", type=int, default=_D.seq_len, help="Bytes of a sequence, split over the ranks of a context group.")
 @click.option("--steps", type=int, default=_D.steps, help="Optimizer steps in all.")
 @click.option("--batch", type=int, default=_D.batch, help="Sequences of a step, over all ranks together.")
@@ -57,9 +48,9 @@ _D = TrainConfig()
 @click.option("--clip", type=float, default=_D.clip, help="Largest global norm of the gradients.")
 @click.option("--seed", type=int, default=_D.seed, help="Seed of weights and of the choice of sequences.")
 @click.option("--context-parallel", type=int, help="Ranks that share a sequence; must divide the ranks. [default: all]")
-@click.option("--layout", default=_D.layout, help="How a sequence is split: zigzag, contiguous or striped.")
-@click.option("--strategy", default=_D.strategy, help="What travels in the backward: ring-kv, burst, or auto (the cheaper).")
-@click.option("--dtype", default=_D.dtype, help="Of products and attention: float32 or bfloat16; weights stay float32.")
+@click.option("--layout", default=_D.layout, metavar="NAME", help=f"How a sequence is split: {', '.join(LAYOUTS)}.")
+@click.option("--strategy", default=_D.strategy, metavar="NAME", help=f"What travels in the backward: {', '.join(STRATEGIES)}.")
+@click.option("--dtype", default=_D.dtype, metavar="NAME", help=f"Of products and attention: {', '.join(DTYPES)}. Weights are float32.")
 @click.option("--eval-every", type=int, default=_D.eval_every, help="Steps between measurements on held-out text; 0: at the end only.")
 @click.option("--eval-sequences", type=int, default=_D.eval_sequences, help="Held-out sequences of a measurement; 0: all.")
 @click.option("--checkpoint-every", type=int, default=_D.checkpoint_every, help="Steps between checkpoints; 0: at the end only.")
@@ -84,6 +75,8 @@ def command(
     A Llama-style decoder whose attention is burst_attention: every rank holds a part of each sequence, and the losses are those of
     one process that holds all of it.
     """
+    options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
+    options.validate()
     config = TrainConfig(**values)  # type: ignore[arg-type]  # the options above are its fields
     if num_ranks is not None:
         if not resume:
@@ -91,12 +84,12 @@ def command(
         extra = [] if progress != "auto" else ["--progress", "bar" if sys.stdout.isatty() else "lines"]
         sys.exit(relaunch(context, "burst_rt.launch.train", num_ranks, extra))
     # Only ranks need torch; help and the launching process do without.
-    from burst_rt.launch.train.loop import RunOptions, train
+    from burst_rt.launch.train.loop import train
     from burst_rt.launch.train.session import job_world
 
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     chosen = {name: value for name, value in chosen_options(context).items() if name in fields}
     with job_world() as world:
-        summary = train(world, config, RunOptions(out=out, resume=resume, progress="none" if as_json else progress), chosen)
+        summary = train(world, config, options, chosen)
     if summary is not None and as_json:
         print(json.dumps(summary.to_json()), flush=True)

@@ -11,15 +11,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from burst_rt.attention.layouts import KINDS
 from burst_rt.attention.strategies import STRATEGIES
 from burst_rt.errors import ConfigError
 
-__all__ = ["DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ShardingOptions", "TrainConfig", "mesh_shape"]
+__all__ = ["DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode", "RunOptions", "ShardingOptions", "TrainConfig", "mesh_shape"]
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = tuple(sorted(KINDS))
+
+ProgressMode = Literal["auto", "bar", "lines", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,20 @@ class TrainConfig:
                 "Leave the model's options out, or start a new run."
             )
         return after
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a run's output goes; decides no loss. `out` None: a new folder under runs/."""
+
+    out: Path | None = None
+    resume: bool = False
+    progress: ProgressMode = "auto"
+
+    def validate(self) -> None:
+        """Raise ConfigError for options that contradict each other."""
+        if self.resume and self.out is None:
+            raise ConfigError("--resume continues the run in --out DIR; name its folder.")
 
 
 def mesh_shape(world_size: int, context_parallel: int | None) -> tuple[int, int]:

@@ -9,30 +9,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.agreement import same_everywhere, together
-from burst_rt.launch.train.config import TrainConfig
+from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.data import Corpus, load_corpus
 from burst_rt.launch.train.folder import RunFolder
 from burst_rt.launch.train.mesh import Mesh, open_mesh
-from burst_rt.launch.train.report import LAST_STEPS, ProgressMode, Report, Summary, choose_mode
+from burst_rt.launch.train.report import LAST_STEPS, Report, Summary, choose_mode
 from burst_rt.launch.train.restore import SharedCheckpoint, read_shared
 from burst_rt.launch.train.trainer import Trainer
 
-__all__ = ["RunOptions", "train"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Where a run's output goes; decides no loss. `out` None: a new folder under runs/."""
-
-    out: Path | None = None
-    resume: bool = False
-    progress: ProgressMode = "auto"
+__all__ = ["train"]
 
 
 def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapping[str, object]) -> Summary | None:
@@ -42,6 +32,7 @@ def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapp
     or InputError, the same on every rank, for what cannot run.
     """
     started_s = time.monotonic()
+    options.validate()
     shared = _read_resumed(world, options)
     config = together(world, lambda: _resolve(config, shared, chosen, world.world_size))
     corpus = _load_same_corpus(world, config, shared)
@@ -83,8 +74,7 @@ def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder
 def _read_resumed(world: Context, options: RunOptions) -> SharedCheckpoint | None:
     if not options.resume:
         return None
-    if options.out is None:
-        raise ConfigError("--resume continues the run in --out DIR; name its folder.")
+    assert options.out is not None  # RunOptions.validate
     return read_shared(world, options.out)
 
 

@@ -62,9 +62,6 @@ class Decoder(nn.Module):
         """Standard deviation of a matrix's first weights."""
         if name == "embed.weight":
             return 0.5
-        if name == "head.weight":
-            # Small, so that training starts at the loss of guessing.
-            return 0.02
         # What adds to the residual stream starts smaller, so that its variance does not grow with the depth.
         writes_residual = name.endswith(("out.weight", "down.weight"))
         return 1 / math.sqrt(fan_in * (2 * self.config.layers if writes_residual else 1))

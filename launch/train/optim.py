@@ -58,6 +58,6 @@ class FlatGradients:
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
-        norm = torch.linalg.vector_norm(self.flat)
+        norm: Tensor = torch.linalg.vector_norm(self.flat)
         self.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm

@@ -6,17 +6,16 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from burst_rt.launch.train.config import ProgressMode
 from burst_rt.launch.train.metrics import StepRecord
 
-__all__ = ["LAST_STEPS", "ProgressMode", "Report", "Summary", "choose_mode"]
-
-ProgressMode = Literal["auto", "bar", "lines", "none"]
+__all__ = ["LAST_STEPS", "Report", "Summary", "choose_mode"]
 
 LAST_STEPS = 10
 _LINE_EVERY = 10

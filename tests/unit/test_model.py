@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -150,7 +151,7 @@ def test_the_learning_rate_climbs_then_falls_to_a_tenth() -> None:
     rates = [learning_rate(step, peak=1.0, warmup=4, steps=20) for step in range(21)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
     assert rates[20] == pytest.approx(0.1)
     assert learning_rate(0, peak=1.0, warmup=0, steps=1) == 1.0
 

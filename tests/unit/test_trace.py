@@ -35,9 +35,9 @@ def test_a_trace_without_room_is_refused() -> None:
         Trace(capacity=0)
 
 
-def _swap(rank: int, *, tiles: int = 2, world_size: int = 2) -> Graph:
+def _swap(rank: int, *, tiles: int = 2) -> Graph:
     """Tasks: 0 swaps a part with the other rank; 1 works meanwhile; 2 works on what came."""
-    g = GraphBuilder(rank, world_size)
+    g = GraphBuilder(rank, 2)
     own, slot = g.buffer("own", size_bytes=8, initialised=True), g.buffer("slot", size_bytes=8)
     out = g.buffer("out", size_bytes=8, initialised=True)
     g.exchange("swap", sends=[(own, 1 - rank)], recvs=[(slot, 1 - rank)], tag=0)
@@ -117,10 +117,10 @@ def test_skew_before_one_transfer_is_no_skew_while_another_is_on_the_wire() -> N
 
 
 def test_another_lane_may_be_the_one_that_idles() -> None:
-    graph = _swap(0, tiles=1, world_size=1 + 1)
-    peer = _swap(1, tiles=1)
-    traces = [_spans(graph, (0, 0, 6), (0, 0, 2)), _spans(peer, (0, 0, 6), (0, 0, 2))]
-    assert exposed([graph, peer], traces, compute_lane="no such lane")[0] == Idle(6.0, 0.0, 6.0)
+    graphs = [_swap(0, tiles=1), _swap(1, tiles=1)]
+    traces = [_spans(g, (0, 0, 6), (0, 0, 2)) for g in graphs]
+    assert exposed(graphs, traces) == [Idle(4.0, 0.0, 6.0)] * 2
+    assert exposed(graphs, traces, compute_lane="a second device") == [Idle(6.0, 0.0, 6.0)] * 2
 
 
 def test_an_incomplete_trace_is_refused() -> None:

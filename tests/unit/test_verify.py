@@ -330,6 +330,12 @@ _FAULTS = [
         r"rank 1: task 0 'hop 0' is on bounded lane 'network', which must be issued in program order",
     ),
     _Fault(
+        "an ordered communication lane beside another",
+        _ORDERED_RING,
+        lambda w: _with_task(_with_lane(w, 1, Lane("mpi")), 1, "hop 1", lane="mpi"),
+        r"rank 1: exchanges are on lanes \['mpi', 'network'\]; an ordered communication lane must be the only one",
+    ),
+    _Fault(
         "a task that computes and exchanges",
         _FREE_RING,
         lambda w: _with_task(w, 1, "hop 0", op=_WORK),

@@ -1,0 +1,60 @@
+"""MPI jobs of tests: a rank program started on several ranks, with a deadline, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from burst_rt.launch.run import find_launcher, kill_job
+
+__all__ = ["Job", "run_job"]
+
+_TESTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended."""
+
+    exit_code: int
+    out: str
+    err: str
+    ended_at_s: float
+
+    @property
+    def text(self) -> str:
+        """For the message of an assertion."""
+        return f"exit code {self.exit_code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+def run_job(
+    program: Path, num_ranks: int, args: Sequence[str] = (), *, timeout_s: float = 120.0, bare: bool = False, cwd: Path | None = None
+) -> Job:
+    """Runs `program` on `num_ranks` ranks, under `burst-rt run` or (bare) `mpirun python`, and waits for the end.
+
+    Programs may import the modules beside this one. A job that outlives `timeout_s` is killed and raises TimeoutError with its output.
+    """
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(_TESTS), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment["OMP_NUM_THREADS"] = "1"
+    if bare:
+        launcher = find_launcher()
+        environment = launcher.environment(num_ranks, threads=1) | environment
+        command = launcher.command([sys.executable, str(program), *args], num_ranks)
+    else:
+        command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(num_ranks), str(program), *args]
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_job(process)
+        out, err = process.communicate()
+        raise TimeoutError(f"{program.name} on {num_ranks} ranks did not end within {timeout_s:g} s\n{out}\n{err}") from None
+    return Job(process.returncode, out, err, time.time())

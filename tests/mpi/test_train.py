@@ -1,0 +1,279 @@
+"""The main job on real MPI jobs: the same losses on any world, exact resuming, one perplexity, one error on every rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import psutil
+import pytest
+import torch
+
+import burst_rt
+from burst_rt.context import Context
+from burst_rt.errors import ConfigError
+from burst_rt.launch.run import find_launcher
+from burst_rt.launch.train.checkpoint import find_checkpoint, load_checkpoint
+from burst_rt.launch.train.cli import command as train_command
+from burst_rt.launch.train.config import RunOptions, TrainConfig
+from burst_rt.launch.train.evaluate import command as eval_command
+from burst_rt.launch.train.loop import train
+
+_JOB_DEADLINE_S = 90.0
+_STEPS = 50
+# 251 is prime: no world divides it.
+_TINY = ["--seq-len", "251", "--batch", "2", "--layers", "2", "--dim", "32", "--heads", "4", "--kv-heads", "2", "--warmup", "5"]
+_RUN = [
+    *_TINY,
+    "--steps",
+    str(_STEPS),
+    "--eval-every",
+    "25",
+    "--eval-sequences",
+    "3",
+    "--checkpoint-every",
+    "10",
+    "--keep-checkpoints",
+    "9",
+]
+
+
+@dataclass(frozen=True)
+class _Job:
+    exit_code: int
+    out: str
+    err: str
+
+
+def _start(command: list[str], cwd: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> _Job:
+    try:
+        out, err = process.communicate(timeout=_JOB_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        out, err = process.communicate()
+        pytest.fail(f"the job did not end within {_JOB_DEADLINE_S:.0f} s\n{out}\n{err}")
+    return _Job(process.returncode, out, err)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    process.kill()
+
+
+def _burst_rt(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments]
+
+
+def _run(cwd: Path, *arguments: str) -> _Job:
+    return _finish(_start(_burst_rt(*arguments), cwd))
+
+
+def _under_mpirun(cwd: Path, num_ranks: int, *arguments: str) -> _Job:
+    launcher = find_launcher()
+    return _finish(_start(launcher.command(_burst_rt(*arguments), num_ranks), cwd, launcher.environment(num_ranks, 1)))
+
+
+def _read(job: _Job) -> dict[str, float]:
+    assert job.exit_code == 0, job.err
+    result = json.loads(job.out)
+    assert isinstance(result, dict)
+    return result
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(run: Path) -> list[float]:
+    return [record["loss"] for record in _metrics(run)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of real text, small enough to load at once."""
+    folder = tmp_path_factory.mktemp("text")
+    for path in sorted(Path(json.__file__).parent.parent.glob("a*.py")):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path]:
+    """One run on one process, on 2 and on 4 ranks, and on a mesh of 2 x 2: the same options but for the world."""
+    folder = tmp_path_factory.mktemp("runs")
+    worlds = {"1": [], "2": ["-n", "2"], "4": ["-n", "4"], "2x2": ["-n", "4", "--context-parallel", "2"]}
+    for name, options in worlds.items():
+        job = _run(folder, "train", *options, *_RUN, "--data", str(text), "--out", name)
+        assert job.exit_code == 0, job.err
+    return {name: folder / name for name in worlds}
+
+
+def test_losses_do_not_depend_on_the_world(runs: dict[str, Path]) -> None:
+    reference = _losses(runs["1"])
+    assert len(reference) == _STEPS
+    assert reference[-1] < 0.8 * reference[0], "it learns"
+    for name in ("2", "4", "2x2"):
+        losses = _losses(runs[name])
+        assert losses == pytest.approx(reference, rel=1e-4), name
+        for step in (25, _STEPS):
+            measured, expected = (_metrics(runs[world])[step - 1] for world in (name, "1"))
+            assert measured["heldout_loss"] == pytest.approx(expected["heldout_loss"], rel=1e-4)
+            assert measured["heldout_perplexity"] == pytest.approx(math.exp(measured["heldout_loss"]), rel=1e-12)
+
+
+def test_a_run_leaves_its_record(runs: dict[str, Path]) -> None:
+    for name, run in runs.items():
+        records = _metrics(run)
+        assert [record["step"] for record in records] == list(range(1, _STEPS + 1))
+        assert [record["step"] for record in records if record["heldout_loss"] is not None] == [25, 50]
+        assert all(record["bytes_sent"] == (0 if name == "1" else records[0]["bytes_sent"]) for record in records)
+        assert all(record["tokens_per_s"] > 0 and 0 <= record["wait_fraction"] <= 1 and record["grad_norm"] > 0 for record in records)
+        assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:08}" for step in range(10, 51, 10)]
+    # Half the ranks share a sequence, so half as much travels, and less far.
+    assert _metrics(runs["2"])[0]["bytes_sent"] > 0
+    assert _metrics(runs["2x2"])[0]["bytes_sent"] < _metrics(runs["4"])[0]["bytes_sent"]
+
+
+def test_perplexity_does_not_depend_on_the_world(runs: dict[str, Path], tmp_path: Path) -> None:
+    arguments = ["eval", "--checkpoint", str(runs["2"]), "--json"]
+    results = {
+        "1": _read(_run(tmp_path, *arguments)),
+        "2": _read(_run(tmp_path, *arguments, "-n", "2", "--layout", "striped")),
+        "4 under mpirun": _read(_under_mpirun(tmp_path, 4, *arguments)),
+    }
+    expected = _metrics(runs["2"])[-1]["heldout_perplexity"]
+    for name, result in results.items():
+        assert result["perplexity"] == pytest.approx(expected, rel=1e-5), name
+        assert (result["step"], result["num_tokens"], result["same_text"]) == (_STEPS, 3 * 251, True)
+
+
+def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path)
+    deadline_s = time.monotonic() + _JOB_DEADLINE_S
+    while not (run / "checkpoints" / "step-00000020").exists():
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    _kill(process)
+    process.communicate()
+
+    # What was written last may be damaged too: then it starts from the one before.
+    (run / "checkpoints" / "step-00000020" / "optimizer.safetensors").write_bytes(b"half")
+    job = _run(tmp_path, "train", "-n", "2", "--resume", "--out", str(run))
+    assert job.exit_code == 0, job.err
+    assert "resuming after step" in job.out
+    assert _losses(run) == _losses(runs["2"]), "bit for bit"
+    assert [record["step"] for record in _metrics(run)] == list(range(1, _STEPS + 1))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        last = Path("checkpoints", f"step-{_STEPS:08}", name)
+        assert (run / last).read_bytes() == (runs["2"] / last).read_bytes()
+
+
+def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], tmp_path: Path) -> None:
+    before = (runs["2"] / "metrics.jsonl").read_bytes()
+    # Under mpirun itself, so that nothing has checked the options before the ranks meet.
+    job = _under_mpirun(tmp_path, 2, "train", "--dim", "64", "--steps", "60", "--resume", "--out", str(runs["2"]))
+    assert job.exit_code == 78
+    complaints = [line for line in job.err.splitlines() if line.startswith("burst-rt: ")]
+    assert len(complaints) == 1, job.err
+    assert "ConfigError: --resume: the checkpoint holds another model" in complaints[0]
+    assert "Traceback" not in job.err
+    assert (runs["2"] / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train", "-n", "4", "--context-parallel", "3"], "--context-parallel"),
+        (["train", "-n", "4", "--context-parallel", "2"], "--batch"),
+        (["train", "-n", "2", "--heads", "3"], "heads"),
+        (["train", "-n", "2", "--resume"], "--out"),
+        (["eval", "--checkpoint", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_one_line(tmp_path: Path, arguments: list[str], named: str) -> None:
+    job = _run(tmp_path, *arguments)
+    assert job.exit_code == 78
+    assert job.err.count("\n") == 1, job.err
+    assert job.err.startswith("burst-rt: ConfigError: ")
+    assert named in job.err
+    assert not list(tmp_path.iterdir())
+
+
+def _outcomes(config: TrainConfig, options: RunOptions, chosen: dict[str, object], data: list[Path]) -> list[str]:
+    """What each of three ranks (threads of this process) raises when it trains on its `data`; afterwards they still work together."""
+
+    def run(world: Context) -> str:
+        with pytest.raises(ConfigError) as raised:
+            train(world, replace(config, data=str(data[world.rank])), options, chosen)
+        assert world.all_reduce(torch.ones(1)).item() == world.world_size
+        return str(raised.value)
+
+    return burst_rt.run_local(3, run, timeout_s=20)
+
+
+def test_a_run_that_cannot_start_is_refused_on_every_rank(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    run, other = runs["2"], tmp_path / "other.txt"
+    other.write_text("other text " * 9999)
+    config, fresh, resumed = TrainConfig(seq_len=251), RunOptions(out=tmp_path / "new"), RunOptions(out=run, resume=True)
+    cases = [
+        (config, fresh, {}, [tmp_path / "nowhere"] * 3, "--data"),
+        (config, fresh, {}, [text, text, other], "differs between ranks"),
+        (config, fresh, {}, [text, text, tmp_path / "nowhere"], "--data"),
+        (replace(config, seq_len=10**6), fresh, {}, [text] * 3, "--seq-len"),
+        (replace(config, layout="diagonal"), fresh, {}, [text] * 3, "--layout"),
+        (config, RunOptions(out=run), {}, [text] * 3, "already holds a run"),
+        (config, RunOptions(out=other), {}, [text] * 3, str(other)),
+        (config, RunOptions(out=tmp_path, resume=True), {}, [text] * 3, "expected a complete checkpoint"),
+        (config, resumed, {"kv_heads": 4}, [text] * 3, "another model"),
+        (config, resumed, {}, [text] * 3, "nothing is left"),
+        (config, resumed, {"steps": 60, "context_parallel": 2}, [text] * 3, "--context-parallel"),
+        (config, resumed, {"steps": 60, "data": str(other)}, [text] * 3, "not the text"),
+    ]
+    before = (run / "metrics.jsonl").read_bytes()
+    for changed, options, chosen, data, named in cases:
+        outcomes = _outcomes(changed, options, chosen, data)
+        assert len(set(outcomes)) == 1, outcomes
+        assert named in outcomes[0]
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_bfloat16_trains_too(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    stored = load_checkpoint(find_checkpoint(runs["1"])).manifest.config
+    config = replace(TrainConfig.resumed(stored, {}), steps=3, dtype="bfloat16", data=str(text))
+    options = RunOptions(out=tmp_path, progress="none")
+    summaries = burst_rt.run_local(2, lambda world: train(world, config, options, {}), timeout_s=60)
+    assert summaries[0] is not None
+    assert summaries[1] is None
+    expected = _losses(runs["1"])[0]
+    assert summaries[0].loss_first != expected
+    assert summaries[0].loss_first == pytest.approx(expected, rel=1e-2)
+    assert summaries[0].heldout_loss < expected
+
+
+@pytest.mark.parametrize("command", [train_command, eval_command])
+def test_help_explains_every_option_and_gives_examples(tmp_path: Path, command: click.Command) -> None:
+    job = _run(tmp_path, str(command.name), "--help")
+    assert job.exit_code == 0
+    assert "  Examples:\n    burst-rt " in job.out
+    for option in command.params:
+        assert isinstance(option, click.Option)
+        assert option.opts[0] in job.out
+        assert option.help, option.name
