@@ -123,7 +123,7 @@ class ContextLayout:
             error,
         )
         mine = x.detach().movedim(dim, 0).contiguous()
-        payload = mine.cpu().view(-1).view(torch.uint8).numpy().tobytes()
+        payload = raw_bytes(mine.cpu()).tobytes()
         pending = ctx.control.allgather(payload)
         ctx.watch.wait_for(pending, ctx.timeout_s, "unshard")
         full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
@@ -544,18 +544,30 @@ def _exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, BurstError) else 1
 
 
+_print_uncaught = sys.excepthook
+_uncaught: list[BaseException] = []
+
+
+def _note_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _uncaught.append(error)
+    _print_uncaught(kind, error, trace)
+
+
+sys.excepthook = _note_uncaught
+
+
 @atexit.register
 def _leave() -> None:
-    """Runs when the interpreter exits: says farewell for every context, and ends the job if one of them is broken.
+    """Runs when the interpreter exits: says farewell for every context, and ends the job if one of them is broken or the program failed.
 
-    MPI_Finalize would wait for messages that never come.
+    Otherwise MPI_Finalize would wait for messages that never come, and the others, wherever they are, for this rank.
     """
-    broken: BaseException | None = None
+    failure = next((ctx._broken for ctx in _live if ctx._broken), _uncaught[-1] if _uncaught else None)
+    code = 0 if failure is None else _exit_code(failure)
     for ctx in list(_live):
-        broken = broken or ctx._broken
-        ctx.close(0 if ctx._broken is None else _exit_code(ctx._broken))
+        ctx.close(code)
     mpi = sys.modules.get("mpi4py.MPI")
-    if broken is not None and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    if failure is not None and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         sys.stdout.flush()
         sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(_exit_code(broken))
+        mpi.COMM_WORLD.Abort(code)

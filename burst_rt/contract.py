@@ -58,17 +58,18 @@ def check_spec(spec: CallSpec) -> None:
         raise InputError(f"{where}: a mask must be hashable (a frozen dataclass, say), and {type(spec.mask).__name__} is not") from error
     if spec.strategy not in STRATEGIES:
         raise InputError(f"{where}: strategy must be one of {list(STRATEGIES)}, got {spec.strategy!r}")
-    if spec.scale is not None and not _is_finite(spec.scale):
-        raise InputError(f"{where}: scale must be None or a finite number, got {spec.scale!r}")
+    if spec.scale is not None and not _is_positive(spec.scale):
+        raise InputError(f"{where}: scale must be None or a finite number above 0, got {spec.scale!r}")
     if not isinstance(spec.return_lse, bool):
         raise InputError(f"{where}: return_lse must be True or False, got {spec.return_lse!r}")
 
 
-def _is_finite(scale: object) -> bool:
+def _is_positive(scale: object) -> bool:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         return False
     try:
-        return math.isfinite(scale)
+        # Fused kernels mask by adding -inf and then scale: 0 and less would make NaN of what is masked.
+        return scale > 0 and math.isfinite(scale)
     except OverflowError:  # an int beyond every float
         return False
 

@@ -10,13 +10,14 @@ import math
 from typing import NamedTuple
 
 import torch
+
 from burst_rt import Causal, Full, Mask
 
 __all__ = ["Attention", "errors_of", "reference", "relative_error", "seen", "single_process"]
 
 
 class Attention(NamedTuple):
-    """Results of one forward and backward, whole: out, dq `[B, Sq, H, D]`, lse `[B, H, Sq]`, dk, dv `[B, Skv, Hkv, D]`; None: not asked for."""
+    """Whole results of a call: out, dq `[B, Sq, H, D]`, lse `[B, H, Sq]`, dk, dv `[B, Skv, Hkv, D]`; None: not asked for."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -64,12 +65,15 @@ def single_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torc
     """The same by torch's own attention on this CPU, in the inputs' type: how accurate one may expect to be."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
     aligned = isinstance(mask, Causal) and q.shape[1] == k.shape[1]
     visible = None if mask is None or aligned else seen(mask, q.shape[1], k.shape[1])
-    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=visible, is_causal=aligned, enable_gqa=True).transpose(1, 2)
+    out = attend(*heads_first, attn_mask=visible, is_causal=aligned, enable_gqa=True).transpose(1, 2)
     additive = None if visible is None else torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
     with torch.no_grad():
         _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, aligned, attn_mask=additive)
+    if visible is not None:
+        lse = lse.masked_fill(~visible.any(-1), -torch.inf)
     return Attention(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import burst_rt
 import torch
-from burst_rt import Causal, Context, ContextLayout, Full, Mask
 from spec import Attention
+
+import burst_rt
+from burst_rt import Context, ContextLayout, Mask
 
 __all__ = ["Case", "Inputs", "attend", "attend_over_threads"]
 
@@ -34,7 +35,7 @@ class Case:
     head_dim: int = 16
     batch: int = 1
     dtype: torch.dtype = torch.float32
-    mask: Mask = Full()
+    mask: Mask | None = None
     kind: str = "zigzag"
     kv_kind: str | None = None
     strategy: str = "auto"
@@ -96,6 +97,3 @@ def attend_over_threads(world_size: int, case: Case, **options: Any) -> Attentio
             assert (x is None) == (y is None)
             assert x is None or y is None or torch.equal(x, y)
     return results[0]
-
-
-CAUSAL = Causal()

@@ -97,7 +97,8 @@ class PendingBytes(Pending, Protocol):
 class ControlGroup(Protocol):
     """Small collectives and notices between the ranks of one context. No method blocks.
 
-    All ranks start the same collectives in the same order.
+    All ranks start the same collectives in the same order, one at a time: a gather may be two of the library's, between which no other may
+    come.
     """
 
     rank: int

@@ -100,7 +100,8 @@ class MpiTransport:
     def cancel(self) -> None:
         """See `Transport.cancel`. MPI cannot cancel a send: its request, and with it the memory, is kept until the process ends."""
         for request, (_, _, _, outgoing) in zip(self._requests, self._about, strict=True):
-            if not outgoing:
+            # After an error some are gone already.
+            if request and not outgoing:
                 request.Cancel()
 
     def close(self) -> None:

@@ -164,7 +164,11 @@ class BackwardRun(_Run):
         self.ops: dict[str, Callable[..., None]] = {"backward": self._backward, "delta": self._delta, "zero": self._zero, "add": self._add}
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """dq, dk, dv; each sum is let go as its gradient is cast."""
+        """dq, dk, dv; the slots are let go first, and each sum as its gradient is cast."""
+        self.storage.clear()
+        self.memory.clear()
+        self._views.clear()
+        self.tensors.clear()
         dq, dk, dv = (self._sums.pop(name).to(self.plan.key.dtype) if name in self._sums else None for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 

@@ -36,7 +36,7 @@ class Layout:
 
 def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
     """The layout of `kind` ("contiguous", "zigzag", "striped") for `seq_len` tokens. Raises InputError."""
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise InputError(f"layout: kind must be one of {sorted(KINDS)}, got {kind!r}")
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
         raise InputError(f"layout: seq_len must be an integer of at least 1 token, got {seq_len!r}")

@@ -23,7 +23,8 @@ __all__ = ["HostDriver", "Opening", "raw_bytes"]
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, as transports take it; it stays alive with the view."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    # Not view(-1): a single element keeps any stride it has, and such a tensor has no bytes view.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 class Opening(Protocol):
@@ -94,16 +95,17 @@ class HostDriver:
     def wait(self) -> Sequence[Event]:
         """See `Driver.wait`. Runs a queued compute task, or blocks until a message has moved; raises nothing a deadline could cause."""
         backoff: Backoff | None = None
+        transfers = False
         while True:
             events = self._poll()
             if not events and self._queue:
                 self._compute(self._queue.pop(0))
                 events = self._poll()
             if events:
-                if backoff and self._num_open:
+                if backoff and transfers:
                     self.wait_s += backoff.elapsed_s()
                 return events
-            backoff = backoff or Backoff()
+            backoff, transfers = backoff or Backoff(), bool(self._num_open)
             failure = self._overdue(backoff)
             if failure:
                 return [failure]
@@ -114,15 +116,17 @@ class HostDriver:
         self._landed.extend(self._moved())
         if self._control is not None:
             self._opening.test()
-        now = time.perf_counter()
-        if now - self._last_beat_s > self._stall_s / 4:
-            self._last_beat_s = now
-            # To all: who waits for a neighbour that waits for this rank must hear of it too.
-            self._watch.say_alive(self._others, -1 if self._running is None else self._running.id)
+        self._say_alive(time.perf_counter())
 
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`."""
         self._transport.cancel()
+
+    def _say_alive(self, now_s: float) -> None:
+        if now_s - self._last_beat_s > self._stall_s / 4:
+            self._last_beat_s = now_s
+            # To all: who waits for a neighbour that waits for this rank must hear of it too.
+            self._watch.say_alive(self._others, -1 if self._running is None else self._running.id)
 
     def _exchange(self, task: Task) -> None:
         # Receives first: a message that finds its receive posted needs no copy in between.
@@ -143,6 +147,8 @@ class HostDriver:
         args: tuple[Hashable, ...] = task.op.args
         self._ops[task.op.name](*args)
         ended_s = self._finish(task, started_s)
+        # Short tasks need not call `progress`, and there may be many of them.
+        self._say_alive(ended_s)
         self._running = None
         self.compute_s += ended_s - started_s
         self._landed.append(TaskDone(task.id))

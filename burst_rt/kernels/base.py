@@ -17,6 +17,9 @@ from burst_rt.attention.masks import Mask, Piece
 __all__ = ["Kernel", "State", "Tile", "sum_dtype"]
 
 
+_FINISH_ROWS = 1024
+
+
 class State(NamedTuple):
     """The running forward state of a block of queries (online softmax, Milakov & Gimelshein 2018), unnormalised.
 
@@ -34,8 +37,8 @@ class State(NamedTuple):
         if out.dtype == self.acc.dtype:
             torch.div(self.acc, norm, out=out)
         else:
-            # One batch row at a time bounds the temporary.
-            for row, acc, n in zip(out, self.acc, norm, strict=True):
+            # Some rows at a time: the quotient is a temporary.
+            for row, acc, n in zip(out.split(_FINISH_ROWS, 1), self.acc.split(_FINISH_ROWS, 1), norm.split(_FINISH_ROWS, 1), strict=True):
                 row.copy_(acc / n)
         torch.add(self.m, torch.log(self.l), out=lse)
 

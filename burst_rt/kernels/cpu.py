@@ -47,16 +47,9 @@ class CpuKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
-        wide = sum_dtype(q.dtype)
-        for (a, b), columns in _parts(tile):
-            q_part = q[:, a:b].to(wide).transpose(1, 2)
-            for c, d, diagonal in columns:
-                k_part, v_part = (x[:, c:d].to(wide).transpose(1, 2) for x in (k, v))
-                seen = tile.visible(a, b, c, d, q.device) if tile.piece.masked else None
-                out, lse = _forward(q_part, k_part, v_part, 0.0, diagonal, attn_mask=_additive(seen, wide), scale=tile.scale)
-                if seen is not None:
-                    lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-                _fold(out.transpose(1, 2), lse, state.acc[:, a:b], state.m[:, :, a:b], state.l[:, :, a:b])
+        for rows, columns in _parts(tile):
+            for cut in columns:
+                _forward_part(q, k, v, tile, state, rows, cut)
                 tile.progress()
 
     def backward(
@@ -73,27 +66,11 @@ class CpuKernel:
         dv: torch.Tensor | None,
     ) -> None:
         """See `Kernel.backward`."""
-        wide = sum_dtype(q.dtype)
-        for (a, b), columns in _parts(tile):
-            q_part, do_part = (x[:, a:b].to(wide).transpose(1, 2) for x in (q, dout))
-            o_part = _stand_in(do_part, delta[:, :, a:b])
-            widened = o_part is None
-            if o_part is None:
-                # A channel more, 1 in dout and delta in O, carries delta past any dout; in q, k and v it is 0.
-                o_part = pad(delta[:, :, a:b].unsqueeze(-1), (q.shape[3], 0))
-                q_part, do_part = pad(q_part, (0, 1)), pad(do_part, (0, 1), value=1.0)
-            row_lse = lse[:, :, a:b]
-            # The fused kernel makes NaN of lse = -inf; with +inf the row's probabilities, and so its gradients, are 0.
-            row_lse = torch.where(row_lse == -torch.inf, torch.inf, row_lse)
-            for c, d, diagonal in columns:
-                k_part, v_part = (x[:, c:d].to(wide).transpose(1, 2) for x in (k, v))
-                if widened:
-                    k_part, v_part = pad(k_part, (0, 1)), pad(v_part, (0, 1))
-                mask = _additive(tile.visible(a, b, c, d, q.device), wide) if tile.piece.masked else None
-                grads = _backward(do_part, q_part, k_part, v_part, o_part, row_lse, 0.0, diagonal, attn_mask=mask, scale=tile.scale)
-                for total, grad, rows in ((dq, grads[0], slice(a, b)), (dk, grads[1], slice(c, d)), (dv, grads[2], slice(c, d))):
-                    if total is not None:
-                        total[:, rows] += grad[..., : q.shape[3]].transpose(1, 2)
+        for rows, columns in _parts(tile):
+            a, b = rows
+            queries = _Queries(q[:, a:b], dout[:, a:b], lse[:, :, a:b], delta[:, :, a:b])
+            for cut in columns:
+                _backward_part(queries, k, v, tile, rows, cut, None if dq is None else dq[:, a:b], dk, dv)
                 tile.progress()
 
     def scratch_bytes(
@@ -122,6 +99,65 @@ def _parts(tile: Tile) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, b
         yield (a, b), columns
 
 
+# One function a part, so that a part's memory is free before the next part takes its own.
+def _forward_part(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State, rows: tuple[int, int], cut: tuple[int, int, bool]
+) -> None:
+    (a, b), (c, d, diagonal) = rows, cut
+    wide = state.acc.dtype
+    seen = tile.visible(a, b, c, d, q.device) if tile.piece.masked else None
+    q_part, k_part, v_part = _wide(q[:, a:b], wide), _wide(k[:, c:d], wide), _wide(v[:, c:d], wide)
+    out, lse = _forward(q_part, k_part, v_part, 0.0, diagonal, attn_mask=_additive(seen, wide), scale=tile.scale)
+    if seen is not None:
+        lse = lse.masked_fill(~seen.any(-1), -torch.inf)
+    _fold(out.transpose(1, 2), lse, state.acc[:, a:b], state.m[:, :, a:b], state.l[:, :, a:b])
+
+
+class _Queries:
+    """Some rows of the query side, as the fused backward wants them: q, dout, O' `[batch, heads, q, d]`; lse `[batch, heads, q]`.
+
+    extra: one channel more was needed, because a row of dout is 0, or nearly, and its delta is not (a gradient of lse alone).
+    """
+
+    def __init__(self, q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> None:
+        wide = sum_dtype(q.dtype)
+        self.q, self.dout = _wide(q, wide), _wide(dout, wide)
+        # The fused kernel makes NaN of lse = -inf; with +inf the row's probabilities, and so its gradients, are 0.
+        self.lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        stand_in = _stand_in(self.dout, delta)
+        self.extra = stand_in is None
+        if stand_in is None:
+            # The channel more, 1 in dout and delta in O', carries delta past any dout; in q, k and v it is 0.
+            stand_in = pad(delta.unsqueeze(-1), (q.shape[3], 0))
+            self.q, self.dout = pad(self.q, (0, 1)), pad(self.dout, (0, 1), value=1.0)
+        self.out = stand_in
+
+
+def _backward_part(
+    queries: _Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tile: Tile,
+    rows: tuple[int, int],
+    cut: tuple[int, int, bool],
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> None:
+    c, d, diagonal = cut
+    wide = queries.q.dtype
+    k_part, v_part = _wide(k[:, c:d], wide), _wide(v[:, c:d], wide)
+    if queries.extra:
+        k_part, v_part = pad(k_part, (0, 1)), pad(v_part, (0, 1))
+    mask = _additive(tile.visible(*rows, c, d, k.device), wide) if tile.piece.masked else None
+    grads = _backward(
+        queries.dout, queries.q, k_part, v_part, queries.out, queries.lse, 0.0, diagonal, attn_mask=mask, scale=tile.scale
+    )  # fmt: skip
+    for total, grad in zip((dq, None if dk is None else dk[:, c:d], None if dv is None else dv[:, c:d]), grads, strict=True):
+        if total is not None:
+            total += grad[..., : k.shape[3]].transpose(1, 2)
+
+
 def _fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
     """Folds a normalised part (out, lse) into the running state with weight exp(lse - m)."""
     m_new = torch.maximum(m, lse)
@@ -144,6 +180,11 @@ def _additive(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     if seen is None:
         return None
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, S, H, D] -> [B, H, S, D] in the sums' type; a view where that is x's own."""
+    return x.to(dtype).transpose(1, 2)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

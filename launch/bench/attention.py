@@ -22,6 +22,8 @@ import burst_rt
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.scheduler import exposed
 
+_M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
+
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Rows: TypeAlias = list[dict[str, Cell]]
 
@@ -303,8 +305,11 @@ def _errors(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> dict[
 
 def _peak_bytes(fn: Callable[[], None]) -> int:
     """How far the resident set rises above where it stood, while `fn` runs (Linux: the high-water mark is reset and read)."""
+    libc = ctypes.CDLL(None)
+    # Large blocks come from the system and go back to it at once, so that the resident set is what is live, not what malloc keeps.
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_kib("VmRSS")
     fn()

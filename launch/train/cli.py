@@ -34,7 +34,11 @@ _D = TrainConfig()
 
 @click.command("train", epilog=_EPILOG, context_settings={"show_default": True, "max_content_width": 120})
 @click.option("-n", "num_ranks", type=click.IntRange(min=1), metavar="N", help="Launch on N ranks here. Without it: be one rank.")
-@click.option("--data", type=click.Path(path_type=str), help="Text file or folder of them. [default: the standard library's sources]")
+@click.option(
+    "--data",
+    type=click.Path(path_type=str, resolve_path=True),
+    help="Text file or folder of them. [default: Python's own library]",
+)
 @click.option("--seq-len", type=int, default=_D.seq_len, help="Bytes of a sequence, split over the ranks of a context group.")
 @click.option("--steps", type=int, default=_D.steps, help="Optimizer steps in all.")
 @click.option("--batch", type=int, default=_D.batch, help="Sequences of a step, over all ranks together.")

@@ -29,10 +29,10 @@ ProgressMode = Literal["auto", "bar", "lines", "none"]
 class ModelConfig:
     """The architecture: what must be equal for a checkpoint to fit."""
 
-    layers: int = 4
-    dim: int = 256
-    heads: int = 8
-    kv_heads: int = 4
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
     vocab_size: int = 256
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -64,10 +64,10 @@ class ModelConfig:
 class ShardingOptions:
     """How sequences are split and computed; none of it is part of the model."""
 
-    seq_len: int = 4096
-    layout: str = "zigzag"
-    strategy: str = "auto"
-    dtype: str = "float32"
+    seq_len: int
+    layout: str
+    strategy: str
+    dtype: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,15 @@ class TrainConfig:
     """A training run; the defaults are the job that `burst-rt train` shows itself with. `batch` counts sequences of a global step."""
 
     data: str | None = None
-    seq_len: int = 4096
-    steps: int = 60
+    seq_len: int = 2048
+    steps: int = 320
     batch: int = 1
     layers: int = 4
-    dim: int = 256
-    heads: int = 8
-    kv_heads: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 2
     lr: float = 3e-3
-    warmup: int = 10
+    warmup: int = 20
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -91,9 +91,9 @@ class TrainConfig:
     layout: str = "zigzag"
     strategy: str = "auto"
     dtype: str = "float32"
-    eval_every: int = 20
-    eval_sequences: int = 4
-    checkpoint_every: int = 20
+    eval_every: int = 40
+    eval_sequences: int = 8
+    checkpoint_every: int = 80
     keep_checkpoints: int = 2
 
     @property
@@ -133,7 +133,10 @@ class TrainConfig:
     @classmethod
     def resumed(cls, stored: Mapping[str, object], chosen: Mapping[str, object]) -> TrainConfig:
         """The stored run with the options that were chosen anew. Raises ConfigError when the model would be another one."""
-        before = cls(**stored)  # type: ignore[arg-type]  # JSON written by to_json, its digest checked
+        try:
+            before = cls(**stored)  # type: ignore[arg-type]  # JSON that to_json wrote
+        except TypeError as error:
+            raise ConfigError(f"the checkpoint's configuration is not of this version ({error}); use the version that wrote it.") from error
         after = dataclasses.replace(before, **chosen)  # type: ignore[arg-type]  # typed by the command line
         if after.model != before.model:
             raise ConfigError(

@@ -26,7 +26,7 @@ __all__ = ["command"]
 _EPILOG = """\b
 Examples:
   burst-rt eval --checkpoint runs/book                  the run's newest checkpoint, on one rank
-  burst-rt eval --checkpoint runs/book -n 4 --sequences 0
+  burst-rt eval --checkpoint runs/book -n 4 --eval-sequences 0
                                                         on all of its held-out text, on four ranks
   burst-rt eval --checkpoint runs/book/checkpoints/step-00000060 --seq-len 65536 -n 2
   mpirun -n 4 burst-rt eval --checkpoint runs/book      under an MPI launcher of your own; srun likewise"""
@@ -38,10 +38,12 @@ Examples:
 )
 @click.option("-n", "num_ranks", type=click.IntRange(min=1), metavar="N", help="Launch on N ranks here. Without it: be one rank.")
 @click.option(
-    "--data", type=click.Path(path_type=str), help="Text file or folder, split as for training. [default: what it was trained on]"
+    "--data",
+    type=click.Path(path_type=str, resolve_path=True),
+    help="Text file or folder, split as for training. [default: that of training]",
 )
 @click.option("--seq-len", type=int, help="Bytes of a sequence. [default: as in training]")
-@click.option("--sequences", "eval_sequences", type=int, help="Held-out sequences to measure on; 0: all. [default: as in training]")
+@click.option("--eval-sequences", type=int, help="Held-out sequences to measure on; 0: all. [default: as in training]")
 @click.option("--context-parallel", type=int, help="Ranks that share a sequence; must divide the ranks. [default: all]")
 @click.option("--layout", metavar="NAME", help=f"{', '.join(LAYOUTS)}. [default: as in training]")
 @click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)}. [default: as in training]")

@@ -47,7 +47,7 @@ def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapp
         report.say(_heading(config, mesh, corpus, trainer, folder, done))
         for step in range(done + 1, config.steps + 1):
             _advance(step, config, trainer, folder, report)
-        folder.plot(f"{trainer.num_parameters / 1e6:.1f} M parameters, {config.seq_len:,} bytes a sequence, {world.world_size} ranks")
+        folder.plot(f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} bytes a sequence, {world.world_size} ranks")
         if world.rank != 0:
             return None
         summary = _summarise(mesh, trainer, folder, time.monotonic() - started_s)

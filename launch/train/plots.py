@@ -12,7 +12,7 @@ from burst_rt.launch.train.metrics import StepRecord
 __all__ = ["plot_loss"]
 
 _RAW, _SMOOTH, _HELDOUT, _TEXT = "#b8c4d6", "#1f4e8c", "#c8501e", "#444444"
-_SMOOTHING = 0.9
+_SMOOTHING = 0.8
 
 
 def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str) -> None:

@@ -19,6 +19,7 @@ __all__ = ["LAST_STEPS", "Report", "Summary", "choose_mode"]
 
 LAST_STEPS = 10
 _LINE_EVERY = 10
+_LOG_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,15 @@ class Report:
         self._started_s = time.monotonic()
         # Said outright, not detected: under mpirun stdout looks like a terminal even where it is a file.
         shown = mode == "bar"
-        self._console = Console(force_terminal=shown, color_system="auto" if shown else None, quiet=mode == "none", highlight=False)
-        columns = ("[bold]step[/]", BarColumn(), MofNCompleteColumn(), "{task.fields[news]}", TextColumn("eta"), TimeRemainingColumn())
+        self._console = Console(
+            force_terminal=shown,
+            color_system="auto" if shown else None,
+            width=None if shown else _LOG_WIDTH,
+            quiet=mode == "none",
+            highlight=False,
+        )
+        news = TextColumn("{task.fields[news]}", markup=False)
+        columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), news, TextColumn("eta"), TimeRemainingColumn())
         self._bar = Progress(*columns, console=self._console, disable=mode != "bar")
         self._task = self._bar.add_task("step", total=steps, completed=done, news="")
 
@@ -72,6 +80,7 @@ class Report:
     def show(self, record: StepRecord) -> None:
         news = f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  wait {record.wait_fraction:.1%}"
         place = f"step {record.step:>{len(str(self._steps))}}/{self._steps}"
+        self._bar.start()
         self._bar.update(self._task, completed=record.step, news=news)
         if self._mode == "lines" and (record.step % _LINE_EVERY == 0 or record.step in (self._first + 1, self._steps)):
             self.say(f"{place}  {news}  eta {self._remaining_s(record.step):.0f} s")
@@ -98,7 +107,6 @@ class Report:
         return (time.monotonic() - self._started_s) / max(1, step - self._first) * (self._steps - step)
 
     def __enter__(self) -> Self:
-        self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:

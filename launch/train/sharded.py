@@ -21,7 +21,7 @@ class ShardedDecoder(nn.Module):
     """A decoder over the ranks of `context`, every one of which holds all weights and a part of each sequence."""
 
     def __init__(self, decoder: Decoder, context: Context, options: ShardingOptions) -> None:
-        """Lay sequences of `options.seq_len` tokens over the ranks. Raises InputError for an unknown layout."""
+        """Lay sequences of `options.seq_len` tokens over the ranks."""
         super().__init__()
         self.decoder = decoder
         self._context = context

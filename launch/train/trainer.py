@@ -30,7 +30,7 @@ class Trainer:
     """Model, optimizer and gradients of one rank."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, corpus: Corpus) -> None:
-        """Build the state of step 0. Raises InputError for an unknown layout."""
+        """Build the state of step 0."""
         self._config = config
         self._mesh = mesh
         self._corpus = corpus

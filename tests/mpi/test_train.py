@@ -232,7 +232,7 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank(runs: dict[str, Path],
     run, other = runs["2"], tmp_path / "other.txt"
     other.write_text("other text " * 9999)
     config, fresh, resumed = TrainConfig(seq_len=251), RunOptions(out=tmp_path / "new"), RunOptions(out=run, resume=True)
-    cases = [
+    cases: list[tuple[TrainConfig, RunOptions, dict[str, object], list[Path], str]] = [
         (config, fresh, {}, [tmp_path / "nowhere"] * 3, "--data"),
         (config, fresh, {}, [text, text, other], "differs between ranks"),
         (config, fresh, {}, [text, text, tmp_path / "nowhere"], "--data"),

@@ -174,6 +174,8 @@ def test_a_resumed_run_must_have_the_same_model(changes: dict[str, object]) -> N
     with pytest.raises(ConfigError, match="the checkpoint holds another model"):
         TrainConfig.resumed(stored, changes)
     assert TrainConfig.resumed(stored, {"steps": 120}) == TrainConfig(steps=120)
+    with pytest.raises(ConfigError, match="not of this version"):
+        TrainConfig.resumed({**stored, "dropout": 0.1}, {})
 
 
 def _record(step: int) -> StepRecord:

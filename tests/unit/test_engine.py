@@ -43,7 +43,8 @@ _COPY = Lane("copy", ordered=True, device=0)
 _OTHER_DEVICE = Lane("other", ordered=True, device=1)
 _NO_DEVICE = Lane("no device", ordered=True)
 _FREE = Lane("free")
-_ALL_LANES = (_STREAM, _COPY, _OTHER_DEVICE, _NO_DEVICE, _FREE)
+_FREE_ON_DEVICE = Lane("free on device", device=0)
+_ALL_LANES = (_STREAM, _COPY, _OTHER_DEVICE, _NO_DEVICE, _FREE, _FREE_ON_DEVICE)
 
 
 def _chain(*lanes: Lane) -> Graph:
@@ -106,7 +107,7 @@ def test_every_state_is_reached_by_events(state: State) -> None:
     assert engine.state[task] is state
 
 
-_EVENT_VERBS = {"done": TaskDone(1), "failed": TaskFailed(1, _BAD)}
+_EVENT_VERBS: dict[str, Event] = {"done": TaskDone(1), "failed": TaskFailed(1, _BAD)}
 _VERBS = sorted({verb for _, verb in TRANSITIONS})
 
 
@@ -226,11 +227,12 @@ def test_at_most_max_in_flight_tasks_of_a_lane_run(limit: int | None) -> None:
     engine = _engine(_independent(5, Lane("few", max_in_flight=limit)))
     running = _issued(engine.start())
     assert running == list(range(5 if limit is None else limit))
+    instructions: list[Instruction] = []
     while running:
-        new = engine.handle(_done(running.pop(0)))
-        running += _issued(new)
+        instructions = engine.handle(_done(running.pop(0)))
+        running += _issued(instructions)
         assert len(running) <= (5 if limit is None else limit)
-    assert new == [Finish()]
+    assert instructions == [Finish()]
 
 
 def test_a_full_lane_does_not_hold_up_another() -> None:
@@ -373,7 +375,8 @@ def test_random_graphs_run_to_their_end_under_validation() -> None:
         buffers = [g.buffer(f"b{i}", initialised=True) for i in range(6)]
         for i in range(rng.randint(1, 25)):
             read, write = rng.sample(buffers, 2)
-            g.compute(f"t{i}", _WORK, reads=[read], **{rng.choice(("writes", "accumulates")): [write]}, lane=rng.choice(lanes).name)
+            writes, accumulates = ([write], []) if rng.random() < 0.5 else ([], [write])
+            g.compute(f"t{i}", _WORK, reads=[read], writes=writes, accumulates=accumulates, lane=rng.choice(lanes).name)
         engine = _engine(g.build())
         running: list[int] = []
         instructions = engine.start()

@@ -117,15 +117,13 @@ def _ask_and_answer(*, both_wait: bool) -> list[Graph]:
         g = _builder(rank, 2, _FREE)
         out = g.buffer("out", size_bytes=_BYTES, initialised=True)
         slot = g.buffer("slot", size_bytes=_BYTES)
-        recv = {"recvs": [(slot, 1 - rank)], "tag": 1 - rank}
-        send = {"sends": [(out, 1 - rank)], "tag": rank}
-        if rank or both_wait:
-            g.exchange("receive", **recv)
+        waits = rank == 1 or both_wait
+        if not waits:
+            g.exchange("send", sends=[(out, 1 - rank)], tag=rank)
+        g.exchange("receive", recvs=[(slot, 1 - rank)], tag=1 - rank)
+        if waits:
             g.compute("answer", _WORK, reads=[slot], writes=[out])
-            g.exchange("send", **send)
-        else:
-            g.exchange("send", **send)
-            g.exchange("receive", **recv)
+            g.exchange("send", sends=[(out, 1 - rank)], tag=rank)
         graphs.append(g.build())
     return graphs
 

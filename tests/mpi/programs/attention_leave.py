@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import burst_rt
 import torch
+
+import burst_rt
 from burst_rt.kernels import KERNELS
 
 how, when, leaver = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -1,0 +1,309 @@
+"""Attention as torch sees it: custom ops, gradients, what is saved, what is refused, and the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from spec import errors_of, reference
+from tolerances import ERROR
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+from worlds import Case, attend_over_threads
+
+import burst_rt
+from burst_rt import Causal, Context, Mask
+from burst_rt.attention.masks import Both
+from burst_rt.errors import InputError
+
+
+@pytest.fixture
+def ctx() -> Iterator[Context]:
+    with burst_rt.init() as context:
+        yield context
+
+
+def _qkv(ctx: Context, tokens: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """This rank's q, k, v: 4 heads, 2 kv heads of 8."""
+    layout = ctx.layout(tokens)
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(2, tokens, heads, 8, generator=generator, dtype=dtype) for heads in (4, 2, 2)]
+    return [layout.shard(x).requires_grad_() for x in whole]
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, **options: object) -> torch.Tensor:
+    out = burst_rt.burst_attention(q, k, v, layout=ctx.layout(q.shape[1] * ctx.world_size), **options)  # type: ignore[arg-type]
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@pytest.mark.parametrize("needs", ["qkv", "q", "kv", ""])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> None:
+    layout = ctx.layout(16)
+    q, k, v = (x.detach().requires_grad_(name in needs) for name, x in zip("qkv", _qkv(ctx, dtype=dtype), strict=True))
+    handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, causal=True, layout=layout))
+    opcheck(torch.ops.burst_rt.attention_forward.default, (q, k, v, handle))
+    with torch.no_grad():
+        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+    tensors = [x.detach() for x in (q, k, v, out, lse)]
+    for dlse in (None, torch.randn_like(lse)):
+        opcheck(torch.ops.burst_rt.attention_backward.default, (torch.randn_like(out), dlse, *tensors, handle))
+
+
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradcheck(world_size: int, strategy: str) -> None:
+    """Numerical gradients of out and lse, in float64. In a world of two every rank perturbs the same element of its own shard."""
+
+    def check(ctx: Context) -> None:
+        layout = ctx.layout(6)
+        # On rank 1 a constant contribution would do as well: what counts is that both ranks call equally often.
+        q, k, v = (x[:1].detach().requires_grad_() for x in _qkv(ctx, 6, torch.float64))
+
+        def attend(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            result = burst_rt.burst_attention(*inputs, causal=True, layout=layout, strategy=strategy, return_lse=True)
+            assert isinstance(result, tuple)
+            return result
+
+        if ctx.world_size == 1:
+            assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=False)
+            return
+        weights = [
+            torch.randn(x.shape, generator=torch.Generator().manual_seed(5 + ctx.rank), dtype=torch.float64) for x in attend(q, k, v)
+        ]
+
+        def loss(*inputs: torch.Tensor) -> torch.Tensor:
+            """The sum over the ranks, whose gradients reach every rank's inputs."""
+            return ctx.all_reduce(sum((x.detach() * w).sum() for x, w in zip(attend(*inputs), weights, strict=True)).reshape(1))  # type: ignore[union-attr]
+
+        mine = sum((x * w).sum() for x, w in zip(attend(q, k, v), weights, strict=True))
+        assert isinstance(mine, torch.Tensor)
+        grads = torch.autograd.grad(mine, (q, k, v))
+        step = 1e-6
+        for which, grad in enumerate(grads):
+            for moving in range(ctx.world_size):
+                for index in range(0, grad.numel(), 7):
+                    values = []
+                    for sign in (1, -1):
+                        inputs = [x.detach().clone() for x in (q, k, v)]
+                        if ctx.rank == moving:
+                            inputs[which].view(-1)[index] += sign * step
+                        values.append(loss(*inputs).item())
+                    if ctx.rank == moving:
+                        assert (values[0] - values[1]) / (2 * step) == pytest.approx(grad.reshape(-1)[index].item(), rel=1e-6, abs=1e-8)
+
+    burst_rt.run_local(world_size, check)
+
+
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True), (False, True, True)]
+)
+def test_only_some_inputs_need_gradients(needs: tuple[bool, bool, bool], strategy: str) -> None:
+    case = Case(50, mask=Causal(), needs_grad=needs, strategy=strategy)
+    inputs = case.inputs()
+    result = attend_over_threads(3, case)
+    assert tuple(x is not None for x in result[2:]) == needs
+    for name, error in errors_of(result, reference(*inputs, mask=case.mask)).items():
+        assert error < ERROR[torch.float32], name
+
+
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+def test_gradients_of_lse_alone_and_of_out_alone(strategy: str) -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        layout = ctx.layout(40)
+        grads = []
+        for use in ("out", "lse", "both"):
+            q, k, v = _qkv(ctx, 40)
+            result = burst_rt.burst_attention(q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True)
+            assert isinstance(result, tuple)
+            out, lse = result
+            (out.sum() * (use != "lse") + lse.square().sum()).backward() if use != "out" else out.sum().backward()
+            grads += [layout.unshard(x.grad) for x in (q, k, v) if x.grad is not None]
+        return grads
+
+    grads = burst_rt.run_local(2, run)[0]
+    assert len(grads) == 9
+    q, k, v = _qkv(burst_rt.init(), 40)
+    # A world of one has the zigzag order of the whole sequence: positions 0 to 39.
+    truth_lse = reference(q, k, v, torch.zeros_like(q), mask=Causal()).lse
+    for i, (dout, dlse) in enumerate([(1.0, 0.0), (0.0, 2.0), (1.0, 2.0)]):
+        truth = reference(q, k, v, torch.full_like(q, dout), dlse * truth_lse, mask=Causal())
+        for name, x, y in zip(("dq", "dk", "dv"), grads[3 * i : 3 * i + 3], truth[2:], strict=True):
+            assert y is not None
+            scale = torch.linalg.vector_norm(y).item() or 1.0
+            assert torch.linalg.vector_norm(x.double() - y).item() / scale < ERROR[torch.float32], (dout, dlse, name)
+
+
+def test_without_grad_mode_nothing_is_saved_or_sent_back(ctx: Context) -> None:
+    q, k, v = _qkv(ctx)
+    with torch.no_grad():
+        out = _attend(q, k, v, ctx)
+    assert not out.requires_grad
+    with torch.inference_mode():
+        assert not _attend(q, k, v, ctx).requires_grad
+    assert not _attend(q.detach(), k.detach(), v.detach(), ctx).requires_grad
+    assert _attend(q, k.detach(), v.detach(), ctx).requires_grad
+
+
+def test_only_q_k_v_out_and_lse_are_saved(ctx: Context) -> None:
+    q, k, v = _qkv(ctx)
+    saved: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = _attend(q, k, v, ctx)
+    assert len(saved) == 5
+    assert [x.data_ptr() for x in saved[:4]] == [x.data_ptr() for x in (q, k, v, out)]
+    assert saved[4].shape == (2, 4, 16)
+
+
+def test_a_second_derivative_is_refused(ctx: Context) -> None:
+    q, k, v = _qkv(ctx)
+    out = _attend(q, k, v, ctx)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+    # The op on its own, which the compiler sees, refuses too.
+    handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, layout=ctx.layout(16)))
+    out, _ = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dq.sum().backward()
+
+
+def test_backward_twice_through_one_graph() -> None:
+    def run(ctx: Context) -> None:
+        q, k, v = _qkv(ctx)
+        out = _attend(q, k, v, ctx)
+        first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        second = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+    burst_rt.run_local(2, run)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
+    def run(ctx: Context) -> None:
+        q, k, v = _qkv(ctx)
+        grads = []
+        for recompute in (False, True):
+            out = checkpoint(_attend, q, k, v, ctx, use_reentrant=use_reentrant) if recompute else _attend(q, k, v, ctx)
+            grads.append(
+                torch.autograd.grad(out.sum(), (q, k, v)) if not (recompute and use_reentrant) else _grads_by_backward(out, q, k, v)
+            )
+        assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+    burst_rt.run_local(2, run)
+
+
+def _grads_by_backward(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reentrant checkpoints do without torch.autograd.grad."""
+    out.sum().backward()
+    return tuple(x.grad for x in inputs if x.grad is not None)
+
+
+# --- the compiler, in a world of one; over ranks: tests/mpi
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_is_eager_forward_and_backward(ctx: Context) -> None:
+    layout = ctx.layout(16)
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = burst_rt.burst_attention(2 * q, k, v, causal=True, layout=layout, return_lse=True)
+        return (out.sin() * lse.transpose(1, 2).unsqueeze(-1)).sum()
+
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        q, k, v = _qkv(ctx)
+        value = function(q, k, v)
+        results.append((value.detach(), *torch.autograd.grad(value, (q, k, v))))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_compiler_guards_on_every_argument(ctx: Context) -> None:
+    """Another layout, mask, scale or strategy is another call, not the first one's constant."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]) -> torch.Tensor:
+        return _attend_with(q, k, v, options)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)
+    long, short = ctx.layout(16), ctx.layout(8)
+    mask: Mask = Both(Causal(), Causal())
+    with torch.no_grad():
+        for tokens, options in [
+            (16, {"layout": long}),
+            (16, {"layout": ctx.layout(16, "striped"), "causal": True}),
+            (16, {"layout": long, "causal": True}),
+            (16, {"layout": long, "mask": Causal()}),
+            (16, {"layout": long, "mask": mask}),
+            (16, {"layout": long, "causal": True, "strategy": "ring-kv"}),
+            (8, {"layout": short, "causal": True}),
+            (8, {"layout": short, "kv_layout": short}),
+        ]:
+            q, k, v = _qkv(ctx, tokens)
+            assert torch.equal(compiled(q, k, v, options), call(q, k, v, options)), options
+
+
+def _attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]) -> torch.Tensor:
+    return burst_rt.burst_attention(q, k, v, **options)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_result_that_is_not_used_is_computed_all_the_same(ctx: Context) -> None:
+    """Other ranks wait for this one's part: the compiler may drop neither op."""
+    layout = ctx.layout(16)
+
+    def unused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        burst_rt.burst_attention(q, k, v, layout=layout)
+        return q + 1
+
+    q, k, v = (x.detach() for x in _qkv(ctx))
+    before = ctx.stats().calls
+    assert torch.equal(torch.compile(unused, fullgraph=True, backend="aot_eager")(q, k, v), q + 1)
+    assert ctx.stats().calls == before + 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_bad_input_to_a_compiled_call(ctx: Context) -> None:
+    layout = ctx.layout(16)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _attend_with(q, k, v, {"layout": layout})
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        q, k, v = _qkv(ctx)
+        with pytest.raises(InputError, match="q must hold this rank's 16 of 16 tokens"):
+            compiled(q[:, :5], k, v)
+        assert torch.equal(compiled(q, k, v), call(q, k, v))
+
+
+def test_ops_of_a_meta_world_need_no_rank() -> None:
+    """Fake tensors (shape propagation, memory estimates) go through without a call."""
+    with burst_rt.init() as ctx:
+        layout = ctx.layout(16)
+        q, k, v = _qkv(ctx)
+        handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, layout=layout))
+        before = ctx.stats().calls
+        out, lse = torch.ops.burst_rt.attention_forward(*(x.detach().to("meta") for x in (q, k, v)), handle)
+        assert (out.shape, lse.shape, ctx.stats().calls) == (q.shape, (2, 4, 16), before)

@@ -1,0 +1,490 @@
+"""The host driver on ranks that are threads: whole runs, deadlines, signs of life, peers that leave, and what it refuses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from burst_rt.drivers import HostDriver, Watch
+from burst_rt.errors import BurstError, ContractMismatch, InternalError, PeerLost, ProtocolError, Stalled
+from burst_rt.scheduler import Engine, Graph, GraphBuilder, Op, Schedule, Trace, check_world, run
+from burst_rt.transport import LocalTransport, LocalWorld, NoticeKind
+
+# Longer than anything here takes on the slowest machine; a wait that reaches it has failed.
+_LONG_S = 30.0
+_BYTES = 8
+
+
+@dataclass
+class _Opening:
+    """Decides `after_s` after its start, with `error` or without."""
+
+    after_s: float = 0.0
+    error: BurstError | None = None
+    started_s: float | None = None
+    num_tests: int = 0
+
+    def start(self) -> None:
+        self.started_s = time.perf_counter()
+
+    def test(self) -> bool:
+        assert self.started_s is not None
+        self.num_tests += 1
+        return time.perf_counter() - self.started_s >= self.after_s
+
+    def failure(self) -> BurstError | None:
+        return self.error
+
+
+@dataclass
+class _Rank:
+    """One rank's end of a world, its memory (8 bytes a part) and what a run leaves behind."""
+
+    world: LocalWorld
+    graph: Graph
+    timeout_s: float = _LONG_S
+    stall_s: float = _LONG_S
+    opening: _Opening = field(default_factory=_Opening)
+
+    def __post_init__(self) -> None:
+        self.transport: LocalTransport = self.world.transport(self.graph.rank)
+        self.watch = Watch(self.world.control(self.graph.rank))
+        self.trace = Trace()
+        self.bytes = [bytearray(bytes([16 * self.graph.rank + part.id]) * _BYTES) for part in self.graph.parts]
+        self.ops: dict[str, Callable[..., None]] = {"add": self.add, "sleep": time.sleep, "progress": self.make_progress}
+        self.driver = HostDriver(
+            self.graph,
+            ops=self.ops,
+            memory={i: memoryview(part) for i, part in enumerate(self.bytes)},
+            transport=self.transport,
+            watch=self.watch,
+            opening=self.opening,
+            timeout_s=self.timeout_s,
+            stall_s=self.stall_s,
+            trace=self.trace,
+        )
+
+    def add(self, source: int, target: int) -> None:
+        """Every byte of a part is added to those of another."""
+        for i in range(_BYTES):
+            self.bytes[target][i] = (3 * self.bytes[target][i] + self.bytes[source][i]) % 256
+
+    def make_progress(self, duration_s: float) -> None:
+        """Computes for a while as a kernel should: it lets the driver have its turn now and then."""
+        until_s = time.perf_counter() + duration_s
+        while time.perf_counter() < until_s:
+            time.sleep(0.01)
+            self.driver.progress()
+
+    def run(self) -> Trace:
+        run(Engine(Schedule.of(self.graph), validate=True), self.driver)
+        return self.trace
+
+
+def _run_together(mains: Sequence[Callable[[], object]]) -> None:
+    """Runs functions in a thread each; raises what one of them raised. They end by themselves: all they wait for has a deadline."""
+    with ThreadPoolExecutor(len(mains)) as pool:
+        for running in [pool.submit(main) for main in mains]:
+            running.result()
+
+
+def _receiver(peer: int = 1, world_size: int = 2) -> Graph:
+    """Rank 0 opens the call, receives a part, and adds it to another."""
+    g = GraphBuilder(0, world_size)
+    agreed = g.buffer("agreed")
+    out, slot = g.buffer("out", initialised=True), g.buffer("slot", size_bytes=_BYTES)
+    g.compute("agree", Op("agree"), writes=[agreed], lane="control")
+    g.exchange("receive", recvs=[(slot, peer)], tag=0, reads=[agreed])
+    g.compute("tile", Op("add", (slot[0].id, out[0].id)), reads=[slot], accumulates=[out])
+    return g.build()
+
+
+def _sender(rank: int = 1, world_size: int = 2, *, first: Sequence[Op] = (), to: int = 0) -> Graph:
+    """A rank that performs some operations, one after another, and then sends a part."""
+    g = GraphBuilder(rank, world_size)
+    source = g.buffer("source", size_bytes=_BYTES, initialised=True)
+    for i, op in enumerate(first):
+        g.compute(f"first {i}", op, accumulates=[source])
+    g.exchange("send", sends=[(source, to)], tag=0)
+    return g.build()
+
+
+# Whole runs.
+
+
+def _ring(rank: int, world_size: int) -> Graph:
+    g = GraphBuilder(rank, world_size)
+    agreed = g.buffer("agreed")
+    own = g.buffer("own", size_bytes=_BYTES, initialised=True)
+    slots = [g.buffer(f"slot{i}", size_bytes=_BYTES) for i in range(2)]
+    out = g.buffer("out", initialised=True)
+    g.compute("agree", Op("agree"), writes=[agreed], lane="control")
+    for hop in range(world_size):
+        here = slots[hop % 2] if hop else own
+        if hop + 1 < world_size:
+            sends, recvs = [(here, (rank + 1) % world_size)], [(slots[(hop + 1) % 2], (rank - 1) % world_size)]
+            g.exchange(f"hop {hop}", sends=sends, recvs=recvs, tag=hop, reads=[agreed])
+        g.compute(f"tile {hop}", Op("add", (here[0].id, out[0].id)), reads=[here], accumulates=[out])
+    return g.build()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_a_ring_over_threads(world_size: int) -> None:
+    graphs = [_ring(rank, world_size) for rank in range(world_size)]
+    check_world(graphs)
+    for _ in range(5):
+        world = LocalWorld(world_size)
+        ranks = [_Rank(world, graph) for graph in graphs]
+        _run_together([rank.run for rank in ranks])
+        for rank in ranks:
+            own, out = (next(part.id for part in rank.graph.parts if part.buffer == name) for name in ("own", "out"))
+            number = rank.graph.rank
+            value = 16 * number + out
+            for hop in range(world_size):
+                value = 3 * value + 16 * ((number - hop) % world_size) + own
+            assert rank.bytes[out] == bytes([value % 256]) * _BYTES
+            spans = {span.task: span for span in rank.trace}
+            assert sorted(spans) == [task.id for task in rank.graph.tasks]
+            assert all(span.issued_s <= span.started_s <= span.ended_s for span in spans.values())
+            assert [(s.name, s.lane, s.size_bytes) for _, s in sorted(spans.items())] == [
+                (t.name, t.lane, t.cost.size_bytes) for t in rank.graph.tasks
+            ]
+            total = (world_size - 1) * _BYTES
+            assert (rank.transport.bytes_sent, rank.transport.bytes_received) == (total, total)
+
+
+def test_times_add_up() -> None:
+    world = LocalWorld(2)
+    receiver, sender = _Rank(world, _receiver()), _Rank(world, _sender(first=[Op("sleep", (0.5,))]))
+    _run_together([receiver.run, sender.run])
+    # The other rank computed all the time that this one waited for its message.
+    assert sender.driver.compute_s >= 0.5
+    assert sender.driver.wait_s < 0.5
+    assert 0.25 <= receiver.driver.wait_s < _LONG_S
+    assert receiver.driver.compute_s < 0.5
+
+
+def test_waiting_burns_no_core() -> None:
+    world = LocalWorld(2)
+    receiver, sender = _Rank(world, _receiver()), _Rank(world, _sender(first=[Op("sleep", (1.0,))]))
+    used_s: list[float] = []
+
+    def receive() -> None:
+        before_s = time.thread_time()
+        receiver.run()
+        used_s.append(time.thread_time() - before_s)
+
+    _run_together([receive, sender.run])
+    assert used_s[0] < 0.5
+
+
+# Deadlines.
+
+
+def test_a_peer_that_never_sends_is_a_stall() -> None:
+    receiver = _Rank(LocalWorld(2), _receiver(), stall_s=0.3)
+    began_s = time.perf_counter()
+    with pytest.raises(
+        Stalled, match=r"rank 0: nothing moved for 0\.\d s \(stall_s\) in 'receive', with rank 1; last heard of: nothing"
+    ) as caught:
+        receiver.run()
+    assert 0.3 <= time.perf_counter() - began_s < _LONG_S
+    assert (caught.value.rank, caught.value.peer, caught.value.task) == (0, 1, "receive")
+    assert caught.value.elapsed_s is not None
+    assert caught.value.elapsed_s >= 0.3
+
+
+def test_after_a_stall_late_messages_touch_nothing() -> None:
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver(), stall_s=0.1)
+    with pytest.raises(Stalled):
+        receiver.run()
+    before = [bytes(part) for part in receiver.bytes]
+    late = world.transport(1)
+    late.isend(memoryview(b"too late"), 0, 0)
+    assert late.poll() == []
+    assert [bytes(part) for part in receiver.bytes] == before
+
+
+def test_a_message_starts_the_deadline_again() -> None:
+    world = LocalWorld(2)
+    g = GraphBuilder(0, 2)
+    slots = [g.buffer(f"slot{i}", size_bytes=_BYTES) for i in range(4)]
+    for tag, slot in enumerate(slots):
+        g.exchange(f"receive {tag}", recvs=[(slot, 1)], tag=tag)
+    receiver = _Rank(world, g.build(), stall_s=0.8)
+
+    def send_slowly() -> None:
+        transport = world.transport(1)
+        for tag in range(len(slots)):
+            time.sleep(0.3)
+            transport.isend(memoryview(bytearray(_BYTES)), 0, tag)
+
+    _run_together([receiver.run, send_slowly])
+    assert len(receiver.trace) == len(slots)
+
+
+@pytest.mark.parametrize("teller", [1, 2])
+def test_a_sign_of_life_from_any_rank_extends_the_wait(teller: int) -> None:
+    world = LocalWorld(3)
+    receiver = _Rank(world, _receiver(world_size=3), stall_s=0.8)
+
+    def live_then_send() -> None:
+        control, transport = world.control(teller), world.transport(1)
+        for beat in range(10):
+            control.notify(0, NoticeKind.ALIVE, beat)
+            time.sleep(0.15)
+        transport.isend(memoryview(bytearray(_BYTES)), 0, 0)
+
+    _run_together([receiver.run, live_then_send])
+    assert len(receiver.trace) == len(receiver.graph.tasks)
+
+
+def test_once_the_signs_of_life_end_so_does_the_wait() -> None:
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver(), stall_s=0.3)
+    world.control(1).notify(0, NoticeKind.ALIVE, 17)
+    with pytest.raises(Stalled, match=r"last heard of: \{1: 'task 17'\}"):
+        receiver.run()
+
+
+@pytest.mark.parametrize("first", [[Op("progress", (1.8,))], [Op("sleep", (0.1,))] * 18], ids=["one long task", "many short ones"])
+def test_a_rank_that_computes_for_long_is_not_taken_for_a_stuck_one(first: list[Op]) -> None:
+    world = LocalWorld(2)
+    receiver, sender = _Rank(world, _receiver(), stall_s=0.8), _Rank(world, _sender(first=first), stall_s=0.8)
+    _run_together([receiver.run, sender.run])
+    assert 1 in receiver.watch.alive
+
+
+def test_who_waits_for_one_that_waits_hears_of_the_rank_that_computes() -> None:
+    world = LocalWorld(3)
+    g = GraphBuilder(1, 3)
+    slot = g.buffer("slot", size_bytes=_BYTES)
+    g.exchange("receive", recvs=[(slot, 2)], tag=0)
+    g.exchange("send on", sends=[(slot, 0)], tag=0)
+    graphs = [_receiver(world_size=3), g.build(), _sender(2, 3, first=[Op("progress", (1.8,))], to=1)]
+    check_world(graphs)
+    _run_together([_Rank(world, graph, stall_s=0.8).run for graph in graphs])
+
+
+# The opening.
+
+
+def test_ranks_that_never_enter_are_a_stall() -> None:
+    receiver = _Rank(LocalWorld(2), _receiver(), timeout_s=0.3, opening=_Opening(after_s=_LONG_S))
+    with pytest.raises(Stalled, match=r"rank 0: waited 0\.\d s for the other ranks to enter the call \(timeout_s\)") as caught:
+        receiver.run()
+    assert (caught.value.rank, caught.value.task) == (0, "agree")
+
+
+def test_entering_may_take_longer_than_a_message() -> None:
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver(), stall_s=0.2, opening=_Opening(after_s=0.6))
+    sender = world.transport(1)
+    sender.isend(memoryview(bytearray(_BYTES)), 0, 0)
+    receiver.run()
+    assert receiver.transport.bytes_received == _BYTES
+
+
+def test_when_the_opening_fails_nothing_is_posted() -> None:
+    world = LocalWorld(2)
+    error = ContractMismatch("the ranks do not agree")
+    receiver = _Rank(world, _receiver(), opening=_Opening(after_s=0.1, error=error))
+    with pytest.raises(ContractMismatch) as caught:
+        receiver.run()
+    assert caught.value is error
+    sender = world.transport(1)
+    sender.isend(memoryview(bytearray(_BYTES)), 0, 0)
+    assert sender.poll() == []
+
+
+def test_work_that_needs_no_message_runs_before_the_opening_has_ended() -> None:
+    g = GraphBuilder(0, 2)
+    agreed, out = g.buffer("agreed"), g.buffer("out", initialised=True)
+    g.compute("agree", Op("agree"), writes=[agreed], lane="control")
+    g.compute("tile", Op("progress", (0.3,)), accumulates=[out])
+    rank = _Rank(LocalWorld(2), g.build(), opening=_Opening(after_s=0.2))
+    rank.run()
+    spans = {span.name: span for span in rank.trace}
+    assert spans["tile"].started_s < spans["agree"].ended_s
+    # The tile's progress polls the opening, too.
+    assert rank.opening.num_tests > 5
+
+
+# Ranks that leave.
+
+
+@pytest.mark.parametrize(("code", "how"), [(0, "closed its context or ended normally"), (3, r"failed \(exit code 3\)")])
+def test_a_peer_that_left_and_owes_a_message_is_lost(code: int, how: str) -> None:
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver())
+    Watch(world.control(1)).say_left(code)
+    with pytest.raises(PeerLost, match=f"rank 0: rank 1 {how}") as caught:
+        receiver.run()
+    assert (caught.value.rank, caught.value.peer) == (0, 1)
+
+
+def test_a_rank_that_left_before_the_call_was_opened_is_lost_to_all() -> None:
+    world = LocalWorld(3)
+    receiver = _Rank(world, _receiver(world_size=3), opening=_Opening(after_s=_LONG_S))
+    Watch(world.control(2)).say_left(0)
+    with pytest.raises(PeerLost, match="rank 0: rank 2 closed its context"):
+        receiver.run()
+
+
+def test_a_peer_may_leave_once_it_has_done_its_part() -> None:
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver(), opening=_Opening(after_s=0.2))
+    world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
+    Watch(world.control(1)).say_left(0)
+    receiver.run()
+    assert receiver.transport.bytes_received == _BYTES
+
+
+# Rank 2 owes nothing, but its leaving may be why the others stand still: unless it left well.
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_rank_that_owes_nothing_is_missed_only_if_it_failed(code: int) -> None:
+    world = LocalWorld(3)
+    receiver = _Rank(world, _receiver(world_size=3))
+    Watch(world.control(2)).say_left(code)
+
+    def send_late() -> None:
+        time.sleep(2.0)
+        world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
+
+    if code:
+        with pytest.raises(PeerLost, match=r"rank 0: rank 2 failed \(exit code 1\)"):
+            _run_together([receiver.run, send_late])
+    else:
+        _run_together([receiver.run, send_late])
+        assert receiver.transport.bytes_received == _BYTES
+
+
+# Computing.
+
+
+def test_progress_keeps_messages_moving_while_a_task_computes() -> None:
+    world = LocalWorld(2)
+    g = GraphBuilder(0, 2)
+    out, slot = g.buffer("out", initialised=True), g.buffer("slot", size_bytes=_BYTES)
+    g.exchange("receive", recvs=[(slot, 1)], tag=0)
+    g.compute("tile", Op("until it came"), accumulates=[out])
+    receiver = _Rank(world, g.build())
+
+    def compute_until_received() -> None:
+        world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
+        deadline_s = time.perf_counter() + _LONG_S
+        while not any(span.name == "receive" for span in receiver.trace):
+            assert time.perf_counter() < deadline_s, "the message was not taken while the tile ran"
+            receiver.driver.progress()
+
+    receiver.ops["until it came"] = compute_until_received
+    receiver.run()
+    assert [span.name for span in receiver.trace] == ["receive", "tile"]
+
+
+def test_compute_tasks_run_one_at_a_time_in_the_callers_thread() -> None:
+    g = GraphBuilder(0, 1)
+    for i in range(5):
+        g.compute(f"tile {i}", Op("note", (i,)), writes=[g.buffer(f"b{i}")])
+    rank = _Rank(LocalWorld(1), g.build())
+    noted: list[int] = []
+    rank.ops["note"] = noted.append
+    rank.run()
+    assert noted == [0, 1, 2, 3, 4]
+    spans = sorted(rank.trace, key=lambda span: span.started_s)
+    assert all(before.ended_s <= after.started_s for before, after in pairwise(spans))
+
+
+def test_an_operation_that_nobody_can_do_is_a_defect() -> None:
+    g = GraphBuilder(0, 1)
+    g.compute("tile", Op("fuse"), writes=[g.buffer("b")])
+    with pytest.raises(
+        InternalError, match=r"task 'tile' asks for operation 'fuse'; this driver has \['add', 'progress', 'sleep'\]"
+    ) as caught:
+        _Rank(LocalWorld(1), g.build()).run()
+    assert caught.value.task == "tile"
+
+
+def test_what_an_operation_raises_comes_out_as_it_is() -> None:
+    g = GraphBuilder(0, 1)
+    g.compute("tile", Op("fail"), writes=[g.buffer("b")])
+    rank = _Rank(LocalWorld(1), g.build())
+    error = ValueError("a bug in a kernel")
+
+    def fail() -> None:
+        raise error
+
+    rank.ops["fail"] = fail
+    with pytest.raises(ValueError, match="a bug in a kernel") as caught:
+        rank.run()
+    assert caught.value is error
+
+
+def test_a_message_of_the_wrong_size_comes_out_as_a_protocol_error() -> None:
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver())
+    world.transport(1).isend(memoryview(b"short"), 0, 0)
+    with pytest.raises(ProtocolError, match="expected 8 bytes from rank 1, got 5"):
+        receiver.run()
+
+
+def test_waiting_for_nothing_is_a_defect() -> None:
+    with pytest.raises(InternalError, match="nothing under way"):
+        _Rank(LocalWorld(1), GraphBuilder(0, 1).build()).driver.wait()
+
+
+# Watches on their own.
+
+
+def test_a_watch_knows_who_left_and_who_lives() -> None:
+    world = LocalWorld(3)
+    watch, others = Watch(world.control(0)), [Watch(world.control(rank)) for rank in (1, 2)]
+    watch.require_all()
+    others[0].say_alive([0], 5)
+    others[0].say_alive([0], 6)
+    others[1].say_left(70)
+    watch.look()
+    assert [(peer, task) for peer, (_, task) in watch.alive.items()] == [(1, 6)]
+    assert [(peer, code) for peer, (_, code) in watch.left.items()] == [(2, 70)]
+    with pytest.raises(PeerLost, match=r"rank 0: rank 2 failed \(exit code 70\)"):
+        watch.require_all()
+    others[0].look()
+    assert [*others[0].left] == [2]
+    assert watch.lost() is None, "what it sent last may still be on its way"
+
+
+class _Never:
+    def test(self) -> bool:
+        return False
+
+
+def test_a_collective_that_never_ends_is_a_stall() -> None:
+    watch = Watch(LocalWorld(2).control(0))
+    with pytest.raises(Stalled, match=r"rank 0: waited 0\.2 s for the other ranks to enter unshard") as caught:
+        watch.wait_for(_Never(), 0.2, "unshard")
+    assert caught.value.elapsed_s is not None
+    assert 0.2 <= caught.value.elapsed_s < _LONG_S
+
+
+def test_a_collective_is_not_waited_for_once_a_rank_has_left() -> None:
+    world = LocalWorld(2)
+    watch = Watch(world.control(0))
+    Watch(world.control(1)).say_left(0)
+    with pytest.raises(PeerLost):
+        watch.wait_for(_Never(), _LONG_S, "unshard")
+
+
+def test_a_collective_that_has_ended_is_taken_whoever_has_left() -> None:
+    world = LocalWorld(2)
+    groups = [world.control(rank) for rank in range(2)]
+    pending = [group.allgather(b"%d" % group.rank) for group in groups]
+    Watch(groups[1]).say_left(0)
+    time.sleep(0.01)
+    Watch(groups[0]).wait_for(pending[0], _LONG_S, "unshard")
+    assert pending[0].result() == [b"0", b"1"]

@@ -1,0 +1,293 @@
+"""Tile kernels, piece by piece: `naive` and `cpu` against the spec, and against each other where parts are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from spec import Attention, reference, relative_error
+from tolerances import ERROR
+
+from burst_rt import Mask
+from burst_rt.attention.masks import Piece, Relation
+from burst_rt.errors import InputError
+from burst_rt.kernels import KERNELS, Kernel, State, Tile, pick, sum_dtype
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Mask):
+    """A boolean table `[q_len, kv_len]`; rows are positions from kv_len - q_len on, as the spec aligns them."""
+
+    seen: torch.Tensor
+
+    def relation(self, q: range, kv: range) -> Relation:
+        return Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # tensors
+        return self.seen[q_position - (self.seen.shape[1] - self.seen.shape[0]), kv_position]
+
+
+class Block(NamedTuple):
+    """One q-block against one kv-block: tensors, the pieces, and what they leave seen."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+    pieces: tuple[Piece, ...]
+    mask: Table
+
+    @property
+    def truth(self) -> Attention:
+        return reference(self.q, self.k, self.v, self.dout, self.dlse, mask=self.mask)
+
+    def tile(self, piece: Piece, progress: Any = lambda: None) -> Tile:  # a callable
+        kv_len, q_len = self.k.shape[1], self.q.shape[1]
+        return Tile(piece, range(kv_len - q_len, kv_len), range(kv_len), self.mask, self.q.shape[3] ** -0.5, progress)
+
+
+# (q_start, q_stop, kv_start, kv_stop, diagonal, masked) of the pieces of a block of 100 x 130.
+PIECES = {
+    "all": [(0, 100, 0, 130, False, False)],
+    "two halves": [(0, 100, 0, 57, False, False), (0, 100, 57, 130, False, False)],
+    "a corner": [(31, 100, 17, 90, False, False)],
+    "a triangle": [(0, 100, 0, 100, True, False)],
+    "a triangle with offsets": [(9, 80, 30, 101, True, False)],
+    "a wide triangle": [(0, 90, 11, 52, True, False)],
+    "causal": [(0, 100, 0, 30, False, False), (0, 100, 30, 130, True, False)],
+    "masked": [(0, 100, 0, 130, False, True)],
+    "masked parts": [(0, 60, 0, 130, False, True), (60, 100, 40, 100, False, True)],
+    "of everything": [(0, 40, 0, 20, False, False), (5, 100, 20, 110, True, False), (40, 100, 112, 130, False, True)],
+}
+
+
+def make_block(name: str, dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, batch: int = 2, head_dim: int = 16) -> Block:
+    generator = torch.Generator().manual_seed(1)
+    # One packed tensor, as a projection to q, k, v leaves it: strided views.
+    packed = torch.randn(batch, 130, heads + 2 * kv_heads, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+    q, (k, v) = packed[:, :100, :heads], packed[:, :, heads:].split(kv_heads, dim=2)
+    dout = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(dtype)
+    dlse = torch.randn(batch, heads, 100, generator=generator, dtype=torch.float64).to(sum_dtype(dtype))
+    random = torch.rand(100, 130, generator=generator) < 0.3
+    random[3] = False  # a row that sees nothing
+    random[:, 5] = False  # a key nobody sees
+    seen = torch.zeros(100, 130, dtype=torch.bool)
+    pieces = []
+    for a, b, c, d, diagonal, masked in PIECES[name]:
+        part = random[a:b, c:d] if masked else torch.ones(b - a, d - c, dtype=torch.bool)
+        seen[a:b, c:d] = part.tril() if diagonal else part
+        pieces.append(Piece(a, b, c, d, diagonal, masked, int(seen[a:b, c:d].sum())))
+    return Block(q, k, v, dout, dlse, tuple(pieces), Table(seen))
+
+
+def run_forward(kernel: Kernel, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = sum_dtype(block.q.dtype)
+    batch, q_len, heads, _ = block.q.shape
+    rows = batch, heads, q_len
+    state = State(torch.zeros(block.q.shape, dtype=wide), torch.full(rows, -torch.inf, dtype=wide), torch.zeros(rows, dtype=wide))
+    for piece in block.pieces:
+        kernel.forward(block.q, block.k, block.v, block.tile(piece), state)
+    out = torch.full(block.q.shape, torch.nan, dtype=block.q.dtype)
+    lse = torch.full(rows, torch.nan, dtype=wide)
+    state.finish(out, lse)
+    return out, lse
+
+
+def run_backward(kernel: Kernel, block: Block, truth: Attention, *, needs: str = "qkv", start: float = 1.0) -> list[torch.Tensor | None]:
+    """dq, dk, dv: what the kernel added to sums that were `start`, as if they came from other tiles."""
+    wide = sum_dtype(block.q.dtype)
+    lse = truth.lse.to(wide)
+    delta = ((block.dout.double() * truth.out).sum(-1).transpose(1, 2) - block.dlse).to(wide)
+    sums = [torch.full(x.shape, start, dtype=wide) if name in needs else None for name, x in zip("qkv", block[:3], strict=True)]
+    for piece in block.pieces:
+        kernel.backward(block.q, block.k, block.v, block.dout, lse, delta, block.tile(piece), *sums)
+    return [None if total is None else total - start for total in sums]
+
+
+def assert_right(kernel: Kernel, block: Block) -> None:
+    truth, dtype = block.truth, block.q.dtype
+    out, lse = run_forward(kernel, block)
+    assert relative_error(out, truth.out) < ERROR[dtype]
+    # Sums are float32 at least, whatever the inputs.
+    assert relative_error(lse, truth.lse) < ERROR[sum_dtype(dtype)]
+    for got, want in zip(run_backward(kernel, block, truth), truth[2:], strict=True):
+        assert got is not None
+        assert want is not None
+        assert relative_error(got, want) < ERROR[sum_dtype(dtype)]
+        untouched = (want == 0).flatten(2).all(-1)  # rows that see nothing, keys that nobody sees
+        assert not got[untouched].any()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts so small that every piece crosses them, and divides by none."""
+    for name, rows in (("_Q_PART", 32), ("_KV_PART", 48), ("_DIAGONAL_PART", 13)):
+        monkeypatch.setattr(f"burst_rt.kernels.cpu.{name}", rows)
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_pieces_add_up_to_the_spec(kernel: Kernel, dtype: torch.dtype, name: str) -> None:
+    assert_right(kernel, make_block(name, dtype))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_cut_into_parts_add_up_to_the_spec(dtype: torch.dtype, name: str) -> None:
+    assert_right(KERNELS["cpu"], make_block(name, dtype))
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 256), (3, 3, 20), (8, 1, 33), (6, 2, 1)])
+def test_head_counts_and_sizes(kernel: Kernel, heads: int, kv_heads: int, head_dim: int) -> None:
+    assert_right(kernel, make_block("of everything", torch.float32, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=1))
+
+
+def test_pieces_larger_than_the_parts() -> None:
+    """The part sizes as they are: 1,024 queries, 4,096 keys, 512 under a triangle."""
+    generator = torch.Generator().manual_seed(2)
+    q, dout, k, v = (torch.randn(1, n, 1, 16, generator=generator) for n in (1100, 1100, 4200, 4200))
+    seen = torch.ones(1100, 4200, dtype=torch.bool).tril(4200 - 1100)
+    pieces = (Piece(0, 1100, 0, 3100, False, False, 1100 * 3100), Piece(0, 1100, 3100, 4200, True, False, 1100 * 1101 // 2))
+    block = Block(q, k, v, dout, torch.zeros(1, 1, 1100), pieces, Table(seen))
+    assert_right(KERNELS["cpu"], block)
+    assert_right(KERNELS["cpu"], block._replace(pieces=(Piece(0, 1100, 0, 4200, False, True, 1100 * 4200),)))
+
+
+def test_a_row_may_see_only_keys_far_into_a_masked_piece() -> None:
+    """The fused kernel goes through the keys in blocks, of which the first ones are then masked altogether."""
+    generator = torch.Generator().manual_seed(3)
+    q, dout, k, v = (torch.randn(1, n, 2, 16, generator=generator) for n in (70, 70, 1500, 1500))
+    seen = torch.zeros(70, 1500, dtype=torch.bool)
+    seen[:35, 1400:] = True
+    seen[35:60, :5] = True
+    block = Block(q, k, v, dout, torch.zeros(1, 2, 70), (Piece(0, 70, 0, 1500, False, True, 70 * 1500),), Table(seen))
+    for kernel in KERNELS.values():
+        assert_right(kernel, block)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_only_the_gradients_asked_for_are_made(kernel: Kernel) -> None:
+    block = make_block("of everything", torch.float32)
+    every = run_backward(kernel, block, block.truth)
+    for needs in ("q", "k", "v", "kv", "qv"):
+        some = run_backward(kernel, block, block.truth, needs=needs)
+        for name, got, want in zip("qkv", some, every, strict=True):
+            assert want is not None
+            assert (got is None) if name not in needs else (got is not None and torch.equal(got, want))
+
+
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-25, 1e-10, 1.0, 1e10, 1e20])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_gradients_are_as_accurate_at_any_magnitude(kernel: Kernel, magnitude: float) -> None:
+    """Whatever the size of dout O' can stand in for O, and where sizes differ from row to row, too."""
+    block = make_block("causal", torch.float32)
+    uneven = torch.logspace(-5, 5, 100)[:, None, None]
+    for factor in (torch.tensor(magnitude), magnitude * uneven):
+        scaled = block._replace(dout=(block.dout.double() * factor).float(), dlse=torch.zeros_like(block.dlse))
+        truth = scaled.truth
+        for got, want in zip(run_backward(kernel, scaled, truth, start=0.0), truth[2:], strict=True):
+            assert got is not None
+            assert want is not None
+            # Below the smallest normal number digits are lost: no relative accuracy there.
+            tolerance = ERROR[torch.float32] if magnitude > 1e-30 else 1e-2
+            assert relative_error(got.double() / magnitude, want / magnitude) < tolerance
+
+
+@pytest.mark.parametrize("rows", ["some", "all"])
+@pytest.mark.parametrize("dlse", ["zero", "random", "large"])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_rows_of_dout_that_are_zero_keep_the_gradient_of_lse(kernel: Kernel, dlse: str, rows: str) -> None:
+    block = make_block("of everything", torch.float32)
+    dout = block.dout.clone()
+    dout[:, :: 3 if rows == "some" else 1] = 0
+    dout[:, 1] = torch.finfo(torch.float32).tiny / 1024 if rows == "some" else 0  # next to nothing
+    factor = {"zero": 0.0, "random": 1.0, "large": 1e6}[dlse]
+    block = block._replace(dout=dout, dlse=block.dlse * factor)
+    truth = block.truth
+    for got, want in zip(run_backward(kernel, block, truth, start=0.0), truth[2:], strict=True):
+        assert got is not None
+        assert want is not None
+        assert relative_error(got, want) < ERROR[torch.float32]
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_the_same_bits_every_time(kernel: Kernel) -> None:
+    block = make_block("of everything", torch.float32)
+    first = (*run_forward(kernel, block), *run_backward(kernel, block, block.truth))
+    for _ in range(5):
+        for x, y in zip(first, (*run_forward(kernel, block), *run_backward(kernel, block, block.truth)), strict=True):
+            assert x is not None
+            assert y is not None
+            assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_transfers_are_looked_after_between_parts() -> None:
+    block = make_block("all", torch.float32)
+    calls: list[str] = []
+    tile = block.tile(block.pieces[0], lambda: calls.append("progress"))
+    rows = (2, 4, 100)
+    state = State(torch.zeros(block.q.shape), torch.full(rows, -torch.inf), torch.zeros(rows))
+    KERNELS["cpu"].forward(block.q, block.k, block.v, tile, state)
+    assert len(calls) == 4 * 3  # ceil(100 / 32) x ceil(130 / 48)
+    zeros = torch.zeros(rows)
+    KERNELS["cpu"].backward(block.q, block.k, block.v, block.dout, zeros, zeros, tile, None, None, None)
+    assert len(calls) == 2 * 4 * 3
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_triangle_is_not_computed_where_it_hides_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 x 100 under a triangle, only the diagonal parts of 13 rows compute more than is seen."""
+    cells = []
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def counting(q: torch.Tensor, k: torch.Tensor, *args: Any, **options: Any) -> Any:  # torch's own signature
+        cells.append(q.shape[2] * k.shape[2])
+        return fused(q, k, *args, **options)
+
+    monkeypatch.setattr("burst_rt.kernels.cpu._forward", counting)
+    run_forward(KERNELS["cpu"], make_block("a triangle", torch.float32))
+    assert sum(cells) == 100 * 101 // 2 + sum(n * (n - 1) // 2 for n in [13] * 7 + [9])
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_what_a_row_that_saw_nothing_ends_as(dtype: torch.dtype) -> None:
+    wide = sum_dtype(dtype)
+    state = State(torch.zeros(2, 3, 1, 4, dtype=wide), torch.full((2, 1, 3), -torch.inf, dtype=wide), torch.zeros(2, 1, 3, dtype=wide))
+    out, lse = torch.full((2, 3, 1, 4), torch.nan, dtype=dtype), torch.full((2, 1, 3), torch.nan, dtype=wide)
+    state.finish(out, lse)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+def test_which_kernel_is_taken() -> None:
+    cpu = torch.device("cpu")
+    for dtype in _DTYPES:
+        assert pick(cpu, dtype).kernel.name == "cpu"
+    picked = pick(cpu, torch.float32, "naive")
+    assert (picked.kernel.name, picked.reason) == ("naive", "asked for by name")
+    with pytest.raises(InputError, match=r"one of \['cpu', 'naive'\], got 'triton'"):
+        pick(cpu, torch.float32, "triton")
+    for name in ("auto", "cpu"):
+        with pytest.raises(InputError, match=r"the cpu kernel takes .*, got torch.int32"):
+            pick(cpu, torch.int32, name)
+        with pytest.raises(InputError, match="takes CPU tensors, got meta"):
+            pick(torch.device("meta"), torch.float32, name)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_scratch_is_bounded_by_the_parts(name: str) -> None:
+    kernel = KERNELS[name]
+    for forward in (True, False):
+        sizes = [kernel.scratch_bytes(forward, 1, 8, 2, 64, torch.bfloat16, n, n) for n in (1000, 100_000, 1_000_000)]
+        assert sizes[0] > 0
+        if name == "cpu":
+            assert sizes[1] == sizes[2]

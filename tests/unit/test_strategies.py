@@ -1,0 +1,298 @@
+"""Graphs of all ranks: everything that is seen is computed once, nothing else is computed, nothing that nobody needs is sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from spec import seen
+from tolerances import BALANCE
+
+from burst_rt import Causal, Full, Mask
+from burst_rt.attention.layouts import KINDS, make_layout
+from burst_rt.attention.masks import Piece, Relation
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies import STRATEGIES, Ring, choose
+from burst_rt.errors import InternalError
+from burst_rt.scheduler import Graph, check_world
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """The query's own position and the 6 before it; FULL and EMPTY where that is certain."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        if kv[-1] < q[0] - 6 or kv[0] > q[-1]:
+            return Relation.EMPTY
+        return Relation.FULL if kv[0] >= q[-1] - 6 and kv[-1] <= q[0] else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # ints or tensors
+        return (kv_position <= q_position) & (kv_position >= q_position - 6)
+
+
+def problem(
+    q_len: int,
+    kv_len: int,
+    world_size: int,
+    *,
+    mask: Mask | None = None,
+    kinds: tuple[str, str] = ("zigzag", "zigzag"),
+    heads: tuple[int, int] = (2, 2),
+    head_dim: int = 16,
+    input_bytes: int = 4,
+    batch: int = 1,
+    needs_grad: tuple[bool, bool, bool] = (True, True, True),
+) -> Problem:
+    layouts = make_layout(kinds[0], q_len, world_size), make_layout(kinds[1], kv_len, world_size)
+    return Problem(*layouts, mask or Full(), batch, *heads, head_dim, input_bytes, max(input_bytes, 4), needs_grad)
+
+
+def rings(p: Problem) -> Iterator[Ring]:
+    """Forward, and the backward of both strategies."""
+    yield choose(p, "ring-kv", forward=True).ring
+    for strategy in ("ring-kv", "burst"):
+        yield choose(p, strategy, forward=False).ring
+
+
+def graphs_of(ring: Ring) -> list[Graph]:
+    return [ring.graph(rank) for rank in range(ring.problem.world_size)]
+
+
+def tiles(graph: Graph) -> Iterator[tuple[tuple[int, int], tuple[int, int], Piece, int]]:
+    """(q at, kv at, piece, flops) of every tile task."""
+    for task in graph.tasks:
+        if task.op and task.op.name in ("forward", "backward"):
+            q, kv, piece = task.op.args[:3]
+            yield q, kv, piece, task.cost.flops  # type: ignore[misc]  # arguments of an Op are plain objects
+
+
+def bytes_of(graph: Graph) -> int:
+    return sum(m.size_bytes for task in graph.tasks for m in task.sends)
+
+
+# (q_len, kv_len, world): lengths that divide by nothing, shorter than the world, Sq != Skv both ways.
+_SIZES = [(37, 37, 1), (48, 48, 2), (37, 37, 3), (64, 64, 4), (61, 61, 5), (3, 3, 5), (1, 1, 2), (20, 45, 3), (45, 20, 4), (70, 70, 8)]
+_KINDS = [(k, k) for k in KINDS] + [("zigzag", "contiguous"), ("contiguous", "striped")]
+_MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(), "window": Window(), "both": Window() & Causal()}
+
+
+@pytest.mark.parametrize("mask", _MASKS)
+@pytest.mark.parametrize("kinds", _KINDS, ids="-".join)
+@pytest.mark.parametrize(("q_len", "kv_len", "world_size"), _SIZES)
+def test_each_seen_cell_is_computed_once_and_no_other(q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str) -> None:
+    p = problem(q_len, kv_len, world_size, mask=_MASKS[mask], kinds=kinds)
+    shift = kv_len - q_len
+    for ring in rings(p):
+        times = torch.zeros(q_len, kv_len, dtype=torch.int64)
+        for rank, graph in enumerate(graphs_of(ring)):
+            for (q_rank, q_block), (kv_rank, kv_block), piece, flops in tiles(graph):
+                assert rank == (kv_rank if ring.queries_travel else q_rank)
+                q = p.q_blocks[q_rank][q_block][piece.q_start : piece.q_stop]
+                kv = p.kv_blocks[kv_rank][kv_block][piece.kv_start : piece.kv_stop]
+                rows, columns = torch.tensor(q) - shift, torch.tensor(kv)
+                cells = torch.ones(len(q), len(kv), dtype=torch.bool)
+                if piece.diagonal:
+                    cells = cells.tril()
+                if piece.masked:
+                    cells = p.mask.allows(torch.tensor(q)[:, None], columns[None, :])
+                else:
+                    assert piece.num_cells == int(cells.sum())
+                assert p.mask.relation(q, kv) is not Relation.EMPTY
+                assert flops == piece.num_cells * (p.forward_flops_per_cell if ring.forward else p.backward_flops_per_cell)
+                times[rows[:, None], columns[None, :]] += cells
+        assert torch.equal(times, seen(p.mask, q_len, kv_len).long())
+
+
+@pytest.mark.parametrize("mask", _MASKS)
+@pytest.mark.parametrize("kinds", _KINDS, ids="-".join)
+@pytest.mark.parametrize(("q_len", "kv_len", "world_size"), _SIZES)
+def test_only_what_somebody_further_on_needs_is_sent(q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str) -> None:
+    """A block goes as far as the last rank that computes with it; its sum starts at the first and comes home. By blocks, from booleans."""
+    p = problem(q_len, kv_len, world_size, mask=_MASKS[mask], kinds=kinds)
+
+    def touches(q: range, kv: range) -> bool:
+        # As sharply as the mask itself can tell.
+        return bool(q) and bool(kv) and p.mask.relation(q, kv) is not Relation.EMPTY
+
+    for ring in rings(p):
+        expected = 0
+        for owner, blocks in enumerate(ring.travelling):
+            for block in blocks:
+                hops = []
+                for hop in range(1, world_size):
+                    homes = ring.resident[(owner + hop) % world_size]
+                    if any(touches(block, home) if ring.queries_travel else touches(home, block) for home in homes):
+                        hops.append(hop)
+                if hops:
+                    expected += len(block) * hops[-1] * sum(size for _, size in ring.bundle)
+                    expected += len(block) * (world_size - hops[0]) * sum(size for _, size in ring.sums)
+        graphs = graphs_of(ring)
+        check_world(graphs)
+        assert sum(map(bytes_of, graphs)) == ring.wire_bytes() == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_causal_contiguous_never_sends_the_last_keys(world_size: int) -> None:
+    p = problem(64 * world_size, 64 * world_size, world_size, mask=Causal(), kinds=("contiguous", "contiguous"))
+    for ring in rings(p):
+        graphs = graphs_of(ring)
+        if ring.queries_travel:
+            # Queries of the first rank see no keys but its own.
+            assert ring.reach[0] == ((world_size, 0), (world_size, 0))
+            continue
+        assert ring.reach[-1] == ((world_size, 0), (world_size, 0))
+        for graph in graphs:
+            named = {part.id: part.buffer for part in graph.parts}
+            own = {"k", "v"} & {named[m.part] for task in graph.tasks for m in task.sends}
+            assert own == (set() if graph.rank == world_size - 1 else {"k", "v"})
+
+
+@pytest.mark.parametrize("tokens_per_rank", [1000, 1001, 4096])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+def test_causal_zigzag_is_even(world_size: int, tokens_per_rank: int) -> None:
+    p = problem(world_size * tokens_per_rank - 1, world_size * tokens_per_rank - 1, world_size, mask=Causal())
+    for ring in rings(p):
+        work = [sum(flops for *_, flops in tiles(graph)) for graph in graphs_of(ring)]
+        assert max(work) <= BALANCE * min(work)
+
+
+# The table of the design: bytes a hop and rank for the full mask and equal shards. s: bytes an input, a: bytes a sum, E: local elements.
+_TABLE = {
+    ("ring-kv", True): lambda s, a, e_q, e_kv, d: 2 * s * e_kv,
+    ("burst", True): lambda s, a, e_q, e_kv, d: 2 * s * e_kv,
+    ("ring-kv", False): lambda s, a, e_q, e_kv, d: (2 * s + 2 * a) * e_kv,
+    ("burst", False): lambda s, a, e_q, e_kv, d: (2 * s + a) * e_q + 2 * a * e_q // d,
+}
+
+
+@pytest.mark.parametrize(("strategy", "forward"), _TABLE, ids=lambda value: str(value))
+@pytest.mark.parametrize("input_bytes", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("heads", "lengths"), [((8, 8), (32, 32)), ((8, 2), (32, 32)), ((4, 1), (16, 64)), ((4, 2), (64, 16))])
+def test_bytes_are_those_of_the_table(
+    strategy: str, forward: bool, input_bytes: int, world_size: int, heads: tuple[int, int], lengths: tuple[int, int]
+) -> None:
+    q_len, kv_len = (n * world_size for n in lengths)
+    p = problem(q_len, kv_len, world_size, heads=heads, head_dim=64, input_bytes=input_bytes, batch=3)
+    ring = choose(p, strategy, forward=forward).ring
+    e_q, e_kv = (3 * n * h * 64 for n, h in zip(lengths, heads, strict=True))
+    a_hop = _TABLE[strategy, forward](input_bytes, max(input_bytes, 4), e_q, e_kv, 64)
+    assert {bytes_of(graph) for graph in graphs_of(ring)} == {a_hop * (world_size - 1)}
+
+
+def test_the_table_in_the_units_of_the_design() -> None:
+    """16-bit inputs, E = tokens x q-heads x d, g = 4: 4 E / g, 12 E / g and (8 + 8 / d) E."""
+    d, g, e = 128, 4, 32 * 8 * 128
+    p = problem(64, 64, 2, heads=(8, 2), head_dim=d, input_bytes=2)
+    forward, ring_kv, burst = (ring.wire_bytes() // 2 for ring in rings(p))
+    assert (forward, ring_kv, burst) == (4 * e // g, 12 * e // g, 8 * e + 8 * e // d)
+
+
+@pytest.mark.parametrize(
+    ("input_bytes", "q_len", "strategy"),
+    [
+        # 16-bit: Q-side (8 + 8/128) Eq against 12 Ekv: even at Eq / Ekv = 1.488. 32-bit: (12 + 8/128) Eq against 16 Ekv: 1.326.
+        (2, 1480, "burst"),
+        (2, 1496, "ring-kv"),
+        (4, 1320, "burst"),
+        (4, 1336, "ring-kv"),
+    ],
+)
+def test_auto_changes_side_where_the_bytes_do(input_bytes: int, q_len: int, strategy: str) -> None:
+    p = problem(q_len, 1000, 4, head_dim=128, input_bytes=input_bytes, heads=(4, 4))
+    taken = choose(p, "auto", forward=False)
+    assert taken.strategy == strategy
+    assert set(taken.candidates) == {"burst", "ring-kv"}
+    assert taken.candidates[strategy] == min(taken.candidates.values()) == taken.ring.wire_bytes()
+
+
+@pytest.mark.parametrize(("heads", "strategy"), [((8, 8), "burst"), ((8, 4), "ring-kv"), ((8, 1), "ring-kv")])
+@pytest.mark.parametrize("input_bytes", [2, 4])
+def test_auto_for_grouped_heads(heads: tuple[int, int], strategy: str, input_bytes: int) -> None:
+    p = problem(64, 64, 2, heads=heads, head_dim=128, input_bytes=input_bytes)
+    assert choose(p, "auto", forward=False).strategy == strategy
+
+
+def test_auto_knows_the_mask_and_what_needs_a_gradient() -> None:
+    # Grouped heads, but no gradient of k or v: nothing comes home with K, V. Without one of q: no dQ.
+    even = problem(64, 64, 2, heads=(4, 4), head_dim=128, input_bytes=2)
+    assert choose(even, "auto", forward=False).strategy == "burst"
+    only_q = replace(even, needs_grad=(True, False, False))
+    assert choose(only_q, "auto", forward=False).strategy == "ring-kv"
+    for strategy, left in (("ring-kv", 4), ("burst", 8 + 8 / 128)):
+        assert choose(only_q, strategy, forward=False).ring.wire_bytes() == 2 * 32 * 4 * 128 * left
+    # Ties go to ring-kv; a world of one sends nothing.
+    assert choose(problem(64, 64, 1), "auto", forward=False) == choose(problem(64, 64, 1), "ring-kv", forward=False)
+    assert choose(problem(64, 64, 1), "auto", forward=False).candidates == {"ring-kv": 0, "burst": 0}
+
+
+@pytest.mark.parametrize("needs_grad", list(itertools.product([False, True], repeat=3))[1:])
+def test_only_needed_sums_travel(needs_grad: tuple[bool, bool, bool]) -> None:
+    p = problem(50, 50, 3, mask=Causal(), needs_grad=needs_grad)
+    for ring in list(rings(p))[1:]:
+        graphs = graphs_of(ring)
+        check_world(graphs)
+        wanted = {name for name, needed in zip(("dq", "dk", "dv"), needs_grad, strict=True) if needed}
+        for graph in graphs:
+            assert {part.buffer.rstrip("01") for part in graph.parts} & {"dq", "dk", "dv"} == wanted
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_receive_memory_is_two_slots_whatever_the_world(world_size: int) -> None:
+    p = problem(64 * world_size, 64 * world_size, world_size)
+    for ring in rings(p):
+        for graph in graphs_of(ring):
+            slots = {part.buffer: part for part in graph.parts if not part.initialised and part.size_bytes}
+            names = {name for name, _ in (*ring.bundle, *ring.sums)}
+            assert set(slots) == {f"{name}{i}" for name in names for i in range(2)}
+            size = sum(part.size_bytes for part in graph.parts if not part.initialised)
+            assert size == 2 * 64 * sum(size for _, size in (*ring.bundle, *ring.sums))
+
+
+def test_nothing_is_sent_before_the_ranks_agree() -> None:
+    p = problem(60, 60, 3, mask=Causal())
+    for ring in rings(p):
+        for graph in graphs_of(ring):
+            after = {0}
+            for task in graph.tasks:
+                if after & set(graph.predecessors[task.id]):
+                    after.add(task.id)
+                assert task.id in after or not task.is_exchange
+            assert graph.tasks[0].lane == "control"
+
+
+def test_graphs_of_one_problem_are_equal() -> None:
+    p = problem(61, 61, 3, mask=Causal())
+    for ring, again in zip(rings(p), rings(replace(p)), strict=True):
+        assert graphs_of(ring) == graphs_of(again)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_is_the_same_for_all_strategies(strategy: str) -> None:
+    p = problem(61, 61, 3, mask=Causal())
+    taken = choose(p, strategy, forward=True)
+    assert taken.strategy == strategy
+    assert taken.ring == choose(p, "ring-kv", forward=True).ring
+    assert taken.candidates == {strategy: taken.ring.wire_bytes()}
+
+
+def test_the_verifier_reads_these_graphs() -> None:
+    """Not vacuously: one rank's graph of another problem does not fit in."""
+    for ring, other in zip(rings(problem(60, 60, 3)), rings(problem(66, 66, 3)), strict=True):
+        graphs = graphs_of(ring)
+        graphs[1] = other.graph(1)
+        with pytest.raises(InternalError, match=r"rank [012]"):
+            check_world(graphs)
+
+
+def test_sums_leave_block_by_block() -> None:
+    """One message a block: the first block's sum is on its way while the second's is being made."""
+    p = problem(64, 64, 4)
+    for ring in list(rings(p))[1:]:
+        names = Counter(task.name.split(".")[0] for task in ring.graph(0).tasks if task.name.startswith("sum"))
+        assert names == {"sum 1": 2, "sum 2": 2, "sum 3": 2}
