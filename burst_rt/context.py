@@ -33,7 +33,7 @@ from burst_rt.drivers import HostDriver, Watch, raw_bytes
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost
 from burst_rt.kernels import sum_dtype
 from burst_rt.scheduler import Engine, Graph, Schedule, Span, Trace, check_world, run
-from burst_rt.transport import ControlGroup, LocalWorld, Transport
+from burst_rt.transport import ControlGroup, LocalWorld, Pending, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "current_context", "init", "run_local"]
 
 _T = TypeVar("_T")
+_P = TypeVar("_P", bound=Pending)
 
 # Set by the launchers of Open MPI, PMIx, MPICH / Intel MPI and Slurm for the processes they start.
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "SLURM_PROCID")
@@ -112,26 +113,38 @@ class ContextLayout:
         Not differentiable: a tensor that requires grad is refused (InputError, on every rank); pass x.detach().
         """
         ctx = self.context
-        error: BurstError | None = None
-        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.shard_len:
-            error = InputError(f"layout.unshard: expected {self.shard_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
-        elif x.requires_grad and torch.is_grad_enabled():
-            error = InputError("layout.unshard: not differentiable, and x requires grad; pass x.detach()")
-        rest = tuple(n for i, n in enumerate(x.shape) if error or i != dim % x.ndim)
-        ctx.agree(
-            {"call": "unshard", "layout": f"{self.kind} {self.seq_len}", "other dims": str(rest), "dim": str(dim), "dtype": str(x.dtype)},
-            error,
-        )
+        error = self._refuses(x, dim)
+        if error:
+            ctx.refuse("unshard", error)
+        others = tuple(n for i, n in enumerate(x.shape) if i != dim % x.ndim)
+        about = {
+            "call": "unshard",
+            "layout": f"{self.kind} {self.seq_len}",
+            "other dims": str(others),
+            "dim": str(dim),
+            "dtype": str(x.dtype),
+        }
         mine = x.detach().movedim(dim, 0).contiguous()
-        payload = raw_bytes(mine.cpu()).tobytes()
-        pending = ctx.control.allgather(payload)
-        ctx.watch.wait_for(pending, ctx.timeout_s, "unshard")
+        pending = ctx.collective(about, lambda: ctx.control.allgather(raw_bytes(mine.cpu()).tobytes()))
         full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
         for rank, raw in enumerate(pending.result()):
             if raw:
                 shard = torch.frombuffer(bytearray(raw), dtype=x.dtype).view(self.map.shard_len(rank), *mine.shape[1:])
                 full[self.positions(rank).to(x.device)] = shard.to(x.device)
         return full.movedim(0, dim)
+
+    def _refuses(self, x: torch.Tensor, dim: int) -> InputError | None:
+        """Why `unshard` cannot take this rank's tensor, or None."""
+        where = "layout.unshard:"
+        if not isinstance(x, torch.Tensor):
+            return InputError(f"{where} expected a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_meta:
+            return InputError(f"{where} expected a dense tensor that holds values, got {x.layout} on {x.device}")
+        if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or x.shape[dim] != self.shard_len:
+            return InputError(f"{where} expected {self.shard_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
+        if x.requires_grad and torch.is_grad_enabled():
+            return InputError(f"{where} not differentiable, and x requires grad; pass x.detach()")
+        return None
 
 
 class Pipeline:
@@ -233,15 +246,14 @@ class Context:
 
         Collective, blocks at most `timeout_s`. Raises InputError on every rank alike.
         """
-        error: BurstError | None = None
-        if x.dtype not in (torch.float32, torch.float64, torch.int64) or not x.is_contiguous() or x.device.type != "cpu":
-            error = InputError(
-                f"all_reduce: expected a contiguous CPU tensor of float32, float64 or int64, got {x.dtype} on {x.device}, "
-                f"contiguous: {x.is_contiguous()}"
-            )
-        self.agree({"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}, error)
-        if self.world_size > 1 and x.numel():
-            self.watch.wait_for(self.control.allreduce_sum(x.detach().numpy()), self.timeout_s, "all_reduce")
+        where = "all_reduce: expected a contiguous CPU tensor of float32, float64 or int64,"
+        if not isinstance(x, torch.Tensor):
+            self.refuse("all_reduce", InputError(f"{where} got {type(x).__name__}"))
+        right_type = x.dtype in (torch.float32, torch.float64, torch.int64) and x.layout == torch.strided
+        if not right_type or x.device.type != "cpu" or not x.is_contiguous():
+            self.refuse("all_reduce", InputError(f"{where} got {x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout})"))
+        about = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
+        self.collective(about, lambda: self.control.allreduce_sum(x.detach().numpy()))
         return x
 
     def pipeline(self, build: Callable[[int], Graph]) -> Pipeline:
@@ -258,15 +270,12 @@ class Context:
 
         On one host the traces share a clock, so `scheduler.exposed` can compare them.
         """
-        error = None if self.last_run else InputError("gather_last_run: nothing has run on this context yet")
-        self.agree({"call": "gather_last_run"}, error)
-        assert self.last_run is not None
+        if self.last_run is None:
+            self.refuse("gather_last_run", InputError("gather_last_run: nothing has run on this context yet"))
         graph, trace = self.last_run
-        if self.world_size == 1:
-            return [(graph, list(trace))]
         # Pickled by this package's own ranks, received from them on a communicator of their own.
-        pending = self.control.allgather(pickle.dumps((graph, list(trace))))
-        self.watch.wait_for(pending, self.timeout_s, "gather_last_run")
+        payload = pickle.dumps((graph, list(trace)))
+        pending = self.collective({"call": "gather_last_run"}, lambda: self.control.allgather(payload))
         gathered: list[tuple[Graph, list[Span]]] = [pickle.loads(raw) for raw in pending.result()]
         return gathered
 
@@ -309,23 +318,21 @@ class Context:
         return bound.grads()
 
     def agree(self, description: dict[str, str], error: BurstError | None = None) -> None:
-        """Opens a collective that is not a graph: every rank says what it is about to do. Raises the same error on every rank if one
-        objects.
+        """Opens a collective that is not a graph: every rank says what it is about to do. If one brings an error, all raise it.
 
         Blocks at most `timeout_s`.
         """
         with self._exclusive():
-            self._enter()
-            if self.world_size == 1:
-                if error:
-                    raise error
-                return
-            agreement = Agreement(self.control, self._number, description, digest_of(description), error)
+            self._agree(description, error)
+
+    def collective(self, description: dict[str, str], start: Callable[[], _P]) -> _P:
+        """`agree`, then the control group's collective that `start` begins, to its end. Blocks at most `timeout_s` for each."""
+        with self._exclusive():
+            self._agree(description, None)
             with self._unbroken():
-                agreement.start()
-                self.watch.wait_for(agreement, self.timeout_s, f"{description['call']}")
-            if agreement.failure():
-                self._settle(agreement)
+                pending = start()
+                self.watch.wait_for(pending, self.timeout_s, description["call"])
+            return pending
 
     def refuse(self, call: str, error: BurstError) -> NoReturn:
         """Tells every rank that this one cannot make the call; raises the error all of them raise."""
@@ -385,6 +392,19 @@ class Context:
                 s.wait_s + driver.wait_s,
                 s.total_s + time.perf_counter() - started_s,
             )
+
+    def _agree(self, description: dict[str, str], error: BurstError | None) -> None:
+        self._enter()
+        if self.world_size == 1:
+            if error:
+                raise error
+            return
+        agreement = Agreement(self.control, self._number, description, digest_of(description), error)
+        with self._unbroken():
+            agreement.start()
+            self.watch.wait_for(agreement, self.timeout_s, description["call"])
+        if agreement.failure():
+            self._settle(agreement)
 
     def _enter(self) -> None:
         if self._closed:

@@ -64,14 +64,14 @@ def reference(
 def single_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *, mask: Mask | None = None) -> Attention:
     """The same by torch's own attention on this CPU, in the inputs' type: how accurate one may expect to be."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
     attend = torch.nn.functional.scaled_dot_product_attention
     aligned = isinstance(mask, Causal) and q.shape[1] == k.shape[1]
     visible = None if mask is None or aligned else seen(mask, q.shape[1], k.shape[1])
-    out = attend(*heads_first, attn_mask=visible, is_causal=aligned, enable_gqa=True).transpose(1, 2)
+    out = attend(q_, k_, v_, attn_mask=visible, is_causal=aligned, enable_gqa=True).transpose(1, 2)
     additive = None if visible is None else torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
     with torch.no_grad():
-        _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, aligned, attn_mask=additive)
+        _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_, k_, v_, 0.0, aligned, attn_mask=additive)
     if visible is not None:
         lse = lse.masked_fill(~visible.any(-1), -torch.inf)
     return Attention(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
@@ -85,8 +85,8 @@ def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
     if not torch.equal(x.masked_fill(~infinite, 0.0), truth.masked_fill(~infinite, 0.0)):
         return math.inf
     x, truth = x.masked_fill(infinite, 0.0), truth.masked_fill(infinite, 0.0)
-    size = torch.linalg.vector_norm(truth).item()
-    return torch.linalg.vector_norm(x - truth).item() / (size or 1.0)
+    size = float(torch.linalg.vector_norm(truth))
+    return float(torch.linalg.vector_norm(x - truth)) / (size or 1.0)
 
 
 def errors_of(result: Attention, truth: Attention) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -53,55 +54,53 @@ def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradcheck(world_size: int, strategy: str) -> None:
-    """Numerical gradients of out and lse, in float64. In a world of two every rank perturbs the same element of its own shard."""
+def test_gradcheck(ctx: Context, strategy: str) -> None:
+    layout = ctx.layout(6)
+    q, k, v = (x[:1].detach().requires_grad_() for x in _qkv(ctx, 6, torch.float64))
 
-    def check(ctx: Context) -> None:
-        layout = ctx.layout(6)
-        # On rank 1 a constant contribution would do as well: what counts is that both ranks call equally often.
-        q, k, v = (x[:1].detach().requires_grad_() for x in _qkv(ctx, 6, torch.float64))
+    def attend(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = burst_rt.burst_attention(*inputs, causal=True, layout=layout, strategy=strategy, return_lse=True)
+        assert isinstance(result, tuple)
+        return result
 
-        def attend(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            result = burst_rt.burst_attention(*inputs, causal=True, layout=layout, strategy=strategy, return_lse=True)
-            assert isinstance(result, tuple)
-            return result
-
-        if ctx.world_size == 1:
-            assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=False)
-            return
-        weights = [
-            torch.randn(x.shape, generator=torch.Generator().manual_seed(5 + ctx.rank), dtype=torch.float64) for x in attend(q, k, v)
-        ]
-
-        def loss(*inputs: torch.Tensor) -> torch.Tensor:
-            """The sum over the ranks, whose gradients reach every rank's inputs."""
-            return ctx.all_reduce(sum((x.detach() * w).sum() for x, w in zip(attend(*inputs), weights, strict=True)).reshape(1))  # type: ignore[union-attr]
-
-        mine = sum((x * w).sum() for x, w in zip(attend(q, k, v), weights, strict=True))
-        assert isinstance(mine, torch.Tensor)
-        grads = torch.autograd.grad(mine, (q, k, v))
-        step = 1e-6
-        for which, grad in enumerate(grads):
-            for moving in range(ctx.world_size):
-                for index in range(0, grad.numel(), 7):
-                    values = []
-                    for sign in (1, -1):
-                        inputs = [x.detach().clone() for x in (q, k, v)]
-                        if ctx.rank == moving:
-                            inputs[which].view(-1)[index] += sign * step
-                        values.append(loss(*inputs).item())
-                    if ctx.rank == moving:
-                        assert (values[0] - values[1]) / (2 * step) == pytest.approx(grad.reshape(-1)[index].item(), rel=1e-6, abs=1e-8)
-
-    burst_rt.run_local(world_size, check)
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=False)
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
-@pytest.mark.parametrize(
-    "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True), (False, True, True)]
-)
-def test_only_some_inputs_need_gradients(needs: tuple[bool, bool, bool], strategy: str) -> None:
+def test_numerical_gradients_over_two_ranks(strategy: str) -> None:
+    """Each rank in turn moves its own inputs; the loss is the sum over the ranks, so gradients that came over the wire are seen."""
+
+    def check(ctx: Context) -> None:
+        layout = ctx.layout(6)
+        q, k, v = (x[:1].detach().requires_grad_() for x in _qkv(ctx, 6, torch.float64))
+        generator = torch.Generator().manual_seed(5 + ctx.rank)
+        weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (q.shape, (1, 4, layout.shard_len))]
+
+        def my_loss(*inputs: torch.Tensor) -> torch.Tensor:
+            results = burst_rt.burst_attention(*inputs, causal=True, layout=layout, strategy=strategy, return_lse=True)
+            return torch.stack([(x * w).sum() for x, w in zip(results, weights, strict=True)]).sum()
+
+        grads = torch.autograd.grad(my_loss(q, k, v), (q, k, v))
+        step = 1e-6
+        for moving, which in itertools.product(range(ctx.world_size), range(3)):
+            for index in range(0, grads[which].numel(), 7):
+                losses = []
+                for sign in (1, -1):
+                    inputs = [x.detach().clone() for x in (q, k, v)]
+                    if ctx.rank == moving:
+                        inputs[which].view(-1)[index] += sign * step
+                    losses.append(ctx.all_reduce(my_loss(*inputs).reshape(1)).item())
+                if ctx.rank == moving:
+                    slope = (losses[0] - losses[1]) / (2 * step)
+                    assert slope == pytest.approx(grads[which].reshape(-1)[index].item(), rel=1e-6, abs=1e-8)
+
+    burst_rt.run_local(2, check)
+
+
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+@pytest.mark.parametrize("names", ["q", "k", "v", "qv", "kv"])
+def test_only_some_inputs_need_gradients(names: str, strategy: str) -> None:
+    needs = ("q" in names, "k" in names, "v" in names)
     case = Case(50, mask=Causal(), needs_grad=needs, strategy=strategy)
     inputs = case.inputs()
     result = attend_over_threads(3, case)
@@ -191,25 +190,16 @@ def test_backward_twice_through_one_graph() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
     def run(ctx: Context) -> None:
-        q, k, v = _qkv(ctx)
         grads = []
         for recompute in (False, True):
+            q, k, v = _qkv(ctx)
             out = checkpoint(_attend, q, k, v, ctx, use_reentrant=use_reentrant) if recompute else _attend(q, k, v, ctx)
-            grads.append(
-                torch.autograd.grad(out.sum(), (q, k, v)) if not (recompute and use_reentrant) else _grads_by_backward(out, q, k, v)
-            )
+            out.sum().backward()
+            grads.append([x.grad for x in (q, k, v) if x.grad is not None])
+        assert len(grads[0]) == 3
         assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
 
     burst_rt.run_local(2, run)
-
-
-def _grads_by_backward(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Reentrant checkpoints do without torch.autograd.grad."""
-    out.sum().backward()
-    return tuple(x.grad for x in inputs if x.grad is not None)
-
-
-# --- the compiler, in a world of one; over ranks: tests/mpi
 
 
 @pytest.fixture
@@ -248,16 +238,18 @@ def test_the_compiler_guards_on_every_argument(ctx: Context) -> None:
     long, short = ctx.layout(16), ctx.layout(8)
     mask: Mask = Both(Causal(), Causal())
     with torch.no_grad():
-        for tokens, options in [
-            (16, {"layout": long}),
-            (16, {"layout": ctx.layout(16, "striped"), "causal": True}),
-            (16, {"layout": long, "causal": True}),
-            (16, {"layout": long, "mask": Causal()}),
-            (16, {"layout": long, "mask": mask}),
-            (16, {"layout": long, "causal": True, "strategy": "ring-kv"}),
-            (8, {"layout": short, "causal": True}),
-            (8, {"layout": short, "kv_layout": short}),
-        ]:
+        variants: list[dict[str, object]] = [
+            {"layout": long},
+            {"layout": ctx.layout(16, "striped"), "causal": True},
+            {"layout": long, "causal": True},
+            {"layout": long, "mask": Causal()},
+            {"layout": long, "mask": mask},
+            {"layout": long, "causal": True, "strategy": "ring-kv"},
+            {"layout": short, "causal": True},
+            {"layout": short, "kv_layout": short},
+        ]
+        for options in variants:
+            tokens = 8 if options["layout"] is short else 16
             q, k, v = _qkv(ctx, tokens)
             assert torch.equal(compiled(q, k, v, options), call(q, k, v, options)), options
 

@@ -1,0 +1,134 @@
+"""Plans: cached and bounded, verified for all ranks, and the memory they announce is the memory a run takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import burst_rt
+from burst_rt import Causal, Context, Full, Mask
+from burst_rt.attention.execute import BackwardRun, ForwardRun
+from burst_rt.attention.layouts import make_layout
+from burst_rt.attention.masks import Piece
+from burst_rt.attention.planner import Plan, PlanKey, Planner
+from burst_rt.attention.problem import Problem
+from burst_rt.errors import InputError, InternalError
+
+
+def _key(world_size: int = 3, *, seq_len: int = 60, forward: bool = False, mask: Mask | None = None, kernel: str = "auto") -> PlanKey:
+    layout = make_layout("zigzag", seq_len, world_size)
+    p = Problem(layout, layout, mask or Causal(), 1, 2, 2, 16, 4, 4, (True, True, True))
+    return PlanKey(forward, p, "auto", kernel, torch.float32, torch.device("cpu"))
+
+
+def test_a_plan_is_made_once() -> None:
+    planner = Planner(1)
+    assert planner.plan(_key()) is planner.plan(_key())
+    others = [_key(forward=True), _key(seq_len=61), _key(mask=Full()), _key(kernel="naive"), _key()._replace(strategy="ring-kv")]
+    assert len({id(planner.plan(key)) for key in (_key(), *others)}) == 6
+
+
+def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
+    planner = Planner(0, capacity=2)
+    keys = [_key(seq_len=n) for n in (10, 20, 30)]
+    first, second = planner.plan(keys[0]), planner.plan(keys[1])
+    assert planner.plan(keys[0]) is first
+    planner.plan(keys[2])  # the second goes
+    assert planner.plan(keys[0]) is first
+    assert planner.plan(keys[1]) is not second
+    assert len(planner._plans) == 2
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("world_size", [1, 3, 8, 66])
+def test_every_rank_finds_its_own_graph(world_size: int, forward: bool) -> None:
+    """Above 64 ranks too, where each rank looks at its neighbours only."""
+    key = _key(world_size, seq_len=2 * world_size + 1, forward=forward)
+    for rank in {0, world_size // 2, world_size - 1}:
+        plan = Planner(rank).plan(key)
+        assert plan.rank == plan.graph.rank == rank
+        assert plan.graph.world_size == world_size
+        assert plan.graph == plan.choice.ring.graph(rank)
+
+
+@dataclass(frozen=True)
+class Fickle(Mask):
+    """Answers differently from rank to rank: what a mask must never do."""
+
+    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+        answers.append(None)
+        return Full().pieces(q, kv) if len(answers) % 3 else ()
+
+
+answers: list[None] = []
+
+
+@pytest.mark.parametrize("world_size", [3, 66])
+def test_graphs_that_do_not_fit_together_are_not_run(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_rt.attention.strategies.ring import Ring
+
+    build = Ring.graph
+
+    def off_by_one(ring: Ring, rank: int) -> object:
+        layout = make_layout("zigzag", ring.problem.q_layout.seq_len + 2 * world_size * (rank == 1), world_size)
+        other = Problem(layout, layout, *(getattr(ring.problem, name) for name in list(Problem.__dataclass_fields__)[2:]))
+        return build(Ring(other, *(getattr(ring, name) for name in list(Ring.__dataclass_fields__)[1:])), rank)
+
+    monkeypatch.setattr(Ring, "graph", off_by_one)
+    with pytest.raises(InternalError, match="sends .* bytes|expects"):
+        Planner(1).plan(_key(world_size, seq_len=4 * world_size))
+
+
+def test_what_no_kernel_can_do_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"kernel must be 'auto' or one of .*, got 'cuda'"):
+        Planner(0).plan(_key(kernel="cuda"))
+
+    def run(ctx: Context) -> None:
+        x = torch.zeros(1, 5, 1, 16)
+        with pytest.raises(InputError, match=r"rank 0: kernel must be 'auto' or one of .*, got 'cuda'"):
+            burst_rt.burst_attention(x, x, x, layout=ctx.layout(10))
+
+    burst_rt.run_local(2, run, kernel="cuda")
+
+
+def _runs(ctx: Context, dtype: torch.dtype, batch: int, strategy: str) -> list[tuple[Plan, ForwardRun | BackwardRun]]:
+    """Both directions of a call, bound to tensors as they are when it starts."""
+    layout = ctx.layout(64 * ctx.world_size)
+    q, k, v = (torch.zeros(batch, 64, heads, 32, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    spec = burst_rt.call_spec(q, k, v, causal=True, layout=layout, strategy=strategy)
+    q, k, v = (x.detach() for x in (q, k, v))
+    forward, backward = (ctx.plan(spec, q, k, forward=direction) for direction in (True, False))
+    first = ForwardRun(forward, None, lambda: None, False, q, k, v)
+    second = BackwardRun(backward, None, lambda: None, False, (q, k, v, first.out, first.lse), torch.ones_like(q), None)
+    return [(forward, first), (backward, second)]
+
+
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_slots_are_as_large_as_announced(world_size: int, dtype: torch.dtype, batch: int, strategy: str) -> None:
+    def check(ctx: Context) -> list[int]:
+        sizes = []
+        for plan, run in _runs(ctx, dtype, batch, strategy):
+            taken = sum(slot.nbytes for slot in run.storage.values())
+            assert taken == plan.memory().slots
+            sizes.append(taken)
+            # Copies: own blocks that travel and share no memory with an input. Rows (lse, delta) are made for the call and counted as sums.
+            assert (plan.memory().packed > 0) == (batch > 1 and world_size > 1)
+        return sizes
+
+    sizes = burst_rt.run_local(world_size, check)
+    if world_size == 1:
+        assert sizes == [[0, 0]]
+
+
+def test_memory_does_not_grow_with_the_world() -> None:
+    def announced(ctx: Context) -> list[int]:
+        return [plan.memory().total for plan, _ in _runs(ctx, torch.bfloat16, 1, "burst")]
+
+    # From three ranks on both slots of every message are used.
+    by_world = [burst_rt.run_local(world_size, announced)[0] for world_size in (3, 4, 8)]
+    assert by_world[0] == by_world[1] == by_world[2]
