@@ -33,7 +33,7 @@ from burst_rt.drivers import HostDriver, Watch, raw_bytes
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost
 from burst_rt.kernels import sum_dtype
 from burst_rt.scheduler import Engine, Graph, Schedule, Span, Trace, check_world, run
-from burst_rt.transport import ControlGroup, LocalWorld, Pending, Transport
+from burst_rt.transport import ControlGroup, LocalTransport, LocalWorld, Pending, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -582,12 +582,15 @@ def _leave() -> None:
 
     Otherwise MPI_Finalize would wait for messages that never come, and the others, wherever they are, for this rank.
     """
-    failure = next((ctx._broken for ctx in _live if ctx._broken), _uncaught[-1] if _uncaught else None)
+    contexts = list(_live)
+    # Ranks that are threads are nobody's job but this process's.
+    broken = (ctx._broken for ctx in contexts if not isinstance(ctx.transport, LocalTransport))
+    failure = next((error for error in broken if error), _uncaught[-1] if _uncaught else None)
     code = 0 if failure is None else _exit_code(failure)
-    for ctx in list(_live):
+    for ctx in contexts:
         ctx.close(code)
     mpi = sys.modules.get("mpi4py.MPI")
-    if failure is not None and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    if failure is not None and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(code)

@@ -107,7 +107,6 @@ def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool
     return needs_q, needs_k, needs_v
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_handle(
     mask: Mask | None,
     causal: bool,
@@ -125,6 +124,10 @@ def _constant_handle(
         return handle_of(_make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, (needs_q, needs_k, needs_v)))
     except InputError as error:
         _refuse(layout, error)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler, which costs a second on every rank.
+_constant_handle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse(layout: ContextLayout, error: InputError) -> NoReturn:

@@ -35,8 +35,7 @@ def handle_of(spec: CallSpec) -> int:
         return handle
 
 
-@torch.library.custom_op("burst_rt::attention_forward", mutates_args=())
-def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this rank's queries. Collective."""
     spec = _specs[handle]
     ctx = spec.layout.context
@@ -50,14 +49,12 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle:
     return ctx.run_forward(plan, spec, q, k, v)
 
 
-@attention_forward.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=sum_dtype(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
-@torch.library.custom_op("burst_rt::attention_backward", mutates_args=())
-def attention_backward(
+def _backward_op(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -80,8 +77,7 @@ def attention_backward(
     return none if dq is None else dq, none.clone() if dk is None else dk, none.clone() if dv is None else dv
 
 
-@attention_backward.register_fake
-def _(
+def _backward_fake(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -115,7 +111,24 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None)
 
 
-attention_forward.register_autograd(_backward, setup_context=_setup)
+def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
+    raise InputError("burst_attention: second derivatives are not supported; differentiate once, without create_graph=True")
+
+
+# Registered by hand: `torch.library.custom_op` does the same, but wraps the function so that its first call imports the compiler, which costs
+# a second on every rank.
+_library = torch.library.Library("burst_rt", "DEF")
+_library.define("attention_forward(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int handle) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_library.impl("attention_forward", _forward_op, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward_op, "CompositeExplicitAutograd")
+torch.library.register_fake("burst_rt::attention_forward", _forward_fake, lib=_library)
+torch.library.register_fake("burst_rt::attention_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("burst_rt::attention_forward", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd("burst_rt::attention_backward", _no_second_derivative, lib=_library)
 _register_effectful_op("burst_rt::attention_forward", EffectType.ORDERED)
 _register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
 
@@ -138,7 +151,6 @@ class BurstAttentionFunction(torch.autograd.Function):
         _setup(ctx, inputs, output)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Runs the backward op."""
         return _backward(ctx, dout, dlse)

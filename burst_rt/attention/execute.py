@@ -185,7 +185,9 @@ class BackwardRun(_Run):
         """lse and delta = rowsum(dout * out) - dlse of one block of this rank's queries, into its rows."""
         rows = self.tensors[self._ids["rows", index]]
         start, stop = self._bounds[index]
+        # A row that saw no key has lse -inf; as +inf its probabilities exp(score - lse), and so its gradients, are 0.
         rows[0].copy_(self._lse[:, :, start:stop])
+        rows[0].masked_fill_(rows[0] == -torch.inf, torch.inf)
         for a in range(start, stop, _DELTA_ROWS):
             b = min(a + _DELTA_ROWS, stop)
             product = self._dout[:, a:b].to(self.wide) * self._out[:, a:b].to(self.wide)

@@ -94,7 +94,10 @@ class Kernel(Protocol):
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
-        """Adds the piece's gradients to the sums (None: not needed). `lse` is of the whole row, `delta` = rowsum(dout * out) - dlse."""
+        """Adds the piece's gradients to the sums (None: not needed).
+
+        `lse` is of the whole row, +inf where a row sees no key at all (so that its probabilities are 0); `delta` = rowsum(dout * out) - dlse.
+        """
 
     def scratch_bytes(
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int

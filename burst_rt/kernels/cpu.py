@@ -8,7 +8,7 @@ and amax the row's largest |dO|: then rowsum(dO * O') = delta exactly, so O neve
 overflow and underflow.
 
 Two habits of the fused kernel are worked around here: it crashes on empty tensors (never called with one), and a row that sees no key gets
-lse 0 instead of -inf, and NaN gradients.
+lse 0 instead of -inf.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ class _Queries:
     def __init__(self, q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> None:
         wide = sum_dtype(q.dtype)
         self.q, self.dout = _wide(q, wide), _wide(dout, wide)
-        # The fused kernel makes NaN of lse = -inf; with +inf the row's probabilities, and so its gradients, are 0.
-        self.lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        self.lse = lse
         stand_in = _stand_in(self.dout, delta)
         self.extra = stand_in is None
         if stand_in is None:
@@ -155,7 +154,7 @@ def _backward_part(
     )  # fmt: skip
     for total, grad in zip((dq, None if dk is None else dk[:, c:d], None if dv is None else dv[:, c:d]), grads, strict=True):
         if total is not None:
-            total += grad[..., : k.shape[3]].transpose(1, 2)
+            total += (grad[..., : k.shape[3]] if queries.extra else grad).transpose(1, 2)
 
 
 def _fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
@@ -171,7 +170,7 @@ def _fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tens
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
     """O' of the module's text, `[batch, heads, q, d]` like dout; None where a row of dout is 0, or nearly, and delta is not."""
     amax = torch.linalg.vector_norm(dout, torch.inf, dim=-1)
-    u = dout / torch.where(amax == 0, 1.0, amax).unsqueeze(-1)
+    u = dout / amax.clamp_min(torch.finfo(dout.dtype).tiny).unsqueeze(-1)
     weight = torch.where(delta == 0, 0.0, delta / amax / torch.linalg.vecdot(u, u))
     return u.mul_(weight.unsqueeze(-1)) if bool(torch.isfinite(weight).all()) else None
 

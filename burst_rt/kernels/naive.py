@@ -55,8 +55,7 @@ class NaiveKernel:
         """See `Kernel.backward`."""
         rows, columns = slice(tile.piece.q_start, tile.piece.q_stop), slice(tile.piece.kv_start, tile.piece.kv_stop)
         heads, kv_heads = q.shape[2], k.shape[2]
-        row_lse = lse[:, :, rows].double()
-        p = torch.exp(_scores(q, k, tile) - torch.where(row_lse == -torch.inf, torch.inf, row_lse)[..., None])
+        p = torch.exp(_scores(q, k, tile) - lse[:, :, rows].double()[..., None])
         do = _heads(dout[:, rows], heads)
         ds = p * (do @ _heads(v[:, columns], heads).mT - delta[:, :, rows].double()[..., None]) * tile.scale
         if dq is not None:

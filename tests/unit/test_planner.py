@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ import burst_rt
 from burst_rt import Causal, Context, Full, Mask
 from burst_rt.attention.execute import BackwardRun, ForwardRun
 from burst_rt.attention.layouts import make_layout
-from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.errors import InputError, InternalError
@@ -53,18 +50,6 @@ def test_every_rank_finds_its_own_graph(world_size: int, forward: bool) -> None:
         assert plan.graph == plan.choice.ring.graph(rank)
 
 
-@dataclass(frozen=True)
-class Fickle(Mask):
-    """Answers differently from rank to rank: what a mask must never do."""
-
-    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
-        answers.append(None)
-        return Full().pieces(q, kv) if len(answers) % 3 else ()
-
-
-answers: list[None] = []
-
-
 @pytest.mark.parametrize("world_size", [3, 66])
 def test_graphs_that_do_not_fit_together_are_not_run(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from burst_rt.attention.strategies.ring import Ring
@@ -77,7 +62,7 @@ def test_graphs_that_do_not_fit_together_are_not_run(world_size: int, monkeypatc
         return build(Ring(other, *(getattr(ring, name) for name in list(Ring.__dataclass_fields__)[1:])), rank)
 
     monkeypatch.setattr(Ring, "graph", off_by_one)
-    with pytest.raises(InternalError, match="sends .* bytes|expects"):
+    with pytest.raises(InternalError, match=r"sends .* bytes|expects"):
         Planner(1).plan(_key(world_size, seq_len=4 * world_size))
 
 
@@ -116,7 +101,7 @@ def test_slots_are_as_large_as_announced(world_size: int, dtype: torch.dtype, ba
             taken = sum(slot.nbytes for slot in run.storage.values())
             assert taken == plan.memory().slots
             sizes.append(taken)
-            # Copies: own blocks that travel and share no memory with an input. Rows (lse, delta) are made for the call and counted as sums.
+            # What travels must be contiguous: blocks of more than one batch row are copied.
             assert (plan.memory().packed > 0) == (batch > 1 and world_size > 1)
         return sizes
 

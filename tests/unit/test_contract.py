@@ -1,0 +1,423 @@
+"""What ranks agree on: whose argument was wrong, where calls differ, and that the job goes on afterwards. Ranks are threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import burst_rt
+from burst_rt import Causal, Context, Full, LocalRank, Mask
+from burst_rt.attention.masks import Relation
+from burst_rt.contract import Agreement, digest_of
+from burst_rt.drivers import Watch
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost, Stalled
+from burst_rt.transport import LocalWorld
+
+
+def _agree(*sides: tuple[dict[str, str], int, BurstError | None]) -> list[BurstError | None]:
+    """What each rank raises: sides are (description, number of the call, error) by rank."""
+    world = LocalWorld(len(sides))
+    agreements = [
+        Agreement(world.control(rank), number, description, digest_of(description), error)
+        for rank, (description, number, error) in enumerate(sides)
+    ]
+    for agreement in agreements:
+        agreement.start()
+    assert [agreement.test() for agreement in agreements] == [True] * len(sides)
+    failures = [agreement.failure() for agreement in agreements]
+    if not any(failures):
+        return [None] * len(sides)
+    assert all(isinstance(failure, ContractMismatch) for failure in failures)
+    results: list[BurstError | None] = [None] * len(sides)
+
+    def settle(rank: int) -> None:
+        results[rank] = agreements[rank].settle(Watch(world.control(rank)), 10.0)
+
+    # Watches read the notices of ends of their own; the agreements keep the ends they began with.
+    threads = [threading.Thread(target=settle, args=(rank,)) for rank in range(len(sides))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_ranks_that_say_the_same_agree() -> None:
+    assert _agree(*[({"call": "a", "shape": "b"}, 3, None)] * 4) == [None] * 4
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_the_odd_rank_is_named_with_what_differs(odd: int) -> None:
+    same = {"call": "burst_attention", "heads": "8", "mask": "Causal()"}
+    sides = [(same | ({"heads": "4", "mask": "Full()"} if rank == odd else {}), 7, None) for rank in range(4)]
+    for rank, error in enumerate(_agree(*sides)):
+        assert isinstance(error, ContractMismatch)
+        assert (error.rank, error.peer) == (rank, odd)
+        assert f"heads: 8 on most ranks, 4 on rank {odd}; mask: Causal() on most ranks, Full() on rank {odd}" in str(error)
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_a_rank_that_is_one_call_ahead_is_named(odd: int) -> None:
+    for error in _agree(*[({"call": "x"}, 8 if rank == odd else 7, None) for rank in range(3)]):
+        assert isinstance(error, ContractMismatch)
+        assert error.peer == odd
+        assert f"number of the call: 7 on most ranks, 8 on rank {odd}" in str(error)
+
+
+def test_a_field_that_only_one_rank_has() -> None:
+    (error, _) = _agree(({"call": "x", "extra": "1"}, 1, None), ({"call": "x"}, 1, None))
+    assert error is not None
+    assert "extra: 1 on most ranks, nothing on rank 1" in str(error)
+
+
+def test_the_first_error_is_raised_by_all() -> None:
+    sides = [({"call": "x"}, 1, None), ({"call": "y"}, 1, InputError("bad shape")), ({"call": "x"}, 1, ConfigError("bad kernel"))]
+    for rank, error in enumerate(_agree(*sides)):
+        assert type(error) is InputError
+        assert (str(error), error.rank, error.peer) == ("rank 1: bad shape", rank, 1)
+
+
+def test_digests_depend_on_all_and_on_nothing_else() -> None:
+    same = {"b": "2", "a": "1"}
+    assert digest_of(same) == digest_of({"a": "1", "b": "2"}) == 324549673064394677
+    assert len({digest_of(d) for d in ({}, same, {"a": "12"}, {"a": "1", "b": "3"}, {"a": "2", "b": "1"})}) == 5
+    assert 0 <= digest_of(same) < 2**62
+
+
+# --- calls, in worlds of threads. All bad inputs, over MPI: tests/mpi/test_bad_input.py.
+
+
+def _qkv(ctx: Context, tokens: int = 12) -> list[torch.Tensor]:
+    length = ctx.layout(tokens).shard_len
+    return [torch.randn(1, length, 2, 16) for _ in range(3)]
+
+
+def _good(ctx: Context) -> None:
+    result = burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12))
+    assert isinstance(result, torch.Tensor)
+    assert torch.isfinite(result).all()
+
+
+def test_scales_that_are_equal_numbers_agree() -> None:
+    """1, 1.0 and a numpy float are one scale; also after a call they differed in."""
+    import numpy as np
+
+    def run(ctx: Context) -> None:
+        layout = ctx.layout(12)
+        for scales in ((1, 1.0), (np.float64(0.5), 0.5), (1.0, 1)):
+            burst_rt.burst_attention(*_qkv(ctx), layout=layout, scale=scales[ctx.rank])
+
+    burst_rt.run_local(2, run)
+
+
+@dataclass
+class Unhashable(Mask):
+    """A dataclass that is not frozen has no hash."""
+
+    keys: list[int] = field(default_factory=list)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        return Relation.FULL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # never asked
+        raise AssertionError
+
+
+def test_masks_that_cannot_be_compared_are_refused_by_name() -> None:
+    def run(ctx: Context) -> None:
+        with pytest.raises(InputError, match=r"rank 1: .* a mask must be hashable .* Unhashable is not"):
+            burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12), mask=Unhashable() if ctx.rank == 1 else Full())
+        _good(ctx)
+
+    burst_rt.run_local(2, run)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, 10**400, math.nan, -math.inf, "1", torch.tensor(1.0), True])
+def test_impossible_scales(scale: float) -> None:
+    with burst_rt.init() as ctx, pytest.raises(InputError, match="scale must be None or a finite number above 0, got"):
+        burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12), scale=scale)
+
+
+def test_a_closed_context_takes_no_call() -> None:
+    ctx = burst_rt.init()
+    layout = ctx.layout(12)
+    _good(ctx)
+    ctx.close()
+    ctx.close()
+    x = _qkv(ctx)
+    calls: list[Callable[[], object]] = [
+        lambda: burst_rt.burst_attention(*x, layout=layout),
+        lambda: layout.unshard(x[0]),
+        lambda: ctx.all_reduce(torch.zeros(1)),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"this context is closed; make another with burst_rt\.init"):
+            call()
+
+
+def test_ranks_that_left_are_known_to_the_next_call() -> None:
+    def run(ctx: Context) -> None:
+        _good(ctx)
+        if ctx.rank == 1:
+            ctx.close()
+            return
+        # The farewell is on its way.
+        deadline_s = time.monotonic() + 5
+        while 1 not in ctx.watch.left and time.monotonic() < deadline_s:
+            ctx.watch.look()
+        with pytest.raises(PeerLost, match=r"rank 1 closed its context or ended normally") as caught:
+            _good(ctx)
+        assert caught.value.peer == 1
+        # And the context stays broken.
+        with pytest.raises(PeerLost):
+            _good(ctx)
+
+    burst_rt.run_local(3, run)
+
+
+def test_a_rank_that_never_comes_is_waited_for_until_timeout_s() -> None:
+    stalled = threading.Barrier(2)
+
+    def run(ctx: Context) -> None:
+        if ctx.rank == 0:
+            started_s = time.monotonic()
+            with pytest.raises(Stalled, match=r"rank 0: waited 0\.\d s for the other ranks to enter the call \(timeout_s\)") as caught:
+                _good(ctx)
+            assert 0.3 <= time.monotonic() - started_s < 5
+            assert caught.value.exit_code == 75
+            assert ctx.transport.bytes_sent == 0
+            with pytest.raises(PeerLost, match="broke in an earlier call"):
+                _good(ctx)
+        stalled.wait(20)
+
+    burst_rt.run_local(2, run, timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda ctx: ctx.layout(12).unshard(torch.zeros(1, ctx.layout(12).shard_len)), lambda ctx: ctx.all_reduce(torch.zeros(3))],
+    ids=["unshard", "all_reduce"],
+)
+def test_other_collectives_have_the_same_deadline(call: Callable[[Context], object]) -> None:
+    stalled = threading.Barrier(2)
+
+    def run(ctx: Context) -> None:
+        if ctx.rank == 0:
+            with pytest.raises(Stalled, match=r"rank 0: waited 0\.2 s"):
+                call(ctx)
+            with pytest.raises(PeerLost, match="broke in an earlier call"):
+                call(ctx)
+        stalled.wait(20)
+
+    burst_rt.run_local(2, run, timeout_s=0.2)
+
+
+def test_one_call_at_a_time() -> None:
+    """A second thread is told so at once, and the first one's call goes through."""
+    second_done = threading.Event()
+
+    def run(ctx: Context) -> None:
+        if ctx.rank == 1:
+            assert second_done.wait(20)
+            _good(ctx)
+            return
+        errors: list[BaseException] = []
+        entered = threading.Event()
+
+        def second() -> None:
+            assert entered.wait(20)
+            while not ctx._busy.locked():
+                time.sleep(0.001)
+            for call in (lambda: _good(ctx), lambda: ctx.all_reduce(torch.zeros(1)), lambda: ctx.layout(12).unshard(torch.zeros(1, 6))):
+                try:
+                    call()
+                except ConfigError as error:
+                    errors.append(error)
+            second_done.set()
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        entered.set()
+        _good(ctx)
+        thread.join(20)
+        assert [str(error).split(":")[0] for error in errors] == ["one call at a time per context"] * 3
+
+    burst_rt.run_local(2, run)
+
+
+def test_several_contexts_in_one_process() -> None:
+    """A world of four and two pairs, all ranks in both: calls of one do not disturb the other, layouts belong to their own."""
+    whole, pairs = LocalWorld(4), [LocalWorld(2), LocalWorld(2)]
+    failures: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            with burst_rt.init(LocalRank(whole, rank)) as world, burst_rt.init(LocalRank(pairs[rank // 2], rank % 2)) as pair:
+                for _ in range(3):
+                    _good(world)
+                    _good(pair)
+                assert (world.stats().calls, pair.stats().calls) == (3, 3)
+                q, k, v = _qkv(world)
+                with pytest.raises(InputError, match="layout and kv_layout belong to different contexts"):
+                    burst_rt.burst_attention(q, k, v, layout=world.layout(12), kv_layout=pair.layout(12))
+                # Only two of four ranks close their pair; the world goes on.
+                if rank < 2:
+                    pair.close()
+                _good(world)
+        except BaseException as error:  # noqa: BLE001  (raised below, in the test's thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("timeout_s", 5.0), ("stall_s", 5.0), ("kernel", "naive"), ("check_finite", True)])
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_options_that_differ_between_ranks_are_refused_by_init(odd: int, name: str, value: object) -> None:
+    options: dict[str, Any] = {name: value}
+    world = LocalWorld(3)
+    errors: dict[int, BaseException] = {}
+
+    def rank_main(rank: int) -> None:
+        try:
+            burst_rt.init(LocalRank(world, rank), **(options if rank == odd else {}))
+        except ContractMismatch as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert set(errors) == {0, 1, 2}
+    for error in errors.values():
+        assert isinstance(error, ContractMismatch)
+        assert error.peer == odd
+        assert f"{name}: " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"device": "cuda"}, ConfigError, "device must be 'auto' or 'cpu', got 'cuda'"),
+        ({"timeout_s": 0}, InputError, "timeout_s must be a positive number of seconds, got 0"),
+        ({"timeout_s": math.nan}, InputError, "timeout_s must be .* got nan"),
+        ({"stall_s": "30"}, InputError, "stall_s must be .* got '30'"),
+        ({"stall_s": True}, InputError, "stall_s must be .* got True"),
+    ],
+)
+def test_impossible_options_of_init(options: dict[str, Any], kind: type[BurstError], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        burst_rt.init(**options)
+
+
+@dataclass(frozen=True)
+class _Slow:
+    """Makes one rank's tiles slow: those that match, `times` naps of 0.1 s with signs of life in between."""
+
+    rank: int
+    times: int
+
+
+def _slow_kernel(monkeypatch: pytest.MonkeyPatch, slow: _Slow, owner: Callable[[Any], int], at: int, direction: str) -> None:
+    from burst_rt.kernels import KERNELS
+
+    method = getattr(type(KERNELS["cpu"]), direction)
+
+    def sleepy(kernel: object, *args: Any) -> None:  # the kernel's arguments
+        tile = args[3] if direction == "forward" else args[6]
+        if threading.current_thread().name == f"burst_rt rank {slow.rank}" and owner(tile) == at:
+            for _ in range(slow.times):
+                time.sleep(0.1)
+                tile.progress()
+        method(kernel, *args)
+
+    monkeypatch.setattr(type(KERNELS["cpu"]), direction, sleepy)
+
+
+def _train_step(ctx: Context, strategy: str) -> None:
+    q, k, v = (x.requires_grad_() for x in _qkv(ctx, 40))
+    out = burst_rt.burst_attention(q, k, v, layout=ctx.layout(40, "contiguous"), strategy=strategy)
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+
+
+def test_a_rank_that_has_done_its_part_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last call of a program: ranks end at different times, and who ended well is not missed by those still waiting for others."""
+    # Rank 2 is slow with rank 3's queries, its last: ranks 0 and 1 owe nobody anything by then.
+    _slow_kernel(monkeypatch, _Slow(2, times=10), lambda tile: tile.q_positions.start // 10, 3, "backward")
+    burst_rt.run_local(4, lambda ctx: _train_step(ctx, "burst"))
+
+
+def test_a_rank_that_computes_is_alive_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for rank 3, which waits for rank 2, which computes for longer than stall_s."""
+    _slow_kernel(monkeypatch, _Slow(2, times=12), lambda tile: tile.kv_positions.start // 10, 0, "backward")
+    burst_rt.run_local(4, lambda ctx: _train_step(ctx, "ring-kv"), stall_s=0.5)
+
+
+def test_an_error_inside_a_call_breaks_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_rt.kernels import KERNELS
+
+    forward = type(KERNELS["cpu"]).forward
+
+    def failing(kernel: Any, *args: Any) -> None:  # the kernel's arguments
+        if threading.current_thread().name == "burst_rt rank 1":
+            raise MemoryError("no memory for this tile")
+        forward(kernel, *args)
+
+    monkeypatch.setattr(type(KERNELS["cpu"]), "forward", failing)
+
+    def run(ctx: Context) -> None:
+        try:
+            _good(ctx)
+        finally:
+            with pytest.raises(PeerLost, match="broke in an earlier call"):
+                _good(ctx)
+
+    started_s = time.monotonic()
+    with pytest.raises(MemoryError, match="no memory for this tile"):
+        burst_rt.run_local(3, run)
+    assert time.monotonic() - started_s < 10  # the others were told: nobody waited for stall_s
+
+
+def test_ranks_that_make_different_calls_are_told() -> None:
+    def run(ctx: Context) -> None:
+        layout = ctx.layout(12)
+        q, k, v = (x.requires_grad_() for x in _qkv(ctx))
+        out = burst_rt.burst_attention(q, k, v, layout=layout)
+        assert isinstance(out, torch.Tensor)
+        calls: list[Callable[[], object]] = [
+            lambda: out.sum().backward(retain_graph=True),  # type: ignore[no-untyped-call]
+            lambda: burst_rt.burst_attention(q, k, v, layout=layout),
+            lambda: layout.unshard(q.detach()),
+        ]
+        with pytest.raises(ContractMismatch, match="call: ") as caught:
+            calls[ctx.rank]()
+        for name in ("backward of burst_attention", "burst_attention", "unshard"):
+            assert name in str(caught.value)
+        out.sum().backward()
+        _good(ctx)
+
+    burst_rt.run_local(3, run)
+
+
+def test_the_same_mask_of_another_name_is_the_same() -> None:
+    def run(ctx: Context) -> None:
+        layout = ctx.layout(12)
+        mask: Mask = Causal() & Full() if ctx.rank else Causal()
+        options: dict[str, Any] = {"causal": True} if ctx.rank == 2 else {"mask": mask}
+        burst_rt.burst_attention(*_qkv(ctx), layout=layout, **options)
+
+    burst_rt.run_local(3, run)
