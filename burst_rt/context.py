@@ -148,11 +148,15 @@ class ContextLayout:
 
 
 class Pipeline:
-    """A verified custom task graph of a context; made by `Context.pipeline`."""
+    """A verified custom task graph of a context; made by `Context.pipeline`.
+
+    progress: an operation that takes long calls it now and then: messages move on, and the other ranks hear that this one is alive.
+    """
 
     def __init__(self, context: Context, schedule: Schedule) -> None:
         self.context = context
         self.schedule = schedule
+        self.progress = _Progress()
 
     @property
     def graph(self) -> Graph:
@@ -181,7 +185,7 @@ class Pipeline:
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")
         self.context.agree({"call": "Pipeline.run"}, error)
-        return self.context.run_pipeline(self.schedule, ops, memory)
+        return self.context.run_pipeline(self.schedule, ops, memory, self.progress)
 
 
 class Context:
@@ -367,10 +371,12 @@ class Context:
         self.last_run = (schedule.graph, trace)
         return trace, driver
 
-    def run_pipeline(self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview]) -> Trace:
+    def run_pipeline(
+        self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview], progress: _Progress
+    ) -> Trace:
         """Runs a custom schedule the ranks have agreed on. Collective."""
         with self._exclusive():
-            return self.perform(schedule, ops, memory, Agreement(self.control, self._number, {}, 0))[0]
+            return self.perform(schedule, ops, memory, Agreement(self.control, self._number, {}, 0), progress)[0]
 
     def _attend(self, plan: Plan, spec: CallSpec, bound: ForwardRun | BackwardRun, progress: _Progress) -> None:
         with self._exclusive():

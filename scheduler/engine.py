@@ -108,8 +108,8 @@ Instruction: TypeAlias = "Issue | Finish | Abort"
 class Schedule:
     """A graph with everything an engine derives from it once: many engines (calls) run from one schedule.
 
-    place: the policy's order; task_at is its inverse. num_before[t]: edges into t. on_issue[t] / on_done[t]: the successors whose edge is satisfied when t is
-    issued / done. after[t]: predecessors on other ordered lanes of the same device. lane_of[t]: index into `lanes`.
+    place: the policy's order; task_at is its inverse. num_before[t]: edges into t. on_issue[t] / on_done[t]: the successors whose edge
+    is satisfied when t is issued / done. after[t]: predecessors on other ordered lanes of the same device. lane_of[t]: index into `lanes`.
     """
 
     graph: Graph
