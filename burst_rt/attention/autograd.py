@@ -115,8 +115,8 @@ def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
     raise InputError("burst_attention: second derivatives are not supported; differentiate once, without create_graph=True")
 
 
-# Registered by hand: `torch.library.custom_op` does the same, but wraps the function so that its first call imports the compiler, which costs
-# a second on every rank.
+# Registered by hand: `torch.library.custom_op` does the same, but wraps the function so that its first call imports the compiler, which
+# costs a second on every rank.
 _library = torch.library.Library("burst_rt", "DEF")
 _library.define("attention_forward(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)")
 _library.define(

@@ -96,7 +96,8 @@ class Kernel(Protocol):
     ) -> None:
         """Adds the piece's gradients to the sums (None: not needed).
 
-        `lse` is of the whole row, +inf where a row sees no key at all (so that its probabilities are 0); `delta` = rowsum(dout * out) - dlse.
+        `lse` is of the whole row, +inf where a row sees no key at all (so that its probabilities are 0); `delta` = rowsum(dout * out) -
+        dlse.
         """
 
     def scratch_bytes(
