@@ -43,8 +43,8 @@ __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "curren
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=Pending)
 
-# Set by the launchers of Open MPI, PMIx, MPICH / Intel MPI and Slurm for the processes they start.
-_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "SLURM_PROCID")
+# What Open MPI, MPICH / Intel MPI and Slurm's srun tell the processes they start: how many there are.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 _live: weakref.WeakSet[Context] = weakref.WeakSet()
 _current = threading.local()
@@ -238,8 +238,14 @@ class Context:
         return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"
 
     def layout(self, seq_len: int, kind: str = "zigzag") -> ContextLayout:
-        """How `seq_len` tokens are spread over the ranks: "zigzag" (equal work under a causal mask), "contiguous" or "striped". Local."""
-        return ContextLayout(self, make_layout(kind, seq_len, self.world_size))
+        """How `seq_len` tokens are spread over the ranks: "zigzag" (equal work under a causal mask), "contiguous" or "striped".
+
+        Local; but a wrong argument raises InputError on every rank, on the others in the call they make next.
+        """
+        try:
+            return ContextLayout(self, make_layout(kind, seq_len, self.world_size))
+        except InputError as error:
+            self.refuse("layout", error)
 
     def stats(self) -> Stats:
         """What the attention calls of this context have done so far."""
@@ -523,7 +529,8 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
 def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transport, ControlGroup]:
     if isinstance(comm, LocalRank):
         return comm.world.transport(comm.rank), comm.world.control(comm.rank)
-    if comm is None and "mpi4py.MPI" not in sys.modules and not any(name in os.environ for name in _LAUNCHER_VARIABLES):
+    launched = _launched_ranks()
+    if comm is None and "mpi4py.MPI" not in sys.modules and launched == 1:
         world = LocalWorld(1)
         return world.transport(0), world.control(0)
     try:
@@ -537,6 +544,12 @@ def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transpor
         ) from error
     if comm is None:
         comm = MPI.COMM_WORLD
+        if comm.size == 1 and launched > 1:
+            raise ConfigError(
+                f"init: the launcher started {launched} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI library "
+                "are of different installations. Use the mpirun that belongs to the library mpi4py loads, or set MPI4PY_LIBMPI; "
+                "`burst-rt doctor` shows both"
+            )
     if not isinstance(comm, MPI.Intracomm):
         raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}")
     return MpiTransport(duplicate(comm, timeout_s)), MpiControl(duplicate(comm, timeout_s))
@@ -564,6 +577,11 @@ def _describe(key: PlanKey, scale: float | None, return_lse: bool) -> tuple[dict
         "version": __version__,
     }
     return description, digest_of(description)
+
+
+def _launched_ranks() -> int:
+    """How many ranks this process's launcher says there are; 1 where no launcher started it."""
+    return max((int(text) for name in _SIZE_VARIABLES if (text := os.environ.get(name, "")).isdigit()), default=1)
 
 
 def _exit_code(error: BaseException) -> int:

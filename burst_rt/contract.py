@@ -183,9 +183,12 @@ def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
     for field in sorted({name for call in calls for name in call}):
         values = [call.get(field, "nothing") for call in calls]
         if len(set(values)) > 1:
-            common = Counter(values).most_common(1)[0][0]
+            common, count = Counter(values).most_common(1)[0]
             others = [r for r, value in enumerate(values) if value != common]
             odd.update(others)
-            differences.append(f"{field}: {common} on most ranks, " + ", ".join(f"{values[r]} on rank {r}" for r in others))
+            # Where there is no majority every rank's value is told.
+            has_majority = 2 * count > len(values)
+            told = ", ".join(f"{values[r]} on rank {r}" for r in (others if has_majority else range(len(values))))
+            differences.append(f"{field}: {common} on most ranks, {told}" if has_majority else f"{field}: {told}")
     message = f"the ranks entered one call with different arguments ({'; '.join(differences)}). Every rank must pass the same"
     return ContractMismatch(message, rank=rank, peer=min(odd, default=None))

@@ -55,7 +55,7 @@ def burst_attention(
         spec = _make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v))
         check_call(spec, q, k, v)
     except InputError as error:
-        _refuse(layout, error)
+        _refuse(error, layout, kv_layout)
     out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
@@ -123,16 +123,17 @@ def _constant_handle(
     try:
         return handle_of(_make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, (needs_q, needs_k, needs_v)))
     except InputError as error:
-        _refuse(layout, error)
+        _refuse(error, layout, kv_layout)
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler, which costs a second on every rank.
 _constant_handle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse(layout: ContextLayout, error: InputError) -> NoReturn:
+def _refuse(error: InputError, *layouts: object) -> NoReturn:
     """Raises the error on every rank, where it is known which ranks those are."""
-    context = layout.context if isinstance(layout, ContextLayout) else current_context()
+    named = (layout.context for layout in layouts if isinstance(layout, ContextLayout))
+    context = next(named, current_context())
     if context is None:
         raise error
     context.refuse("burst_attention", error)
@@ -211,7 +212,7 @@ class BurstAttention(torch.nn.Module):
         """out, like q. See `burst_attention`; `layout` overrides the module's."""
         chosen = layout or self.layout
         if chosen is None:
-            raise InputError("BurstAttention: no layout; give one to the module or to the call")
+            _refuse(InputError("BurstAttention: no layout; give one to the module or to the call"), kv_layout)
         out = burst_attention(
             q, k, v, mask=self.mask, causal=self.causal, layout=chosen, kv_layout=kv_layout, scale=self.scale, strategy=self.strategy
         )

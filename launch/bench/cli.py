@@ -26,6 +26,15 @@ def engine(out: Path | None) -> None:
     main(out)
 
 
+@command.command("all")
+@click.pass_context
+@_OUT
+def every(ctx: click.Context, out: Path | None) -> None:
+    """All of them, with their defaults (about half an hour)."""
+    ctx.invoke(engine, out=out)
+    ctx.invoke(attention, out=out)
+
+
 @command.command()
 @click.option(
     "-n", "--num-ranks", default=2, show_default=True, help="Ranks, one thread each; compared with one process of as many threads."

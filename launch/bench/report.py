@@ -40,7 +40,8 @@ def median(values: Sequence[float]) -> float:
 
 def publish(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None, note: str = "") -> None:
     """Prints rows as a table and, if asked, adds them to the JSON file `out` under their title."""
-    console = Console(width=None if os.isatty(1) else 150)
+    # A rank's standard output always looks like a terminal under Open MPI; tables are meant to be kept, so they are plain.
+    console = Console(width=140, force_terminal=False, color_system=None)
     table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")

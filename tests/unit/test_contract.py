@@ -74,7 +74,7 @@ def test_a_rank_that_is_one_call_ahead_is_named(odd: int) -> None:
 def test_a_field_that_only_one_rank_has() -> None:
     (error, _) = _agree(({"call": "x", "extra": "1"}, 1, None), ({"call": "x"}, 1, None))
     assert error is not None
-    assert "extra: 1 on most ranks, nothing on rank 1" in str(error)
+    assert "extra: 1 on rank 0, nothing on rank 1" in str(error)
 
 
 def test_the_first_error_is_raised_by_all() -> None:

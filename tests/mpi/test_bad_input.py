@@ -1,0 +1,42 @@
+"""Bad input, on any rank: the same typed error on every rank, soon, with nothing sent, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import run_job
+
+_PROGRAM = Path(__file__).parent / "programs" / "attention_bad_input.py"
+# What is promised from one rank's bad call to the error on every rank.
+_DEADLINE_S = 5.0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, tmp_path: Path) -> None:
+    job = run_job(_PROGRAM, num_ranks, [str(tmp_path)])
+    assert job.exit_code == 0, job.text
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(num_ranks)]
+    cases = {entry["case"] for entry in by_rank[0]}
+    assert len(cases) >= 40
+    assert {(entry["case"], entry["odd"]) for entry in by_rank[0]} == {(case, odd) for case in cases for odd in range(num_ranks)}
+    for rank, entries in enumerate(by_rank):
+        for entry in entries:
+            about = f"rank {rank} of {num_ranks}: {entry}"
+            odd = entry["odd"]
+            assert entry["error"] == entry["expected"], about
+            if entry["expected"] == "InputError":
+                assert entry["peer"] == odd, about
+                assert f"rank {odd}: " in entry["message"], about
+            else:
+                # Of two ranks that differ neither is the odd one: both values are told, with the rank of one.
+                assert num_ranks == 2 or entry["peer"] == odd, about
+                assert f"on rank {odd if num_ranks > 2 else entry['peer']}" in entry["message"], about
+            assert entry["words"] in entry["message"], about
+            assert entry["elapsed_s"] < _DEADLINE_S, about
+            assert entry["bytes"] == [0, 0], about
+            assert entry["usable"], about
+    # All ranks raise in the same words.
+    for same in zip(*by_rank, strict=True):
+        assert len({entry["message"] for entry in same}) == 1, same
