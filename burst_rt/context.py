@@ -546,8 +546,8 @@ def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transpor
         comm = MPI.COMM_WORLD
         if comm.size == 1 and launched > 1:
             raise ConfigError(
-                f"init: the launcher started {launched} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI library "
-                "are of different installations. Use the mpirun that belongs to the library mpi4py loads, or set MPI4PY_LIBMPI; "
+                f"init: the launcher started {launched} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
+                "library are of different installations. Use the mpirun that belongs to the library mpi4py loads, or set MPI4PY_LIBMPI; "
                 "`burst-rt doctor` shows both"
             )
     if not isinstance(comm, MPI.Intracomm):

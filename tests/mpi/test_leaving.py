@@ -32,11 +32,8 @@ _UNDER_MPIRUN = [
     (2, 1, "exception", "wait"),
     (2, 0, "exception", "inside"),
     (4, 3, "exit-0", "before"),
-    (2, 0, "exit-0", "wait"),
     (2, 1, "exit-0", "inside"),
-    (2, 1, "exit-3", "before"),
     (4, 1, "exit-3", "wait"),
-    (2, 0, "os-exit-0", "inside"),
     (2, 0, "os-exit-3", "wait"),
     (2, 1, "sigkill", "wait"),
 ]

@@ -101,7 +101,7 @@ def run_forward(kernel: Kernel, block: Block) -> tuple[torch.Tensor, torch.Tenso
 def run_backward(kernel: Kernel, block: Block, truth: Attention, *, needs: str = "qkv", start: float = 1.0) -> list[torch.Tensor | None]:
     """dq, dk, dv: what the kernel added to sums that were `start`, as if they came from other tiles."""
     wide = sum_dtype(block.q.dtype)
-    lse = truth.lse.to(wide)
+    lse = torch.where(truth.lse == -torch.inf, torch.inf, truth.lse).to(wide)  # as the protocol says of rows that see nothing
     delta = ((block.dout.double() * truth.out).sum(-1).transpose(1, 2) - block.dlse).to(wide)
     sums = [torch.full(x.shape, start, dtype=wide) if name in needs else None for name, x in zip("qkv", block[:3], strict=True)]
     for piece in block.pieces:
