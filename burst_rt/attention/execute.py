@@ -195,7 +195,7 @@ class BackwardRun(_Run):
         if self._dlse is not None:
             rows[1].sub_(self._dlse[:, :, start:stop])
             # A row that sees no key has no gradient, whatever comes for its lse (of logaddexp(-inf, -inf), say, NaN).
-            rows[1].masked_fill_(rows[0] == -torch.inf, 0.0)
+            rows[1].masked_fill_(rows[0] == torch.inf, 0.0)
 
     def _zero(self, part: int) -> None:
         self.storage[part].zero_()
