@@ -153,9 +153,10 @@ class Pipeline:
     progress: an operation that takes long calls it now and then: messages move on, and the other ranks hear that this one is alive.
     """
 
-    def __init__(self, context: Context, schedule: Schedule) -> None:
+    def __init__(self, context: Context, schedule: Schedule, fingerprint: str) -> None:
         self.context = context
         self.schedule = schedule
+        self.fingerprint = fingerprint  # of all ranks' graphs; ranks compare it when they run
         self.progress = _Progress()
 
     @property
@@ -184,7 +185,7 @@ class Pipeline:
         missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")
-        self.context.agree({"call": "Pipeline.run"}, error)
+        self.context.agree({"call": "Pipeline.run", "graphs": self.fingerprint}, error)
         return self.context.run_pipeline(self.schedule, ops, memory, self.progress)
 
 
@@ -273,7 +274,8 @@ class Context:
         """
         graphs = [build(rank) for rank in range(self.world_size)]
         check_world(graphs)
-        return Pipeline(self, Schedule.of(graphs[self.rank]))
+        fingerprint = format(digest_of({"tasks": repr([graph.tasks for graph in graphs])}), "x")
+        return Pipeline(self, Schedule.of(graphs[self.rank]), fingerprint)
 
     def gather_last_run(self) -> list[tuple[Graph, list[Span]]]:
         """Every rank's graph and trace of its last attention call or pipeline, in rank order. Collective, blocks at most `timeout_s`.
@@ -494,9 +496,10 @@ def init(
 
 
 def current_context() -> Context | None:
-    """The context this thread made last, if it still lives."""
+    """The context this thread made last, if it is still open."""
     reference = getattr(_current, "context", None)
-    return reference() if reference else None
+    ctx: Context | None = reference() if reference else None
+    return None if ctx is None or ctx._closed else ctx
 
 
 def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:

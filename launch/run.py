@@ -234,7 +234,8 @@ def _verdict(job_dir: Path, num_ranks: int, started_at_s: float, mpirun_code: in
         return _secondary_text(failure, reports, silent, started_at_s), failure.exit_code
     if code == 0:
         return "", 0
-    return _silent_text(silent, num_ranks, code), code
+    left = "".join(f"burst-rt: rank {r.rank} had left with exit code 0 after {r.ended_at_s - started_at_s:.1f} s\n" for r in reports)
+    return _silent_text(silent, num_ranks, code) + left, code
 
 
 def _crash_text(job_dir: Path, rank: int) -> str:

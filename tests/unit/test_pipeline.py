@@ -1,0 +1,107 @@
+"""Custom pipelines: a user's own graph on the engine, from threads."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import burst_rt
+from burst_rt import Context
+from burst_rt.errors import BurstError, ContractMismatch, InputError, InternalError
+from burst_rt.scheduler import Graph, GraphBuilder, Op
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
+SIZE_BYTES = 64
+
+
+def build(rank: int, world_size: int) -> Graph:
+    """Every rank adds up what it holds, and passes it on, once round the ring."""
+    g = GraphBuilder(rank, world_size)
+    slots = [g.buffer("here", size_bytes=SIZE_BYTES, initialised=True), g.buffer("there", size_bytes=SIZE_BYTES)]
+    total = g.buffer("total", initialised=True)
+    for hop in range(world_size):
+        here, coming = slots[hop % 2], slots[(hop + 1) % 2]
+        if hop + 1 < world_size:
+            g.exchange(f"hop {hop}", sends=[(here, (rank + 1) % world_size)], recvs=[(coming, (rank - 1) % world_size)], tag=hop)
+        g.compute(f"add {hop}", Op("add", (here.name,)), reads=[here], accumulates=[total])
+    return g.build()
+
+
+def run(ctx: Context) -> float:
+    pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+    buffers = {"here": torch.full((16,), float(ctx.rank + 1)), "there": torch.full((16,), torch.nan)}
+    total = torch.zeros(16)
+
+    def add(name: str) -> None:
+        pipeline.progress()
+        total.add_(buffers[name])
+
+    trace = pipeline.run(buffers=buffers, ops={"add": add})
+    assert len(trace) == len(pipeline.graph.tasks)
+    assert total.min() == total.max()
+    return float(total[0])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_a_ring_of_ones_own(world: int) -> None:
+    assert burst_rt.run_local(world, run) == [sum(range(1, world + 1))] * world
+
+
+def failure(ctx: Context, *, odd: bool) -> BurstError:
+    """What a rank gets when rank 1 does something odd and the others do not, and that the context is as good as before."""
+    pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+    if ctx.rank == 1 and odd:
+        pipeline.fingerprint = "another"
+    there = torch.zeros(16 if odd or ctx.rank != 1 else 15)
+    with pytest.raises(BurstError) as caught:
+        pipeline.run(buffers={"here": torch.zeros(16), "there": there}, ops={"add": lambda name: None})
+    assert ctx.transport.bytes_sent == 0
+    run(ctx)
+    return caught.value
+
+
+def test_a_buffer_too_small_on_one_rank_is_refused_on_all() -> None:
+    for error in burst_rt.run_local(3, lambda ctx: failure(ctx, odd=False)):
+        assert type(error) is InputError
+        assert "rank 1" in str(error)
+        assert "there[0] must be a contiguous tensor of at least 64 bytes, got 60 bytes" in str(error)
+
+
+def test_another_graph_on_one_rank_is_refused_on_all() -> None:
+    for error in burst_rt.run_local(3, lambda ctx: failure(ctx, odd=True)):
+        assert type(error) is ContractMismatch
+        assert "graphs" in str(error)
+
+
+def test_graphs_that_do_not_fit_are_refused_when_made() -> None:
+    def lonely(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        own = g.buffer("own", size_bytes=8, initialised=True)
+        g.exchange("to nobody", sends=[(own, 1 - rank)], tag=0)
+        return g.build()
+
+    def make(ctx: Context) -> None:
+        with pytest.raises(InternalError, match="never receives"):
+            ctx.pipeline(lonely)
+
+    burst_rt.run_local(2, make)
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pipeline_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    example().main()
+    assert "the result is right" in capsys.readouterr().out
+    assert (tmp_path / "pipeline.png").stat().st_size > 1000
