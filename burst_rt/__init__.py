@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, call_spec, explain
     from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
     from burst_rt.attention.masks import Causal, Full, Mask
-    from burst_rt.context import Context, ContextLayout, LocalRank, Pipeline, Stats, init, run_local
+    from burst_rt.context import Context, LocalRank, Stats, init, run_local
+    from burst_rt.pipeline import Pipeline
+    from burst_rt.sharding import ContextLayout
 
 __version__ = "0.1.0"
 
@@ -27,12 +29,12 @@ _HOME = {
     "BurstAttentionFunction": "attention.autograd",
     "Causal": "attention.masks",
     "Context": "context",
-    "ContextLayout": "context",
+    "ContextLayout": "sharding",
     "Explanation": "attention.api",
     "Full": "attention.masks",
     "LocalRank": "context",
     "Mask": "attention.masks",
-    "Pipeline": "context",
+    "Pipeline": "pipeline",
     "Stats": "context",
     "burst_attention": "attention.api",
     "call_spec": "attention.api",

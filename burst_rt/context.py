@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,14 +25,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from burst_rt.attention.execute import BackwardRun, ForwardRun
-from burst_rt.attention.layouts import Layout, make_layout
+from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
-from burst_rt.drivers import HostDriver, Watch, raw_bytes
+from burst_rt.drivers import HostDriver, Progress, Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost
 from burst_rt.kernels import sum_dtype
+from burst_rt.pipeline import Pipeline
 from burst_rt.scheduler import Engine, Graph, Schedule, Span, Trace, check_world, run
+from burst_rt.sharding import ContextLayout
 from burst_rt.transport import ControlGroup, LocalTransport, LocalWorld, Pending, Transport
 
 if TYPE_CHECKING:
@@ -71,122 +73,6 @@ class Stats:
     compute_s: float = 0.0
     wait_s: float = 0.0
     total_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class ContextLayout:
-    """A layout of one context: which tokens this rank holds. Made by `Context.layout`."""
-
-    context: Context
-    map: Layout
-
-    @property
-    def kind(self) -> str:
-        return self.map.kind
-
-    @property
-    def seq_len(self) -> int:
-        return self.map.seq_len
-
-    @property
-    def shard_len(self) -> int:
-        """Tokens of this rank."""
-        return self.map.shard_len(self.context.rank)
-
-    def positions(self, rank: int | None = None) -> torch.Tensor:
-        """Global positions of a rank's tokens (default: this rank's) in local order: int64 `[shard_len]`, on the context's device."""
-        owner = self.context.rank if rank is None else rank
-        if not 0 <= owner < self.context.world_size:
-            raise InputError(f"layout.positions: rank must be in [0, {self.context.world_size}), got {rank}")
-        parts = [torch.arange(b.start, b.stop, b.step, device=self.context.device) for b in self.map.blocks[owner]]
-        return torch.cat(parts)
-
-    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of a full tensor, along `dim`, in local order. Local, differentiable; a copy."""
-        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.seq_len:
-            raise InputError(f"layout.shard: expected {self.seq_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
-        return x.index_select(dim, self.positions().to(x.device))
-
-    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The full tensor, on every rank, from every rank's shard. Collective: blocks at most the context's `timeout_s`.
-
-        Not differentiable: a tensor that requires grad is refused (InputError, on every rank); pass x.detach().
-        """
-        ctx = self.context
-        error = self._refuses(x, dim)
-        if error:
-            ctx.refuse("unshard", error)
-        others = tuple(n for i, n in enumerate(x.shape) if i != dim % x.ndim)
-        about = {
-            "call": "unshard",
-            "layout": f"{self.kind} {self.seq_len}",
-            "other dims": str(others),
-            "dim": str(dim),
-            "dtype": str(x.dtype),
-        }
-        mine = x.detach().movedim(dim, 0).contiguous()
-        pending = ctx.collective(about, lambda: ctx.control.allgather(raw_bytes(mine.cpu()).tobytes()))
-        full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
-        for rank, raw in enumerate(pending.result()):
-            if raw:
-                shard = torch.frombuffer(bytearray(raw), dtype=x.dtype).view(self.map.shard_len(rank), *mine.shape[1:])
-                full[self.positions(rank).to(x.device)] = shard.to(x.device)
-        return full.movedim(0, dim)
-
-    def _refuses(self, x: torch.Tensor, dim: int) -> InputError | None:
-        """Why `unshard` cannot take this rank's tensor, or None."""
-        where = "layout.unshard:"
-        if not isinstance(x, torch.Tensor):
-            return InputError(f"{where} expected a tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_meta:
-            return InputError(f"{where} expected a dense tensor that holds values, got {x.layout} on {x.device}")
-        if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or x.shape[dim] != self.shard_len:
-            return InputError(f"{where} expected {self.shard_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
-        if x.requires_grad and torch.is_grad_enabled():
-            return InputError(f"{where} not differentiable, and x requires grad; pass x.detach()")
-        return None
-
-
-class Pipeline:
-    """A verified custom task graph of a context; made by `Context.pipeline`.
-
-    progress: an operation that takes long calls it now and then: messages move on, and the other ranks hear that this one is alive.
-    """
-
-    def __init__(self, context: Context, schedule: Schedule, fingerprint: str) -> None:
-        self.context = context
-        self.schedule = schedule
-        self.fingerprint = fingerprint  # of all ranks' graphs; ranks compare it when they run
-        self.progress = _Progress()
-
-    @property
-    def graph(self) -> Graph:
-        """This rank's graph."""
-        return self.schedule.graph
-
-    def run(self, *, buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], ops: Mapping[str, Callable[..., None]]) -> Trace:
-        """Runs the graph once and returns its trace. Collective; blocks until done, bounded by the context's deadlines.
-
-        buffers: the tensors of every buffer that is sent or received (one, or one a part), contiguous, at least as large as its messages.
-        ops: what each `Op.name` does; called with `Op.args`.
-        """
-        memory: dict[int, memoryview] = {}
-        error: BurstError | None = None
-        moved = {m.part: m.size_bytes for task in self.graph.tasks for m in (*task.sends, *task.recvs)}
-        for part_id, size in moved.items():
-            part = self.graph.parts[part_id]
-            bound = buffers.get(part.buffer)
-            tensor = bound if isinstance(bound, torch.Tensor) or bound is None else bound[part.index]
-            if tensor is None or not tensor.is_contiguous() or tensor.nbytes < size:
-                got = "nothing" if tensor is None else f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
-                error = InputError(f"Pipeline.run: {part.name} must be a contiguous tensor of at least {size} bytes, got {got}")
-            else:
-                memory[part_id] = raw_bytes(tensor)
-        missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
-        if missing:
-            error = InputError(f"Pipeline.run: no function given for the operations {missing}")
-        self.context.agree({"call": "Pipeline.run", "graphs": self.fingerprint}, error)
-        return self.context.run_pipeline(self.schedule, ops, memory, self.progress)
 
 
 class Context:
@@ -314,7 +200,7 @@ class Context:
         self, plan: Plan, spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a forward plan: (out, lse). Collective."""
-        progress = _Progress()
+        progress = Progress()
         bound = ForwardRun(plan, spec.scale, progress, self._poison, q, k, v)
         self._attend(plan, spec, bound, progress)
         return bound.out, bound.lse
@@ -323,7 +209,7 @@ class Context:
         self, plan: Plan, spec: CallSpec, saved: tuple[torch.Tensor, ...], dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Runs a backward plan: (dq, dk, dv). `saved` is q, k, v, out, lse. Collective."""
-        progress = _Progress()
+        progress = Progress()
         q, k, v, out, lse = saved
         bound = BackwardRun(plan, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
         self._attend(plan, spec, bound, progress)
@@ -357,7 +243,7 @@ class Context:
         ops: Mapping[str, Callable[..., None]],
         memory: Mapping[int, memoryview],
         opening: Agreement,
-        progress: _Progress | None = None,
+        progress: Progress | None = None,
     ) -> tuple[Trace, HostDriver]:
         """Runs a schedule on this rank's driver. Collective."""
         trace = Trace()
@@ -380,13 +266,13 @@ class Context:
         return trace, driver
 
     def run_pipeline(
-        self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview], progress: _Progress
+        self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview], progress: Progress
     ) -> Trace:
         """Runs a custom schedule the ranks have agreed on. Collective."""
         with self._exclusive():
             return self.perform(schedule, ops, memory, Agreement(self.control, self._number, {}, 0), progress)[0]
 
-    def _attend(self, plan: Plan, spec: CallSpec, bound: ForwardRun | BackwardRun, progress: _Progress) -> None:
+    def _attend(self, plan: Plan, spec: CallSpec, bound: ForwardRun | BackwardRun, progress: Progress) -> None:
         with self._exclusive():
             self._enter()
             started_s = time.perf_counter()
@@ -453,16 +339,6 @@ class Context:
             yield
         finally:
             self._busy.release()
-
-
-class _Progress:
-    """What kernels call between parts; the driver behind it exists only once the call's memory is bound."""
-
-    driver: HostDriver | None = None
-
-    def __call__(self) -> None:
-        if self.driver is not None:
-            self.driver.progress()
 
 
 def init(

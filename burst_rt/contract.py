@@ -24,8 +24,8 @@ from burst_rt.errors import BurstError, ContractMismatch, InputError
 from burst_rt.transport import ControlGroup
 
 if TYPE_CHECKING:
-    from burst_rt.context import ContextLayout
     from burst_rt.drivers import Watch
+    from burst_rt.sharding import ContextLayout
 
 __all__ = ["Agreement", "CallSpec", "check_call", "check_spec", "digest_of"]
 

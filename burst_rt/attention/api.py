@@ -10,9 +10,10 @@ import torch
 from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
 from burst_rt.attention.masks import Causal, Full, Mask
 from burst_rt.attention.planner import Plan
-from burst_rt.context import ContextLayout, current_context
+from burst_rt.context import current_context
 from burst_rt.contract import CallSpec, check_call, check_spec
 from burst_rt.errors import InputError
+from burst_rt.sharding import ContextLayout
 
 __all__ = ["BurstAttention", "Explanation", "burst_attention", "call_spec", "explain"]
 

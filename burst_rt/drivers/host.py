@@ -18,7 +18,7 @@ from burst_rt.errors import BurstError, InternalError, Stalled
 from burst_rt.scheduler import Event, Graph, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Transport
 
-__all__ = ["HostDriver", "Opening", "raw_bytes"]
+__all__ = ["HostDriver", "Opening", "Progress", "raw_bytes"]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -210,3 +210,13 @@ class HostDriver:
             f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or raise stall_s in burst_rt.init"
         )
         return Stalled(message, rank=rank, peer=peers[0], task=task.name, elapsed_s=silent_s)
+
+
+class Progress:
+    """What kernels call between parts; the driver behind it exists only once the call's memory is bound."""
+
+    driver: HostDriver | None = None
+
+    def __call__(self) -> None:
+        if self.driver is not None:
+            self.driver.progress()

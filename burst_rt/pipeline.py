@@ -1,0 +1,59 @@
+"""Custom pipelines: a user's own task graph on the engine and transports of a context. See examples/pipeline.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from burst_rt.drivers import Progress, raw_bytes
+from burst_rt.errors import BurstError, InputError
+from burst_rt.scheduler import Graph, Schedule, Trace
+
+if TYPE_CHECKING:
+    from burst_rt.context import Context
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """A verified custom task graph of a context; made by `Context.pipeline`.
+
+    progress: an operation that takes long calls it now and then: messages move on, and the other ranks hear that this one is alive.
+    """
+
+    def __init__(self, context: Context, schedule: Schedule, fingerprint: str) -> None:
+        self.context = context
+        self.schedule = schedule
+        self.fingerprint = fingerprint  # of all ranks' graphs; ranks compare it when they run
+        self.progress = Progress()
+
+    @property
+    def graph(self) -> Graph:
+        """This rank's graph."""
+        return self.schedule.graph
+
+    def run(self, *, buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], ops: Mapping[str, Callable[..., None]]) -> Trace:
+        """Runs the graph once and returns its trace. Collective; blocks until done, bounded by the context's deadlines.
+
+        buffers: the tensors of every buffer that is sent or received (one, or one a part), contiguous, at least as large as its messages.
+        ops: what each `Op.name` does; called with `Op.args`.
+        """
+        memory: dict[int, memoryview] = {}
+        error: BurstError | None = None
+        moved = {m.part: m.size_bytes for task in self.graph.tasks for m in (*task.sends, *task.recvs)}
+        for part_id, size in moved.items():
+            part = self.graph.parts[part_id]
+            bound = buffers.get(part.buffer)
+            tensor = bound if isinstance(bound, torch.Tensor) or bound is None else bound[part.index]
+            if tensor is None or not tensor.is_contiguous() or tensor.nbytes < size:
+                got = "nothing" if tensor is None else f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
+                error = InputError(f"Pipeline.run: {part.name} must be a contiguous tensor of at least {size} bytes, got {got}")
+            else:
+                memory[part_id] = raw_bytes(tensor)
+        missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
+        if missing:
+            error = InputError(f"Pipeline.run: no function given for the operations {missing}")
+        self.context.agree({"call": "Pipeline.run", "graphs": self.fingerprint}, error)
+        return self.context.run_pipeline(self.schedule, ops, memory, self.progress)
