@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -33,6 +34,7 @@ class _Run:
         problem = plan.key.problem
         self.plan = plan
         self.problem = problem
+        self.ring = plan.choice.ring
         self.rank = plan.rank
         self.scale = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
         self.progress = progress
@@ -46,49 +48,63 @@ class _Run:
         for part in plan.slots:
             slot = torch.empty(part.size_bytes, dtype=torch.uint8)
             self.storage[part.id] = slot.fill_(255) if poison else slot  # all ones is NaN in every floating type
-            self.memory[part.id] = raw_bytes(slot)
+            self.memory[part.id] = slot.numpy().data
 
     def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory; NaN where the context is told to poison."""
         new = torch.empty(shape, dtype=dtype)
         return new.fill_(torch.nan) if self._poison else new
 
-    def bind(self, name: str, whole: torch.Tensor, blocks: tuple[range, ...]) -> None:
-        """Binds a tensor's blocks (cut along the tokens, dim 1) to the parts of the buffer `name`."""
-        for index, (start, stop) in enumerate(_bounds(blocks)):
+    def travels(self, *, queries: bool) -> bool:
+        """Whether this side goes round (in parts, one a block) or stays at home (as one)."""
+        return self.ring.queries_travel is queries
+
+    def bind(self, name: str, whole: torch.Tensor, *, queries: bool) -> None:
+        """Binds a tensor of the shard to the buffer `name`: cut into blocks (along the tokens, dim 1) where they travel."""
+        if not self.travels(queries=queries):
+            self.bind_part(name, 0, whole)
+            return
+        for index, (start, stop) in enumerate(self.bounds(queries=queries)):
             self.bind_part(name, index, whole[:, start:stop])
 
     def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
-        """Binds one block; what travels must be contiguous, and is copied if it is not."""
+        """Binds one part; what travels must be contiguous, and is copied if it is not."""
         part = self._ids[name, index]
         if part in self.plan.graph.sent:
             block = block.contiguous()
             self.memory[part] = raw_bytes(block)
         self.tensors[part] = block
 
-    def tile(self, q_at: tuple[int, int], kv_at: tuple[int, int], piece: Piece) -> Tile:
-        """A tile of the block pair (rank, index) x (rank, index)."""
-        q, kv = self.problem.q_blocks[q_at[0]][q_at[1]], self.problem.kv_blocks[kv_at[0]][kv_at[1]]
-        return Tile(piece, q, kv, self.problem.mask, self.scale, self.progress)
+    def bounds(self, *, queries: bool) -> list[tuple[int, int]]:
+        """Where each part of this side stands in the shard."""
+        blocks = (self.problem.q_blocks if queries else self.problem.kv_blocks)[self.rank]
+        ends = [0, *accumulate(map(len, blocks))]
+        return list(pairwise(ends)) if self.travels(queries=queries) else [(0, ends[-1])]
 
-    def at(self, names: _Names, q_at: tuple[int, int], kv_at: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """The tensors an operation names: bound blocks as they are, slots as what their present owner's block looks like."""
+    def tile(self, owner: int, block: int, pieces: tuple[Piece, ...]) -> Tile:
+        """The tile of a travelling block and the shard at home."""
+        q, kv = self.problem.q_blocks[self.rank], self.problem.kv_blocks[self.rank]
+        if self.ring.queries_travel:
+            q = (self.problem.q_blocks[owner][block],)
+        else:
+            kv = (self.problem.kv_blocks[owner][block],)
+        return Tile(pieces, q, kv, self.problem.mask, self.scale, self.progress)
+
+    def at(self, names: _Names, owner: int, block: int) -> dict[str, torch.Tensor]:
+        """The tensors an operation names: bound ones as they are, slots as what their present owner's block looks like."""
         found = {}
         for name, part in names:
             bound = self.tensors.get(part)
-            if bound is None:
-                queries = name in ("q", "dout", "rows", "dq")
-                bound = self._view(name, part, *(q_at if queries else kv_at), queries=queries)
-            found[name] = bound
+            found[name] = self._view(name, part, owner, block) if bound is None else bound
         return found
 
-    def _view(self, name: str, part: int, owner: int, block: int, *, queries: bool) -> torch.Tensor:
+    def _view(self, name: str, part: int, owner: int, block: int) -> torch.Tensor:
         view = self._views.get((part, owner))
         if view is None:
             problem = self.problem
-            length = len((problem.q_blocks if queries else problem.kv_blocks)[owner][block])
+            length = len(self.ring.travelling[owner][block])
             dtype = self.wide if name in ("rows", "dq", "dk", "dv") else self.plan.key.dtype
-            heads = problem.num_heads if queries else problem.num_kv_heads
+            heads = problem.num_heads if self.ring.queries_travel else problem.num_kv_heads
             shape = (problem.batch, length, heads, problem.head_dim) if name != "rows" else (2, problem.batch, heads, length)
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             self._views[part, owner] = view
@@ -105,29 +121,23 @@ class ForwardRun(_Run):
         batch, length, heads, _ = q.shape
         self.out = self.fresh(*q.shape, dtype=q.dtype)
         self.lse = self.fresh(batch, heads, length, dtype=self.wide)
-        blocks = self.problem.q_blocks[self.rank]
-        self.bind("q", _dense(q), blocks)
+        self.bind("q", _dense(q), queries=True)
         for name, x in (("k", k), ("v", v)):
-            self.bind(name, _dense(x), self.problem.kv_blocks[self.rank])
+            self.bind(name, _dense(x), queries=False)
         acc = self.out if q.dtype == self.wide else torch.empty(q.shape, dtype=self.wide)
         m, total = (torch.empty(batch, heads, length, dtype=self.wide) for _ in range(2))
         acc.zero_()
         m.fill_(-torch.inf)
         total.zero_()
-        self._state: dict[int, tuple[State, slice]] = {}
-        for index, (start, stop) in enumerate(_bounds(blocks)):
-            state = State(acc[:, start:stop], m[:, :, start:stop], total[:, :, start:stop])
-            self._state[self._ids["state", index]] = (state, slice(start, stop))
+        self._state = State(acc, m, total)
         self.ops: dict[str, Callable[..., None]] = {"forward": self._forward, "finish": self._finish}
 
-    def _forward(self, q_at: tuple[int, int], kv_at: tuple[int, int], piece: Piece, reads: _Names, adds: _Names) -> None:
-        x = self.at(reads, q_at, kv_at)
-        state, _ = self._state[adds[0][1]]
-        self.plan.kernel.forward(x["q"], x["k"], x["v"], self.tile(q_at, kv_at, piece), state)
+    def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: _Names, _: _Names) -> None:
+        x = self.at(reads, owner, block)
+        self.plan.kernel.forward(x["q"], x["k"], x["v"], self.tile(owner, block, pieces), self._state)
 
-    def _finish(self, part: int) -> None:
-        state, rows = self._state[part]
-        state.finish(self.out[:, rows], self.lse[:, :, rows])
+    def _finish(self) -> None:
+        self._state.finish(self.out, self.lse)
 
 
 class BackwardRun(_Run):
@@ -145,22 +155,19 @@ class BackwardRun(_Run):
     ) -> None:
         super().__init__(plan, scale, progress, poison)
         q, k, v, out, lse = tensors
-        q_blocks, kv_blocks = self.problem.q_blocks[self.rank], self.problem.kv_blocks[self.rank]
-        self._bounds = _bounds(q_blocks)
         self._dout, self._out, self._lse, self._dlse = _dense(dout), out, lse, dlse
-        self.bind("q", _dense(q), q_blocks)
-        self.bind("dout", self._dout, q_blocks)
+        self._rows = self.bounds(queries=True)
+        self.bind("q", _dense(q), queries=True)
+        self.bind("dout", self._dout, queries=True)
         for name, x in (("k", k), ("v", v)):
-            self.bind(name, _dense(x), kv_blocks)
-        for index, block in enumerate(q_blocks):
-            self.bind_part("rows", index, self.fresh(2, q.shape[0], q.shape[2], len(block), dtype=self.wide))
+            self.bind(name, _dense(x), queries=False)
+        for part, (start, stop) in enumerate(self._rows):
+            self.bind_part("rows", part, self.fresh(2, q.shape[0], q.shape[2], stop - start, dtype=self.wide))
         self._sums: dict[str, torch.Tensor] = {}
-        for name, x, blocks, needed in zip(
-            ("dq", "dk", "dv"), (q, k, v), (q_blocks, kv_blocks, kv_blocks), self.problem.needs_grad, strict=True
-        ):
+        for name, x, needed in zip(("dq", "dk", "dv"), (q, k, v), self.problem.needs_grad, strict=True):
             if needed:
                 self._sums[name] = torch.zeros(x.shape, dtype=self.wide)
-                self.bind(name, self._sums[name], blocks)
+                self.bind(name, self._sums[name], queries=name == "dq")
         self.ops: dict[str, Callable[..., None]] = {"backward": self._backward, "delta": self._delta, "zero": self._zero, "add": self._add}
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -172,19 +179,18 @@ class BackwardRun(_Run):
         dq, dk, dv = (self._sums.pop(name).to(self.plan.key.dtype) if name in self._sums else None for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
-    def _backward(self, q_at: tuple[int, int], kv_at: tuple[int, int], piece: Piece, reads: _Names, adds: _Names) -> None:
-        x = self.at(reads, q_at, kv_at)
-        sums = self.at(adds, q_at, kv_at)
+    def _backward(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: _Names, adds: _Names) -> None:
+        x, sums = self.at(reads, owner, block), self.at(adds, owner, block)
         lse, delta = x["rows"]
-        tile = self.tile(q_at, kv_at, piece)
+        tile = self.tile(owner, block, pieces)
         self.plan.kernel.backward(
             x["q"], x["k"], x["v"], x["dout"], lse, delta, tile, sums.get("dq"), sums.get("dk"), sums.get("dv")
         )  # fmt: skip
 
-    def _delta(self, index: int) -> None:
-        """lse and delta = rowsum(dout * out) - dlse of one block of this rank's queries, into its rows."""
-        rows = self.tensors[self._ids["rows", index]]
-        start, stop = self._bounds[index]
+    def _delta(self, part: int) -> None:
+        """lse and delta = rowsum(dout * out) - dlse of one part of this rank's queries, into its rows."""
+        rows = self.tensors[self._ids["rows", part]]
+        start, stop = self._rows[part]
         # A row that saw no key has lse -inf; as +inf its probabilities exp(score - lse), and so its gradients, are 0.
         rows[0].copy_(self._lse[:, :, start:stop])
         rows[0].masked_fill_(rows[0] == -torch.inf, torch.inf)
@@ -208,12 +214,3 @@ class BackwardRun(_Run):
 def _dense(x: torch.Tensor) -> torch.Tensor:
     """Strided views are taken as they are; a broadcast (stride 0) or a last dimension that is not contiguous is copied."""
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
-
-
-def _bounds(blocks: tuple[range, ...]) -> list[tuple[int, int]]:
-    """Where each block stands in the shard."""
-    bounds, at = [], 0
-    for block in blocks:
-        bounds.append((at, at + len(block)))
-        at += len(block)
-    return bounds

@@ -100,10 +100,10 @@ class Plan:
             sums = q_len * problem.row_bytes + (0 if in_place else wide)
         own = sum(part.size_bytes for part in self.graph.parts if part.id in self.graph.sent and part.initialised and part.buffer != "rows")
         packed = own if problem.batch > 1 else 0
-        q_block = max(len(b) for blocks in problem.q_blocks for b in blocks)
-        kv_block = max(len(b) for blocks in problem.kv_blocks for b in blocks)
+        block = max(len(b) for blocks in self.choice.ring.travelling for b in blocks)
+        tile = (block, kv_len) if self.choice.ring.queries_travel else (q_len, block)
         heads = (problem.batch, problem.num_heads, problem.num_kv_heads, problem.head_dim)
-        scratch = self.kernel.scratch_bytes(forward, *heads, self.key.dtype, q_block, kv_block)
+        scratch = self.kernel.scratch_bytes(forward, *heads, self.key.dtype, *tile)
         return Memory(slots, sums, packed, scratch)
 
 

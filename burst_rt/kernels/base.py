@@ -1,9 +1,8 @@
-"""What a tile kernel is. A kernel works on one piece of a tile: some rows of a q-block against some rows of a kv-block.
+"""What a tile kernel is. A kernel computes one tile: a block that travels against the whole shard at home, on whichever side.
 
-Tensors are block views, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v, dk, dv `[batch, kv_len, kv_heads, head_dim]`; lse and
-delta `[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are float32 for 16- and
-32-bit inputs, float64 for float64.
-"""
+Tensors are views of that block or shard, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v, dk, dv `[batch, kv_len, kv_heads,
+head_dim]`; lse and delta `[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are
+float32 for 16- and 32-bit inputs, float64 for float64."""
 
 from __future__ import annotations
 
@@ -44,28 +43,28 @@ class State(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is to be computed: the piece, the blocks' positions (for masked pieces), the mask, the softmax scale.
+    """What is to be computed: the pieces that the mask leaves of a tile, positions of its rows and columns, the mask, the softmax scale.
 
-    `progress` is called between parts of a long piece so that transfers move on.
+    Positions are runs, in local order (a shard has one run a block); a kernel that evaluates the mask itself may go by them alone.
+    `progress` is called between parts of a long tile so that transfers move on.
     """
 
-    piece: Piece
-    q_positions: range
-    kv_positions: range
+    pieces: tuple[Piece, ...]
+    q_positions: tuple[range, ...]
+    kv_positions: tuple[range, ...]
     mask: Mask
     scale: float
     progress: Callable[[], None]
 
-    def visible(self, q_start: int, q_stop: int, kv_start: int, kv_stop: int, device: torch.device) -> torch.Tensor | None:
-        """Which cells are seen between rows of the q-block and rows of the kv-block: bool `[q, kv]`, or None for all of them."""
-        if self.piece.masked:
-            q = _positions(self.q_positions[q_start:q_stop], device)
-            kv = _positions(self.kv_positions[kv_start:kv_stop], device)
+    def visible(self, piece: Piece, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | None:
+        """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`, or None for all of them."""
+        if piece.masked:
+            q, kv = _positions(self.q_positions, rows, device), _positions(self.kv_positions, columns, device)
             seen: torch.Tensor = self.mask.allows(q[:, None], kv[None, :])
             return seen
-        if self.piece.diagonal:
-            q = torch.arange(q_start - self.piece.q_start, q_stop - self.piece.q_start, device=device)
-            kv = torch.arange(kv_start - self.piece.kv_start, kv_stop - self.piece.kv_start, device=device)
+        if piece.diagonal:
+            q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
+            kv = torch.arange(columns.start - piece.kv_start, columns.stop - piece.kv_start, device=device)
             return kv[None, :] <= q[:, None]
         return None
 
@@ -79,7 +78,7 @@ class Kernel(Protocol):
         """Why it cannot do this device and input dtype, or None."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
-        """Folds the piece into the rows of `state` it covers."""
+        """Folds the tile's pieces into the rows of `state` they cover."""
 
     def backward(
         self,
@@ -94,7 +93,7 @@ class Kernel(Protocol):
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
-        """Adds the piece's gradients to the sums (None: not needed).
+        """Adds the gradients of the tile's pieces to the sums (None: not needed).
 
         `lse` is of the whole row, +inf where a row sees no key at all (so that its probabilities are 0); `delta` = rowsum(dout * out) -
         dlse.
@@ -103,7 +102,7 @@ class Kernel(Protocol):
     def scratch_bytes(
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
     ) -> int:
-        """The most memory one call allocates for blocks of these lengths; bounded whatever they are."""
+        """The most memory one call allocates for a tile of `q_len` x `kv_len`; bounded whatever they are."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -111,5 +110,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _positions(positions: range, device: torch.device) -> torch.Tensor:
-    return torch.arange(positions.start, positions.stop, positions.step, device=device)
+def _positions(runs: tuple[range, ...], rows: slice, device: torch.device) -> torch.Tensor:
+    found, first = [], 0
+    for run in runs:
+        part = run[max(rows.start - first, 0) : max(rows.stop - first, 0)]
+        found.append(torch.arange(part.start, part.stop, part.step, device=device))
+        first += len(run)
+    return torch.cat(found)

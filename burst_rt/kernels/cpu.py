@@ -3,9 +3,9 @@
 16-bit inputs are cast to float32 part by part, so that sums are float32 whatever the input, and because on a CPU without native bfloat16
 torch's own 16-bit backward is several times slower.
 
-The fused backward wants the output O, of which it uses only rowsum(dO * O). It is given O' = u * delta / (amax * |u|^2) with u = dO / amax
-and amax the row's largest |dO|: then rowsum(dO * O') = delta exactly, so O never has to travel. The scaling by amax keeps |u|^2 away from
-overflow and underflow.
+The fused backward wants the output O, of which it uses only rowsum(dO * O). It is given O' = dO * delta / |dO|^2: then rowsum(dO * O') =
+delta exactly, so O never has to travel. Where |dO|^2 is near overflow or underflow it is O' = u * delta / (amax * |u|^2) with u = dO / amax
+and amax the row's largest |dO|.
 
 Two habits of the fused kernel are worked around here: it crashes on empty tensors (never called with one), and a row that sees no key gets
 lse 0 instead of -inf.
@@ -14,10 +14,13 @@ lse 0 instead of -inf.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
+from burst_rt.attention.masks import Piece
 from burst_rt.kernels.base import State, Tile, sum_dtype
 
 __all__ = ["CpuKernel"]
@@ -26,10 +29,25 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 # Rows of queries and of keys in one call of the fused kernel. Large enough that adding up the parts costs about one percent.
-_Q_PART = 1024
+_Q_PART = 4096
 _KV_PART = 4096
-# Under a triangle the fused kernel also computes cells it then masks; narrow triangles with full rectangles beside them waste less.
-_DIAGONAL_PART = 512
+# Under a triangle the fused kernel also computes cells it then masks; small triangles with full rectangles between them waste less.
+_TRIANGLE = 256
+# Columns of one call under a mask, which is made as a matrix.
+_MASKED_PART = 1024
+# What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the backward.
+_FUSED_BYTES = 2**20
+# Norms whose squares are neither near overflow nor near underflow, in float32 and so in float64.
+_TINY, _HUGE = 1e-15, 1e15
+
+
+class _Cut(NamedTuple):
+    """One call of the fused kernel: rows and columns of the tile; under a triangle (row i sees column j <= i), or the mask of `piece`."""
+
+    rows: slice
+    columns: slice
+    triangle: bool = False
+    piece: Piece | None = None
 
 
 class CpuKernel:
@@ -47,9 +65,9 @@ class CpuKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
-        for rows, columns in _parts(tile):
-            for cut in columns:
-                _forward_part(q, k, v, tile, state, rows, cut)
+        for _, cuts in _parts(tile):
+            for cut in cuts:
+                _forward_part(q, k, v, tile, state, cut)
                 tile.progress()
 
     def backward(
@@ -66,61 +84,100 @@ class CpuKernel:
         dv: torch.Tensor | None,
     ) -> None:
         """See `Kernel.backward`."""
-        for rows, columns in _parts(tile):
-            a, b = rows
-            queries = _Queries(q[:, a:b], dout[:, a:b], lse[:, :, a:b], delta[:, :, a:b])
-            for cut in columns:
-                _backward_part(queries, k, v, tile, rows, cut, None if dq is None else dq[:, a:b], dk, dv)
+        for rows, cuts in _parts(tile):
+            queries = _Queries(rows.start, _cut(q, 1, rows), _cut(dout, 1, rows), _cut(lse, 2, rows), _cut(delta, 2, rows))
+            for cut in cuts:
+                _backward_part(queries, k, v, tile, cut, dq, dk, dv)
                 tile.progress()
 
     def scratch_bytes(
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
     ) -> int:
-        """Bounded by the parts' sizes: casts of the inputs, the fused kernel's results and its own buffers."""
+        """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its own buffers."""
         size = sum_dtype(dtype).itemsize
         q_part = batch * min(q_len, _Q_PART) * num_heads * head_dim * size
         kv_part = batch * min(kv_len, _KV_PART) * num_kv_heads * head_dim * size
         cast = sum_dtype(dtype) != dtype
         if forward:
-            return q_part * (2 + cast) + kv_part * 2 * cast
-        return q_part * (5 + 2 * cast) + kv_part * (2 + 2 * cast)
+            return q_part * (1 + cast) + kv_part * 2 * cast + _FUSED_BYTES
+        return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + _FUSED_BYTES
 
 
-def _parts(tile: Tile) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, bool]]]]:
-    """Cuts a piece into ((q_start, q_stop), [(kv_start, kv_stop, diagonal), ...]) of bounded size, leaving out what a triangle hides."""
-    piece = tile.piece
-    step = _DIAGONAL_PART if piece.diagonal else _Q_PART
-    for a in range(piece.q_start, piece.q_stop, step):
-        b = min(a + step, piece.q_stop)
-        full_stop = min(piece.kv_start + a - piece.q_start, piece.kv_stop) if piece.diagonal else piece.kv_stop
-        columns = [(c, min(c + _KV_PART, full_stop), False) for c in range(piece.kv_start, full_stop, _KV_PART)]
-        if full_stop < piece.kv_stop:
-            columns.append((full_stop, min(full_stop + b - a, piece.kv_stop), True))
-        yield (a, b), columns
+def _parts(tile: Tile) -> Iterator[tuple[slice, Iterator[_Cut]]]:
+    """The tile in runs of rows of bounded size, each with its cuts."""
+    edges = sorted({edge for piece in tile.pieces for edge in (piece.q_start, piece.q_stop)})
+    for top, bottom in pairwise(edges):
+        pieces = [piece for piece in tile.pieces if piece.q_start <= top and bottom <= piece.q_stop]
+        for a in range(top, bottom, _Q_PART) if pieces else ():
+            rows = slice(a, min(a + _Q_PART, bottom))
+            yield rows, _cuts(pieces, rows)
+
+
+def _cuts(pieces: list[Piece], rows: slice) -> Iterator[_Cut]:
+    """What some rows, all of them in every piece, are to compute: full rectangles first, joined where they touch."""
+    full, rest = [], []
+    for piece in pieces:
+        if piece.masked:
+            rest += [_Cut(rows, columns, piece=piece) for columns in _split(piece.kv_start, piece.kv_stop, _MASKED_PART)]
+            continue
+        full_stop = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop) if piece.diagonal else piece.kv_stop
+        full.append((piece.kv_start, full_stop))
+        rest += _triangle(rows, slice(full_stop, piece.kv_stop))
+    for start, stop in _joined(full):
+        yield from (_Cut(rows, columns) for columns in _split(start, stop, _KV_PART))
+    yield from rest
+
+
+def _triangle(rows: slice, columns: slice) -> Iterator[_Cut]:
+    """Row i sees column j <= i, both counted from here: halved into two triangles and a full rectangle until they are small."""
+    if columns.start >= columns.stop:
+        return
+    size = rows.stop - rows.start
+    if size <= _TRIANGLE:
+        yield _Cut(rows, slice(columns.start, min(columns.start + size, columns.stop)), triangle=True)
+        return
+    half = size // 2
+    row, column = rows.start + half, min(columns.start + half, columns.stop)
+    yield from _triangle(slice(rows.start, row), slice(columns.start, column))
+    yield _Cut(slice(row, rows.stop), slice(columns.start, column))
+    yield from _triangle(slice(row, rows.stop), slice(column, columns.stop))
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges that do not overlap, those that touch as one; empty ones left out."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if start < stop:
+            joined.append((joined.pop()[0], stop) if joined and joined[-1][1] == start else (start, stop))
+    yield from joined
+
+
+def _split(start: int, stop: int, size: int) -> Iterator[slice]:
+    return (slice(c, min(c + size, stop)) for c in range(start, stop, size))
 
 
 # One function a part, so that a part's memory is free before the next part takes its own.
-def _forward_part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State, rows: tuple[int, int], cut: tuple[int, int, bool]
-) -> None:
-    (a, b), (c, d, diagonal) = rows, cut
+def _forward_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State, cut: _Cut) -> None:
+    rows, columns = cut.rows, cut.columns
     wide = state.acc.dtype
-    seen = tile.visible(a, b, c, d, q.device) if tile.piece.masked else None
-    q_part, k_part, v_part = _wide(q[:, a:b], wide), _wide(k[:, c:d], wide), _wide(v[:, c:d], wide)
-    out, lse = _forward(q_part, k_part, v_part, 0.0, diagonal, attn_mask=_additive(seen, wide), scale=tile.scale)
+    seen = tile.visible(cut.piece, rows, columns, q.device) if cut.piece else None
+    q_part, k_part, v_part = _wide(_cut(q, 1, rows), wide), _wide(_cut(k, 1, columns), wide), _wide(_cut(v, 1, columns), wide)
+    out, lse = _forward(q_part, k_part, v_part, 0.0, cut.triangle, attn_mask=_additive(seen, wide), scale=tile.scale)
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-    _fold(out.transpose(1, 2), lse, state.acc[:, a:b], state.m[:, :, a:b], state.l[:, :, a:b])
+    _fold(out.transpose(1, 2), lse, _cut(state.acc, 1, rows), _cut(state.m, 2, rows), _cut(state.l, 2, rows))
 
 
 class _Queries:
     """Some rows of the query side, as the fused backward wants them: q, dout, O' `[batch, heads, q, d]`; lse `[batch, heads, q]`.
 
-    extra: one channel more was needed, because a row of dout is 0, or nearly, and its delta is not (a gradient of lse alone).
+    first: where they stand in the tile. extra: one channel more was needed, because a row of dout is 0, or nearly, and its delta is not (a
+    gradient of lse alone).
     """
 
-    def __init__(self, q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> None:
+    def __init__(self, first: int, q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> None:
         wide = sum_dtype(q.dtype)
+        self.first = first
         self.q, self.dout = _wide(q, wide), _wide(dout, wide)
         self.lse = lse
         stand_in = _stand_in(self.dout, delta)
@@ -137,24 +194,23 @@ def _backward_part(
     k: torch.Tensor,
     v: torch.Tensor,
     tile: Tile,
-    rows: tuple[int, int],
-    cut: tuple[int, int, bool],
+    cut: _Cut,
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
 ) -> None:
-    c, d, diagonal = cut
+    rows, columns = cut.rows, cut.columns
+    here = slice(rows.start - queries.first, rows.stop - queries.first)
     wide = queries.q.dtype
-    k_part, v_part = _wide(k[:, c:d], wide), _wide(v[:, c:d], wide)
+    k_part, v_part = _wide(_cut(k, 1, columns), wide), _wide(_cut(v, 1, columns), wide)
     if queries.extra:
         k_part, v_part = pad(k_part, (0, 1)), pad(v_part, (0, 1))
-    mask = _additive(tile.visible(*rows, c, d, k.device), wide) if tile.piece.masked else None
-    grads = _backward(
-        queries.dout, queries.q, k_part, v_part, queries.out, queries.lse, 0.0, diagonal, attn_mask=mask, scale=tile.scale
-    )  # fmt: skip
-    for total, grad in zip((dq, None if dk is None else dk[:, c:d], None if dv is None else dv[:, c:d]), grads, strict=True):
+    mask = _additive(tile.visible(cut.piece, rows, columns, k.device), wide) if cut.piece else None
+    q, dout, out, lse = _cut(queries.q, 2, here), _cut(queries.dout, 2, here), _cut(queries.out, 2, here), _cut(queries.lse, 2, here)
+    grads = _backward(dout, q, k_part, v_part, out, lse, 0.0, cut.triangle, attn_mask=mask, scale=tile.scale)
+    for total, at, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
         if total is not None:
-            total += (grad[..., : k.shape[3]] if queries.extra else grad).transpose(1, 2)
+            _cut(total, 1, at).add_((grad[..., : k.shape[3]] if queries.extra else grad).transpose(1, 2))
 
 
 def _fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
@@ -169,10 +225,20 @@ def _fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tens
 
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
     """O' of the module's text, `[batch, heads, q, d]` like dout; None where a row of dout is 0, or nearly, and delta is not."""
-    amax = torch.linalg.vector_norm(dout, torch.inf, dim=-1)
+    norm = torch.linalg.vector_norm(dout, dim=-1)
+    least, most = torch.aminmax(norm)
+    if least.item() > _TINY and most.item() < _HUGE:
+        return dout * (delta / norm.square_()).unsqueeze(-1)
+    amax = dout.abs().amax(-1)
     u = dout / amax.clamp_min(torch.finfo(dout.dtype).tiny).unsqueeze(-1)
     weight = torch.where(delta == 0, 0.0, delta / amax / torch.linalg.vecdot(u, u))
     return u.mul_(weight.unsqueeze(-1)) if bool(torch.isfinite(weight).all()) else None
+
+
+def _cut(x: torch.Tensor, dim: int, at: slice) -> torch.Tensor:
+    """x[..., at, ...]; cheaper, and cheaper still where that is all of x."""
+    length = at.stop - at.start
+    return x if x.shape[dim] == length else x.narrow(dim, at.start, length)
 
 
 def _additive(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

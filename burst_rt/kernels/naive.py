@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from burst_rt.attention.masks import Piece
 from burst_rt.kernels.base import State, Tile
 
 __all__ = ["NaiveKernel"]
@@ -26,18 +27,18 @@ class NaiveKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
-        rows = slice(tile.piece.q_start, tile.piece.q_stop)
-        s = _scores(q, k, tile)
-        acc, m, l = state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows]  # noqa: E741
-        m_new = torch.maximum(m.double(), s.amax(-1))
-        safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
-        p = torch.exp(s - safe[..., None])
-        old = torch.exp(m.double() - safe)
-        columns = slice(tile.piece.kv_start, tile.piece.kv_stop)
-        pv = p @ _heads(v[:, columns], q.shape[2])
-        acc.copy_(acc.double() * old.transpose(1, 2)[..., None] + pv.transpose(1, 2))
-        l.copy_(l.double() * old + p.sum(-1))
-        m.copy_(m_new)
+        for piece in tile.pieces:
+            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
+            s = _scores(q, k, tile, piece)
+            acc, m, l = state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows]  # noqa: E741
+            m_new = torch.maximum(m.double(), s.amax(-1))
+            safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
+            p = torch.exp(s - safe[..., None])
+            old = torch.exp(m.double() - safe)
+            pv = p @ _heads(v[:, columns], q.shape[2])
+            acc.copy_(acc.double() * old.transpose(1, 2)[..., None] + pv.transpose(1, 2))
+            l.copy_(l.double() * old + p.sum(-1))
+            m.copy_(m_new)
 
     def backward(
         self,
@@ -53,17 +54,18 @@ class NaiveKernel:
         dv: torch.Tensor | None,
     ) -> None:
         """See `Kernel.backward`."""
-        rows, columns = slice(tile.piece.q_start, tile.piece.q_stop), slice(tile.piece.kv_start, tile.piece.kv_stop)
         heads, kv_heads = q.shape[2], k.shape[2]
-        p = torch.exp(_scores(q, k, tile) - lse[:, :, rows].double()[..., None])
-        do = _heads(dout[:, rows], heads)
-        ds = p * (do @ _heads(v[:, columns], heads).mT - delta[:, :, rows].double()[..., None]) * tile.scale
-        if dq is not None:
-            dq[:, rows] += (ds @ _heads(k[:, columns], heads)).transpose(1, 2).to(dq.dtype)
-        if dk is not None:
-            dk[:, columns] += _group(ds.mT @ _heads(q[:, rows], heads), kv_heads).to(dk.dtype)
-        if dv is not None:
-            dv[:, columns] += _group(p.mT @ do, kv_heads).to(dv.dtype)
+        for piece in tile.pieces:
+            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
+            p = torch.exp(_scores(q, k, tile, piece) - lse[:, :, rows].double()[..., None])
+            do = _heads(dout[:, rows], heads)
+            ds = p * (do @ _heads(v[:, columns], heads).mT - delta[:, :, rows].double()[..., None]) * tile.scale
+            if dq is not None:
+                dq[:, rows] += (ds @ _heads(k[:, columns], heads)).transpose(1, 2).to(dq.dtype)
+            if dk is not None:
+                dk[:, columns] += _group(ds.mT @ _heads(q[:, rows], heads), kv_heads).to(dk.dtype)
+            if dv is not None:
+                dv[:, columns] += _group(p.mT @ do, kv_heads).to(dv.dtype)
 
     def scratch_bytes(
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
@@ -72,11 +74,10 @@ class NaiveKernel:
         return 48 * batch * num_heads * q_len * kv_len
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> torch.Tensor:
-    piece = tile.piece
-    rows, columns = (piece.q_start, piece.q_stop), (piece.kv_start, piece.kv_stop)
-    s: torch.Tensor = _heads(q[:, slice(*rows)], q.shape[2]) @ _heads(k[:, slice(*columns)], q.shape[2]).mT * tile.scale
-    seen = tile.visible(*rows, *columns, q.device)
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, piece: Piece) -> torch.Tensor:
+    rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
+    s: torch.Tensor = _heads(q[:, rows], q.shape[2]) @ _heads(k[:, columns], q.shape[2]).mT * tile.scale
+    seen = tile.visible(piece, rows, columns, q.device)
     if seen is not None:
         s = s.masked_fill(~seen, -torch.inf)
     return s

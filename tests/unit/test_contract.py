@@ -357,13 +357,13 @@ def _train_step(ctx: Context, strategy: str) -> None:
 def test_a_rank_that_has_done_its_part_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last call of a program: ranks end at different times, and who ended well is not missed by those still waiting for others."""
     # Rank 2 is slow with rank 3's queries, its last: ranks 0 and 1 owe nobody anything by then.
-    _slow_kernel(monkeypatch, _Slow(2, times=10), lambda tile: tile.q_positions.start // 10, 3, "backward")
+    _slow_kernel(monkeypatch, _Slow(2, times=10), lambda tile: tile.q_positions[0].start // 10, 3, "backward")
     burst_rt.run_local(4, lambda ctx: _train_step(ctx, "burst"))
 
 
 def test_a_rank_that_computes_is_alive_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for rank 3, which waits for rank 2, which computes for longer than stall_s."""
-    _slow_kernel(monkeypatch, _Slow(2, times=12), lambda tile: tile.kv_positions.start // 10, 0, "backward")
+    _slow_kernel(monkeypatch, _Slow(2, times=12), lambda tile: tile.kv_positions[0].start // 10, 0, "backward")
     burst_rt.run_local(4, lambda ctx: _train_step(ctx, "ring-kv"), stall_s=0.5)
 
 

@@ -1,7 +1,8 @@
-"""Tile kernels, piece by piece: `naive` and `cpu` against the spec, and against each other where parts are cut."""
+"""Tile kernels, tile by tile: `naive` and `cpu` against the spec, and against each other where parts are cut."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,9 +47,12 @@ class Block(NamedTuple):
     def truth(self) -> Attention:
         return reference(self.q, self.k, self.v, self.dout, self.dlse, mask=self.mask)
 
-    def tile(self, piece: Piece, progress: Any = lambda: None) -> Tile:  # a callable
+    def tile(self, pieces: tuple[Piece, ...] | None = None, progress: Any = lambda: None) -> Tile:  # a callable
+        """All pieces, or some. Positions come in two runs, as in a shard of two blocks."""
         kv_len, q_len = self.k.shape[1], self.q.shape[1]
-        return Tile(piece, range(kv_len - q_len, kv_len), range(kv_len), self.mask, self.q.shape[3] ** -0.5, progress)
+        q, kv = range(kv_len - q_len, kv_len), range(kv_len)
+        runs = [(whole[: len(whole) // 3], whole[len(whole) // 3 :]) for whole in (q, kv)]
+        return Tile(self.pieces if pieces is None else pieces, *runs, self.mask, self.q.shape[3] ** -0.5, progress)
 
 
 # (q_start, q_stop, kv_start, kv_stop, diagonal, masked) of the pieces of a block of 100 x 130.
@@ -85,37 +89,49 @@ def make_block(name: str, dtype: torch.dtype, *, heads: int = 4, kv_heads: int =
     return Block(q, k, v, dout, dlse, tuple(pieces), Table(seen))
 
 
-def run_forward(kernel: Kernel, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def tiles(block: Block, *, split: bool) -> Iterator[Tile]:
+    """The block as one tile, or each piece as a tile of its own."""
+    return (block.tile((piece,)) for piece in block.pieces) if split else iter([block.tile()])
+
+
+def run_forward(kernel: Kernel, block: Block, *, split: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     wide = sum_dtype(block.q.dtype)
     batch, q_len, heads, _ = block.q.shape
     rows = batch, heads, q_len
     state = State(torch.zeros(block.q.shape, dtype=wide), torch.full(rows, -torch.inf, dtype=wide), torch.zeros(rows, dtype=wide))
-    for piece in block.pieces:
-        kernel.forward(block.q, block.k, block.v, block.tile(piece), state)
+    for tile in tiles(block, split=split):
+        kernel.forward(block.q, block.k, block.v, tile, state)
     out = torch.full(block.q.shape, torch.nan, dtype=block.q.dtype)
     lse = torch.full(rows, torch.nan, dtype=wide)
     state.finish(out, lse)
     return out, lse
 
 
-def run_backward(kernel: Kernel, block: Block, truth: Attention, *, needs: str = "qkv", start: float = 1.0) -> list[torch.Tensor | None]:
+def run_backward(
+    kernel: Kernel, block: Block, truth: Attention, *, needs: str = "qkv", start: float = 1.0, split: bool = False
+) -> list[torch.Tensor | None]:
     """dq, dk, dv: what the kernel added to sums that were `start`, as if they came from other tiles."""
     wide = sum_dtype(block.q.dtype)
     lse = torch.where(truth.lse == -torch.inf, torch.inf, truth.lse).to(wide)  # as the protocol says of rows that see nothing
     delta = ((block.dout.double() * truth.out).sum(-1).transpose(1, 2) - block.dlse).to(wide)
     sums = [torch.full(x.shape, start, dtype=wide) if name in needs else None for name, x in zip("qkv", block[:3], strict=True)]
-    for piece in block.pieces:
-        kernel.backward(block.q, block.k, block.v, block.dout, lse, delta, block.tile(piece), *sums)
+    for tile in tiles(block, split=split):
+        kernel.backward(block.q, block.k, block.v, block.dout, lse, delta, tile, *sums)
     return [None if total is None else total - start for total in sums]
 
 
 def assert_right(kernel: Kernel, block: Block) -> None:
+    assert_right_in_tiles(kernel, block, split=False)
+    assert_right_in_tiles(kernel, block, split=True)
+
+
+def assert_right_in_tiles(kernel: Kernel, block: Block, *, split: bool) -> None:
     truth, dtype = block.truth, block.q.dtype
-    out, lse = run_forward(kernel, block)
+    out, lse = run_forward(kernel, block, split=split)
     assert relative_error(out, truth.out) < ERROR[dtype]
     # Sums are float32 at least, whatever the inputs.
     assert relative_error(lse, truth.lse) < ERROR[sum_dtype(dtype)]
-    for got, want in zip(run_backward(kernel, block, truth), truth[2:], strict=True):
+    for got, want in zip(run_backward(kernel, block, truth, split=split), truth[2:], strict=True):
         assert got is not None
         assert want is not None
         assert relative_error(got, want) < ERROR[sum_dtype(dtype)]
@@ -126,7 +142,7 @@ def assert_right(kernel: Kernel, block: Block) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every piece crosses them, and divides by none."""
-    for name, rows in (("_Q_PART", 32), ("_KV_PART", 48), ("_DIAGONAL_PART", 13)):
+    for name, rows in (("_Q_PART", 32), ("_KV_PART", 48), ("_TRIANGLE", 5), ("_MASKED_PART", 21)):
         monkeypatch.setattr(f"burst_rt.kernels.cpu.{name}", rows)
 
 
@@ -150,15 +166,16 @@ def test_head_counts_and_sizes(kernel: Kernel, heads: int, kv_heads: int, head_d
     assert_right(kernel, make_block("of everything", torch.float32, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=1))
 
 
-def test_pieces_larger_than_the_parts() -> None:
-    """The part sizes as they are: 1,024 queries, 4,096 keys, 512 under a triangle."""
+def test_tiles_larger_than_the_parts() -> None:
+    """The part sizes as they are."""
+    rows, columns = 4200, 4300
     generator = torch.Generator().manual_seed(2)
-    q, dout, k, v = (torch.randn(1, n, 1, 16, generator=generator) for n in (1100, 1100, 4200, 4200))
-    seen = torch.ones(1100, 4200, dtype=torch.bool).tril(4200 - 1100)
-    pieces = (Piece(0, 1100, 0, 3100, False, False, 1100 * 3100), Piece(0, 1100, 3100, 4200, True, False, 1100 * 1101 // 2))
-    block = Block(q, k, v, dout, torch.zeros(1, 1, 1100), pieces, Table(seen))
+    q, dout, k, v = (torch.randn(1, n, 1, 16, generator=generator) for n in (rows, rows, columns, columns))
+    seen = torch.ones(rows, columns, dtype=torch.bool).tril(100)
+    pieces = (Piece(0, rows, 0, 100, False, False, rows * 100), Piece(0, rows, 100, columns, True, False, rows * (rows + 1) // 2))
+    block = Block(q, k, v, dout, torch.zeros(1, 1, rows), pieces, Table(seen))
     assert_right(KERNELS["cpu"], block)
-    assert_right(KERNELS["cpu"], block._replace(pieces=(Piece(0, 1100, 0, 4200, False, True, 1100 * 4200),)))
+    assert_right(KERNELS["cpu"], block._replace(pieces=(Piece(0, rows, 0, columns, False, True, rows * columns),)))
 
 
 def test_a_row_may_see_only_keys_far_into_a_masked_piece() -> None:
@@ -233,7 +250,7 @@ def test_the_same_bits_every_time(kernel: Kernel) -> None:
 def test_transfers_are_looked_after_between_parts() -> None:
     block = make_block("all", torch.float32)
     calls: list[str] = []
-    tile = block.tile(block.pieces[0], lambda: calls.append("progress"))
+    tile = block.tile(progress=lambda: calls.append("progress"))
     rows = (2, 4, 100)
     state = State(torch.zeros(block.q.shape), torch.full(rows, -torch.inf), torch.zeros(rows))
     KERNELS["cpu"].forward(block.q, block.k, block.v, tile, state)
@@ -245,17 +262,22 @@ def test_transfers_are_looked_after_between_parts() -> None:
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_triangle_is_not_computed_where_it_hides_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 x 100 under a triangle, only the diagonal parts of 13 rows compute more than is seen."""
-    cells = []
+    """Of 100 x 100 under a triangle, only triangles of at most 5 rows compute more than is seen."""
+    cells, waste = 0, 0
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-    def counting(q: torch.Tensor, k: torch.Tensor, *args: Any, **options: Any) -> Any:  # torch's own signature
-        cells.append(q.shape[2] * k.shape[2])
-        return fused(q, k, *args, **options)
+    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, **options: Any) -> Any:  # torch's own
+        nonlocal cells, waste
+        rows, columns = q.shape[2], k.shape[2]
+        assert not causal or rows == columns <= 5
+        cells += rows * columns
+        waste += rows * (rows - 1) // 2 if causal else 0
+        return fused(q, k, v, dropout, causal, **options)
 
     monkeypatch.setattr("burst_rt.kernels.cpu._forward", counting)
     run_forward(KERNELS["cpu"], make_block("a triangle", torch.float32))
-    assert sum(cells) == 100 * 101 // 2 + sum(n * (n - 1) // 2 for n in [13] * 7 + [9])
+    assert cells - waste == 100 * 101 // 2
+    assert 0 < waste <= 100 * 2
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)

@@ -35,6 +35,9 @@ class Window(Mask):
         return (kv_position <= q_position) & (kv_position >= q_position - 6)
 
 
+Positions = tuple[int, ...]
+
+
 def problem(
     q_len: int,
     kv_len: int,
@@ -63,12 +66,14 @@ def graphs_of(ring: Ring) -> list[Graph]:
     return [ring.graph(rank) for rank in range(ring.problem.world_size)]
 
 
-def tiles(graph: Graph) -> Iterator[tuple[tuple[int, int], tuple[int, int], Piece, int]]:
-    """(q at, kv at, piece, flops) of every tile task."""
+def tiles(ring: Ring, graph: Graph) -> Iterator[tuple[Positions, Positions, tuple[Piece, ...], int]]:
+    """(positions of the rows, of the columns, pieces, flops) of every tile task."""
     for task in graph.tasks:
         if task.op and task.op.name in ("forward", "backward"):
-            q, kv, piece = task.op.args[:3]
-            yield q, kv, piece, task.cost.flops  # type: ignore[misc]  # arguments of an Op are plain objects
+            owner, block, pieces, *_ = task.op.args
+            moving = tuple(ring.travelling[owner][block])  # type: ignore[index]  # arguments of an Op are plain objects
+            home = tuple(itertools.chain(*ring.resident[graph.rank]))
+            yield (*((moving, home) if ring.queries_travel else (home, moving)), pieces, task.cost.flops)  # type: ignore[misc]
 
 
 def bytes_of(graph: Graph) -> int:
@@ -89,22 +94,22 @@ def test_each_seen_cell_is_computed_once_and_no_other(q_len: int, kv_len: int, w
     shift = kv_len - q_len
     for ring in rings(p):
         times = torch.zeros(q_len, kv_len, dtype=torch.int64)
-        for rank, graph in enumerate(graphs_of(ring)):
-            for (q_rank, q_block), (kv_rank, kv_block), piece, flops in tiles(graph):
-                assert rank == (kv_rank if ring.queries_travel else q_rank)
-                q = p.q_blocks[q_rank][q_block][piece.q_start : piece.q_stop]
-                kv = p.kv_blocks[kv_rank][kv_block][piece.kv_start : piece.kv_stop]
-                rows, columns = torch.tensor(q) - shift, torch.tensor(kv)
-                cells = torch.ones(len(q), len(kv), dtype=torch.bool)
-                if piece.diagonal:
-                    cells = cells.tril()
-                if piece.masked:
-                    cells = p.mask.allows(torch.tensor(q)[:, None], columns[None, :])
-                else:
-                    assert piece.num_cells == int(cells.sum())
-                assert p.mask.relation(q, kv) is not Relation.EMPTY
-                assert flops == piece.num_cells * (p.forward_flops_per_cell if ring.forward else p.backward_flops_per_cell)
-                times[rows[:, None], columns[None, :]] += cells
+        for graph in graphs_of(ring):
+            for q_positions, kv_positions, pieces, flops in tiles(ring, graph):
+                per_cell = p.forward_flops_per_cell if ring.forward else p.backward_flops_per_cell
+                assert flops == sum(piece.num_cells for piece in pieces) * per_cell
+                for piece in pieces:
+                    q = torch.tensor(q_positions[piece.q_start : piece.q_stop])
+                    kv = torch.tensor(kv_positions[piece.kv_start : piece.kv_stop])
+                    cells = torch.ones(len(q), len(kv), dtype=torch.bool)
+                    if piece.diagonal:
+                        cells = cells.tril()
+                    if piece.masked:
+                        cells = p.mask.allows(q[:, None], kv[None, :])
+                    else:
+                        assert piece.num_cells == int(cells.sum())
+                    assert cells.any() or piece.masked
+                    times[q[:, None] - shift, kv[None, :]] += cells
         assert torch.equal(times, seen(p.mask, q_len, kv_len).long())
 
 
@@ -157,7 +162,7 @@ def test_causal_contiguous_never_sends_the_last_keys(world_size: int) -> None:
 def test_causal_zigzag_is_even(world_size: int, tokens_per_rank: int) -> None:
     p = problem(world_size * tokens_per_rank - 1, world_size * tokens_per_rank - 1, world_size, mask=Causal())
     for ring in rings(p):
-        work = [sum(flops for *_, flops in tiles(graph)) for graph in graphs_of(ring)]
+        work = [sum(flops for *_, flops in tiles(ring, graph)) for graph in graphs_of(ring)]
         assert max(work) <= BALANCE * min(work)
 
 
@@ -279,6 +284,16 @@ def test_forward_is_the_same_for_all_strategies(strategy: str) -> None:
     assert taken.strategy == strategy
     assert taken.ring == choose(p, "ring-kv", forward=True).ring
     assert taken.candidates == {strategy: taken.ring.wire_bytes()}
+
+
+@pytest.mark.parametrize("kinds", [(k, k) for k in KINDS], ids="-".join)
+def test_rectangles_that_touch_are_one(kinds: tuple[str, str]) -> None:
+    """Under the full mask a tile is one piece, whatever the layout."""
+    p = problem(64, 64, 4, kinds=kinds)
+    for ring in rings(p):
+        for graph in graphs_of(ring):
+            sizes = [[piece.num_cells for piece in pieces] for *_, pieces, _ in tiles(ring, graph)]
+            assert sizes == [[8 * 16]] * 8
 
 
 def test_the_verifier_reads_these_graphs() -> None:

@@ -6,10 +6,10 @@ One builder makes three graphs:
 * backward of `ring-kv` (RingAttention, arXiv 2310.01889): K, V travel with dK, dV; dQ stays at home;
 * backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with dQ; dK, dV stay at home.
 
-Everything makes W-1 hops. At hop h a rank holds what rank - h owns, and while its tiles run, one exchange passes the bundle on and
-receives the next into the other slot. The owner keeps its own contribution at home; the first rank after it that has one starts the
-travelling sum; the last hop brings the sum home. Sums travel block by block, each as soon as its last tile is done, so that a rank's first
-tiles of a hop do not wait for all of the previous rank's.
+Everything makes W-1 hops. At hop h a rank holds what rank - h owns, and while its tiles run, one exchange passes the bundle on and receives
+the next into the other slot. A tile is one travelling block against the whole shard at home. The owner keeps its own contribution at home;
+the first rank after it that has one starts the travelling sum; the last hop brings the sum home. Sums travel block by block, each as soon
+as its last tile is done, so that a rank's first tiles of a hop do not wait for all of the previous rank's.
 
 Not sent: a block that no rank further on computes with, a sum that nobody has started, an empty block.
 """
@@ -63,10 +63,17 @@ class Ring:
         """Blocks of the side at home, by rank."""
         return self.problem.kv_blocks if self.queries_travel else self.problem.q_blocks
 
-    def pieces(self, travelling: range, resident: range) -> tuple[Piece, ...]:
-        """What is to be computed between two blocks."""
-        q, kv = (travelling, resident) if self.queries_travel else (resident, travelling)
-        return self.problem.mask.pieces(q, kv)
+    def pieces(self, travelling: range, rank: int) -> tuple[Piece, ...]:
+        """What a rank has to compute with a travelling block; on the side at home counted along its shard."""
+        found: list[Piece] = []
+        first = 0
+        for resident in self.resident[rank]:
+            q, kv = (travelling, resident) if self.queries_travel else (resident, travelling)
+            for piece in self.problem.mask.pieces(q, kv):
+                here = _moved(piece, 0, first) if self.queries_travel else _moved(piece, first, 0)
+                found.append(_joined(found.pop(), here) if found and _touch(found[-1], here) else here)
+            first += len(resident)
+        return tuple(found)
 
     @cached_property
     def reach(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -76,7 +83,7 @@ class Ring:
         for owner, blocks in enumerate(self.travelling):
             row = []
             for block in blocks:
-                hops = [h for h in range(1, world) if any(self.pieces(block, home) for home in self.resident[(owner + h) % world])]
+                hops = [h for h in range(1, world) if self.pieces(block, (owner + h) % world)]
                 row.append((hops[0], hops[-1]) if hops else (world, 0))
             reach.append(tuple(row))
         return tuple(reach)
@@ -101,10 +108,9 @@ class _RankBuilder:
         self.g = GraphBuilder(rank, self.world)
         own = [len(block) for block in ring.travelling[rank]]
         largest = [max(len(blocks[b]) for blocks in ring.travelling) for b in range(len(own))]
-        num_home = len(ring.resident[rank])
         self.agreed = self.g.buffer("agreed")
-        self.home = {name: self.g.buffer(name, parts=num_home, initialised=True) for name in ring.home}
-        self.home_sums = {name: self.g.buffer(name, parts=num_home, initialised=True) for name in ring.home_sums}
+        self.home = {name: self.g.buffer(name, initialised=True) for name in ring.home}
+        self.home_sums = {name: self.g.buffer(name, initialised=True) for name in ring.home_sums}
         self.own = {name: self.g.buffer(name, parts=len(own), size_bytes=_each(own, size), initialised=True) for name, size in ring.bundle}
         self.own_sums = {name: self.g.buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums}
         self.slots = [
@@ -122,16 +128,14 @@ class _RankBuilder:
         for hop in range(self.world):
             self._pass_bundle(hop)
             for block in self._block_order(hop):
-                self._tiles(hop, block)
+                self._tile(hop, block)
                 if hop:
                     self._pass_sums(hop, block)
         for block in range(len(self.ring.travelling[self.rank])):
             self._bring_home(block)
-        if self.ring.forward:
-            for block, positions in enumerate(self.ring.resident[self.rank]):
-                if positions:
-                    state = self.home_sums["state"][block]
-                    self.g.compute(f"finish q{block}", Op("finish", (state.id,)), accumulates=[state])
+        if self.ring.forward and any(self.ring.resident[self.rank]):
+            state = self.home_sums["state"]
+            self.g.compute("finish", Op("finish"), accumulates=[state])
         return self.g.build()
 
     def _owner(self, hop: int) -> int:
@@ -143,9 +147,11 @@ class _RankBuilder:
     def _deltas(self) -> None:
         """delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
         rows = self.own["rows"] if self.ring.queries_travel else self.home["rows"]
-        for block, positions in enumerate(self.ring.problem.q_blocks[self.rank]):
-            if positions:
-                self.g.compute(f"delta q{block}", Op("delta", (block,)), accumulates=[rows[block]])
+        blocks = self.ring.problem.q_blocks[self.rank]
+        lengths = [len(block) for block in blocks] if self.ring.queries_travel else [sum(map(len, blocks))]
+        for part, length in enumerate(lengths):
+            if length:
+                self.g.compute(f"delta {part}", Op("delta", (part,)), accumulates=[rows[part]])
 
     def _bundle_at(self, hop: int) -> dict[str, Buffer]:
         return self.slots[hop % 2] if hop else self.own
@@ -191,35 +197,36 @@ class _RankBuilder:
         if sends or recvs:
             self.g.exchange(f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=hop * _TAGS_PER_HOP + 1 + block, reads=[self.agreed])
 
-    def _tiles(self, hop: int, block: int) -> None:
-        """All tiles between the travelling block here at this hop and the blocks at home."""
-        owner = self._owner(hop)
-        bundle = self._bundle_at(hop)
+    def _tile(self, hop: int, block: int) -> None:
+        """The tile between the travelling block here at this hop and the shard at home."""
+        ring, owner = self.ring, self._owner(hop)
         sums = self.slots[hop % 2] if hop else self.own_sums
-        moving = self.ring.travelling[owner][block]
-        if hop and moving and self.ring.reach[owner][block][0] == hop:
-            for name, _ in self.ring.sums:
+        moving = ring.travelling[owner][block]
+        if hop and moving and ring.reach[owner][block][0] == hop:
+            for name, _ in ring.sums:
                 self.g.compute(f"zero {name}{block}", Op("zero", (sums[name][block].id,)), writes=[sums[name][block]])
-        for home_block, staying in enumerate(self.ring.resident[self.rank]):
-            for piece in self.ring.pieces(moving, staying):
-                reads = {name: bundle[name][block] for name, _ in self.ring.bundle} | {n: b[home_block] for n, b in self.home.items()}
-                adds = {name: sums[name][block] for name, _ in self.ring.sums} | {n: b[home_block] for n, b in self.home_sums.items()}
-                self._tile(hop, owner, block, home_block, piece, reads, adds)
-
-    def _tile(self, hop: int, owner: int, block: int, home_block: int, piece: Piece, reads: dict[str, Part], adds: dict[str, Part]) -> None:
-        ring, problem = self.ring, self.ring.problem
-        q, kv = ((owner, block), (self.rank, home_block)) if ring.queries_travel else ((self.rank, home_block), (owner, block))
-        per_cell = problem.forward_flops_per_cell if ring.forward else problem.backward_flops_per_cell
-        size = (piece.q_stop - piece.q_start) * problem.q_token_bytes + (piece.kv_stop - piece.kv_start) * 2 * problem.kv_token_bytes
-        kind = "forward" if ring.forward else "backward"
+        pieces = ring.pieces(moving, self.rank)
+        if not pieces:
+            return
+        bundle = self._bundle_at(hop)
+        reads = {name: bundle[name][block] for name, _ in ring.bundle} | {name: b[0] for name, b in self.home.items()}
+        adds = {name: sums[name][block] for name, _ in ring.sums} | {name: b[0] for name, b in self.home_sums.items()}
         names = (tuple((n, p.id) for n, p in reads.items()), tuple((n, p.id) for n, p in adds.items()))
+        moved, stays = f"{owner}.{block}", f"{self.rank}"
+        q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
         self.g.compute(
-            f"hop {hop} q{q[0]}.{q[1]} kv{kv[0]}.{kv[1]}{' diagonal' if piece.diagonal else ''}",
-            Op(kind, (q, kv, piece, *names)),
+            f"hop {hop} q{q} kv{kv}",
+            Op("forward" if ring.forward else "backward", (owner, block, pieces, *names)),
             reads=reads.values(),
             accumulates=adds.values(),
-            cost=Cost(piece.num_cells * per_cell, size),
+            cost=self._cost(pieces),
         )
+
+    def _cost(self, pieces: tuple[Piece, ...]) -> Cost:
+        problem = self.ring.problem
+        per_cell = problem.forward_flops_per_cell if self.ring.forward else problem.backward_flops_per_cell
+        rows, columns = sum(p.q_stop - p.q_start for p in pieces), sum(p.kv_stop - p.kv_start for p in pieces)
+        return Cost(sum(p.num_cells for p in pieces) * per_cell, rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes)
 
     def _bring_home(self, block: int) -> None:
         """Adds the sums that arrived with the last hop to the owner's own."""
@@ -249,6 +256,25 @@ def backward_ring(problem: Problem, *, queries_travel: bool) -> Ring:
     if queries_travel:
         return Ring(problem, False, True, q_side, q_sums, home=_names(kv_side), home_sums=_names(kv_sums))
     return Ring(problem, False, False, kv_side, kv_sums, home=_names(q_side), home_sums=_names(q_sums))
+
+
+def _moved(piece: Piece, rows: int, columns: int) -> Piece:
+    """The same piece counted from further on."""
+    q_start, q_stop, kv_start, kv_stop = piece[:4]
+    return piece._replace(q_start=q_start + rows, q_stop=q_stop + rows, kv_start=kv_start + columns, kv_stop=kv_stop + columns)
+
+
+def _touch(a: Piece, b: Piece) -> bool:
+    """Whether two full rectangles, the second further on, are one."""
+    if a.diagonal or a.masked or b.diagonal or b.masked:
+        return False
+    if a[:2] == b[:2]:
+        return a.kv_stop == b.kv_start
+    return a[2:4] == b[2:4] and a.q_stop == b.q_start
+
+
+def _joined(a: Piece, b: Piece) -> Piece:
+    return a._replace(q_stop=b.q_stop, kv_stop=b.kv_stop, num_cells=a.num_cells + b.num_cells)
 
 
 def _names(tensors: Iterable[tuple[str, int]]) -> tuple[str, ...]:
