@@ -19,8 +19,6 @@ from burst_rt.kernels import State, Tile, sum_dtype
 __all__ = ["BackwardRun", "ForwardRun"]
 
 _Names = tuple[tuple[str, int], ...]
-# Rows of dout * out held at once when delta is computed.
-_DELTA_ROWS = 1024
 
 
 class _Run:
@@ -124,20 +122,20 @@ class ForwardRun(_Run):
         self.bind("q", _dense(q), queries=True)
         for name, x in (("k", k), ("v", v)):
             self.bind(name, _dense(x), queries=False)
-        acc = self.out if q.dtype == self.wide else torch.empty(q.shape, dtype=self.wide)
-        m, total = (torch.empty(batch, heads, length, dtype=self.wide) for _ in range(2))
-        acc.zero_()
-        m.fill_(-torch.inf)
-        total.zero_()
-        self._state = State(acc, m, total)
+        acc = self.out if q.dtype == self.wide else self.fresh(*q.shape, dtype=self.wide)
+        m, total = (self.fresh(batch, heads, length, dtype=self.wide) for _ in range(2))
+        self._state = State(acc, m, total, self.out, self.lse)
         self.ops: dict[str, Callable[..., None]] = {"forward": self._forward, "finish": self._finish}
 
-    def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: _Names, _: _Names) -> None:
+    def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], first: bool, last: bool, reads: _Names, _: _Names) -> None:
         x = self.at(reads, owner, block)
-        self.plan.kernel.forward(x["q"], x["k"], x["v"], self.tile(owner, block, pieces), self._state)
+        tile = self.tile(owner, block, pieces)._replace(first=first, last=last)
+        self.plan.kernel.forward(x["q"], x["k"], x["v"], tile, self._state)
 
     def _finish(self) -> None:
-        self._state.finish(self.out, self.lse)
+        """No tile at all: these queries see no key."""
+        self._state.start()
+        self._state.finish()
 
 
 class BackwardRun(_Run):
@@ -188,20 +186,11 @@ class BackwardRun(_Run):
         )  # fmt: skip
 
     def _delta(self, part: int) -> None:
-        """lse and delta = rowsum(dout * out) - dlse of one part of this rank's queries, into its rows."""
-        rows = self.tensors[self._ids["rows", part]]
+        """What the backward needs of one part of this rank's queries, into its rows."""
         start, stop = self._rows[part]
-        # A row that saw no key has lse -inf; as +inf its probabilities exp(score - lse), and so its gradients, are 0.
-        rows[0].copy_(self._lse[:, :, start:stop])
-        rows[0].masked_fill_(rows[0] == -torch.inf, torch.inf)
-        for a in range(start, stop, _DELTA_ROWS):
-            b = min(a + _DELTA_ROWS, stop)
-            product = self._dout[:, a:b].to(self.wide) * self._out[:, a:b].to(self.wide)
-            rows[1][:, :, a - start : b - start] = product.sum(-1).transpose(1, 2)
-        if self._dlse is not None:
-            rows[1].sub_(self._dlse[:, :, start:stop])
-            # A row that sees no key has no gradient, whatever comes for its lse (of logaddexp(-inf, -inf), say, NaN).
-            rows[1].masked_fill_(rows[0] == torch.inf, 0.0)
+        dlse = None if self._dlse is None else self._dlse[:, :, start:stop]
+        rows = self.tensors[self._ids["rows", part]]
+        self.plan.kernel.delta(self._dout[:, start:stop], self._out[:, start:stop], self._lse[:, :, start:stop], dlse, rows)
 
     def _zero(self, part: int) -> None:
         self.storage[part].zero_()

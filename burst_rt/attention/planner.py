@@ -127,7 +127,7 @@ class Planner:
         return plan
 
     def _make(self, key: PlanKey) -> Plan:
-        picked = pick(key.device, key.dtype, key.kernel)
+        picked = pick(key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.kernel)
         choice = choose(key.problem, key.strategy, forward=key.forward)
         world = key.problem.world_size
         if world <= _VERIFY_ALL_UP_TO:

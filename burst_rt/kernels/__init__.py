@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from burst_rt.attention.masks import Mask
 from burst_rt.errors import InputError
 from burst_rt.kernels.base import Kernel, State, Tile, sum_dtype
 from burst_rt.kernels.cpu import CpuKernel
@@ -26,16 +27,16 @@ class Picked(NamedTuple):
     reason: str
 
 
-def pick(device: torch.device, dtype: torch.dtype, name: str = "auto") -> Picked:
-    """The kernel for a device and input dtype; `name` insists on one. Raises InputError where none fits."""
+def pick(device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask, name: str = "auto") -> Picked:
+    """The kernel for a device, input dtype, head_dim and mask; `name` insists on one. Raises InputError where none fits."""
     if name != "auto":
         if name not in KERNELS:
             raise InputError(f"kernel must be 'auto' or one of {sorted(KERNELS)}, got {name!r}")
-        reason = KERNELS[name].refuses(device, dtype)
+        reason = KERNELS[name].refuses(device, dtype, head_dim, mask)
         if reason:
             raise InputError(f"kernel {name!r} was asked for, but {reason}")
         return Picked(KERNELS[name], "asked for by name")
-    reason = KERNELS["cpu"].refuses(device, dtype)
+    reason = KERNELS["cpu"].refuses(device, dtype, head_dim, mask)
     if reason:
         raise InputError(f"no tile kernel for {dtype} on {device}: {reason}")
     return Picked(KERNELS["cpu"], "the fused kernel of this device")

@@ -13,40 +13,52 @@ import torch
 
 from burst_rt.attention.masks import Mask, Piece
 
-__all__ = ["Kernel", "State", "Tile", "sum_dtype"]
+__all__ = ["Kernel", "State", "Tile", "delta_rows", "sum_dtype"]
 
 
-_FINISH_ROWS = 1024
+# Rows of a shard that are worked on at once where that takes temporary memory.
+_SOME_ROWS = 1024
 
 
 class State(NamedTuple):
-    """The running forward state of a block of queries (online softmax, Milakov & Gimelshein 2018), unnormalised.
+    """The running forward state of a shard of queries (online softmax, Milakov & Gimelshein 2018), unnormalised, and where it ends.
 
     acc `[batch, q_len, heads, head_dim]` = sum of exp(score - m) * v; m, l `[batch, heads, q_len]`: the largest score so far and the sum of
-    exp(score - m). Starts as acc = 0, m = -inf, l = 0. A row that has seen no key stays so.
+    exp(score - m). A row that has seen no key has acc = 0, m = -inf, l = 0. A kernel may keep m in a unit of its own: the tiles of one call
+    are all done by one kernel. out (like acc, in the inputs' type; may be acc itself) and lse (like m) are written once, at the end.
     """
 
     acc: torch.Tensor
     m: torch.Tensor
     l: torch.Tensor  # noqa: E741  (the field's name for it)
+    out: torch.Tensor
+    lse: torch.Tensor
 
-    def finish(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Writes out = acc / l (0 where no key was seen) and lse = m + log(l) (-inf there). `out` may be `acc` itself."""
+    def start(self) -> None:
+        """No key seen yet."""
+        self.acc.zero_()
+        self.m.fill_(-torch.inf)
+        self.l.zero_()
+
+    def finish(self) -> None:
+        """Writes out = acc / l (0 where no key was seen) and lse = m + log(l) (-inf there)."""
         norm = torch.where(self.l == 0, 1.0, self.l).transpose(1, 2).unsqueeze(-1)
-        if out.dtype == self.acc.dtype:
-            torch.div(self.acc, norm, out=out)
+        if self.out.dtype == self.acc.dtype:
+            torch.div(self.acc, norm, out=self.out)
         else:
             # Some rows at a time: the quotient is a temporary.
-            for row, acc, n in zip(out.split(_FINISH_ROWS, 1), self.acc.split(_FINISH_ROWS, 1), norm.split(_FINISH_ROWS, 1), strict=True):
+            parts = (x.split(_SOME_ROWS, 1) for x in (self.out, self.acc, norm))
+            for row, acc, n in zip(*parts, strict=True):
                 row.copy_(acc / n)
-        torch.add(self.m, torch.log(self.l), out=lse)
+        torch.add(self.m, torch.log(self.l), out=self.lse)
 
 
 class Tile(NamedTuple):
     """What is to be computed: the pieces that the mask leaves of a tile, positions of its rows and columns, the mask, the softmax scale.
 
     Positions are runs, in local order (a shard has one run a block); a kernel that evaluates the mask itself may go by them alone.
-    `progress` is called between parts of a long tile so that transfers move on.
+    `progress` is called between parts of a long tile so that transfers move on. first, last: the first tile of a forward call (nothing is
+    in the state yet, not even zeros) and the last (whose kernel also finishes the state, all rows of it).
     """
 
     pieces: tuple[Piece, ...]
@@ -55,6 +67,8 @@ class Tile(NamedTuple):
     mask: Mask
     scale: float
     progress: Callable[[], None]
+    first: bool = False
+    last: bool = False
 
     def visible(self, piece: Piece, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | None:
         """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`, or None for all of them."""
@@ -74,11 +88,15 @@ class Kernel(Protocol):
 
     name: str
 
-    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it cannot do this device and input dtype, or None."""
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
+        """Why it cannot do this device, input dtype, head_dim and mask, or None."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
-        """Folds the tile's pieces into the rows of `state` they cover."""
+        """Folds the tile's pieces into the rows of `state` they cover; before the first tile starts the state, after the last finishes it."""
+
+    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+        """Writes what `backward` needs of each query, `rows` `[2, batch, heads, q_len]`: lse, +inf where it is -inf (a row that saw no key:
+        its probabilities exp(score - lse), and so its gradients, are then 0), and delta = rowsum(dout * out) - dlse (0 there)."""
 
     def backward(
         self,
@@ -103,6 +121,21 @@ class Kernel(Protocol):
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
     ) -> int:
         """The most memory one call allocates for a tile of `q_len` x `kv_len`; bounded whatever they are."""
+
+
+def delta_rows(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+    """`Kernel.delta` in torch's own operators."""
+    top, delta = rows
+    top.copy_(lse)
+    top.masked_fill_(top == -torch.inf, torch.inf)
+    for a in range(0, dout.shape[1], _SOME_ROWS):
+        some = slice(a, a + _SOME_ROWS)
+        product = dout[:, some].to(delta.dtype) * out[:, some].to(delta.dtype)
+        delta[:, :, some] = product.sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta.sub_(dlse)
+        # A row that sees no key has no gradient, whatever comes for its lse (of logaddexp(-inf, -inf), say, NaN).
+        delta.masked_fill_(top == torch.inf, 0.0)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from burst_rt.attention.masks import Piece
-from burst_rt.kernels.base import State, Tile, sum_dtype
+from burst_rt.attention.masks import Mask, Piece
+from burst_rt.kernels.base import State, Tile, delta_rows, sum_dtype
 
 __all__ = ["CpuKernel"]
 
@@ -55,7 +55,7 @@ class CpuKernel:
 
     name = "cpu"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
         """Only CPU tensors of a floating type."""
         if device.type != "cpu":
             return f"the cpu kernel takes CPU tensors, got {device}"
@@ -65,10 +65,18 @@ class CpuKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        if tile.first:
+            state.start()
         for _, cuts in _parts(tile):
             for cut in cuts:
                 _forward_part(q, k, v, tile, state, cut)
                 tile.progress()
+        if tile.last:
+            state.finish()
+
+    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+        """See `Kernel.delta`."""
+        delta_rows(dout, out, lse, dlse, rows)
 
     def backward(
         self,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from burst_rt.attention.masks import Piece
-from burst_rt.kernels.base import State, Tile
+from burst_rt.attention.masks import Mask, Piece
+from burst_rt.kernels.base import State, Tile, delta_rows
 
 __all__ = ["NaiveKernel"]
 
@@ -21,12 +21,14 @@ class NaiveKernel:
 
     name = "naive"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
         """Nothing is refused."""
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        if tile.first:
+            state.start()
         for piece in tile.pieces:
             rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
             s = _scores(q, k, tile, piece)
@@ -39,6 +41,12 @@ class NaiveKernel:
             acc.copy_(acc.double() * old.transpose(1, 2)[..., None] + pv.transpose(1, 2))
             l.copy_(l.double() * old + p.sum(-1))
             m.copy_(m_new)
+        if tile.last:
+            state.finish()
+
+    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+        """See `Kernel.delta`."""
+        delta_rows(dout, out, lse, dlse, rows)
 
     def backward(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from spec import Attention, reference, relative_error
 from tolerances import ERROR
 
-from burst_rt import Mask
+from burst_rt import Full, Mask
 from burst_rt.attention.masks import Piece, Relation
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, Kernel, State, Tile, pick, sum_dtype
@@ -89,22 +88,25 @@ def make_block(name: str, dtype: torch.dtype, *, heads: int = 4, kv_heads: int =
     return Block(q, k, v, dout, dlse, tuple(pieces), Table(seen))
 
 
-def tiles(block: Block, *, split: bool) -> Iterator[Tile]:
+def tiles(block: Block, *, split: bool) -> list[Tile]:
     """The block as one tile, or each piece as a tile of its own."""
-    return (block.tile((piece,)) for piece in block.pieces) if split else iter([block.tile()])
+    found = [block.tile((piece,)) for piece in block.pieces] if split else [block.tile()]
+    return [tile._replace(first=tile is found[0], last=tile is found[-1]) for tile in found]
+
+
+def empty_state(q: torch.Tensor) -> State:
+    """All of it NaN."""
+    batch, q_len, heads, _ = q.shape
+    acc, out = (torch.full(q.shape, torch.nan, dtype=dtype) for dtype in (sum_dtype(q.dtype), q.dtype))
+    m, l, lse = (torch.full((batch, heads, q_len), torch.nan, dtype=acc.dtype) for _ in range(3))  # noqa: E741
+    return State(acc, m, l, out, lse)
 
 
 def run_forward(kernel: Kernel, block: Block, *, split: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = sum_dtype(block.q.dtype)
-    batch, q_len, heads, _ = block.q.shape
-    rows = batch, heads, q_len
-    state = State(torch.zeros(block.q.shape, dtype=wide), torch.full(rows, -torch.inf, dtype=wide), torch.zeros(rows, dtype=wide))
+    state = empty_state(block.q)
     for tile in tiles(block, split=split):
         kernel.forward(block.q, block.k, block.v, tile, state)
-    out = torch.full(block.q.shape, torch.nan, dtype=block.q.dtype)
-    lse = torch.full(rows, torch.nan, dtype=wide)
-    state.finish(out, lse)
-    return out, lse
+    return state.out, state.lse
 
 
 def run_backward(
@@ -112,8 +114,10 @@ def run_backward(
 ) -> list[torch.Tensor | None]:
     """dq, dk, dv: what the kernel added to sums that were `start`, as if they came from other tiles."""
     wide = sum_dtype(block.q.dtype)
-    lse = torch.where(truth.lse == -torch.inf, torch.inf, truth.lse).to(wide)  # as the protocol says of rows that see nothing
-    delta = ((block.dout.double() * truth.out).sum(-1).transpose(1, 2) - block.dlse).to(wide)
+    rows = torch.full((2, *truth.lse.shape), torch.nan, dtype=wide)
+    # out as it comes from a forward in the inputs' type would lose digits that are not the backward's fault.
+    kernel.delta(block.dout.to(wide), truth.out.to(wide), truth.lse.to(wide), block.dlse, rows)
+    lse, delta = rows
     sums = [torch.full(x.shape, start, dtype=wide) if name in needs else None for name, x in zip("qkv", block[:3], strict=True)]
     for tile in tiles(block, split=split):
         kernel.backward(block.q, block.k, block.v, block.dout, lse, delta, tile, *sums)
@@ -250,12 +254,10 @@ def test_the_same_bits_every_time(kernel: Kernel) -> None:
 def test_transfers_are_looked_after_between_parts() -> None:
     block = make_block("all", torch.float32)
     calls: list[str] = []
-    tile = block.tile(progress=lambda: calls.append("progress"))
-    rows = (2, 4, 100)
-    state = State(torch.zeros(block.q.shape), torch.full(rows, -torch.inf), torch.zeros(rows))
-    KERNELS["cpu"].forward(block.q, block.k, block.v, tile, state)
+    tile = block.tile(progress=lambda: calls.append("progress"))._replace(first=True)
+    KERNELS["cpu"].forward(block.q, block.k, block.v, tile, empty_state(block.q))
     assert len(calls) == 4 * 3  # ceil(100 / 32) x ceil(130 / 48)
-    zeros = torch.zeros(rows)
+    zeros = torch.zeros(2, 4, 100)
     KERNELS["cpu"].backward(block.q, block.k, block.v, block.dout, zeros, zeros, tile, None, None, None)
     assert len(calls) == 2 * 4 * 3
 
@@ -282,27 +284,26 @@ def test_a_triangle_is_not_computed_where_it_hides_cells(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_what_a_row_that_saw_nothing_ends_as(dtype: torch.dtype) -> None:
-    wide = sum_dtype(dtype)
-    state = State(torch.zeros(2, 3, 1, 4, dtype=wide), torch.full((2, 1, 3), -torch.inf, dtype=wide), torch.zeros(2, 1, 3, dtype=wide))
-    out, lse = torch.full((2, 3, 1, 4), torch.nan, dtype=dtype), torch.full((2, 1, 3), torch.nan, dtype=wide)
-    state.finish(out, lse)
-    assert torch.equal(out, torch.zeros_like(out))
-    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    state = empty_state(torch.empty(2, 3, 1, 4, dtype=dtype))
+    state.start()
+    state.finish()
+    assert torch.equal(state.out, torch.zeros(2, 3, 1, 4, dtype=dtype))
+    assert torch.equal(state.lse, torch.full((2, 1, 3), -torch.inf, dtype=sum_dtype(dtype)))
 
 
 def test_which_kernel_is_taken() -> None:
     cpu = torch.device("cpu")
     for dtype in _DTYPES:
-        assert pick(cpu, dtype).kernel.name == "cpu"
-    picked = pick(cpu, torch.float32, "naive")
+        assert pick(cpu, dtype, 64, Full()).kernel.name == "cpu"
+    picked = pick(cpu, torch.float32, 64, Full(), "naive")
     assert (picked.kernel.name, picked.reason) == ("naive", "asked for by name")
-    with pytest.raises(InputError, match=r"one of \['cpu', 'naive'\], got 'triton'"):
-        pick(cpu, torch.float32, "triton")
+    with pytest.raises(InputError, match=r"one of \['cpu', 'naive'\], got 'flashier'"):
+        pick(cpu, torch.float32, 64, Full(), "flashier")
     for name in ("auto", "cpu"):
         with pytest.raises(InputError, match=r"the cpu kernel takes .*, got torch.int32"):
-            pick(cpu, torch.int32, name)
+            pick(cpu, torch.int32, 64, Full(), name)
         with pytest.raises(InputError, match="takes CPU tensors, got meta"):
-            pick(torch.device("meta"), torch.float32, name)
+            pick(torch.device("meta"), torch.float32, 64, Full(), name)
 
 
 @pytest.mark.parametrize("name", KERNELS)

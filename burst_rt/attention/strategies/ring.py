@@ -120,6 +120,13 @@ class _RankBuilder:
             }
             for i in range(2)
         ]
+        # (hop, block) of every tile there is, in order.
+        self.tiles = [
+            (hop, block)
+            for hop in range(self.world)
+            for block, positions in enumerate(ring.travelling[self._owner(hop)])
+            if ring.pieces(positions, rank)
+        ]
 
     def build(self) -> Graph:
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
@@ -127,22 +134,18 @@ class _RankBuilder:
             self._deltas()
         for hop in range(self.world):
             self._pass_bundle(hop)
-            for block in self._block_order(hop):
+            for block in range(len(self.ring.travelling[self._owner(hop)])):
                 self._tile(hop, block)
                 if hop:
                     self._pass_sums(hop, block)
         for block in range(len(self.ring.travelling[self.rank])):
             self._bring_home(block)
-        if self.ring.forward and any(self.ring.resident[self.rank]):
-            state = self.home_sums["state"]
-            self.g.compute("finish", Op("finish"), accumulates=[state])
+        if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
+            self.g.compute("finish", Op("finish"), accumulates=[self.home_sums["state"]])
         return self.g.build()
 
     def _owner(self, hop: int) -> int:
         return (self.rank - hop) % self.world
-
-    def _block_order(self, hop: int) -> range:
-        return range(len(self.ring.travelling[self._owner(hop)]))
 
     def _deltas(self) -> None:
         """delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
@@ -205,18 +208,19 @@ class _RankBuilder:
         if hop and moving and ring.reach[owner][block][0] == hop:
             for name, _ in ring.sums:
                 self.g.compute(f"zero {name}{block}", Op("zero", (sums[name][block].id,)), writes=[sums[name][block]])
-        pieces = ring.pieces(moving, self.rank)
-        if not pieces:
+        if (hop, block) not in self.tiles:
             return
+        pieces = ring.pieces(moving, self.rank)
         bundle = self._bundle_at(hop)
         reads = {name: bundle[name][block] for name, _ in ring.bundle} | {name: b[0] for name, b in self.home.items()}
         adds = {name: sums[name][block] for name, _ in ring.sums} | {name: b[0] for name, b in self.home_sums.items()}
         names = (tuple((n, p.id) for n, p in reads.items()), tuple((n, p.id) for n, p in adds.items()))
+        ends = ((hop, block) == self.tiles[0], (hop, block) == self.tiles[-1])
         moved, stays = f"{owner}.{block}", f"{self.rank}"
         q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
         self.g.compute(
             f"hop {hop} q{q} kv{kv}",
-            Op("forward" if ring.forward else "backward", (owner, block, pieces, *names)),
+            Op("forward", (owner, block, pieces, *ends, *names)) if ring.forward else Op("backward", (owner, block, pieces, *names)),
             reads=reads.values(),
             accumulates=adds.values(),
             cost=self._cost(pieces),
