@@ -92,7 +92,7 @@ class Kernel(Protocol):
         """Why it cannot do this device, input dtype, head_dim and mask, or None."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
-        """Folds the tile's pieces into the rows of `state` they cover; before the first tile starts the state, after the last finishes it."""
+        """Folds the pieces into the rows of `state` they cover; before the first tile it starts it, after the last it finishes it."""
 
     def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
         """Writes what `backward` needs of each query, `rows` `[2, batch, heads, q_len]`: lse, +inf where it is -inf (a row that saw no key:
