@@ -1,14 +1,30 @@
 """The scheduler: task graphs, the engine that runs them, policies, traces and the verifier. Standard library only."""
 
 from burst_rt.scheduler.engine import Abort, Engine, Event, Finish, Instruction, Issue, PeerLost, Schedule, State, TaskDone, TaskFailed
-from burst_rt.scheduler.graph import COMPUTE, CONTROL, NETWORK, Buffer, Cost, Graph, GraphBuilder, Lane, Message, Op, Part, Task
+from burst_rt.scheduler.graph import (
+    COMPUTE,
+    CONTROL,
+    DEVICE_LANES,
+    HOST_LANES,
+    NCCL_LANES,
+    NETWORK,
+    Buffer,
+    Cost,
+    Graph,
+    GraphBuilder,
+    Lane,
+    Message,
+    Op,
+    Part,
+    Task,
+)
 from burst_rt.scheduler.loop import Driver, run
 from burst_rt.scheduler.policy import Policy, critical_path, program_order
 from burst_rt.scheduler.trace import Idle, Span, Trace, exposed
 from burst_rt.scheduler.verify import check_graph, check_messages, check_world, match_messages
 
 __all__ = [
-    "COMPUTE", "CONTROL", "NETWORK",
+    "COMPUTE", "CONTROL", "DEVICE_LANES", "HOST_LANES", "NCCL_LANES", "NETWORK",
     "Abort", "Buffer", "Cost", "Driver", "Engine", "Event", "Finish", "Graph", "GraphBuilder", "Idle", "Instruction", "Issue", "Lane",
     "Message", "Op", "Part", "PeerLost", "Policy", "Schedule", "Span", "State", "Task", "TaskDone", "TaskFailed", "Trace",
     "check_graph", "check_messages", "check_world", "critical_path", "exposed", "match_messages", "program_order", "run",

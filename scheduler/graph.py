@@ -17,7 +17,10 @@ from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InputError
 
-__all__ = ["COMPUTE", "CONTROL", "NETWORK", "Buffer", "Cost", "Graph", "GraphBuilder", "Lane", "Message", "Op", "Part", "Task"]
+__all__ = [
+    "COMPUTE", "CONTROL", "DEVICE_LANES", "HOST_LANES", "NCCL_LANES", "NETWORK",
+    "Buffer", "Cost", "Graph", "GraphBuilder", "Lane", "Message", "Op", "Part", "Task",
+]  # fmt: skip
 
 
 class Cost(NamedTuple):
@@ -70,6 +73,11 @@ class Lane:
 COMPUTE = Lane("compute", max_in_flight=1)
 NETWORK = Lane("network")
 CONTROL = Lane("control")
+HOST_LANES = (COMPUTE, NETWORK, CONTROL)
+# Those of a rank with a GPU: compute is a stream; the network is one too with NCCL, else of the host.
+_STREAM = Lane("compute", ordered=True, device=0)
+DEVICE_LANES = (_STREAM, NETWORK, CONTROL)
+NCCL_LANES = (_STREAM, Lane("network", ordered=True, device=0, in_program_order=True), CONTROL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,7 @@ class GraphBuilder:
         graph = g.build()
     """
 
-    def __init__(self, rank: int, world_size: int, lanes: Sequence[Lane] = (COMPUTE, NETWORK, CONTROL)) -> None:
+    def __init__(self, rank: int, world_size: int, lanes: Sequence[Lane] = HOST_LANES) -> None:
         if not 0 <= rank < world_size:
             raise InputError(f"GraphBuilder: rank must be in [0, world_size), got rank {rank} of {world_size}")
         self.rank = rank

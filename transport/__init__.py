@@ -3,10 +3,22 @@
 `burst_rt.transport.mpi` needs an MPI library and is imported only when asked for.
 """
 
-from burst_rt.transport.base import Capabilities, Completed, ControlGroup, Notice, NoticeKind, Pending, PendingBytes, PendingInts, Transport
+from burst_rt.transport.base import (
+    Capabilities,
+    Completed,
+    ControlGroup,
+    Memory,
+    Notice,
+    NoticeKind,
+    OrderedTransport,
+    Pending,
+    PendingBytes,
+    PendingInts,
+    Transport,
+)
 from burst_rt.transport.local import LocalControl, LocalTransport, LocalWorld
 
 __all__ = [
-    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld", "Notice", "NoticeKind", "Pending",
-    "PendingBytes", "PendingInts", "Transport",
+    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld", "Memory", "Notice", "NoticeKind",
+    "OrderedTransport", "Pending", "PendingBytes", "PendingInts", "Transport",
 ]  # fmt: skip

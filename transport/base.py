@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy.typing as npt
 
-__all__ = ["Capabilities", "Completed", "ControlGroup", "Notice", "NoticeKind", "Pending", "PendingBytes", "PendingInts", "Transport"]
+__all__ = ["Capabilities", "Completed", "ControlGroup", "Memory", "Notice", "NoticeKind", "OrderedTransport", "Pending", "PendingBytes", "PendingInts", "Transport"]
+
+
+# The bytes of one message: a contiguous memoryview of host memory, or what a device transport takes (a contiguous torch uint8 tensor; any, so
+# that this package needs no torch).
+Memory: TypeAlias = Any
 
 
 class Capabilities(NamedTuple):
@@ -32,8 +37,8 @@ class Completed(NamedTuple):
 class Transport(Protocol):
     """Moves messages between the ranks of one context. One thread uses it at a time; no method blocks.
 
-    Buffers are contiguous memoryviews of bytes that stay alive and untouched until their handle completes. Messages with the same peer
-    and tag match in the order they are started.
+    Buffers are contiguous bytes that stay alive and untouched until their handle completes: memoryviews, or device tensors where
+    `capabilities.device_memory` says so. Messages with the same peer and tag match in the order they are started.
     """
 
     rank: int
@@ -42,10 +47,10 @@ class Transport(Protocol):
     bytes_sent: int
     bytes_received: int
 
-    def isend(self, buffer: memoryview, peer: int, tag: int) -> int:
+    def isend(self, buffer: Memory, peer: int, tag: int) -> int:
         """Starts sending all of `buffer` and returns a handle."""
 
-    def irecv(self, buffer: memoryview, peer: int, tag: int) -> int:
+    def irecv(self, buffer: Memory, peer: int, tag: int) -> int:
         """Starts receiving exactly `len(buffer)` bytes and returns a handle."""
 
     def poll(self) -> list[Completed]:
@@ -53,6 +58,28 @@ class Transport(Protocol):
 
     def cancel(self) -> None:
         """Gives up on everything under way. Memory of messages under way may still be touched: the caller keeps it."""
+
+    def close(self) -> None:
+        """Releases the transport; nothing may be under way."""
+
+
+class OrderedTransport(Protocol):
+    """Moves messages between the ranks of one context on a stream of the device, which orders them: the host only starts them.
+
+    Messages with the same peer match in the order they are started; tags do not exist.
+    """
+
+    rank: int
+    size: int
+    capabilities: Capabilities
+    bytes_sent: int
+    bytes_received: int
+
+    def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
+        """Starts messages (device bytes, peer) that progress together, as one group on the stream. Does not wait."""
+
+    def cancel(self) -> None:
+        """Aborts everything under way; the transport cannot be used any more."""
 
     def close(self) -> None:
         """Releases the transport; nothing may be under way."""

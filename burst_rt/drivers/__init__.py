@@ -1,6 +1,8 @@
-"""Drivers: perform the scheduler's instructions on this rank's hardware. `HostDriver` is for CPUs."""
+"""Drivers: perform the scheduler's instructions on this rank's hardware. `HostDriver` is for CPUs, `CudaDriver` for a GPU."""
 
-from burst_rt.drivers.host import HostDriver, Opening, Progress, raw_bytes
+from burst_rt.drivers.base import BaseDriver, Opening, Progress
+from burst_rt.drivers.cuda import CudaDriver
+from burst_rt.drivers.host import HostDriver, raw_bytes
 from burst_rt.drivers.watch import Backoff, Watch
 
-__all__ = ["Backoff", "HostDriver", "Opening", "Progress", "Watch", "raw_bytes"]
+__all__ = ["Backoff", "BaseDriver", "CudaDriver", "HostDriver", "Opening", "Progress", "Watch", "raw_bytes"]

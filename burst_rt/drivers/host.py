@@ -1,24 +1,19 @@
 """The host driver: tasks on the CPU of this rank, messages through a transport. One compute task at a time, transfers beside it.
 
-A compute task runs inside `wait`, in the calling thread; long ones call `progress` between their parts so that messages keep moving. Every
-wait has a deadline: `timeout_s` for the other ranks to enter the call, `stall_s` without a sign of progress once inside. A rank that
-computes for long tells its peers so (`Watch.say_alive`), which is why `stall_s` may be shorter than a tile.
+A compute task runs inside `wait`, in the calling thread; long ones call `progress` between their parts so that messages keep moving.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from burst_rt.drivers.watch import Backoff, Watch
-from burst_rt.errors import BurstError, InternalError, Stalled
-from burst_rt.scheduler import Event, Graph, Span, Task, TaskDone, TaskFailed, Trace
-from burst_rt.transport import Transport
+from burst_rt.drivers.base import BaseDriver
+from burst_rt.scheduler import Task, TaskDone
 
-__all__ = ["HostDriver", "Opening", "Progress", "raw_bytes"]
+__all__ = ["HostDriver", "raw_bytes"]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -27,196 +22,34 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-class Opening(Protocol):
-    """What a control task waits for: the ranks' agreement on the call."""
+class HostDriver(BaseDriver):
+    """See `scheduler.Driver` and `BaseDriver`."""
 
-    def start(self) -> None:
-        """Begins; does not wait."""
-
-    def test(self) -> bool:
-        """True once it is decided. Never blocks."""
-
-    def failure(self) -> BurstError | None:
-        """After `test`: why the call may not go on, or None."""
-
-
-class HostDriver:
-    """See `scheduler.Driver`. One driver performs one run.
-
-    ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message names. opening: what control tasks wait
-    for.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        *,
-        ops: Mapping[str, Callable[..., None]],
-        memory: Mapping[int, memoryview],
-        transport: Transport,
-        watch: Watch,
-        opening: Opening,
-        timeout_s: float,
-        stall_s: float,
-        trace: Trace,
-    ) -> None:
-        self._graph = graph
-        self._ops = ops
-        self._memory = memory
-        self._transport = transport
-        self._watch = watch
-        self._opening = opening
-        self._timeout_s = timeout_s
-        self._stall_s = stall_s
-        self._trace = trace
-        self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
+    def __init__(self, *args: Any, **options: Any) -> None:  # BaseDriver's own
+        super().__init__(*args, **options)
         self._queue: list[Task] = []
-        self._control: Task | None = None
-        self._about: dict[int, tuple[Task, int]] = {}  # handle of a message under way -> its task and peer
-        self._num_open: dict[int, int] = {}
-        self._issued_s: dict[int, float] = {}
-        self._landed: list[Event] = []
-        self._running: Task | None = None
-        self._last_beat_s = time.perf_counter()
-        self.compute_s = 0.0
-        self.wait_s = 0.0
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """See `Driver.issue`. `after` is empty: no lane of a host is ordered."""
         self._issued_s[task.id] = time.perf_counter()
         if task.lane == "control":
-            self._control = task
-            self._opening.start()
+            self._open(task)
         elif task.is_exchange:
             self._exchange(task)
         else:
             self._queue.append(task)
 
-    def wait(self) -> Sequence[Event]:
-        """See `Driver.wait`. Runs a queued compute task, or blocks until a message has moved; raises nothing a deadline could cause."""
-        backoff: Backoff | None = None
-        transfers = False
-        while True:
-            events = self._poll()
-            if not events and self._queue:
-                self._compute(self._queue.pop(0))
-                events = self._poll()
-            if events:
-                if backoff and transfers:
-                    self.wait_s += backoff.elapsed_s()
-                return events
-            backoff, transfers = backoff or Backoff(), bool(self._num_open)
-            failure = self._overdue(backoff)
-            if failure:
-                return [failure]
-            backoff.pause()
-
-    def progress(self) -> None:
-        """Keeps messages moving while a compute task runs; kernels call it between their parts."""
-        self._landed.extend(self._moved())
-        if self._control is not None:
-            self._opening.test()
-        self._say_alive(time.perf_counter())
-
-    def abort(self, error: BurstError) -> None:
-        """See `Driver.abort`."""
-        self._transport.cancel()
-
-    def _say_alive(self, now_s: float) -> None:
-        if now_s - self._last_beat_s > self._stall_s / 4:
-            self._last_beat_s = now_s
-            # To all: who waits for a neighbour that waits for this rank must hear of it too.
-            self._watch.say_alive(self._others, -1 if self._running is None else self._running.id)
-
-    def _exchange(self, task: Task) -> None:
-        # Receives first: a message that finds its receive posted needs no copy in between.
-        self._num_open[task.id] = len(task.recvs) + len(task.sends)
-        for m in task.recvs:
-            self._about[self._transport.irecv(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = (task, m.peer)
-        for m in task.sends:
-            self._about[self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = (task, m.peer)
-
-    def _compute(self, task: Task) -> None:
-        if task.op is None or task.op.name not in self._ops:
-            known = sorted(self._ops)
-            raise InternalError(
-                f"task {task.name!r} asks for operation {task.op and task.op.name!r}; this driver has {known}", task=task.name
-            )
+    def _work(self) -> bool:
+        if not self._queue:
+            return False
+        task = self._queue.pop(0)
         self._running = task
         started_s = time.perf_counter()
-        args: tuple[Hashable, ...] = task.op.args
-        self._ops[task.op.name](*args)
+        self._perform(task)
         ended_s = self._finish(task, started_s)
         # Short tasks need not call `progress`, and there may be many of them.
         self._say_alive(ended_s)
         self._running = None
         self.compute_s += ended_s - started_s
         self._landed.append(TaskDone(task.id))
-
-    def _poll(self) -> list[Event]:
-        events = self._landed
-        self._landed = []
-        events.extend(self._moved())
-        if self._control is not None and self._opening.test():
-            task, self._control = self._control, None
-            self._finish(task, self._issued_s[task.id])
-            failure = self._opening.failure()
-            events.append(TaskFailed(task.id, failure) if failure else TaskDone(task.id))
-        return events
-
-    def _moved(self) -> list[Event]:
-        events: list[Event] = []
-        for done in self._transport.poll():
-            task, _ = self._about.pop(done.handle)
-            self._num_open[task.id] -= 1
-            if not self._num_open[task.id]:
-                del self._num_open[task.id]
-                self._finish(task, self._issued_s[task.id])
-                events.append(TaskDone(task.id))
-        return events
-
-    def _finish(self, task: Task, started_s: float) -> float:
-        ended_s = time.perf_counter()
-        cost = task.cost
-        self._trace.add(Span(task.id, task.name, task.lane, self._issued_s[task.id], started_s, ended_s, cost.size_bytes, cost.flops))
-        return ended_s
-
-    def _overdue(self, backoff: Backoff) -> TaskFailed | None:
-        """What ends a wait that nothing else ends."""
-        self._watch.look()
-        open_task = self._control.id if self._control is not None else min(self._num_open, default=None)
-        if open_task is None:
-            raise InternalError("the driver was asked to wait with nothing under way")
-        lost = self._watch.lost(None if self._control is not None else {peer for _, peer in self._about.values()})
-        if lost:
-            return TaskFailed(open_task, lost)
-        # Any rank's last sign of life counts as progress.
-        heard_s = max((when for when, _ in self._watch.alive.values()), default=0.0)
-        silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
-        limit_s = self._timeout_s if self._control is not None else self._stall_s
-        if silent_s <= limit_s:
-            return None
-        return TaskFailed(open_task, self._stalled(self._graph.tasks[open_task], silent_s))
-
-    def _stalled(self, task: Task, silent_s: float) -> Stalled:
-        rank = self._graph.rank
-        if self._control is not None:
-            message = f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call (timeout_s)"
-            return Stalled(message, rank=rank, task=task.name, elapsed_s=silent_s)
-        peers = sorted({m.peer for m in (*task.sends, *task.recvs)})
-        said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
-        message = (
-            f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with rank {' and '.join(map(str, peers))}; "
-            f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or raise stall_s in burst_rt.init"
-        )
-        return Stalled(message, rank=rank, peer=peers[0], task=task.name, elapsed_s=silent_s)
-
-
-class Progress:
-    """What kernels call between parts; the driver behind it exists only once the call's memory is bound."""
-
-    driver: HostDriver | None = None
-
-    def __call__(self) -> None:
-        if self.driver is not None:
-            self.driver.progress()
+        return True

@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.problem import Problem
-from burst_rt.scheduler import Buffer, Cost, Graph, GraphBuilder, Op, Part
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
 
 __all__ = ["AGREE", "Ring", "backward_ring", "forward_ring"]
 
@@ -49,9 +49,9 @@ class Ring:
     home: tuple[str, ...]
     home_sums: tuple[str, ...]
 
-    def graph(self, rank: int) -> Graph:
-        """The graph of one rank."""
-        return _RankBuilder(self, rank).build()
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+        """The graph of one rank. The lanes are those of its machine: HOST_LANES, DEVICE_LANES or NCCL_LANES."""
+        return _RankBuilder(self, rank, lanes).build()
 
     @property
     def travelling(self) -> tuple[tuple[range, ...], ...]:
@@ -102,10 +102,10 @@ class Ring:
 class _RankBuilder:
     """Builds one rank's graph of a ring. Buffers are named after their tensors; slots carry the slot number: k0, k1."""
 
-    def __init__(self, ring: Ring, rank: int) -> None:
+    def __init__(self, ring: Ring, rank: int, lanes: tuple[Lane, ...]) -> None:
         problem = ring.problem
         self.ring, self.rank, self.world = ring, rank, problem.world_size
-        self.g = GraphBuilder(rank, self.world)
+        self.g = GraphBuilder(rank, self.world, lanes)
         own = [len(block) for block in ring.travelling[rank]]
         largest = [max(len(blocks[b]) for blocks in ring.travelling) for b in range(len(own))]
         self.agreed = self.g.buffer("agreed")

@@ -1,0 +1,147 @@
+"""The CUDA driver: ordered lanes are streams, edges between them are events, and the host waits only for what it must know itself.
+
+With a transport that is ordered too (NCCL) every task goes onto a stream at once, and the run ends, for the host, when the last has been
+issued: the caller's stream is made to wait for the lanes, as it would for any other kernel. With a transport of the host (MPI, staged
+copies) the host polls events and messages, and the tiles that follow are on the compute stream before the one that runs has ended.
+
+Rules (see the lanes of `scheduler.engine`): a lane's first task waits for the caller's stream, so inputs are there, and so does the host
+before its first message; a task waits for the events of its `after`; `join` makes the caller's stream wait for every lane that was used, so outputs are there and memory may be reused.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from burst_rt.drivers.base import BaseDriver
+from burst_rt.drivers.device import Device, Event, Stream
+from burst_rt.errors import BurstError, Stalled
+from burst_rt.scheduler import Event as Happening
+from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone
+from burst_rt.transport import OrderedTransport
+
+__all__ = ["CudaDriver"]
+
+
+class _Issued(NamedTuple):
+    """A task on a stream: between these events."""
+
+    task: Task
+    issued_s: float
+    started: Event
+    ended: Event
+
+
+class CudaDriver(BaseDriver):
+    """See `scheduler.Driver` and `BaseDriver`. wire: for exchanges on ordered lanes."""
+
+    def __init__(self, schedule: Schedule, *, device: Device, wire: OrderedTransport | None = None, **options: Any) -> None:  # BaseDriver's
+        super().__init__(schedule.graph, **options)
+        self._device = device
+        self._wire = wire
+        # Somebody on another kind of lane waits for these: the host must see them end. All others are done, for the host, once issued.
+        self._observed = {task.id for task in self._graph.tasks if schedule.on_done[task.id]}
+        self._streams: dict[str, Stream] = {}
+        self._issued: dict[int, _Issued] = {}
+        self._under_way: list[int] = []
+        self._held: list[Task] = []  # exchanges of the host that wait for the caller's stream
+        self._caller_done = False
+        self._opened_s = time.perf_counter()
+        self._opened = device.record(device.caller())
+
+    def issue(self, task: Task, after: tuple[int, ...]) -> None:
+        """See `Driver.issue`."""
+        lane = self._graph.lanes[task.lane]
+        self._issued_s[task.id] = time.perf_counter()
+        if lane.ordered:
+            self._put(task, lane, after)
+        elif task.is_exchange:
+            self._held.append(task)
+        else:
+            self._open(task)
+
+    def abort(self, error: BurstError) -> None:
+        """See `Driver.abort`. What is on the streams already runs on; the caller keeps its memory."""
+        super().abort(error)
+        if self._wire is not None:
+            self._wire.cancel()
+
+    def join(self) -> Event:
+        """Makes the caller's stream wait for all lanes; returns the event after which the call's memory may be used again."""
+        caller = self._device.caller()
+        for stream in self._streams.values():
+            self._device.wait(caller, self._device.record(stream))
+        return self._device.record(caller)
+
+    def resolve(self) -> bool:
+        """Adds the spans of device tasks to the trace once all have ended; False until then. Host time of a span is exact to about the
+        launch latency: events have a clock of their own, which is set by the one recorded when the run opened."""
+        if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
+            return False
+        for issued in self._issued.values():
+            task, cost = issued.task, issued.task.cost
+            start_s, end_s = (self._opened_s + self._device.seconds(self._opened, e) for e in (issued.started, issued.ended))
+            self.trace.add(Span(task.id, task.name, task.lane, issued.issued_s, start_s, end_s, cost.size_bytes, cost.flops))
+            if task.lane == "compute":
+                self.compute_s += end_s - start_s
+        self._issued.clear()
+        return True
+
+    def _put(self, task: Task, lane: Lane, after: tuple[int, ...]) -> None:
+        stream = self._stream(lane)
+        for other in after:
+            self._device.wait(stream, self._issued[other].ended)
+        started = self._device.record(stream)
+        with self._device.on(stream, task.name):
+            if task.is_exchange:
+                assert self._wire is not None
+                sends, recvs = ([(self._memory[m.part][: m.size_bytes], m.peer) for m in way] for way in (task.sends, task.recvs))
+                self._wire.exchange(sends, recvs, self._device.handle(stream))
+            else:
+                self._perform(task)
+        self._issued[task.id] = _Issued(task, self._issued_s[task.id], started, self._device.record(stream))
+        if task.id in self._observed:
+            self._under_way.append(task.id)
+        else:
+            self._landed.append(TaskDone(task.id))
+
+    def _stream(self, lane: Lane) -> Stream:
+        stream = self._streams.get(lane.name)
+        if stream is None:
+            stream = self._streams[lane.name] = self._device.lane(lane.name)
+            self._device.wait(stream, self._opened)
+        return stream
+
+    def _poll(self) -> list[Happening]:
+        if self._held and (self._caller_done or self._device.happened(self._opened)):
+            self._caller_done = True
+            for task in self._held:
+                self._exchange(task)
+            self._held.clear()
+        events = super()._poll()
+        ended = [t for t in self._under_way if self._device.happened(self._issued[t].ended)]
+        if ended:
+            self._under_way = [t for t in self._under_way if t not in ended]
+            events.extend(TaskDone(t) for t in ended)
+        return events
+
+    def _waiting_for(self) -> tuple[Task, float] | None:
+        if self._control is None and self._under_way:
+            # A long tile is no stall, and the others must hear that this rank is alive.
+            self._running = self._graph.tasks[self._under_way[0]]
+            self._say_alive(time.perf_counter())
+            return self._running, self._timeout_s
+        if self._held:
+            return self._held[0], self._timeout_s
+        return super()._waiting_for()
+
+    def _stalled(self, task: Task, silent_s: float) -> Stalled:
+        if self._control is not None or (task.is_exchange and not self._held):
+            return super()._stalled(task, silent_s)
+        rank = self._graph.rank
+        what = "what the caller put on its stream before the call" if self._held else repr(task.name)
+        message = (
+            f"rank {rank}: the device has not finished {what} for {silent_s:.1f} s (timeout_s). "
+            "Look at the device (nvidia-smi; compute-sanitizer on a small input); raise timeout_s in burst_rt.init if it is only slow"
+        )
+        return Stalled(message, rank=rank, task=task.name, elapsed_s=silent_s)

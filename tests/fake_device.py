@@ -1,0 +1,164 @@
+"""A device that does nothing and keeps the books: which use of which memory is ordered before which, by vector clocks (Lamport; Mattern).
+
+Every stream, every message under way and the host has a clock. Work on a stream comes after what was on it and after what the host had
+done and seen when it put it there; an event carries the clock of its stream; a wait, and the host's seeing that an event has happened or a
+message has ended, merge clocks. Two uses of one part of which one writes must be ordered, or `Race` is raised: that is what hardware would
+get wrong now and then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from burst_rt.transport import Capabilities, Completed
+
+__all__ = ["FakeDevice", "FakeMessages", "FakeWire", "Part", "Race"]
+
+Clock = dict[str, int]
+
+
+class Race(AssertionError):
+    """Two uses of one part that nothing orders."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Memory of one part, as a driver hands it to a transport."""
+
+    name: object
+
+    def __getitem__(self, _: slice) -> Part:
+        return self
+
+
+@dataclass
+class _Uses:
+    """Who wrote a part last, and who has read it since: (whose clock, its time)."""
+
+    written: tuple[str, int] | None = None
+    read: list[tuple[str, int]] = field(default_factory=list)
+
+
+class FakeDevice:
+    """See `drivers.device.Device`. When an event has happened is drawn from the seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.clocks: dict[str, Clock] = defaultdict(dict)
+        self.current = "caller"
+        self.num_uses = 0
+        self._uses: dict[object, _Uses] = defaultdict(_Uses)
+
+    def caller(self) -> str:
+        return self.current
+
+    def lane(self, name: str) -> str:
+        return name
+
+    def handle(self, stream: str) -> int:
+        return hash(stream)
+
+    def record(self, stream: str) -> Clock:
+        return {**_merged(self.clocks[stream], self.clocks["host"])}
+
+    def wait(self, stream: str, event: Clock) -> None:
+        self.clocks[stream] = _merged(self.clocks[stream], event)
+
+    def happened(self, event: Clock) -> bool:
+        if self.random.random() < 0.5:
+            return False
+        self.wait("host", event)
+        return True
+
+    def seconds(self, first: Clock, last: Clock) -> float:
+        return float(sum(last.values()) - sum(first.values()))
+
+    @contextmanager
+    def on(self, stream: str, name: str) -> Iterator[None]:
+        outer, self.current = self.current, stream
+        yield
+        self.current = outer
+
+    def use(self, reads: Iterable[object], writes: Iterable[object], stream: str | None = None) -> None:
+        """Work on a stream (the current one) that reads and writes these parts."""
+        stream = self.current if stream is None else stream
+        clock = self.clocks[stream] = _merged(self.clocks[stream], self.clocks["host"])
+        clock[stream] = clock.get(stream, 0) + 1
+        now = (stream, clock[stream])
+        self.num_uses += 1
+        for part in reads:
+            self._require(clock, [self._uses[part].written], f"{stream} reads {part}")
+            self._uses[part].read.append(now)
+        for part in writes:
+            uses = self._uses[part]
+            self._require(clock, [uses.written, *(r for r in uses.read if r != now)], f"{stream} writes {part}")
+            self._uses[part] = _Uses(now)
+
+    def _require(self, clock: Clock, before: Iterable[tuple[str, int] | None], what: str) -> None:
+        for use in before:
+            if use is not None and clock.get(use[0], 0) < use[1]:
+                raise Race(f"{what}, and nothing puts it after what {use[0]} does at its {use[1]}")
+
+
+class FakeMessages:
+    """A transport of the host: each message is under way for a time drawn from the device's seed."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, False, 2**62)
+        self.bytes_sent = self.bytes_received = 0
+        self._device = device
+        self._open: list[int] = []
+        self._num = 0
+
+    def isend(self, buffer: Part, peer: int, tag: int) -> int:
+        return self._start([buffer.name], [])
+
+    def irecv(self, buffer: Part, peer: int, tag: int) -> int:
+        return self._start([], [buffer.name])
+
+    def poll(self) -> list[Completed]:
+        done = [handle for handle in self._open if self._device.random.random() < 0.5]
+        for handle in done:
+            self._open.remove(handle)
+            self._device.wait("host", self._device.clocks[f"message {handle}"])
+        return [Completed(handle) for handle in done]
+
+    def cancel(self) -> None:
+        self._open.clear()
+
+    def close(self) -> None:
+        self.cancel()
+
+    def _start(self, reads: list[object], writes: list[object]) -> int:
+        self._num += 1
+        self._device.use(reads, writes, f"message {self._num}")
+        self._open.append(self._num)
+        return self._num
+
+
+class FakeWire:
+    """An ordered transport: messages are work on the stream."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, True, 2**62)
+        self.bytes_sent = self.bytes_received = 0
+        self._device = device
+
+    def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int) -> None:
+        assert stream == self._device.handle(self._device.current)
+        self._device.use([part.name for part, _ in sends], [part.name for part, _ in recvs])
+
+    def cancel(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _merged(a: Clock, b: Clock) -> Clock:
+    return {name: max(a.get(name, 0), b.get(name, 0)) for name in (*a, *b)}

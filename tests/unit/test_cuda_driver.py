@@ -1,0 +1,221 @@
+"""The CUDA driver's order, without a GPU: on a device that keeps the books, no use of any part may be unordered. And the nets must hold."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+from fake_device import FakeDevice, FakeMessages, FakeWire, Part, Race
+
+from burst_rt.drivers import CudaDriver, Watch
+from burst_rt.errors import BurstError, DeviceError, Stalled
+from burst_rt.scheduler import CONTROL, DEVICE_LANES, NCCL_LANES, NETWORK, Engine, Graph, GraphBuilder, Lane, Op, Schedule, Trace, run
+from burst_rt.transport import LocalWorld
+
+_COPIES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))
+_LANES = {"nccl": NCCL_LANES, "mpi": DEVICE_LANES, "staged": (*DEVICE_LANES, *_COPIES)}
+
+
+class Opened:
+    """An agreement reached after some polls."""
+
+    def __init__(self, polls: int) -> None:
+        self.left = polls
+
+    def start(self) -> None:
+        pass
+
+    def test(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def failure(self) -> BurstError | None:
+        return None
+
+
+def random_graph(rng: random.Random, lanes: tuple[Lane, ...]) -> Graph:
+    """Up to 25 tasks over few parts, so that they get in each other's way."""
+    g = GraphBuilder(0, 3, lanes)
+    agreed = g.buffer("agreed")
+    parts = [g.buffer(f"b{i}", size_bytes=8, initialised=True) for i in range(rng.randint(2, 6))]
+    g.compute("agree", Op("agree"), writes=[agreed], lane=CONTROL.name)
+    streams = [lane.name for lane in lanes if lane.ordered and not lane.in_program_order]
+    for i in range(rng.randint(3, 25)):
+        chosen = rng.sample(parts, min(len(parts), rng.randint(1, 3)))
+        if rng.random() < 0.4:
+            sends = [(part, rng.randint(1, 2)) for part in chosen[1:]]
+            g.exchange(f"x{i}", sends=sends, recvs=[(chosen[0], rng.randint(1, 2))], tag=i, reads=[agreed])
+            continue
+        cut = [rng.randint(0, len(chosen)) for _ in range(2)]
+        reads, writes, accumulates = chosen[: min(cut)], chosen[min(cut) : max(cut)], chosen[max(cut) :]
+        changed = tuple(part.parts[0].id for part in (*writes, *accumulates))
+        read = tuple(part.parts[0].id for part in (*reads, *accumulates))
+        lane = rng.choice(streams)
+        g.compute(f"t{i}", Op("work", (read, changed)), reads=reads, writes=writes, accumulates=accumulates, lane=lane)
+    return g.build()
+
+
+def drive(device: FakeDevice, graph: Graph, **options: Any) -> CudaDriver:  # CudaDriver's own
+    """One run of the graph, its parts being the same memory for every run on this device."""
+    schedule = Schedule.of(graph)
+    driver = CudaDriver(
+        schedule,
+        device=device,
+        wire=FakeWire(device),
+        ops={"work": lambda reads, changed: device.use(reads, changed)} | options.pop("ops", {}),
+        memory={part.id: Part(part.id) for part in graph.parts},
+        transport=FakeMessages(device),
+        watch=Watch(LocalWorld(3).control(0)),
+        opening=Opened(device.random.randint(0, 5)),
+        timeout_s=options.pop("timeout_s", 20.0),
+        stall_s=20.0,
+        trace=Trace(),
+    )
+    run(Engine(schedule), driver)
+    return driver
+
+
+@pytest.mark.parametrize("kind", _LANES)
+def test_no_use_of_memory_is_unordered(kind: str) -> None:
+    """10,000 random graphs over all kinds of lanes, each run twice in a row; the caller uses all memory before, between and after."""
+    for seed in range(3334):
+        device = FakeDevice(seed)
+        graph = random_graph(random.Random(seed), _LANES[kind])
+        everything = range(len(graph.parts))
+        for _ in range(2):
+            device.use((), everything, "caller")
+            drive(device, graph).join()
+        device.use((), everything, "caller")
+        assert device.num_uses >= 3 + 2 * (len(graph.tasks) - 1)
+
+
+def _caught(kind: str, **broken: Any) -> int:  # methods of FakeDevice
+    """Of 300 random graphs: in how many a race is found."""
+    found = 0
+    for seed in range(300):
+        device = FakeDevice(seed)
+        for name, method in broken.items():
+            setattr(device, name, method.__get__(device))
+        graph = random_graph(random.Random(seed), _LANES[kind])
+        try:
+            device.use((), range(len(graph.parts)), "caller")
+            drive(device, graph).join()
+            device.use((), range(len(graph.parts)), "caller")
+        except Race:
+            found += 1
+    return found
+
+
+@pytest.mark.parametrize("kind", _LANES)
+def test_a_missing_wait_is_caught(kind: str) -> None:
+    """Streams that do not wait for events: most graphs have two lanes that share memory."""
+    assert _caught(kind) == 0
+    assert _caught(kind, wait=lambda device, stream, event: FakeDevice.wait(device, stream, event) if stream == "host" else None) > 250
+
+
+@pytest.mark.parametrize("kind", ["mpi", "staged"])
+def test_events_the_host_does_not_wait_for_are_caught(kind: str) -> None:
+    """A host that takes every event as happened without its having happened."""
+    assert _caught(kind, happened=lambda device, event: True) > 200
+
+
+@pytest.mark.parametrize("dropped", ["compute", "network"])
+def test_one_lane_that_waits_for_nothing_is_caught(dropped: str) -> None:
+    assert _caught("nccl", wait=lambda d, stream, event: None if stream == dropped else FakeDevice.wait(d, stream, event)) > 100
+
+
+def test_two_calls_in_flight_that_share_memory() -> None:
+    """From two streams of the caller's: in order if the second waits for what `join` of the first returned, a race if not."""
+    races = 0
+    for seed in range(300):
+        graph = random_graph(random.Random(seed), NCCL_LANES)
+        for waits in (True, False):
+            device = FakeDevice(seed)
+            released = drive(device, graph).join()
+            # Fresh lanes, as another context of the same process has them.
+            device.lane = lambda name: f"other {name}"  # type: ignore[method-assign]
+            device.current = "other caller"
+            if waits:
+                device.wait("other caller", released)
+            try:
+                drive(device, graph).join()
+            except Race:
+                assert not waits
+                races += 1
+    assert races > 250
+
+
+def test_an_ordered_graph_is_never_waited_for() -> None:
+    """With NCCL the host sees no event, so no tile waits for it; only the ranks' agreement does."""
+
+    def never(device: FakeDevice, event: object) -> bool:
+        raise AssertionError("the host asked for an event")
+
+    for seed in range(100):
+        device = FakeDevice(seed)
+        device.happened = never.__get__(device)  # type: ignore[method-assign]
+        drive(device, random_graph(random.Random(seed), NCCL_LANES)).join()
+
+
+def test_tiles_are_queued_behind_the_one_that_runs() -> None:
+    """Over MPI: all tiles whose data is there are on the stream before any of them has ended."""
+    g = GraphBuilder(0, 3, DEVICE_LANES)
+    state, slots = g.buffer("state", initialised=True), [g.buffer(f"s{i}", size_bytes=8, initialised=True) for i in range(2)]
+    for i, slot in enumerate((*slots, slots[0])):
+        g.compute(f"t{i}", Op("work", ((slot.parts[0].id,), (state.parts[0].id,))), reads=[slot], accumulates=[state])
+    g.exchange("x", recvs=[(slots[0], 1)], tag=0)
+    g.compute("t3", Op("work", ((slots[0].parts[0].id,), (state.parts[0].id,))), reads=[slots[0]], accumulates=[state])
+    device = FakeDevice()
+    seen: list[int] = []
+    happened = device.happened
+    device.happened = lambda event: seen.append(device.num_uses) or happened(event)  # type: ignore[func-returns-value,method-assign]
+    drive(device, g.build()).join()
+    assert seen[0] == 3  # t0, t1 and t2 were issued before the host first asked
+    assert device.num_uses == 5
+
+
+def test_spans_of_device_tasks_come_when_they_have_ended() -> None:
+    device = FakeDevice(3)
+    graph = random_graph(random.Random(3), DEVICE_LANES)
+    driver = drive(device, graph)
+    while not driver.resolve():
+        pass
+    spans = {span.task: span for span in driver.trace}
+    assert set(spans) == set(range(len(graph.tasks)))
+    assert all(span.issued_s > 0 and span.ended_s >= span.started_s for span in spans.values())
+    assert driver.compute_s >= 0
+    assert NETWORK.name in {span.lane for span in spans.values()}
+
+
+def test_a_task_that_fails_is_the_runs_error() -> None:
+    def fail(*_: object) -> None:
+        raise DeviceError("out of memory")
+
+    with pytest.raises(DeviceError, match="out of memory"):
+        for seed in range(20):  # some graph computes
+            drive(FakeDevice(seed), random_graph(random.Random(seed), NCCL_LANES), ops={"work": fail})
+
+
+def test_a_device_that_never_ends_is_given_up() -> None:
+    device = FakeDevice()
+    device.happened = lambda event: False  # type: ignore[method-assign]
+    g = GraphBuilder(0, 3, DEVICE_LANES)
+    part = g.buffer("b", size_bytes=8, initialised=True)
+    g.compute("tile 7", Op("work", ((), (0,))), accumulates=[part])
+    g.exchange("x", sends=[(part, 1)], tag=0)
+    started_s = time.perf_counter()
+    with pytest.raises(Stalled, match="the device has not finished 'tile 7'") as caught:
+        drive(device, g.build(), timeout_s=0.3)
+    assert caught.value.task == "tile 7"
+    assert 0.3 < time.perf_counter() - started_s < 5
+
+
+def test_a_caller_whose_own_work_never_ends_is_given_up() -> None:
+    device = FakeDevice()
+    device.happened = lambda event: False  # type: ignore[method-assign]
+    g = GraphBuilder(0, 3, DEVICE_LANES)
+    g.exchange("x", sends=[(g.buffer("b", size_bytes=8, initialised=True), 1)], tag=0)
+    with pytest.raises(Stalled, match="what the caller put on its stream"):
+        drive(device, g.build(), timeout_s=0.3)

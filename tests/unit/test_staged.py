@@ -1,0 +1,84 @@
+"""Staging: the same bytes arrive, in chunks that are bounded, in an order that no timing can break; the verifier reads staged graphs too."""
+
+from __future__ import annotations
+
+import pytest
+from sim.multirank import reference, simulate
+
+from burst_rt import Causal, Full
+from burst_rt.attention.layouts import make_layout
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies import Ring, choose
+from burst_rt.errors import ConfigError
+from burst_rt.scheduler import DEVICE_LANES, Graph, GraphBuilder, Schedule, check_world
+from burst_rt.transport.staged import staged
+
+_CHUNK = 1000
+
+
+def graphs(world_size: int, strategy: str, *, forward: bool, causal: bool = False, device: bool = True) -> list[Graph]:
+    layout = make_layout("zigzag", 61 * world_size, world_size)
+    problem = Problem(layout, layout, Causal() if causal else Full(), 1, 2, 2, 16, 4, 4, (True, True, True))
+    ring: Ring = choose(problem, strategy, forward=forward).ring
+    return [ring.graph(rank, *([DEVICE_LANES] if device else [])) for rank in range(world_size)]
+
+
+_KINDS = [("ring-kv", True), ("ring-kv", False), ("burst", False)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("strategy", "forward"), _KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_byte_goes_once_through_a_chunk(world_size: int, strategy: str, forward: bool, causal: bool) -> None:
+    plain = graphs(world_size, strategy, forward=forward, causal=causal)
+    lowered = [staged(graph, _CHUNK) for graph in plain]
+    check_world(lowered)
+    for before, after in zip(plain, lowered, strict=True):
+        assert after.parts[: len(before.parts)] == before.parts
+        chunks = {part.id for part in after.parts[len(before.parts) :]}
+        assert len(chunks) == (4 if world_size > 1 else 0)
+        for way in ("sends", "recvs"):
+            messages = [m for task in before.tasks for m in getattr(task, way)]
+            pieces = [m for task in after.tasks for m in getattr(task, way)]
+            assert sum(m.size_bytes for m in pieces) == sum(m.size_bytes for m in messages)
+            assert all(m.part in chunks and 0 < m.size_bytes <= _CHUNK for m in pieces)
+            # What is copied covers each part as often as it was sent or received, from its first byte to its last.
+            copied: dict[int, list[tuple[int, int]]] = {}
+            for task in after.tasks:
+                if task.op and task.op.name == ("to host" if way == "sends" else "to device"):
+                    args = task.op.args if way == "sends" else (*task.op.args[1:], task.op.args[0])
+                    part, offset, size, chunk = args
+                    assert chunk in chunks
+                    copied.setdefault(part, []).append((offset, size))  # type: ignore[arg-type]  # arguments of an Op are plain objects
+            for part in {m.part for m in messages}:
+                wanted = [(at, min(_CHUNK, m.size_bytes - at)) for m in messages if m.part == part for at in range(0, m.size_bytes, _CHUNK)]
+                assert sorted(copied[part]) == sorted(wanted)
+
+
+@pytest.mark.parametrize("device", [True, False])
+@pytest.mark.parametrize(("strategy", "forward"), _KINDS)
+def test_any_order_gives_the_same_result(strategy: str, forward: bool, device: bool) -> None:
+    for world_size in (2, 3):
+        lowered = [staged(graph, _CHUNK) for graph in graphs(world_size, strategy, forward=forward, device=device)]
+        schedules = [Schedule.of(graph) for graph in lowered]
+        wanted = reference(lowered)
+        for seed in range(60):
+            assert simulate(schedules, seed) == wanted
+
+
+def test_copies_and_messages_of_neighbouring_chunks_may_overlap() -> None:
+    """Chunk 1 is copied to the host while chunk 0 is on the wire; chunk 2 needs the memory of chunk 0."""
+    g = GraphBuilder(0, 2, DEVICE_LANES)
+    g.exchange("x", sends=[(g.buffer("b", size_bytes=4000, initialised=True), 1)], tag=0)
+    graph = staged(g.build(), _CHUNK)
+    tasks = {task.name: task.id for task in graph.tasks}
+    assert graph.predecessors[tasks["x d2h 1"]] == ()
+    assert graph.predecessors[tasks["x d2h 2"]] == (tasks["x out 0"],)
+    assert graph.predecessors[tasks["x out 1"]] == (tasks["x d2h 1"],)
+
+
+def test_too_many_chunks_are_refused() -> None:
+    g = GraphBuilder(0, 2, DEVICE_LANES)
+    g.exchange("x", sends=[(g.buffer("b", size_bytes=4097, initialised=True), 1)], tag=0)
+    with pytest.raises(ConfigError, match="use larger chunks"):
+        staged(g.build(), 1)

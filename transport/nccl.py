@@ -1,0 +1,112 @@
+"""GPUs over NCCL, point to point, through CuPy: messages are work on a stream, in one group each exchange.
+
+Only host work happens here: the stream orders everything. NCCL's communicators start blocking and have no deadline of their own, so one is
+made in a thread that is watched; a communicator that hangs is aborted (`cancel`), which also ends its kernels.
+
+CuPy's `nccl` module is taken as an argument so that tests can record the calls; nothing here imports CuPy or needs a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from burst_rt.errors import ConfigError, DeviceError, Stalled
+from burst_rt.transport.base import Capabilities, Memory
+
+__all__ = ["Nccl", "NcclTransport", "unique_id_bytes"]
+
+# ncclUint8 of nccl.h: messages are bytes.
+_UINT8 = 1
+
+
+class Nccl(Protocol):
+    """What is used of `cupy.cuda.nccl`."""
+
+    NcclCommunicator: Callable[[int, tuple[int, ...], int], Any]  # CuPy's own class
+
+    def get_unique_id(self) -> tuple[int, ...]:
+        """A new id, made by one rank and given to all."""
+
+    def groupStart(self) -> None:  # noqa: N802  (CuPy's name)
+        """Begins a group: its sends and receives progress together."""
+
+    def groupEnd(self) -> None:  # noqa: N802  (CuPy's name)
+        """Ends a group and starts it."""
+
+
+def unique_id_bytes(nccl: Nccl) -> bytes:
+    """A fresh unique id as bytes, for the control group to hand on. NCCL's ids are signed chars in CuPy."""
+    return bytes(value & 0xFF for value in nccl.get_unique_id())
+
+
+class NcclTransport:
+    """See `OrderedTransport`. One communicator a context and device."""
+
+    def __init__(self, nccl: Nccl, unique_id: bytes, rank: int, size: int, timeout_s: float, enter_device: Callable[[], None]) -> None:
+        """Joins the communicator: collective; blocks at most `timeout_s`, then raises Stalled. Raises DeviceError with what NCCL says.
+
+        enter_device: makes this rank's device current in the thread that calls it.
+        """
+        self.rank = rank
+        self.size = size
+        self.capabilities = Capabilities(device_memory=True, ordered=True, max_message_bytes=2**62)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._nccl = nccl
+        self._communicator: Any = self._join(unique_id, timeout_s, enter_device)
+
+    def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
+        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this rank's device."""
+        if self._communicator is None:
+            raise ConfigError(f"rank {self.rank}: this NCCL communicator was aborted or closed; start the job again", rank=self.rank)
+        self._nccl.groupStart()
+        try:
+            for buffer, peer in sends:
+                self._communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                self.bytes_sent += buffer.numel()
+            for buffer, peer in recvs:
+                self._communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                self.bytes_received += buffer.numel()
+        finally:
+            # A group left open would swallow every later call.
+            self._nccl.groupEnd()
+
+    def cancel(self) -> None:
+        """See `OrderedTransport.cancel`."""
+        if self._communicator is not None:
+            communicator, self._communicator = self._communicator, None
+            communicator.abort()
+
+    def close(self) -> None:
+        """See `OrderedTransport.close`."""
+        if self._communicator is not None:
+            communicator, self._communicator = self._communicator, None
+            communicator.destroy()
+
+    def _join(self, unique_id: bytes, timeout_s: float, enter_device: Callable[[], None]) -> Any:
+        made: list[Any] = []
+        failed: list[BaseException] = []
+
+        def join() -> None:
+            try:
+                enter_device()
+                signed = tuple(value - 256 if value > 127 else value for value in unique_id)
+                made.append(self._nccl.NcclCommunicator(self.size, signed, self.rank))
+            except Exception as error:  # whatever CuPy raises: it is handed to the caller below
+                failed.append(error)
+
+        # A daemon: NCCL cannot be told to give up before there is a communicator.
+        thread = threading.Thread(target=join, name=f"burst_rt nccl rank {self.rank}", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            raise Stalled(
+                f"rank {self.rank}: NCCL waited {timeout_s:g} s for all {self.size} ranks to join its communicator. "
+                "See NCCL_DEBUG=INFO; check that the ranks reach each other (NCCL_SOCKET_IFNAME)",
+                rank=self.rank, elapsed_s=timeout_s,
+            )  # fmt: skip
+        if failed:
+            raise DeviceError(f"rank {self.rank}: NCCL could not make a communicator: {failed[0]}", rank=self.rank) from failed[0]
+        return made[0]

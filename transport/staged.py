@@ -1,0 +1,114 @@
+"""Staging: device memory over a transport that takes host memory only, as a lowering of the graph.
+
+`staged(graph)` is the same graph with every exchange of device memory replaced by chunks: a copy to a pinned chunk of the host (lane
+`d2h`), a message of that chunk, and on the other side a message into a chunk and a copy to the device (lane `h2d`). Chunks are few and used
+in turn, so copies and messages of neighbouring chunks overlap; that they are not overwritten too early is said by the same derived edges as
+everything else, and the verifier, the trace and the simulator see all of it.
+
+    exchange "hop 0": send k, receive k1      becomes, for each chunk i
+        d2h  "hop 0 d2h i"    reads k, writes out[i % 2]           copies Op("to host", (k, offset, size, out[i % 2]))
+        net  "hop 0 out i"    sends out[i % 2]
+        net  "hop 0 in i"     receives in[i % 2]
+        h2d  "hop 0 h2d i"    reads in[i % 2], writes k1           copies Op("to device", (in[i % 2], k1, offset, size))
+
+Parts keep their numbers; those of the chunks come after them. Chunks have tags of their own, the same on both sides, because both cut a
+message at the same places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle, groupby, zip_longest
+from typing import NamedTuple
+
+from burst_rt.errors import ConfigError
+from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Message, Op, Part, Task
+
+__all__ = ["CHUNK_BYTES", "COPY_LANES", "staged"]
+
+# Large enough for PCIe and the wire to run at full speed, small enough that a message of a few dozen MiB has several.
+CHUNK_BYTES = 4 << 20
+# Chunks each way: one is copied while the other is on the wire.
+_NUM_CHUNKS = 2
+# More chunks than any message has: tags are tag * _TAG_ROOM + number.
+_TAG_ROOM = 4096
+
+COPY_LANES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))
+_HOST_COPY_LANES = (Lane("d2h"), Lane("h2d"))
+
+
+class _Chunk(NamedTuple):
+    """A piece of a message of part `part`."""
+
+    part: int
+    offset: int
+    size_bytes: int
+    peer: int
+    tag: int
+
+
+def staged(graph: Graph, chunk_bytes: int = CHUNK_BYTES) -> Graph:
+    """The graph with its exchanges staged through host chunks of at most `chunk_bytes`. Pure.
+
+    On a graph whose compute lane is a stream the copies are on streams of their own; else (host memory standing in for a device) they are
+    tasks of the host. Raises ConfigError for a message of more than 4,096 chunks.
+    """
+    largest = max((m.size_bytes for task in graph.tasks for m in (*task.sends, *task.recvs)), default=0)
+    if largest == 0:
+        return graph
+    if largest > _TAG_ROOM * chunk_bytes:
+        raise ConfigError(f"staged: a message of {largest:,} bytes has more than {_TAG_ROOM:,} chunks of {chunk_bytes:,}; use larger chunks")
+    return _Staging(graph, chunk_bytes, min(largest, chunk_bytes)).build()
+
+
+class _Staging:
+    """Builds the staged graph of one rank, task by task."""
+
+    def __init__(self, graph: Graph, chunk_bytes: int, largest: int) -> None:
+        self.graph, self.chunk_bytes = graph, chunk_bytes
+        lanes = COPY_LANES if graph.lanes["compute"].ordered else _HOST_COPY_LANES
+        self.g = GraphBuilder(graph.rank, graph.world_size, [*graph.lanes.values(), *lanes])
+        self.parts: list[Part] = []
+        for name, parts in groupby(graph.parts, lambda part: part.buffer):
+            own = list(parts)
+            sizes = [part.size_bytes for part in own]
+            self.parts += self.g.buffer(name, parts=len(own), size_bytes=sizes, initialised=own[0].initialised).parts
+        # Chunks of one direction are used in turn.
+        self.out, self.into = (
+            cycle([self.g.buffer(f"{way} chunk {i}", size_bytes=largest)[0] for i in range(_NUM_CHUNKS)]) for way in ("out", "in")
+        )
+        self.num_chunks: Counter[tuple[str, int, int]] = Counter()
+
+    def build(self) -> Graph:
+        for task in self.graph.tasks:
+            if task.is_exchange:
+                self._exchange(task)
+                continue
+            reads, writes, accumulates = ([self.parts[i] for i in ids] for ids in (task.reads, task.writes, task.accumulates))
+            assert task.op is not None
+            self.g.compute(task.name, task.op, reads=reads, writes=writes, accumulates=accumulates, cost=task.cost, lane=task.lane)
+        return self.g.build()
+
+    def _exchange(self, task: Task) -> None:
+        g, lane = self.g, task.lane
+        sent = {m.part for m in task.sends}
+        also = [self.parts[i] for i in task.reads if i not in sent]
+        for i, (out, into) in enumerate(zip_longest(self._chunks("out", task.sends), self._chunks("in", task.recvs))):
+            if out:
+                chunk, whole, size = next(self.out), self.parts[out.part], out.size_bytes
+                op = Op("to host", (whole.id, out.offset, size, chunk.id))
+                g.compute(f"{task.name} d2h {i}", op, reads=[whole], writes=[chunk], cost=Cost(0, size), lane="d2h")
+                g.exchange(f"{task.name} out {i}", sends=[(chunk, out.peer, size)], tag=out.tag, reads=also, lane=lane)
+            if into:
+                chunk, whole, size = next(self.into), self.parts[into.part], into.size_bytes
+                op = Op("to device", (chunk.id, whole.id, into.offset, size))
+                g.exchange(f"{task.name} in {i}", recvs=[(chunk, into.peer, size)], tag=into.tag, reads=also, lane=lane)
+                g.compute(f"{task.name} h2d {i}", op, reads=[chunk], writes=[whole], cost=Cost(0, size), lane="h2d")
+
+    def _chunks(self, way: str, messages: tuple[Message, ...]) -> Iterator[_Chunk]:
+        for part, peer, tag, size in messages:
+            for offset in range(0, size, self.chunk_bytes):
+                number = self.num_chunks[way, peer, tag]
+                self.num_chunks[way, peer, tag] += 1
+                yield _Chunk(part, offset, min(self.chunk_bytes, size - offset), peer, tag * _TAG_ROOM + number)
