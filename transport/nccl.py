@@ -29,10 +29,10 @@ class Nccl(Protocol):
     def get_unique_id(self) -> tuple[int, ...]:
         """A new id, made by one rank and given to all."""
 
-    def groupStart(self) -> None:  # noqa: N802  (CuPy's name)
+    def groupStart(self) -> None:
         """Begins a group: its sends and receives progress together."""
 
-    def groupEnd(self) -> None:  # noqa: N802  (CuPy's name)
+    def groupEnd(self) -> None:
         """Ends a group and starts it."""
 
 
@@ -94,7 +94,7 @@ class NcclTransport:
                 enter_device()
                 signed = tuple(value - 256 if value > 127 else value for value in unique_id)
                 made.append(self._nccl.NcclCommunicator(self.size, signed, self.rank))
-            except Exception as error:  # whatever CuPy raises: it is handed to the caller below
+            except Exception as error:  # noqa: BLE001  (whatever CuPy raises: it is handed to the caller below)
                 failed.append(error)
 
         # A daemon: NCCL cannot be told to give up before there is a communicator.

@@ -48,17 +48,18 @@ class _Chunk(NamedTuple):
     tag: int
 
 
-def staged(graph: Graph, chunk_bytes: int = CHUNK_BYTES) -> Graph:
-    """The graph with its exchanges staged through host chunks of at most `chunk_bytes`. Pure.
+def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
+    """The graph with its exchanges staged through host chunks of at most `chunk_bytes` (None: CHUNK_BYTES). Pure.
 
     On a graph whose compute lane is a stream the copies are on streams of their own; else (host memory standing in for a device) they are
     tasks of the host. Raises ConfigError for a message of more than 4,096 chunks.
     """
+    chunk_bytes = chunk_bytes or CHUNK_BYTES
     largest = max((m.size_bytes for task in graph.tasks for m in (*task.sends, *task.recvs)), default=0)
     if largest == 0:
         return graph
     if largest > _TAG_ROOM * chunk_bytes:
-        raise ConfigError(f"staged: a message of {largest:,} bytes has more than {_TAG_ROOM:,} chunks of {chunk_bytes:,}; use larger chunks")
+        raise ConfigError(f"staged: a message of {largest:,} bytes is more than {_TAG_ROOM:,} chunks of {chunk_bytes:,}; use larger ones")
     return _Staging(graph, chunk_bytes, min(largest, chunk_bytes)).build()
 
 

@@ -13,8 +13,9 @@ import torch
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan
-from burst_rt.drivers import raw_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
+from burst_rt.machine import Machine, flat_bytes
+from burst_rt.transport import Memory
 
 __all__ = ["BackwardRun", "ForwardRun"]
 
@@ -24,11 +25,12 @@ _Names = tuple[tuple[str, int], ...]
 class _Run:
     """What both directions share: the plan's parts as tensors.
 
-    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of a slot, which holds blocks of different owners in turn, viewed
-    with `_view`.
+    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of what travels: of a slot, which holds blocks of different owners
+    in turn, viewed with `_view`; of an own block that is sent; of a chunk that messages are staged through. `slots` goes back to the
+    machine after the run.
     """
 
-    def __init__(self, plan: Plan, scale: float | None, progress: Callable[[], None], poison: bool) -> None:
+    def __init__(self, plan: Plan, machine: Machine, scale: float | None, progress: Callable[[], None], poison: bool) -> None:
         problem = plan.key.problem
         self.plan = plan
         self.problem = problem
@@ -39,18 +41,29 @@ class _Run:
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
         self.storage: dict[int, torch.Tensor] = {}
-        self.memory: dict[int, memoryview] = {}
+        self.memory: dict[int, Memory] = {}
+        self.copies: dict[str, Callable[..., None]] = {"to host": self._to_host, "to device": self._to_device}
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._poison = poison
         self._ids = plan.part_ids
-        for part in plan.slots:
-            slot = torch.empty(part.size_bytes, dtype=torch.uint8)
-            self.storage[part.id] = slot.fill_(255) if poison else slot  # all ones is NaN in every floating type
-            self.memory[part.id] = slot.numpy().data
+        self._machine = machine
+        self._device = machine.device
+        self.slots = machine.take(plan, self._slots)
+        self.storage |= self.slots
+        for part_id, slot in self.storage.items():
+            if poison:
+                slot.fill_(255)  # all ones is NaN in every floating type
+            self.memory[part_id] = slot.numpy().data if slot.device.type == "cpu" else slot
+
+    def _slots(self) -> dict[int, torch.Tensor]:
+        """Slots on the device, chunks on the host."""
+        slots = {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device) for part in self.plan.slots}
+        pinned = self._device.type != "cpu"
+        return slots | {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned) for part in self.plan.chunks}
 
     def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory; NaN where the context is told to poison."""
-        new = torch.empty(shape, dtype=dtype)
+        new = torch.empty(shape, dtype=dtype, device=self._device)
         return new.fill_(torch.nan) if self._poison else new
 
     def travels(self, *, queries: bool) -> bool:
@@ -68,9 +81,12 @@ class _Run:
     def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
         """Binds one part; what travels must be contiguous, and is copied if it is not."""
         part = self._ids[name, index]
-        if part in self.plan.graph.sent:
+        if part in self.plan.ring_graph.sent:
             block = block.contiguous()
-            self.memory[part] = raw_bytes(block)
+            if self.plan.chunks:
+                self.storage[part] = flat_bytes(block)
+            else:
+                self.memory[part] = self._machine.memory(block)
         self.tensors[part] = block
 
     def bounds(self, *, queries: bool) -> list[tuple[int, int]]:
@@ -108,14 +124,27 @@ class _Run:
             self._views[part, owner] = view
         return view
 
+    def _to_host(self, part: int, offset: int, size_bytes: int, chunk: int) -> None:
+        self.storage[chunk][:size_bytes].copy_(self.storage[part][offset : offset + size_bytes], non_blocking=True)
+
+    def _to_device(self, chunk: int, part: int, offset: int, size_bytes: int) -> None:
+        self.storage[part][offset : offset + size_bytes].copy_(self.storage[chunk][:size_bytes], non_blocking=True)
+
 
 class ForwardRun(_Run):
     """One forward call. After the run: `out` `[batch, tokens, heads, head_dim]` in q's dtype, `lse` `[batch, heads, tokens]`."""
 
     def __init__(
-        self, plan: Plan, scale: float | None, progress: Callable[[], None], poison: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        plan: Plan,
+        machine: Machine,
+        scale: float | None,
+        progress: Callable[[], None],
+        poison: bool,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        super().__init__(plan, scale, progress, poison)
+        super().__init__(plan, machine, scale, progress, poison)
+        q, k, v = tensors
         batch, length, heads, _ = q.shape
         self.out = self.fresh(*q.shape, dtype=q.dtype)
         self.lse = self.fresh(batch, heads, length, dtype=self.wide)
@@ -125,7 +154,7 @@ class ForwardRun(_Run):
         acc = self.out if q.dtype == self.wide else self.fresh(*q.shape, dtype=self.wide)
         m, total = (self.fresh(batch, heads, length, dtype=self.wide) for _ in range(2))
         self._state = State(acc, m, total, self.out, self.lse)
-        self.ops: dict[str, Callable[..., None]] = {"forward": self._forward, "finish": self._finish}
+        self.ops = self.copies | {"forward": self._forward, "finish": self._finish}
 
     def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], first: bool, last: bool, reads: _Names, _: _Names) -> None:
         x = self.at(reads, owner, block)
@@ -144,6 +173,7 @@ class BackwardRun(_Run):
     def __init__(
         self,
         plan: Plan,
+        machine: Machine,
         scale: float | None,
         progress: Callable[[], None],
         poison: bool,
@@ -151,7 +181,7 @@ class BackwardRun(_Run):
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> None:
-        super().__init__(plan, scale, progress, poison)
+        super().__init__(plan, machine, scale, progress, poison)
         q, k, v, out, lse = tensors
         self._dout, self._out, self._lse, self._dlse = _dense(dout), out, lse, dlse
         self._rows = self.bounds(queries=True)
@@ -164,12 +194,13 @@ class BackwardRun(_Run):
         self._sums: dict[str, torch.Tensor] = {}
         for name, x, needed in zip(("dq", "dk", "dv"), (q, k, v), self.problem.needs_grad, strict=True):
             if needed:
-                self._sums[name] = torch.zeros(x.shape, dtype=self.wide)
+                self._sums[name] = torch.zeros(x.shape, dtype=self.wide, device=self._device)
                 self.bind(name, self._sums[name], queries=name == "dq")
-        self.ops: dict[str, Callable[..., None]] = {"backward": self._backward, "delta": self._delta, "zero": self._zero, "add": self._add}
+        self.ops = self.copies | {"backward": self._backward, "delta": self._delta, "zero": self._zero, "add": self._add}
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """dq, dk, dv; the slots are let go first, and each sum as its gradient is cast."""
+        self.slots = {}
         self.storage.clear()
         self.memory.clear()
         self._views.clear()

@@ -96,6 +96,9 @@ class BaseDriver:
             self._opening.test()
         self._say_alive(time.perf_counter())
 
+    def settle(self, timeout_s: float) -> None:
+        """After the run: waits until its trace is complete, at most `timeout_s`."""
+
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`."""
         if self._transport is not None:

@@ -5,7 +5,8 @@ issued: the caller's stream is made to wait for the lanes, as it would for any o
 copies) the host polls events and messages, and the tiles that follow are on the compute stream before the one that runs has ended.
 
 Rules (see the lanes of `scheduler.engine`): a lane's first task waits for the caller's stream, so inputs are there, and so does the host
-before its first message; a task waits for the events of its `after`; `join` makes the caller's stream wait for every lane that was used, so outputs are there and memory may be reused.
+before its first message; a task waits for the events of its `after`; `join` makes the caller's stream wait for every lane that was used, so
+outputs are there and memory may be reused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from burst_rt.drivers.base import BaseDriver
 from burst_rt.drivers.device import Device, Event, Stream
+from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, Stalled
 from burst_rt.scheduler import Event as Happening
 from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone
@@ -73,9 +75,20 @@ class CudaDriver(BaseDriver):
             self._device.wait(caller, self._device.record(stream))
         return self._device.record(caller)
 
-    def resolve(self) -> bool:
-        """Adds the spans of device tasks to the trace once all have ended; False until then. Host time of a span is exact to about the
-        launch latency: events have a clock of their own, which is set by the one recorded when the run opened."""
+    def settle(self, timeout_s: float) -> None:
+        """See `BaseDriver.settle`. Blocks; raises Stalled."""
+        backoff = Backoff()
+        while not self._resolve():
+            if backoff.elapsed_s() > timeout_s:
+                raise self._stalled(next(iter(self._issued.values())).task, backoff.elapsed_s())
+            backoff.pause()
+
+    def _resolve(self) -> bool:
+        """Adds the spans of device tasks to the trace once all have ended; False until then.
+
+        The device's events have a clock of their own, set by the one recorded when the run opened: a span is exact to about the launch
+        latency.
+        """
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
         for issued in self._issued.values():

@@ -1,4 +1,4 @@
-"""A device as the CUDA driver sees it: streams, events, and nothing else. `TorchDevice` is the real one; tests have one that keeps the books.
+"""A device as the CUDA driver sees it: streams, events, and nothing else. `TorchDevice` is the real one; tests have one that keeps books.
 
 Streams and events are whatever the device says they are; the driver only hands them back.
 """

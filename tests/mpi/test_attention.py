@@ -21,19 +21,23 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @cache
-def _outcome(num_ranks: int) -> dict[str, Any]:  # JSON
-    """What the ranks found out, one job a world."""
+def _outcome(num_ranks: int, transport: str = "mpi") -> dict[str, Any]:  # JSON
+    """What the ranks found out, one job a world and transport."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "outcome.json"
-        job = run_job(_PROGRAMS / "attention_world.py", num_ranks, [str(path)])
+        job = run_job(_PROGRAMS / "attention_world.py", num_ranks, [str(path), transport])
         assert job.exit_code == 0, job.text
         outcome: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return outcome
 
 
-@pytest.mark.parametrize("num_ranks", _WORLDS)
-def test_errors_are_those_of_one_process(num_ranks: int) -> None:
-    errors = _outcome(num_ranks)["errors"]
+# Staged over host memory: what a GPU without an MPI that takes its memory does.
+_JOBS = [*((n, "mpi") for n in _WORLDS), (2, "staged"), (3, "staged")]
+
+
+@pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
+def test_errors_are_those_of_one_process(num_ranks: int, transport: str) -> None:
+    errors = _outcome(num_ranks, transport)["errors"]
     assert len(errors) == 13
     for case, fields in errors.items():
         for field, (error, own) in fields.items():
@@ -49,9 +53,9 @@ def test_errors_do_not_grow_with_the_world() -> None:
             assert max(by_world) <= RATIO * by_world[0], (case, field, by_world)
 
 
-@pytest.mark.parametrize("num_ranks", _WORLDS)
-def test_what_is_sent_is_what_the_plan_says(num_ranks: int) -> None:
-    counted = _outcome(num_ranks)["bytes"]
+@pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
+def test_what_is_sent_is_what_the_plan_says(num_ranks: int, transport: str) -> None:
+    counted = _outcome(num_ranks, transport)["bytes"]
     assert len(counted) == 13
     for case, (predicted, sent) in counted.items():
         assert sent == predicted, case

@@ -282,7 +282,7 @@ def test_memory_is_poisoned_in_these_tests() -> None:
         layout = ctx.layout(20)
         x = torch.zeros(1, 10, 1, 16)
         spec = burst_rt.call_spec(x, x, x, layout=layout)
-        run = ForwardRun(ctx.plan(spec, x, x, forward=True), None, lambda: None, ctx._poison, x, x, x)
+        run = ForwardRun(ctx.plan(spec, x, x, forward=True), ctx.machine, None, lambda: None, ctx._poison, (x, x, x))
         slots = [slot.view(torch.float32) for slot in run.storage.values()]
         return bool(slots) and all(bool(slot.isnan().all()) for slot in slots), bool(run.lse.isnan().all())
 

@@ -180,8 +180,7 @@ def test_spans_of_device_tasks_come_when_they_have_ended() -> None:
     device = FakeDevice(3)
     graph = random_graph(random.Random(3), DEVICE_LANES)
     driver = drive(device, graph)
-    while not driver.resolve():
-        pass
+    driver.settle(20.0)
     spans = {span.task: span for span in driver.trace}
     assert set(spans) == set(range(len(graph.tasks)))
     assert all(span.issued_s > 0 and span.ended_s >= span.started_s for span in spans.values())
@@ -193,9 +192,11 @@ def test_a_task_that_fails_is_the_runs_error() -> None:
     def fail(*_: object) -> None:
         raise DeviceError("out of memory")
 
+    graph = next(
+        g for g in (random_graph(random.Random(s), NCCL_LANES) for s in range(20)) if any(t.op and t.op.name == "work" for t in g.tasks)
+    )
     with pytest.raises(DeviceError, match="out of memory"):
-        for seed in range(20):  # some graph computes
-            drive(FakeDevice(seed), random_graph(random.Random(seed), NCCL_LANES), ops={"work": fail})
+        drive(FakeDevice(), graph, ops={"work": fail})
 
 
 def test_a_device_that_never_ends_is_given_up() -> None:

@@ -26,7 +26,7 @@ def test_a_deadline_must_be_a_positive_number(option: str, value: object) -> Non
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="device must be"):
-        burst_rt.init(device="cuda")
+        burst_rt.init(device="tpu")
 
 
 def test_a_launcher_of_another_mpi_is_noticed() -> None:

@@ -26,7 +26,7 @@ class Recorder:
     def get_unique_id(self) -> tuple[int, ...]:
         return _ID
 
-    def NcclCommunicator(self, size: int, unique_id: tuple[int, ...], rank: int) -> Recorder:  # noqa: N802
+    def NcclCommunicator(self, size: int, unique_id: tuple[int, ...], rank: int) -> Recorder:
         self.joining.wait(20)
         self._call("join", size, unique_id, rank)
         return self
@@ -36,10 +36,10 @@ class Recorder:
         if name in self.fail:
             raise self.fail[name]
 
-    def groupStart(self) -> None:  # noqa: N802
+    def groupStart(self) -> None:
         self._call("groupStart")
 
-    def groupEnd(self) -> None:  # noqa: N802
+    def groupEnd(self) -> None:
         self._call("groupEnd")
 
     def send(self, *args: int) -> None:

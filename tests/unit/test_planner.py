@@ -56,7 +56,7 @@ def test_graphs_that_do_not_fit_together_are_not_run(world_size: int, monkeypatc
 
     build = Ring.graph
 
-    def off_by_one(ring: Ring, rank: int) -> object:
+    def off_by_one(ring: Ring, rank: int, *_: object) -> object:
         layout = make_layout("zigzag", ring.problem.q_layout.seq_len + 2 * world_size * (rank == 1), world_size)
         other = Problem(layout, layout, *(getattr(ring.problem, name) for name in list(Problem.__dataclass_fields__)[2:]))
         return build(Ring(other, *(getattr(ring, name) for name in list(Ring.__dataclass_fields__)[1:])), rank)

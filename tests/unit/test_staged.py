@@ -1,4 +1,4 @@
-"""Staging: the same bytes arrive, in chunks that are bounded, in an order that no timing can break; the verifier reads staged graphs too."""
+"""Staging: the same bytes arrive, in chunks that are bounded, in an order that no timing breaks; the verifier reads them too."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def test_copies_and_messages_of_neighbouring_chunks_may_overlap() -> None:
 def test_too_many_chunks_are_refused() -> None:
     g = GraphBuilder(0, 2, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=4097, initialised=True), 1)], tag=0)
-    with pytest.raises(ConfigError, match="use larger chunks"):
+    with pytest.raises(ConfigError, match="use larger ones"):
         staged(g.build(), 1)

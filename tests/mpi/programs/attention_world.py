@@ -1,4 +1,5 @@
-"""Attention of many kinds on all ranks of an MPI job; rank 0 writes what came of it to the JSON file `args[0]`.
+"""Attention of many kinds on all ranks of an MPI job; over the transport `args[1]`; rank 0 writes what came of it to the JSON file
+`args[0]`.
 
 {"errors": {case: {result: [error, torch's own error]}}, "bytes": {case: [predicted, sent]} of all ranks, "repeats": bool}
 """
@@ -15,6 +16,7 @@ from worlds import Case, attend
 
 import burst_rt
 from burst_rt import Causal, Context
+from burst_rt.transport import staged
 
 CASES = {
     "full": Case(1000, heads=2, head_dim=64, lse_grad=False),
@@ -40,7 +42,9 @@ def main() -> None:
     torch.set_num_threads(1)
     errors: dict[str, dict[str, list[float]]] = {}
     sent: dict[str, list[int]] = {}
-    with burst_rt.init(timeout_s=60) as ctx:
+    # Chunks smaller than most messages here, and not a multiple of anything.
+    staged.CHUNK_BYTES = 10_007
+    with burst_rt.init(timeout_s=60, transport=sys.argv[2]) as ctx:
         for name, case in (CASES | MORE_CASES).items():
             before = ctx.transport.bytes_sent
             result = attend(ctx, case)

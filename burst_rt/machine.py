@@ -1,0 +1,89 @@
+"""What a rank computes on and sends with: its device, the lanes that graphs are built for, and the driver that runs them.
+
+| device | transport | network lane | a message is |
+|---|---|---|---|
+| cpu | local, mpi | of the host | host memory |
+| cpu | staged | of the host, copies beside it | a chunk of host memory (to try staging without a GPU) |
+| cuda | nccl | a stream | device memory |
+| cuda | mpi, local | of the host | device memory (an MPI that takes it: `burst-rt doctor` tells) |
+| cuda | staged | of the host, copies on two streams | a pinned chunk of host memory |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, raw_bytes
+from burst_rt.drivers.device import Device, Event, TorchDevice
+from burst_rt.drivers.pool import SlotPool
+from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
+from burst_rt.transport import Memory, OrderedTransport, Transport
+from burst_rt.transport.staged import staged
+
+__all__ = ["Machine", "flat_bytes"]
+
+_T = TypeVar("_T")
+
+
+class Machine:
+    """See the module's table. taken: the transport's name and why; transport: of the host, or None with NCCL; wire: NCCL, or None."""
+
+    def __init__(
+        self, device: torch.device, taken: tuple[str, str], transport: Transport | None, wire: OrderedTransport | None = None
+    ) -> None:
+        self.device = device
+        self.transport_name, self.reason = taken
+        self.transport = transport
+        self.wire = wire
+        self._streams: Device | None = TorchDevice(device) if device.type == "cuda" else None
+        self._pool = SlotPool(self._streams) if self._streams else None
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """What graphs are built for."""
+        if self._streams is None:
+            return HOST_LANES
+        return NCCL_LANES if self.wire is not None else DEVICE_LANES
+
+    @property
+    def ends(self) -> Transport | OrderedTransport:
+        """The transport that counts the bytes."""
+        ends = self.wire if self.wire is not None else self.transport
+        assert ends is not None
+        return ends
+
+    def lower(self, graph: Graph) -> Graph:
+        """The graph this machine runs, from the one a strategy built."""
+        return staged(graph) if self.transport_name == "staged" else graph
+
+    def memory(self, tensor: torch.Tensor) -> Memory:
+        """The bytes of a contiguous tensor, as this machine's transport takes them."""
+        return raw_bytes(tensor) if tensor.device.type == "cpu" else flat_bytes(tensor)
+
+    def take(self, key: object, make: Callable[[], _T]) -> _T:
+        """Memory for one call: used before for the same `key` (the very same object), or new."""
+        return self._pool.take(key, make) if self._pool else make()
+
+    def driver(self, schedule: Schedule, **options: Any) -> BaseDriver:  # BaseDriver's own
+        """A driver for one run."""
+        if self._streams is None:
+            return HostDriver(schedule.graph, transport=self.transport, **options)
+        return CudaDriver(schedule, device=self._streams, wire=self.wire, transport=self.transport, **options)
+
+    def join(self, driver: BaseDriver) -> Event | None:
+        """After a run: the caller's stream waits for it. Returns the event after which the run's memory is free (None: it is)."""
+        return driver.join() if isinstance(driver, CudaDriver) else None
+
+    def give_back(self, key: object, slots: object, free: Event | None) -> None:
+        """What was taken for `key` may be used again after the event."""
+        if self._pool and free is not None:
+            self._pool.give_back(key, slots, free)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8."""
+    # Not view(-1): a single element keeps any stride it has, and such a tensor has no bytes view.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

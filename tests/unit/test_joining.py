@@ -1,0 +1,126 @@
+"""What `init` decides: the device a name stands for, and the transport, from the facts of all ranks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from worlds import Case, attend_over_threads
+
+import burst_rt
+from burst_rt import Causal
+from burst_rt.drivers.pool import SlotPool
+from burst_rt.errors import ConfigError
+from burst_rt.joining import Facts, choose_transport, resolve_device
+from burst_rt.transport import staged
+
+_CPU = Facts("a", "", 0, multi_rank=False, threads=False)
+_THREAD = replace(_CPU, threads=True)
+_GPUS = [replace(_CPU, gpu=f"GPU-{i}", nccl=22907) for i in range(3)]
+_SHARED = [_GPUS[0]] * 2
+_NEW = [replace(rank, nccl=23000, multi_rank=True) for rank in _SHARED]
+
+# (ranks, asked) -> (taken, in the reason)
+_CHOICES = {
+    "CPU ranks": ([_CPU] * 2, "auto", "mpi", "host memory"),
+    "threads": ([_THREAD] * 2, "auto", "local", "threads"),
+    "one rank": ([_CPU], "auto", "local", "threads"),
+    "a GPU each": (_GPUS, "auto", "nccl", "a GPU each"),
+    "no CuPy on one": ([*_GPUS[:2], replace(_GPUS[2], nccl=0)], "auto", "staged", r"ranks \[2\] have no CuPy"),
+    "two ranks on a GPU": (_SHARED, "auto", "staged", "2 ranks share GPU GPU-0 of a"),
+    "the same, new NCCL, not asked for": ([replace(r, multi_rank=False) for r in _NEW], "auto", "staged", "2.30"),
+    "the same, new NCCL": (_NEW, "auto", "nccl", "a GPU each"),
+    "the same GPU number on two hosts": ([_GPUS[0], replace(_GPUS[0], host="b")], "auto", "nccl", "a GPU each"),
+    "threads with a GPU": ([replace(_GPUS[0], threads=True)] * 2, "auto", "local", "threads"),
+    "staged on CPUs": ([_CPU] * 2, "staged", "staged", "asked for"),
+    "MPI on GPUs": (_GPUS, "mpi", "mpi", "asked for"),
+}
+
+
+@pytest.mark.parametrize("name", _CHOICES)
+def test_the_transport_taken(name: str) -> None:
+    ranks, asked, taken, reason = _CHOICES[name]
+    got = choose_transport(asked, ranks)
+    assert got.name == taken
+    assert __import__("re").search(reason, got.reason), got.reason
+
+
+_REFUSED = {
+    "NCCL on CPUs": ([_CPU] * 2, "nccl", "NCCL needs GPUs"),
+    "NCCL, two ranks on a GPU": (_SHARED, "nccl", "2 ranks share GPU GPU-0 of a"),
+    "NCCL among threads": ([replace(_GPUS[0], threads=True)] * 2, "nccl", "a process for each rank"),
+    "NCCL without CuPy": ([replace(rank, nccl=0) for rank in _GPUS], "nccl", r"ranks \[0, 1, 2\] have no CuPy"),
+    "MPI among threads": ([_THREAD] * 2, "mpi", "threads of one process"),
+    "threads of an MPI job": ([_CPU] * 2, "local", "processes of an MPI job"),
+    "some ranks without a GPU": ([_GPUS[0], _CPU, _GPUS[1]], "auto", r"ranks \[1\] have none"),
+}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_a_transport_that_cannot_be_had(name: str) -> None:
+    ranks, asked, message = _REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        choose_transport(asked, ranks)
+
+
+def test_names_of_devices() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    for wrong in ("gpu", "cpu:0", "cuda:x", "cuda:-1", "auto:0"):
+        with pytest.raises(ConfigError, match="device must be 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+            resolve_device(wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_asking_for_a_gpu_that_is_not_there() -> None:
+    assert resolve_device("auto") == torch.device("cpu")
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match=rf"'{name}' was asked for, but torch .* sees no CUDA device .*CUDA_VISIBLE_DEVICES"):
+            burst_rt.init(device=name)
+
+
+def test_the_number_on_the_host_picks_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 1)
+    assert resolve_device("cuda:0") == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="cuda:0 to cuda:1"):
+        resolve_device("cuda:2")
+
+
+def test_a_transport_of_another_name() -> None:
+    with pytest.raises(ConfigError, match=r"transport must be one of \['auto', 'local', 'mpi', 'nccl', 'staged'\], got 'smoke signals'"):
+        burst_rt.init(transport="smoke signals")
+    with burst_rt.init(transport="staged") as ctx:
+        assert ctx.why_transport == "staged: asked for"
+
+
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_staged_gives_the_same_bits(world_size: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged, "CHUNK_BYTES", 1001)
+    case = Case(61, mask=Causal(), batch=2, strategy=strategy)
+    plain = attend_over_threads(world_size, case)
+    for x, y in zip(plain, attend_over_threads(world_size, case, transport="staged"), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or y is None or torch.equal(x, y)
+
+
+def test_slots_go_to_the_next_call_that_waits_for_them() -> None:
+    device = FakeDevice()
+    pool = SlotPool(device, capacity=2)
+    keys = [object() for _ in range(3)]
+    made = [pool.take(key, lambda: [random.random()]) for key in keys]
+    device.use((), ["slots"], "compute")
+    free = device.record("compute")
+    for key, slots in zip(keys, made, strict=True):
+        pool.give_back(key, slots, free)
+    # The first has been dropped: two are kept. Each is given out once.
+    assert pool.take(keys[0], lambda: ["new"]) == ["new"]
+    assert pool.take(keys[1], lambda: ["new"]) is made[1]
+    assert pool.take(keys[1], lambda: ["new"]) == ["new"]
+    device.use((), ["slots"], "caller")  # after the event: no race
