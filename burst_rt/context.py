@@ -31,7 +31,7 @@ from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
 from burst_rt.drivers import BaseDriver, Progress, Watch
 from burst_rt.drivers.device import Event
-from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost
 from burst_rt.joining import LocalRank, join
 from burst_rt.kernels import sum_dtype
 from burst_rt.machine import Machine
@@ -140,14 +140,17 @@ class Context:
 
         Collective, blocks at most `timeout_s`. Raises InputError on every rank alike.
         """
-        where = "all_reduce: expected a contiguous CPU tensor of float32, float64 or int64,"
+        where = "all_reduce: expected a contiguous tensor of float32, float64 or int64 on a CPU or GPU,"
         if not isinstance(x, torch.Tensor):
             self.refuse("all_reduce", InputError(f"{where} got {type(x).__name__}"))
         right_type = x.dtype in (torch.float32, torch.float64, torch.int64) and x.layout == torch.strided
-        if not right_type or x.device.type != "cpu" or not x.is_contiguous():
+        if not right_type or x.device.type not in ("cpu", "cuda") or not x.is_contiguous():
             self.refuse("all_reduce", InputError(f"{where} got {x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout})"))
         about = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
-        self.collective(about, lambda: self.control.allreduce_sum(x.detach().numpy()))
+        host = x.detach().cpu()  # x itself where it is there already
+        self.collective(about, lambda: self.control.allreduce_sum(host.numpy()))
+        if x.device.type != "cpu":
+            x.detach().copy_(host)
         return x
 
     def pipeline(self, build: Callable[[int], Graph]) -> Pipeline:
@@ -199,7 +202,8 @@ class Context:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs a forward plan: (out, lse). Collective."""
         progress = Progress()
-        bound = ForwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v))
+        with self._enough_memory(plan):
+            bound = ForwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v))
         self._attend(plan, spec, bound, progress)
         return bound.out, bound.lse
 
@@ -209,7 +213,8 @@ class Context:
         """Runs a backward plan: (dq, dk, dv). `saved` is q, k, v, out, lse. Collective."""
         progress = Progress()
         q, k, v, out, lse = saved
-        bound = BackwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
+        with self._enough_memory(plan):
+            bound = BackwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
         self._attend(plan, spec, bound, progress)
         return bound.grads()
 
@@ -322,6 +327,24 @@ class Context:
         with self._unbroken():
             error = agreement.settle(self.watch, self.timeout_s)
         raise error
+
+    @contextmanager
+    def _enough_memory(self, plan: Plan) -> Iterator[None]:
+        """Binding a call takes its memory, all but the tiles' scratch, before anything is sent: if that fails every rank hears of it."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError):
+            need = plan.memory()
+            formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
+            call = "burst_attention" if plan.key.forward else "backward of burst_attention"
+            self.refuse(
+                call,
+                DeviceError(
+                    f"out of memory on {self.device}: this call takes {need.total:,} bytes beyond its inputs and outputs "
+                    f"({formula}). Use more ranks, fewer tokens or heads a call, or free what else is there",
+                    rank=self.rank,
+                ),
+            )
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:

@@ -25,9 +25,14 @@ from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["TRANSPORTS", "Facts", "LocalRank", "Taken", "choose_transport", "join", "resolve_device"]
+__all__ = [
+    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "LocalRank", "Taken", "choose_transport", "describe_choice", "join",
+    "resolve_device",
+]  # fmt: skip
 
 TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
+# What "auto" means where the user has said it outside the program: `burst-rt run --device ... --transport ...` sets them.
+DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
 # Several ranks on one GPU: an experimental mode of NCCL from this version on.
 _NCCL_MULTI_RANK = 23000
@@ -68,6 +73,10 @@ def join(comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout
 
     Raises ConfigError (the same on every rank where the ranks' facts are to blame), Stalled, DeviceError.
     """
+    if transport == "auto":
+        transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
+    if device == "auto":
+        device = os.environ.get(DEVICE_VARIABLE, "auto")
     if transport not in TRANSPORTS:
         raise ConfigError(f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}")
     where = resolve_device(device)
@@ -131,6 +140,16 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
         kind = "threads of one process" if threads else "processes of an MPI job"
         raise ConfigError(f"init: transport {asked!r} was asked for, but these ranks are {kind}; use {host!r} or 'auto'")
     return Taken(asked, why)
+
+
+def describe_choice() -> str:
+    """What `auto` takes on this host, with a rank a GPU (or two ranks on CPUs)."""
+    device = resolve_device("auto")
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    here = [torch.device("cuda", i) for i in range(count)] or [device]
+    ranks = [_facts(here[i % len(here)], threads=False) for i in range(max(2, count))]
+    taken = choose_transport("auto", ranks)
+    return f"{len(ranks)} ranks would use {device.type} and {taken.name} ({taken.reason})"
 
 
 def _no_nccl(ranks: Sequence[Facts]) -> str | None:

@@ -281,4 +281,9 @@ def _gpu_findings() -> list[Finding]:
         answer = _ask_python(source)
         advice = f"{extra}{'' if has_gpu else ', for GPUs only'}"
         rest.append(Finding(name, state, answer.error, advice) if answer.error else Finding(name, "ok", answer.text))
-    return [first, *rest]
+    choice = _ask_python("from burst_rt.joining import describe_choice; print(describe_choice())", deadline_s=_TORCH_DEADLINE_S)
+    # With one GPU two ranks share it: that is what is described.
+    last = (
+        Finding("transport", "warning", choice.error, "pip install burst-rt") if choice.error else Finding("transport", "ok", choice.text)
+    )
+    return [first, *rest, last]

@@ -26,6 +26,7 @@ import psutil
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, primary_failure, read_reports
+from burst_rt.launch.where import VARIABLES, machine_options
 
 __all__ = ["MpiLauncher", "command", "find_launcher", "kill_job", "launch", "num_usable_cores"]
 
@@ -52,8 +53,12 @@ class MpiLauncher:
     def command(self, program: Sequence[str], num_ranks: int, mpi_args: Sequence[str] = ()) -> list[str]:
         """The command line that runs `program` on `num_ranks` ranks; `mpi_args` go to mpirun as they are."""
         # Open MPI takes the environment along on this host only, MPICH's launcher everywhere.
-        exports = [part for name in _THREAD_VARIABLES for part in ("-x", name)] if self.family == "Open MPI" else []
+        exports = [part for name in self._exported() for part in ("-x", name)] if self.family == "Open MPI" else []
         return [str(self.path), "-n", str(num_ranks), *exports, *mpi_args, *program]
+
+    @staticmethod
+    def _exported() -> list[str]:
+        return [*_THREAD_VARIABLES, *(name for name in VARIABLES.values() if name in os.environ)]
 
     def environment(self, num_ranks: int, threads: int | None, job_dir: Path | None = None) -> dict[str, str]:
         """The environment of mpirun and its ranks: the caller's own, what the user has not set filled in."""
@@ -277,6 +282,7 @@ def _silent_text(silent: Sequence[int], num_ranks: int, code: int) -> str:
     default=None,
     help="OpenMP threads per rank. Default: what OMP_NUM_THREADS says, else cores / ranks.",
 )
+@machine_options
 @click.option("--mpi-arg", "mpi_args", multiple=True, metavar="ARG", help="Pass ARG on to mpirun; may be given again.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 def command(num_ranks: int, threads: int | None, mpi_args: tuple[str, ...], program: tuple[str, ...]) -> None:

@@ -24,7 +24,8 @@ _UINT8 = 1
 class Nccl(Protocol):
     """What is used of `cupy.cuda.nccl`."""
 
-    NcclCommunicator: Callable[[int, tuple[int, ...], int], Any]  # CuPy's own class
+    def NcclCommunicator(self, size: int, unique_id: tuple[int, ...], rank: int, /) -> Any:
+        """Joins a communicator; blocks until all ranks have."""
 
     def get_unique_id(self) -> tuple[int, ...]:
         """A new id, made by one rank and given to all."""

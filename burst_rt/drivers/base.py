@@ -89,6 +89,10 @@ class BaseDriver:
                 return [failure]
             backoff.pause()
 
+    def issue(self, task: Task, after: tuple[int, ...]) -> None:
+        """See `Driver.issue`."""
+        raise NotImplementedError
+
     def progress(self) -> None:
         """Keeps messages moving while a compute task runs; kernels call it between their parts."""
         self._landed.extend(self._moved())

@@ -236,7 +236,8 @@ def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
     norm = torch.linalg.vector_norm(dout, dim=-1)
     least, most = torch.aminmax(norm)
     if least.item() > _TINY and most.item() < _HUGE:
-        return dout * (delta / norm.square_()).unsqueeze(-1)
+        stand_in: torch.Tensor = dout * (delta / norm.square_()).unsqueeze(-1)
+        return stand_in
     amax = dout.abs().amax(-1)
     u = dout / amax.clamp_min(torch.finfo(dout.dtype).tiny).unsqueeze(-1)
     weight = torch.where(delta == 0, 0.0, delta / amax / torch.linalg.vecdot(u, u))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from burst_rt.launch.where import machine_options
+
 __all__ = ["command"]
 
 _OUT = click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Add the results to this JSON file.")
@@ -46,6 +48,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
     type=click.Choice(["speed", "bf16", "exposed", "overhead", "memory", "outside", "error"]),
     help="Only these parts; may be repeated. Default: all.",
 )
+@machine_options
 @click.option("--repeats", default=5, show_default=True, help="Runs of each side; medians are reported.")
 @click.option("--max-tokens", default=65536, show_default=True, help="Leave out longer sequences.")
 @_OUT

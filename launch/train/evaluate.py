@@ -17,6 +17,7 @@ from rich.table import Table
 
 from burst_rt.launch.train.config import DTYPES, LAYOUTS
 from burst_rt.launch.train.relaunch import chosen_options, relaunch
+from burst_rt.launch.where import machine_options
 
 if TYPE_CHECKING:
     from burst_rt.launch.train.heldout import Evaluation
@@ -47,6 +48,7 @@ Examples:
 @click.option("--context-parallel", type=int, help="Ranks that share a sequence; must divide the ranks. [default: all]")
 @click.option("--layout", metavar="NAME", help=f"{', '.join(LAYOUTS)}. [default: as in training]")
 @click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)}. [default: as in training]")
+@machine_options
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.pass_context
 def command(context: click.Context, /, checkpoint: Path, num_ranks: int | None, as_json: bool, **values: object) -> None:

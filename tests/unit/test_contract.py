@@ -311,7 +311,7 @@ def test_options_that_differ_between_ranks_are_refused_by_init(odd: int, name: s
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"device": "cuda"}, ConfigError, "device must be 'auto' or 'cpu', got 'cuda'"),
+        ({"device": "tpu"}, ConfigError, "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
         ({"timeout_s": 0}, InputError, "timeout_s must be a positive number of seconds, got 0"),
         ({"timeout_s": math.nan}, InputError, "timeout_s must be .* got nan"),
         ({"stall_s": "30"}, InputError, "stall_s must be .* got '30'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal
 from burst_rt.drivers.pool import SlotPool
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.joining import Facts, choose_transport, resolve_device
 from burst_rt.transport import staged
 
@@ -45,7 +45,7 @@ def test_the_transport_taken(name: str) -> None:
     ranks, asked, taken, reason = _CHOICES[name]
     got = choose_transport(asked, ranks)
     assert got.name == taken
-    assert __import__("re").search(reason, got.reason), got.reason
+    assert re.search(reason, got.reason), got.reason
 
 
 _REFUSED = {
@@ -92,6 +92,48 @@ def test_the_number_on_the_host_picks_the_gpu(monkeypatch: pytest.MonkeyPatch) -
         resolve_device("cuda:2")
 
 
+def test_the_environment_says_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_RT_TRANSPORT", "staged")
+    with burst_rt.init() as ctx:
+        assert ctx.why_transport == "staged: asked for"
+    with burst_rt.init(transport="local") as ctx:
+        assert ctx.why_transport == "local: asked for"
+    monkeypatch.setenv("BURST_RT_DEVICE", "abacus")
+    with pytest.raises(ConfigError, match="got 'abacus'"):
+        burst_rt.init()
+
+
+def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is sent, with the plan's own formula; and the context can be used afterwards."""
+    from burst_rt.attention.execute import ForwardRun
+
+    take = ForwardRun._slots
+
+    def greedy(run: ForwardRun) -> dict[int, torch.Tensor]:
+        if run.rank == 1 and run.problem.q_layout.seq_len == 40:
+            raise torch.OutOfMemoryError("tried to allocate a lot")
+        return take(run)
+
+    def calls(ctx: burst_rt.Context) -> str:
+        message = ""
+        for tokens in (40, 20):
+            layout = ctx.layout(tokens)
+            x = torch.ones(1, layout.shard_len, 2, 16)
+            if tokens == 20:
+                burst_rt.burst_attention(x, x, x, layout=layout)
+                continue
+            with pytest.raises(DeviceError) as caught:
+                burst_rt.burst_attention(x, x, x, layout=layout)
+            message = str(caught.value)
+        return message
+
+    monkeypatch.setattr(ForwardRun, "_slots", greedy)
+    for message in burst_rt.run_local(3, calls):
+        # K and V of 14 tokens at most, 2 heads of 16, float32, in two slots.
+        assert "rank 1: out of memory on cpu: this call takes" in message
+        assert "slots" in message
+
+
 def test_a_transport_of_another_name() -> None:
     with pytest.raises(ConfigError, match=r"transport must be one of \['auto', 'local', 'mpi', 'nccl', 'staged'\], got 'smoke signals'"):
         burst_rt.init(transport="smoke signals")
@@ -114,7 +156,7 @@ def test_slots_go_to_the_next_call_that_waits_for_them() -> None:
     device = FakeDevice()
     pool = SlotPool(device, capacity=2)
     keys = [object() for _ in range(3)]
-    made = [pool.take(key, lambda: [random.random()]) for key in keys]
+    made = [pool.take(key, lambda: ["old"]) for key in keys]
     device.use((), ["slots"], "compute")
     free = device.record("compute")
     for key, slots in zip(keys, made, strict=True):

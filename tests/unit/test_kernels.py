@@ -50,8 +50,8 @@ class Block(NamedTuple):
         """All pieces, or some. Positions come in two runs, as in a shard of two blocks."""
         kv_len, q_len = self.k.shape[1], self.q.shape[1]
         q, kv = range(kv_len - q_len, kv_len), range(kv_len)
-        runs = [(whole[: len(whole) // 3], whole[len(whole) // 3 :]) for whole in (q, kv)]
-        return Tile(self.pieces if pieces is None else pieces, *runs, self.mask, self.q.shape[3] ** -0.5, progress)
+        q_runs, kv_runs = ((whole[: len(whole) // 3], whole[len(whole) // 3 :]) for whole in (q, kv))
+        return Tile(self.pieces if pieces is None else pieces, q_runs, kv_runs, self.mask, self.q.shape[3] ** -0.5, progress)
 
 
 # (q_start, q_stop, kv_start, kv_stop, diagonal, masked) of the pieces of a block of 100 x 130.

@@ -85,8 +85,8 @@ def _runs(ctx: Context, dtype: torch.dtype, batch: int, strategy: str) -> list[t
     spec = burst_rt.call_spec(q, k, v, causal=True, layout=layout, strategy=strategy)
     q, k, v = (x.detach() for x in (q, k, v))
     forward, backward = (ctx.plan(spec, q, k, forward=direction) for direction in (True, False))
-    first = ForwardRun(forward, None, lambda: None, False, q, k, v)
-    second = BackwardRun(backward, None, lambda: None, False, (q, k, v, first.out, first.lse), torch.ones_like(q), None)
+    first = ForwardRun(forward, ctx.machine, None, lambda: None, False, (q, k, v))
+    second = BackwardRun(backward, ctx.machine, None, lambda: None, False, (q, k, v, first.out, first.lse), torch.ones_like(q), None)
     return [(forward, first), (backward, second)]
 
 

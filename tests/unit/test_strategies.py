@@ -71,9 +71,9 @@ def tiles(ring: Ring, graph: Graph) -> Iterator[tuple[Positions, Positions, tupl
     for task in graph.tasks:
         if task.op and task.op.name in ("forward", "backward"):
             owner, block, pieces, *_ = task.op.args
-            moving = tuple(ring.travelling[owner][block])  # type: ignore[index]  # arguments of an Op are plain objects
+            moving = tuple(ring.travelling[owner][block])  # type: ignore[call-overload]  # arguments of an Op are plain objects
             home = tuple(itertools.chain(*ring.resident[graph.rank]))
-            yield (*((moving, home) if ring.queries_travel else (home, moving)), pieces, task.cost.flops)  # type: ignore[misc]
+            yield (*((moving, home) if ring.queries_travel else (home, moving)), pieces, task.cost.flops)
 
 
 def bytes_of(graph: Graph) -> int:

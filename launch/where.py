@@ -1,0 +1,44 @@
+"""`--device` and `--transport`, as every command that starts ranks has them: they go to the ranks by environment.
+
+`burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they work for any program.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["VARIABLES", "machine_options"]
+
+# Those of burst_rt.joining, which needs torch.
+VARIABLES = {"device": "BURST_RT_DEVICE", "transport": "BURST_RT_TRANSPORT"}
+
+_TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _export(_: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None and parameter.name is not None:
+        os.environ[VARIABLES[parameter.name]] = value
+
+
+def machine_options(command: _F) -> _F:
+    """Adds both options to a command; their values go into the environment, and so to the ranks it starts."""
+    device = click.option(
+        "--device",
+        metavar="NAME",
+        expose_value=False,
+        callback=_export,
+        help="Where ranks compute: cpu, cuda (a GPU by the rank's number on its host), cuda:N, auto. [default: auto]",
+    )
+    transport = click.option(
+        "--transport",
+        type=click.Choice(_TRANSPORTS),
+        expose_value=False,
+        callback=_export,
+        help="How ranks send; `burst-rt doctor` says what auto takes here. [default: auto]",
+    )
+    return device(transport(command))
