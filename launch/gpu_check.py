@@ -1,0 +1,116 @@
+"""`make gpu-check`: everything of this project that needs an NVIDIA GPU, on a machine that has one, within eight minutes.
+
+Correctness, compute-sanitizer on small shapes, speed against torch's kernels, rings on one GPU, staged transfers. Every step is a process
+of its own with a deadline, so that one that hangs or crashes does not take the others along. What came out goes to a JSON file and a table.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.bench.report import machine, publish
+
+__all__ = ["STEPS", "Outcome", "Step", "command", "perform"]
+
+_LIMIT_S = 480.0
+_TAIL = 4000
+
+
+@dataclass(frozen=True)
+class Step:
+    """One child process. needs: a program that must be there; `{out}` in the words stands for the JSON file of benchmarks."""
+
+    name: str
+    words: tuple[str, ...]
+    limit_s: float
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step went: "ok", "failed", "timed out" or "not run" (and why, in `tail`, else the end of its output)."""
+
+    name: str
+    state: str
+    took_s: float
+    tail: str
+
+
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+_BENCH = (sys.executable, "-m", "burst_rt.launch.main", "bench", "gpu", "--out", "{out}")
+_RANKS = (sys.executable, "-m", "burst_rt.launch.main", "run", "-n", "2", "-m", "burst_rt.launch.main", "bench", "gpu", "--out", "{out}")
+_SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--tool")
+_SMALL = (*_PYTEST, "tests/gpu", "-k", "three")
+
+STEPS = (
+    Step("rings against the spec", (*_PYTEST, "tests/gpu"), 150),
+    Step("memcheck", (*_SANITIZER, "memcheck", *_SMALL), 60, "compute-sanitizer"),
+    Step("racecheck", (*_SANITIZER, "racecheck", *_SMALL), 60, "compute-sanitizer"),
+    Step("kernel speed", (*_BENCH, "--part", "kernels"), 150),
+    Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 60),
+    Step("staged transfers", (*_RANKS, "--part", "staged", "--repeats", "5"), 60),
+)
+
+
+def perform(step: Step, out: Path, left_s: float) -> Outcome:
+    """Runs one step; blocks until it has ended or its time, or all time, is up."""
+    if step.needs and shutil.which(step.needs) is None:
+        return Outcome(step.name, "not run", 0.0, f"{step.needs} is not on this machine")
+    limit_s = min(step.limit_s, left_s)
+    if limit_s <= 0:
+        return Outcome(step.name, "not run", 0.0, "no time was left")
+    words = [word.replace("{out}", str(out)) for word in step.words]
+    started_s = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            code: int | None = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            child.terminate()
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        output.seek(0)
+        tail = output.read()[-_TAIL:]
+    state = "timed out" if code is None else "ok" if code == 0 else "failed"
+    return Outcome(step.name, state, time.monotonic() - started_s, tail)
+
+
+@click.command()
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("gpu-check.json"), show_default=True, help="Results.")
+def command(out: Path) -> None:
+    """Check this project on this machine's GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"gpu-check: torch {torch.__version__} sees no CUDA device on this machine; see `burst-rt doctor`")
+    out.unlink(missing_ok=True)
+    outcomes: list[Outcome] = []
+    end_s = time.monotonic() + _LIMIT_S
+    for step in STEPS:
+        print(f"{step.name} ...", flush=True)
+        outcomes.append(perform(step, out.absolute(), end_s - time.monotonic()))
+        print(f"{outcomes[-1].tail}\n{step.name}: {outcomes[-1].state} after {outcomes[-1].took_s:.0f} s\n", flush=True)
+        # As it goes: what is there when the time of the machine is up is kept.
+        results = json.loads(out.read_text()) if out.exists() else {}
+        results |= {"machine": machine(), "steps": [asdict(outcome) for outcome in outcomes]}
+        out.write_text(json.dumps(results, indent=1) + "\n")
+    publish("gpu-check", [{"step": o.name, "state": o.state, "s": o.took_s} for o in outcomes], None, f"all of it: {out}")
+    sys.exit(any(outcome.state in ("failed", "timed out") for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    command()

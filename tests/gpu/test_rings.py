@@ -1,0 +1,98 @@
+"""Whole rings on one GPU: ranks as threads, each on streams of its own, against the float64 spec. Only where there is a GPU.
+
+"interpreted" cases elsewhere prove the kernels' arithmetic; this proves what needs hardware: streams, events, transfers, the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from spec import errors_of, reference
+from tolerances import ERROR
+from worlds import Case, attend, attend_over_threads
+
+import burst_rt
+from burst_rt import Causal
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+_CASES = {
+    "full": Case(500, heads=2, head_dim=64),
+    "causal": Case(500, heads=2, head_dim=64, mask=Causal()),
+    "striped, grouped": Case(257, heads=4, kv_heads=2, head_dim=128, mask=Causal(), kind="striped", strategy="ring-kv"),
+    "contiguous, odd head": Case(300, heads=2, head_dim=80, batch=2, mask=Causal(), kind="contiguous", strategy="burst"),
+    "few queries": Case(64, kv_len=500, head_dim=64, mask=Causal(), strategy="burst"),
+    "bf16": Case(1000, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, mask=Causal()),
+    "fp16": Case(700, heads=2, head_dim=64, dtype=torch.float16),
+    "three tokens": Case(3, mask=Causal()),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_backward() -> Any:  # a fixture
+    """torch runs all backwards of one GPU in one thread, where ranks that are threads would wait for each other for ever."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _attend(ctx: burst_rt.Context, case: Case) -> Any:  # Attention
+    with torch.autograd.set_multithreading_enabled(False):
+        return attend(ctx, case)
+
+
+@pytest.mark.parametrize("transport", ["local", "staged"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", _CASES)
+def test_rings_against_the_spec(name: str, world_size: int, transport: str) -> None:
+    case = _CASES[name]
+    inputs = case.inputs()
+    truth = reference(*inputs, mask=case.mask)
+    found = burst_rt.run_local(world_size, lambda ctx: _attend(ctx, case), device="cuda", transport=transport, timeout_s=60)[0]
+    for field, error in errors_of(found, truth).items():
+        assert error < ERROR[torch.float32 if field == "lse" else case.dtype], (field, error)
+
+
+def test_the_same_bits_every_time() -> None:
+    case = _CASES["bf16"]
+    runs = [burst_rt.run_local(2, lambda ctx: _attend(ctx, case), device="cuda", timeout_s=60)[0] for _ in range(5)]
+    for other in runs[1:]:
+        for x, y in zip(runs[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_nccl_with_one_rank() -> None:
+    pytest.importorskip("cupy.cuda.nccl")
+    case = _CASES["bf16"]
+    inputs = case.inputs()
+    with burst_rt.init(device="cuda", transport="nccl", timeout_s=60) as ctx:
+        assert ctx.why_transport.startswith("nccl")
+        found = attend(ctx, case, inputs)
+    for field, error in errors_of(found, reference(*inputs, mask=case.mask)).items():
+        assert error < ERROR[torch.float32 if field == "lse" else case.dtype], (field, error)
+
+
+def test_a_stream_of_the_callers_own() -> None:
+    """Inputs that are still being made on the caller's stream are waited for; outputs can be used on it at once."""
+    case = _CASES["causal"]
+    with burst_rt.init(device="cuda") as ctx, torch.cuda.stream(torch.cuda.Stream()):
+        layout = ctx.layout(case.q_len)
+        x = torch.randn(1, case.q_len, 2, 64, device="cuda")
+        torch.cuda._sleep(50_000_000)  # some 25 ms
+        late = x * 2
+        got = burst_rt.burst_attention(late, late, late, causal=True, layout=layout)
+        assert isinstance(got, torch.Tensor)
+        got = got + 0
+        torch.cuda.synchronize()
+        again = burst_rt.burst_attention(late, late, late, causal=True, layout=layout)
+        assert isinstance(again, torch.Tensor)
+        assert torch.equal(got, again)
+
+
+def test_the_cpu_gives_the_same_within_rounding() -> None:
+    case = _CASES["causal"]
+    on_cpu = attend_over_threads(2, case)
+    on_gpu = burst_rt.run_local(2, lambda ctx: _attend(ctx, case), device="cuda", timeout_s=60)[0]
+    for field, error in errors_of(on_gpu, on_cpu).items():
+        assert error < 2 * ERROR[torch.float32], (field, error)

@@ -1,0 +1,46 @@
+"""`make gpu-check` where there is no GPU: how its steps end is told truly, and it never passes for want of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_rt.launch.gpu_check import STEPS, Step, perform
+
+
+def _step(source: str, **options: float) -> Step:
+    return Step("a step", (sys.executable, "-c", source), options.get("limit_s", 20))
+
+
+def test_how_a_step_ends(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    good = perform(_step("print('well done', '{out}')"), out, 60)
+    assert (good.state, good.tail) == ("ok", f"well done {out}\n")
+    bad = perform(_step("import sys; print('dear me'); sys.exit(3)"), out, 60)
+    assert (bad.state, bad.tail) == ("failed", "dear me\n")
+    for limit_s, left_s in ((0.5, 60), (60, 0.5)):
+        late = perform(_step("import time; print('here', flush=True); time.sleep(60)", limit_s=limit_s), out, left_s)
+        assert (late.state, late.tail) == ("timed out", "here\n")
+        assert 0.5 <= late.took_s < 20
+
+
+def test_what_is_not_run_says_why(tmp_path: Path) -> None:
+    missing = perform(Step("a step", ("no-such-program",), 5, needs="no-such-program"), tmp_path / "out.json", 60)
+    assert (missing.state, missing.tail) == ("not run", "no-such-program is not on this machine")
+    assert perform(_step("pass"), tmp_path / "out.json", 0).state == "not run"
+
+
+def test_all_steps_fit_into_the_time() -> None:
+    assert sum(step.limit_s for step in STEPS) <= 9 * 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_fails(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "burst_rt.launch.gpu_check", "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "sees no CUDA device" in done.stderr
