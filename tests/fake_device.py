@@ -44,6 +44,14 @@ class _Uses:
     read: list[tuple[str, int]] = field(default_factory=list)
 
 
+@dataclass
+class _Event:
+    """What its stream had done; whether the host has seen it happen (then it stays so)."""
+
+    clock: Clock
+    seen: bool = False
+
+
 class FakeDevice:
     """See `drivers.device.Device`. When an event has happened is drawn from the seed."""
 
@@ -63,20 +71,25 @@ class FakeDevice:
     def handle(self, stream: str) -> int:
         return hash(stream)
 
-    def record(self, stream: str) -> Clock:
-        return {**_merged(self.clocks[stream], self.clocks["host"])}
+    def record(self, stream: str) -> _Event:
+        return _Event(_merged(self.clocks[stream], self.clocks["host"]))
 
-    def wait(self, stream: str, event: Clock) -> None:
-        self.clocks[stream] = _merged(self.clocks[stream], event)
+    def wait(self, stream: str, event: _Event) -> None:
+        self.merge(stream, event.clock)
 
-    def happened(self, event: Clock) -> bool:
-        if self.random.random() < 0.5:
+    def happened(self, event: _Event) -> bool:
+        if not event.seen and self.random.random() < 0.5:
             return False
+        event.seen = True
         self.wait("host", event)
         return True
 
-    def seconds(self, first: Clock, last: Clock) -> float:
-        return float(sum(last.values()) - sum(first.values()))
+    def seconds(self, first: _Event, last: _Event) -> float:
+        return float(sum(last.clock.values()) - sum(first.clock.values()))
+
+    def merge(self, stream: str, clock: Clock) -> None:
+        """What comes next on the stream is after all that the clock says."""
+        self.clocks[stream] = _merged(self.clocks[stream], clock)
 
     @contextmanager
     def on(self, stream: str, name: str) -> Iterator[None]:
@@ -125,7 +138,7 @@ class FakeMessages:
         done = [handle for handle in self._open if self._device.random.random() < 0.5]
         for handle in done:
             self._open.remove(handle)
-            self._device.wait("host", self._device.clocks[f"message {handle}"])
+            self._device.merge("host", self._device.clocks[f"message {handle}"])
         return [Completed(handle) for handle in done]
 
     def cancel(self) -> None:

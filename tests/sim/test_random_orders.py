@@ -254,7 +254,7 @@ def test_an_engine_that_ignores_one_edge_is_caught(direction: str) -> None:
             assert _shows(planted, expected), f"nothing shows that the edge {names} is ignored"
             num_edges += 1
             num_double_buffers += _is_write_after_read(graphs[1], u, v)
-    assert num_edges > 75  # far more than a handful: the loop above has looked at real graphs
+    assert num_edges > 60  # far more than a handful: the loop above has looked at real graphs
     assert num_double_buffers >= 5
 
 
