@@ -421,7 +421,8 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
 
     def rank_main(rank: int) -> None:
         try:
-            with init(LocalRank(world, rank), **options) as ctx:
+            # torch runs all backwards of one GPU in one thread of its own, where ranks would wait for each other for ever.
+            with torch.autograd.set_multithreading_enabled(False), init(LocalRank(world, rank), **options) as ctx:
                 results[rank] = fn(ctx)
         except BaseException as error:  # noqa: BLE001  (handed to the caller's thread)
             failures.append((rank, error))

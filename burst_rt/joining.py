@@ -11,6 +11,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ from burst_rt.errors import ConfigError
 from burst_rt.machine import Machine
 from burst_rt.transport import ControlGroup, LocalWorld, Transport
 from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
+from burst_rt.transport.probe import remembered
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,13 +54,18 @@ class LocalRank:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank brings to the choice. gpu: its UUID, "" on a CPU. nccl: version (22907 for 2.29.7), 0 without CuPy's NCCL."""
+    """What one rank brings to the choice.
+
+    gpu: its UUID, "" on a CPU. nccl: version (22907 for 2.29.7), 0 without CuPy's NCCL. device_mpi: a probe has shown that this MPI takes
+    device memory (None: nobody has probed).
+    """
 
     host: str
     gpu: str
     nccl: int
     multi_rank: bool
     threads: bool  # ranks are threads of one process
+    device_mpi: bool | None = None
 
 
 class Taken(NamedTuple):
@@ -131,7 +138,10 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
         refusal = _no_nccl(ranks)
         if refusal is None:
             return Taken("nccl", "a GPU each")
-        return Taken("staged", f"through pinned host memory: {refusal}")
+        if all(rank.device_mpi for rank in ranks):
+            return Taken("mpi", f"this MPI takes device memory, and {refusal}")
+        known = "this MPI does not take device memory" if any(rank.device_mpi is False for rank in ranks) else "nobody has probed this MPI"
+        return Taken("staged", f"through pinned host memory: {refusal}; {known} (`burst-rt doctor` probes)")
     if asked == "nccl":
         refusal = _no_nccl(ranks)
         if refusal:
@@ -144,6 +154,8 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
 
 def describe_choice() -> str:
     """What `auto` takes on this host, with a rank a GPU (or two ranks on CPUs)."""
+    with suppress(ImportError, RuntimeError):
+        import mpi4py.MPI  # noqa: F401  (its library's name is a fact)
     device = resolve_device("auto")
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     here = [torch.device("cuda", i) for i in range(count)] or [device]
@@ -173,7 +185,13 @@ def _facts(device: torch.device, *, threads: bool) -> Facts:
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     nccl = _cupy_nccl() if gpu else None
     version = int(nccl.get_version()) if nccl else 0
-    return Facts(socket.gethostname(), gpu, version, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1", threads)
+    multi_rank = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return Facts(socket.gethostname(), gpu, version, multi_rank, threads, _device_mpi(device) if gpu else None)
+
+
+def _device_mpi(device: torch.device) -> bool | None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return None if mpi is None else remembered(mpi.Get_library_version().strip(), torch.cuda.get_device_name(device))
 
 
 def _cupy_nccl() -> Any:  # CuPy has no types

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.run import MpiLauncher, find_launcher, kill_job, num_usable_cores
+from burst_rt.transport.probe import remember
 
 __all__ = ["Finding", "command", "examine"]
 
@@ -61,7 +62,7 @@ def examine() -> list[Finding]:
         _shared_memory(),
         _single_copy(),
         _triton(),
-        *_gpu_findings(),
+        *_gpu_findings(launcher),
     ]
 
 
@@ -217,6 +218,17 @@ def _hello_job(launcher: MpiLauncher | None) -> Finding:
     return Finding(name, "missing", f"the ranks saw worlds of {answer.text.split()}, expected 2 and 2", advice)
 
 
+def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> Finding:
+    """Whether MPI takes memory of the device, by a job that may crash; the answer is remembered for jobs to come. Blocks some seconds."""
+    words = [sys.executable, "-P", "-m", "burst_rt.transport.probe", device]
+    answer = _ask(launcher.command(words, 2), deadline_s=_TORCH_DEADLINE_S, environment=launcher.environment(2, threads=None))
+    library = _ask_python(_MPI_LIBRARY)
+    if not library.error:
+        remember(library.text, device_name, not answer.error)
+    found = f"not taken, messages go through pinned host memory ({answer.error})" if answer.error else answer.text
+    return Finding("MPI, device memory", "ok", found)
+
+
 def _shared_memory() -> Finding:
     path = Path("/dev/shm")
     if not path.is_dir():
@@ -250,6 +262,8 @@ names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
 print("; ".join(names))
 """
 
+_MPI_LIBRARY = "from mpi4py import MPI; print(MPI.Get_library_version().strip())"
+
 _NCCL = """
 from cupy.cuda import nccl
 version = nccl.get_version()
@@ -263,7 +277,7 @@ print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount
 """
 
 
-def _gpu_findings() -> list[Finding]:
+def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
     cuda = _ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
     has_gpu = bool(cuda.text)
     driver = Path("/proc/driver/nvidia/version").exists()
@@ -281,9 +295,9 @@ def _gpu_findings() -> list[Finding]:
         answer = _ask_python(source)
         advice = f"{extra}{'' if has_gpu else ', for GPUs only'}"
         rest.append(Finding(name, state, answer.error, advice) if answer.error else Finding(name, "ok", answer.text))
+    if has_gpu and launcher is not None:
+        rest.append(probe_device_mpi(launcher, "cuda:0", cuda.text.split("; ")[0]))
     choice = _ask_python("from burst_rt.joining import describe_choice; print(describe_choice())", deadline_s=_TORCH_DEADLINE_S)
     # With one GPU two ranks share it: that is what is described.
-    last = (
-        Finding("transport", "warning", choice.error, "pip install burst-rt") if choice.error else Finding("transport", "ok", choice.text)
-    )
+    last = Finding("transport", "warning" if choice.error else "ok", choice.error or choice.text)
     return [first, *rest, last]

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class SlotPool:
-    """Idle sets of slots by what they are for (an object, by identity); keeps the `capacity` given back most recently."""
+    """Idle sets of slots by what they are for (an object, by identity); keeps the `capacity` given back last, and all in use."""
 
     def __init__(self, device: Device, capacity: int = 4) -> None:
         self._device = device
@@ -36,4 +36,5 @@ class SlotPool:
     def give_back(self, key: object, slots: object, free: Event) -> None:
         """The slots may be used again after the event."""
         self._idle.append((key, slots, free))
-        del self._idle[: -self._capacity]
+        while len(self._idle) > self._capacity and self._device.happened(self._idle[0][2]):
+            del self._idle[0]

@@ -126,7 +126,6 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> Rows:
     gaps: list[float] = []
 
     def rank(ctx: burst_rt.Context) -> list[tuple[float, float]]:
-        torch.autograd.set_multithreading_enabled(False)  # torch would run all ranks' backwards in one thread of the device
         layout = ctx.layout(tokens, "zigzag")
         q, k, v = (layout.shard(x).requires_grad_() for x in (whole.q, whole.k, whole.v))
         dout = layout.shard(whole.dout)

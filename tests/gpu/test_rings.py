@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from spec import errors_of, reference
@@ -30,18 +28,6 @@ _CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_backward() -> Any:  # a fixture
-    """torch runs all backwards of one GPU in one thread, where ranks that are threads would wait for each other for ever."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
-def _attend(ctx: burst_rt.Context, case: Case) -> Any:  # Attention
-    with torch.autograd.set_multithreading_enabled(False):
-        return attend(ctx, case)
-
-
 @pytest.mark.parametrize("transport", ["local", "staged"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", _CASES)
@@ -49,14 +35,14 @@ def test_rings_against_the_spec(name: str, world_size: int, transport: str) -> N
     case = _CASES[name]
     inputs = case.inputs()
     truth = reference(*inputs, mask=case.mask)
-    found = burst_rt.run_local(world_size, lambda ctx: _attend(ctx, case), device="cuda", transport=transport, timeout_s=60)[0]
+    found = attend_over_threads(world_size, case, device="cuda", transport=transport, timeout_s=60)
     for field, error in errors_of(found, truth).items():
         assert error < ERROR[torch.float32 if field == "lse" else case.dtype], (field, error)
 
 
 def test_the_same_bits_every_time() -> None:
     case = _CASES["bf16"]
-    runs = [burst_rt.run_local(2, lambda ctx: _attend(ctx, case), device="cuda", timeout_s=60)[0] for _ in range(5)]
+    runs = [attend_over_threads(2, case, device="cuda", timeout_s=60) for _ in range(5)]
     for other in runs[1:]:
         for x, y in zip(runs[0], other, strict=True):
             assert torch.equal(x, y)
@@ -93,6 +79,6 @@ def test_a_stream_of_the_callers_own() -> None:
 def test_the_cpu_gives_the_same_within_rounding() -> None:
     case = _CASES["causal"]
     on_cpu = attend_over_threads(2, case)
-    on_gpu = burst_rt.run_local(2, lambda ctx: _attend(ctx, case), device="cuda", timeout_s=60)[0]
+    on_gpu = attend_over_threads(2, case, device="cuda", timeout_s=60)
     for field, error in errors_of(on_gpu, on_cpu).items():
         assert error < 2 * ERROR[torch.float32], (field, error)

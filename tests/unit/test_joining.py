@@ -28,6 +28,13 @@ _CHOICES = {
     "CPU ranks": ([_CPU] * 2, "auto", "mpi", "host memory"),
     "threads": ([_THREAD] * 2, "auto", "local", "threads"),
     "one rank": ([_CPU], "auto", "local", "threads"),
+    "two ranks on a GPU, MPI takes it": ([replace(r, device_mpi=True) for r in _SHARED], "auto", "mpi", "takes device memory, and 2 ranks"),
+    "one's MPI does not": (
+        [replace(_SHARED[0], device_mpi=x) for x in (True, False)],
+        "auto",
+        "staged",
+        "does not take device memory",
+    ),
     "a GPU each": (_GPUS, "auto", "nccl", "a GPU each"),
     "no CuPy on one": ([*_GPUS[:2], replace(_GPUS[2], nccl=0)], "auto", "staged", r"ranks \[2\] have no CuPy"),
     "two ranks on a GPU": (_SHARED, "auto", "staged", "2 ranks share GPU GPU-0 of a"),
@@ -152,8 +159,14 @@ def test_staged_gives_the_same_bits(world_size: int, strategy: str, monkeypatch:
         assert x is None or y is None or torch.equal(x, y)
 
 
+def test_ranks_that_are_threads_run_their_own_backward() -> None:
+    assert burst_rt.run_local(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_slots_go_to_the_next_call_that_waits_for_them() -> None:
     device = FakeDevice()
+    happened, device.happened = device.happened, lambda event: False  # type: ignore[method-assign]
     pool = SlotPool(device, capacity=2)
     keys = [object() for _ in range(3)]
     made = [pool.take(key, lambda: ["old"]) for key in keys]
@@ -161,7 +174,11 @@ def test_slots_go_to_the_next_call_that_waits_for_them() -> None:
     free = device.record("compute")
     for key, slots in zip(keys, made, strict=True):
         pool.give_back(key, slots, free)
-    # The first has been dropped: two are kept. Each is given out once.
+    # Three are kept as long as they are in use, then two. Each is given out once.
+    assert pool.take(keys[2], lambda: ["new"]) is made[2]
+    device.happened = lambda event: True  # type: ignore[method-assign]
+    pool.give_back(keys[2], made[2], free)
+    device.happened = happened  # type: ignore[method-assign]
     assert pool.take(keys[0], lambda: ["new"]) == ["new"]
     assert pool.take(keys[1], lambda: ["new"]) is made[1]
     assert pool.take(keys[1], lambda: ["new"]) == ["new"]

@@ -1,0 +1,49 @@
+"""The probe for MPI with device memory: a job that tells by ending well or badly, and an answer that is remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from burst_rt.launch.doctor import probe_device_mpi
+from burst_rt.launch.run import find_launcher
+from burst_rt.transport.probe import remember, remembered
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_an_answer_is_remembered_for_this_library_and_device() -> None:
+    assert remembered("an MPI", "a GPU") is None
+    for answer in (True, False):
+        remember("an MPI", "a GPU", answer)
+        assert remembered("an MPI", "a GPU") is answer
+    assert remembered("another MPI", "a GPU") is None
+    assert remembered("an MPI", "another GPU") is None
+
+
+def test_a_cache_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "burst_rt").write_text("in the way")
+    remember("an MPI", "a GPU", True)
+    assert remembered("an MPI", "a GPU") is None
+
+
+def test_memory_that_mpi_takes() -> None:
+    """Host memory stands in for a device's."""
+    from mpi4py import MPI
+
+    finding = probe_device_mpi(find_launcher(), "cpu", "a CPU")
+    assert "16,777,216 bytes on cpu" in finding.found
+    assert remembered(MPI.Get_library_version().strip(), "a CPU") is True
+
+
+def test_memory_that_mpi_does_not_take() -> None:
+    """Memory without an address: the ranks of the probe fail, and nobody else does."""
+    from mpi4py import MPI
+
+    finding = probe_device_mpi(find_launcher(), "meta", "no memory")
+    assert finding.found.startswith("not taken, messages go through pinned host memory")
+    assert remembered(MPI.Get_library_version().strip(), "no memory") is False
