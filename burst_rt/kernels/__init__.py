@@ -1,6 +1,7 @@
 """Tile kernels and the registry that picks one.
 
-`naive` is the float64 spec and is taken only when asked for by name; `cpu` is torch's fused CPU attention.
+`naive` is the float64 spec and is taken only when asked for by name; `cpu` is torch's fused CPU attention; `triton` the project's own
+kernels for NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from burst_rt.errors import InputError
 from burst_rt.kernels.base import Kernel, State, Tile, sum_dtype
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import NaiveKernel
+from burst_rt.kernels.triton import TritonKernel
 
 __all__ = ["KERNELS", "Kernel", "Picked", "State", "Tile", "pick", "sum_dtype"]
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuKernel(), NaiveKernel())}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuKernel(), NaiveKernel(), TritonKernel())}
 
 
 class Picked(NamedTuple):
@@ -36,7 +38,8 @@ def pick(device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask, na
         if reason:
             raise InputError(f"kernel {name!r} was asked for, but {reason}")
         return Picked(KERNELS[name], "asked for by name")
-    reason = KERNELS["cpu"].refuses(device, dtype, head_dim, mask)
+    own = "triton" if device.type == "cuda" else "cpu"
+    reason = KERNELS[own].refuses(device, dtype, head_dim, mask)
     if reason:
         raise InputError(f"no tile kernel for {dtype} on {device}: {reason}")
-    return Picked(KERNELS["cpu"], "the fused kernel of this device")
+    return Picked(KERNELS[own], "the fused kernel of this device")

@@ -1,0 +1,384 @@
+"""The backward tile kernels, one for dq and one for dk and dv: no atomics, so the same bits every time.
+
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes: each recomputes the probabilities it needs from lse, and each program owns
+the sums it adds into.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from burst_rt.kernels.triton.configs import Config, padded
+from burst_rt.kernels.triton.launch import Problem, strides
+from burst_rt.kernels.triton.positions import POSITIONS, count_through, load_rows, position_of
+
+__all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
+
+
+@triton.jit
+def _add_columns(
+    b_dq,
+    b_q,
+    b_dout,
+    b_lse,
+    b_delta,
+    b_q_positions,
+    p_k,
+    p_v,
+    stride_kt,
+    stride_vt,
+    start,
+    stop,
+    kv_first,
+    kv_split,
+    kv_second,
+    kv_step,
+    kv_len,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """dq of a block of rows from the columns [start, stop), unscaled; MASKED: not every row sees every one of them."""
+    for column in range(start, stop, BLOCK_N):
+        b_k = load_rows(p_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
+        b_v = load_rows(p_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
+        if MASKED:
+            o_n = column + tl.arange(0, BLOCK_N)
+            b_seen = (o_n < kv_len)[None, :]
+            if CAUSAL:
+                b_kv_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
+                b_seen = b_seen & (b_kv_positions[None, :] <= b_q_positions[:, None])
+            b_p = tl.where(b_seen, b_p, 0.0)
+        b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
+        b_ds = b_p * (b_dp - b_delta[:, None])
+        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
+    return b_dq
+
+
+@triton.jit(do_not_specialize=[*POSITIONS, "heads"])
+def dq_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_dq,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_db,
+    stride_dt,
+    stride_dh,
+    stride_sb,
+    stride_st,
+    stride_sh,
+    heads,
+    group,
+    q_first,
+    q_split,
+    q_second,
+    q_step,
+    q_len,
+    kv_first,
+    kv_split,
+    kv_second,
+    kv_step,
+    kv_len,
+    scale,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One block of BLOCK_M queries of one head against all keys of the tile.
+
+    With p_j = 2^(scale_log2 * q k_j - lse * log2(e)) where the query sees key j (else 0):
+
+        dq <- dq + scale * sum_j p_j * (dout v_j - delta) k_j
+
+    Adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh); writes nothing where the block sees no key. lse (+inf: a row
+    without gradient) and delta `[batch, heads, q_len]` are dense.
+
+    Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8], dout = [1]: lse = log 4, p = [1/4, 3/4], out = delta = 7, so
+    dq += 1/4 * (4 - 7) * 0 + 3/4 * (8 - 7) * log 3 = 3/4 log 3.
+
+    Grid: as of `forward_kernel`.
+    """
+    num_blocks = tl.cdiv(q_len, BLOCK_M)
+    i_m = tl.program_id(0) % num_blocks
+    i_bh = tl.program_id(0) // num_blocks
+    i_b = (i_bh // heads).to(tl.int64)
+    i_h = (i_bh % heads).to(tl.int64)
+    i_kv = i_h // group
+    if CAUSAL:
+        i_m = num_blocks - 1 - i_m
+    row = i_m * BLOCK_M
+    o_m = row + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+
+    num_full = kv_len
+    num_seen = kv_len
+    if CAUSAL:
+        top = position_of(row, q_first, q_split, q_second, q_step)
+        bottom = position_of(tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step)
+        num_full = count_through(top, kv_first, kv_split, kv_second, kv_step, kv_len)
+        num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
+        if num_seen == 0:
+            return
+    b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
+
+    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+    b_dout = load_rows(p_dout + i_b * stride_db + i_h * stride_dh, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+    in_row = i_bh.to(tl.int64) * q_len + o_m
+    # log2(e): lse in powers of two.
+    b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
+    b_delta = tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    p_v += i_b * stride_vb + i_kv * stride_vh
+
+    b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    edge = num_full // BLOCK_N * BLOCK_N
+    b_dq = _add_columns(
+        b_dq, b_q, b_dout, b_lse, b_delta, b_positions, p_k, p_v, stride_kt, stride_vt, 0, edge,
+        kv_first, kv_split, kv_second, kv_step, kv_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, False, CAUSAL, EVEN_N, INTERPRET,
+    )  # fmt: skip
+    if CAUSAL or not EVEN_N:
+        b_dq = _add_columns(
+            b_dq, b_q, b_dout, b_lse, b_delta, b_positions, p_k, p_v, stride_kt, stride_vt, edge, num_seen,
+            kv_first, kv_split, kv_second, kv_step, kv_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, True, CAUSAL, EVEN_N, INTERPRET,
+        )  # fmt: skip
+
+    corner = p_dq + i_b * stride_sb + i_h * stride_sh + row.to(tl.int64) * stride_st
+    pointers = corner + (tl.arange(0, BLOCK_M)[:, None] * stride_st + o_d[None, :])
+    inside = (o_m < q_len)[:, None] & (o_d < HEAD_DIM)[None, :]
+    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + b_dq * scale, mask=inside)
+
+
+@triton.jit
+def _add_rows(
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    b_kv_positions,
+    p_q,
+    p_dout,
+    p_lse,
+    p_delta,
+    stride_qt,
+    stride_dt,
+    start,
+    stop,
+    q_first,
+    q_split,
+    q_second,
+    q_step,
+    q_len,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """dk (unscaled) and dv of a block of columns from the rows [start, stop) of one query head; MASKED: not every row sees every column.
+
+    Scores stand transposed, `[BLOCK_N, BLOCK_M]`, as both sums want them. Rows beyond the end count for nothing: their lse is +inf.
+    """
+    for row in range(start, stop, BLOCK_M):
+        o_m = row + tl.arange(0, BLOCK_M)
+        b_q = load_rows(p_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+        b_dout = load_rows(p_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+        b_lse = tl.load(p_lse + o_m) if EVEN_M else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
+        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
+        if MASKED:
+            b_q_positions = position_of(o_m, q_first, q_split, q_second, q_step)
+            b_p = tl.where(b_kv_positions[:, None] <= b_q_positions[None, :], b_p, 0.0)
+        if NEED_DV:
+            b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
+        if NEED_DK:
+            b_delta = tl.load(p_delta + o_m) if EVEN_M else tl.load(p_delta + o_m, mask=o_m < q_len, other=0.0)
+            b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
+            b_ds = b_p * (b_dp - b_delta[None, :])
+            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize=[*POSITIONS, "kv_heads"])
+def dkdv_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_dout,
+    p_lse,
+    p_delta,
+    p_dk,
+    p_dv,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_db,
+    stride_dt,
+    stride_dh,
+    stride_xb,
+    stride_xt,
+    stride_xh,
+    stride_yb,
+    stride_yt,
+    stride_yh,
+    kv_heads,
+    group,
+    q_first,
+    q_split,
+    q_second,
+    q_step,
+    q_len,
+    kv_first,
+    kv_split,
+    kv_second,
+    kv_step,
+    kv_len,
+    scale,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One block of BLOCK_N keys of one kv head against all queries of the tile, of every head of its group.
+
+    With p_i = 2^(scale_log2 * q_i k - lse_i * log2(e)) where query i sees the key (else 0):
+
+        dv <- dv + sum_i p_i dout_i;    dk <- dk + scale * sum_i p_i * (dout_i v - delta_i) q_i
+
+    Adds to dk and dv `[batch, kv_len, kv_heads, HEAD_DIM]` (float32, strides x and y), to each only if needed; writes nothing where nobody
+    sees the block. lse (+inf: a row without gradient) and delta `[batch, group * kv_heads, q_len]` are dense.
+
+    Worked example (d = 1, scale 1), of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv += [1/4, 3/4] and dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
+
+    Grid: one dimension, the key blocks of a head one after another, the first (which have most to do when causal) first.
+    """
+    num_blocks = tl.cdiv(kv_len, BLOCK_N)
+    i_n = tl.program_id(0) % num_blocks
+    i_bh = tl.program_id(0) // num_blocks
+    i_b = (i_bh // kv_heads).to(tl.int64)
+    i_kv = (i_bh % kv_heads).to(tl.int64)
+    column = i_n * BLOCK_N
+    o_n = column + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+
+    # Rows before `unseen` see none of these keys, those from `full` on see all.
+    unseen = 0
+    full = 0
+    if CAUSAL:
+        left = position_of(column, kv_first, kv_split, kv_second, kv_step)
+        right = position_of(tl.minimum(column + BLOCK_N, kv_len) - 1, kv_first, kv_split, kv_second, kv_step)
+        unseen = count_through(left - 1, q_first, q_split, q_second, q_step, q_len)
+        full = count_through(right - 1, q_first, q_split, q_second, q_step, q_len)
+        if unseen == q_len:
+            return
+        unseen = unseen // BLOCK_M * BLOCK_M
+        full = tl.cdiv(full, BLOCK_M) * BLOCK_M
+    b_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
+
+    b_k = load_rows(p_k + i_b * stride_kb + i_kv * stride_kh, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, INTERPRET)
+    b_v = load_rows(p_v + i_b * stride_vb + i_kv * stride_vh, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, INTERPRET)
+    b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for member in range(group):
+        i_h = i_kv * group + member
+        p_q_head = p_q + i_b * stride_qb + i_h * stride_qh
+        p_dout_head = p_dout + i_b * stride_db + i_h * stride_dh
+        in_row = (i_b * kv_heads * group + i_h) * q_len
+        if CAUSAL:
+            b_dk, b_dv = _add_rows(
+                b_dk, b_dv, b_k, b_v, b_positions, p_q_head, p_dout_head, p_lse + in_row, p_delta + in_row, stride_qt, stride_dt,
+                unseen, tl.minimum(full, q_len), q_first, q_split, q_second, q_step, q_len, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_M, True, EVEN_M, NEED_DK, NEED_DV, INTERPRET,
+            )  # fmt: skip
+        b_dk, b_dv = _add_rows(
+            b_dk, b_dv, b_k, b_v, b_positions, p_q_head, p_dout_head, p_lse + in_row, p_delta + in_row, stride_qt, stride_dt,
+            full, q_len, q_first, q_split, q_second, q_step, q_len, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_M, False, EVEN_M, NEED_DK, NEED_DV, INTERPRET,
+        )  # fmt: skip
+
+    inside = (o_n < kv_len)[:, None] & (o_d < HEAD_DIM)[None, :]
+    if NEED_DK:
+        corner = p_dk + i_b * stride_xb + i_kv * stride_xh + column.to(tl.int64) * stride_xt
+        pointers = corner + (tl.arange(0, BLOCK_N)[:, None] * stride_xt + o_d[None, :])
+        tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + b_dk * scale, mask=inside)
+    if NEED_DV:
+        corner = p_dv + i_b * stride_yb + i_kv * stride_yh + column.to(tl.int64) * stride_yt
+        pointers = corner + (tl.arange(0, BLOCK_N)[:, None] * stride_yt + o_d[None, :])
+        tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + b_dv, mask=inside)
+
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: Problem, config: Config) -> None:
+    """Starts `dq_kernel`; inputs are q, k, v, dout (BSHD), lse and delta."""
+    q, k, v, dout, _, _ = inputs
+    batch, q_len, heads, head_dim = q.shape
+    grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
+    dq_kernel[grid](
+        *inputs, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), heads, heads // k.shape[2],
+        *problem.q, *problem.kv, problem.scale, problem.scale_log2,
+        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
+        EVEN_M=q_len % config.block_m == 0, EVEN_N=k.shape[1] % config.block_n == 0, INTERPRET=problem.interpret,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def launch_dkdv(inputs: _Inputs, dk: torch.Tensor | None, dv: torch.Tensor | None, problem: Problem, config: Config) -> None:
+    """Starts `dkdv_kernel`; inputs as of `launch_dq`. One of dk and dv may be None: not needed."""
+    q, k, v, dout, _, _ = inputs
+    batch, kv_len, kv_heads, head_dim = k.shape
+    q_len = q.shape[1]
+    grid = (triton.cdiv(kv_len, config.block_n) * batch * kv_heads,)
+    # What is not needed is given a place that is never touched.
+    x, y = (next(total for total in pair if total is not None) for pair in ((dk, dv), (dv, dk)))
+    dkdv_kernel[grid](
+        *inputs, x, y, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(x), *strides(y), kv_heads, q.shape[2] // kv_heads,
+        *problem.q, *problem.kv, problem.scale, problem.scale_log2,
+        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
+        EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0, NEED_DK=dk is not None, NEED_DV=dv is not None,
+        INTERPRET=problem.interpret, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Block sizes, warps and stages of every kernel, by chip, head size and input type. Data only: neither torch nor triton.
+
+How they were found: compiled ahead of time for each chip (`aot.py`), the largest blocks whose registers do not spill and whose shared
+memory fits. No GPU has timed them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ARCHES", "KINDS", "Config", "arch_of", "choose", "padded"]
+
+# The kernels.
+KINDS = ("forward", "dq", "dkdv", "delta")
+
+# Compute capability -> bytes of shared memory a block may have (CUDA C++ Programming Guide, table of technical specifications).
+ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+class Config(NamedTuple):
+    """How one kernel is cut: BLOCK_M queries x BLOCK_N keys, `num_warps` warps a block, loads `num_stages` deep."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# 16-bit inputs: (kernel, chip) -> configurations for head sizes up to 64, 128, 256.
+_HALF = {
+    ("forward", 80): (Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 2)),
+    ("forward", 86): (Config(128, 64, 4, 2), Config(128, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("forward", 90): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("forward", 100): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("dq", 80): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 8, 1)),
+    ("dq", 86): (Config(64, 64, 4, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("dq", 90): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
+    ("dq", 100): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
+    ("dkdv", 80): (Config(64, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
+    ("dkdv", 86): (Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
+    ("dkdv", 90): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 8, 1)),
+    ("dkdv", 100): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 8, 1)),
+}
+
+# 32-bit inputs, multiplied on the ordinary cores at full precision: the same for every chip.
+_SINGLE = {
+    "forward": (Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
+    "dq": (Config(32, 32, 4, 2), Config(32, 32, 8, 2), Config(32, 16, 8, 1)),
+    "dkdv": (Config(32, 32, 4, 2), Config(32, 32, 8, 2), Config(16, 32, 8, 1)),
+}
+
+# Small and unequal, so that short tests cross every kind of edge.
+_INTERPRETED = {"forward": Config(32, 16, 4, 1), "dq": Config(16, 32, 4, 1), "dkdv": Config(16, 32, 4, 1), "delta": Config(32, 1, 4, 1)}
+
+
+def padded(head_dim: int) -> int:
+    """The columns a block has for a head: a power of two, at least 16 (the least a tensor core multiplies by)."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def arch_of(capability: tuple[int, int]) -> int:
+    """The column of the table for a compute capability: the same generation's, or one that needs less shared memory."""
+    major, minor = capability
+    number = 10 * major + minor
+    if major in (9, 10):
+        return 10 * major
+    return 80 if number == 80 else 86
+
+
+def choose(kind: str, arch: int | None, head_dim: int, input_bytes: int) -> Config:
+    """The configuration of a kernel (one of KINDS) on a chip (None: Triton's interpreter)."""
+    if arch is None:
+        return _INTERPRETED[kind]
+    if kind == "delta":
+        return Config(max(8, 8192 // padded(head_dim)), 1, 4, 1)
+    size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    return (_SINGLE[kind] if input_bytes == 4 else _HALF[kind, arch])[size]

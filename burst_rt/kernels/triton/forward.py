@@ -1,0 +1,219 @@
+"""The forward tile kernel: folds a tile into the running state of its queries, and starts and finishes that state.
+
+Online softmax (Milakov & Gimelshein 2018) with the tiling of FlashAttention-2 (arXiv 2307.08691), in powers of two: the state's m is the
+largest score so far times log2(e).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from burst_rt.kernels.base import State
+from burst_rt.kernels.triton.configs import Config, padded
+from burst_rt.kernels.triton.launch import Problem, strides
+from burst_rt.kernels.triton.positions import POSITIONS, count_through, load_rows, position_of
+
+__all__ = ["forward_kernel", "launch_forward"]
+
+
+@triton.jit
+def _fold(
+    b_acc,
+    b_m,
+    b_l,
+    b_q,
+    b_q_positions,
+    p_k,
+    p_v,
+    stride_kt,
+    stride_vt,
+    start,
+    stop,
+    kv_first,
+    kv_split,
+    kv_second,
+    kv_step,
+    kv_len,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Folds the columns [start, stop) into a block of rows; MASKED: not every row sees every one of them."""
+    for column in range(start, stop, BLOCK_N):
+        b_k = load_rows(p_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if MASKED:
+            o_n = column + tl.arange(0, BLOCK_N)
+            b_seen = (o_n < kv_len)[None, :]
+            if CAUSAL:
+                b_kv_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
+                b_seen = b_seen & (b_kv_positions[None, :] <= b_q_positions[:, None])
+            b_s = tl.where(b_seen, b_s, -float("inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
+        b_safe = b_m_new
+        if MASKED:
+            # exp2(-inf - -inf) would be NaN: such a row has seen nothing yet.
+            b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
+        b_p = tl.exp2(b_s * scale_log2 - b_safe[:, None])
+        b_old = tl.exp2(b_m - b_safe)
+        b_l = b_l * b_old + tl.sum(b_p, 1)
+        b_acc = b_acc * b_old[:, None]
+        b_v = load_rows(p_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_m = b_m_new
+    return b_acc, b_m, b_l
+
+
+@triton.jit(do_not_specialize=[*POSITIONS, "heads"])
+def forward_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_acc,
+    p_m,
+    p_l,
+    p_out,
+    p_lse,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    heads,
+    group,
+    q_first,
+    q_split,
+    q_second,
+    q_step,
+    q_len,
+    kv_first,
+    kv_split,
+    kv_second,
+    kv_step,
+    kv_len,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One block of BLOCK_M queries of one head against all keys of the tile.
+
+    With s = scale_log2 * q k^T (unseen cells -inf) and m' = max(m, max_j s_j):
+
+        acc <- acc * 2^(m - m') + sum_j 2^(s_j - m') v_j;    l <- l * 2^(m - m') + sum_j 2^(s_j - m');    m <- m'
+
+    Reads (acc, m, l) unless FIRST; writes them unless LAST; if LAST writes out = acc / l (0 where l = 0) in p_out's type and
+    lse = (m + log2 l) * log(2) (-inf there). acc, out `[batch, q_len, heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense;
+    out may be acc.
+
+    Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s = [0, log2 3], m = log2 3, l = 1/3 + 1,
+    acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) * log 2 = log 4.
+
+    Grid: one dimension (it has no limit of 65,535), the row blocks of a head one after another, so that they find its keys in the cache;
+    causal ones from the last, which have most to do.
+    """
+    num_blocks = tl.cdiv(q_len, BLOCK_M)
+    i_m = tl.program_id(0) % num_blocks
+    i_bh = tl.program_id(0) // num_blocks
+    i_b = (i_bh // heads).to(tl.int64)
+    i_h = (i_bh % heads).to(tl.int64)
+    i_kv = i_h // group
+    if CAUSAL:
+        i_m = num_blocks - 1 - i_m
+    row = i_m * BLOCK_M
+    o_m = row + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+
+    num_full = kv_len
+    num_seen = kv_len
+    if CAUSAL:
+        top = position_of(row, q_first, q_split, q_second, q_step)
+        bottom = position_of(tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step)
+        num_full = count_through(top, kv_first, kv_split, kv_second, kv_step, kv_len)
+        num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
+        if not (FIRST or LAST):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+            if num_seen == 0:
+                return
+    b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
+
+    # acc and out; m, l and lse.
+    in_rows = (i_b * q_len + row) * heads * HEAD_DIM + i_h * HEAD_DIM + (tl.arange(0, BLOCK_M)[:, None] * (heads * HEAD_DIM) + o_d[None, :])
+    in_row = i_bh.to(tl.int64) * q_len + o_m
+    inside = (o_d < HEAD_DIM)[None, :] if EVEN_M else (o_m < q_len)[:, None] & (o_d < HEAD_DIM)[None, :]
+
+    if FIRST:
+        b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        b_m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        b_l = tl.zeros((BLOCK_M,), tl.float32)
+    else:
+        b_acc = tl.load(p_acc + in_rows, mask=inside, other=0.0)
+        b_m = tl.load(p_m + in_row, mask=o_m < q_len, other=-float("inf"))
+        b_l = tl.load(p_l + in_row, mask=o_m < q_len, other=0.0)
+
+    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    p_v += i_b * stride_vb + i_kv * stride_vh
+    edge = num_full // BLOCK_N * BLOCK_N
+    b_acc, b_m, b_l = _fold(
+        b_acc, b_m, b_l, b_q, b_positions, p_k, p_v, stride_kt, stride_vt, 0, edge, kv_first, kv_split, kv_second, kv_step, kv_len,
+        scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, False, CAUSAL, EVEN_N, INTERPRET,
+    )  # fmt: skip
+    if CAUSAL or not EVEN_N:
+        b_acc, b_m, b_l = _fold(
+            b_acc, b_m, b_l, b_q, b_positions, p_k, p_v, stride_kt, stride_vt, edge, num_seen, kv_first, kv_split, kv_second, kv_step,
+            kv_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, True, CAUSAL, EVEN_N, INTERPRET,
+        )  # fmt: skip
+
+    if LAST:
+        b_norm = tl.where(b_l == 0.0, 1.0, b_l)
+        tl.store(p_out + in_rows, (b_acc / b_norm[:, None]).to(p_out.dtype.element_ty), mask=inside)
+        # log(2). Of a row that saw nothing m is -inf.
+        tl.store(p_lse + in_row, (b_m + tl.log2(b_norm)) * 0.6931471805599453, mask=o_m < q_len)
+    else:
+        tl.store(p_acc + in_rows, b_acc, mask=inside)
+        tl.store(p_m + in_row, b_m, mask=o_m < q_len)
+        tl.store(p_l + in_row, b_l, mask=o_m < q_len)
+
+
+def launch_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: State,
+    out: torch.Tensor,
+    problem: Problem,
+    config: Config,
+    ends: tuple[bool, bool],
+) -> None:
+    """Starts `forward_kernel` on q `[batch, q_len, heads, head_dim]`, k, v `[batch, kv_len, kv_heads, head_dim]`.
+
+    `out` is written in place of the state's own; ends: whether this is the first and whether it is the last tile.
+    """
+    batch, q_len, heads, head_dim = q.shape
+    kv_len = k.shape[1]
+    grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
+    forward_kernel[grid](
+        q, k, v, state.acc, state.m, state.l, out, state.lse, *strides(q), *strides(k), *strides(v), heads, heads // k.shape[2],
+        *problem.q, *problem.kv, problem.scale_log2,
+        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
+        FIRST=ends[0], LAST=ends[1], EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0, INTERPRET=problem.interpret,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

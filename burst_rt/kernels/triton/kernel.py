@@ -1,0 +1,155 @@
+"""`TritonKernel`: the Triton kernels behind the `Kernel` protocol. Checks, positions, and which kernel is started; no kernel code.
+
+triton is imported with the first tile: that takes time, and TRITON_INTERPRET=1 (CPU tensors, for tests) must be set before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from burst_rt.attention.masks import Causal, Full, Mask
+from burst_rt.errors import InternalError
+from burst_rt.kernels.base import State, Tile
+from burst_rt.kernels.triton.configs import Config, arch_of, choose
+from burst_rt.kernels.triton.launch import Problem
+from burst_rt.kernels.triton.runs import Runs, runs_of
+
+__all__ = ["TritonKernel"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
+
+# The interpreter keeps the program it is at in a global; ranks may be threads.
+_one_at_a_time = threading.RLock()
+
+
+class TritonKernel:
+    """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256; masks Full and Causal.
+
+    Launches are asynchronous, on the current stream. Of a tile it reads positions and mask, not the pieces. The state's m is in powers of
+    two. float32 is multiplied in float32 (no TF32); 16-bit inputs on the tensor cores with float32 sums, probabilities and score gradients
+    rounded to the inputs' type.
+    """
+
+    name = "triton"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
+        """CUDA tensors (CPU tensors under TRITON_INTERPRET=1) of the types, head sizes and masks it has code for."""
+        wanted = "cpu" if _interpreting() else "cuda"
+        if device.type != wanted:
+            why = "TRITON_INTERPRET=1 is set" if wanted == "cpu" else "CPU tensors only where TRITON_INTERPRET=1 is set"
+            return f"the triton kernel takes {wanted.upper()} tensors ({why}), got {device}"
+        if find_spec("triton") is None:
+            return "the triton kernel needs the package triton, which is not installed"
+        if dtype not in _DTYPES:
+            return f"the triton kernel takes float32, bfloat16 and float16, got {dtype}"
+        if not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM:
+            return f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got {head_dim}"
+        if type(mask) not in (Full, Causal):
+            return f"the triton kernel has code for the masks Full and Causal, got {mask!r}"
+        return None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
+        """See `Kernel.forward`."""
+        from burst_rt.kernels.triton.forward import launch_forward
+
+        _check_dense(state.acc, state.m, state.l, state.out, state.lse)
+        problem = _problem(q, k, tile)
+        out = state.out
+        if problem.interpret and tile.last and out.dtype != state.acc.dtype:
+            # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
+            out = torch.empty_like(state.acc)
+        with _started_on(q.device):
+            launch_forward(q, k, v, state, out, problem, _config("forward", q), (tile.first, tile.last))
+        if tile.last and out is not state.out:
+            state.out.copy_(out)
+        tile.progress()
+
+    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+        """See `Kernel.delta`."""
+        from burst_rt.kernels.triton.delta import launch_delta
+
+        _check_dense(rows)
+        with _started_on(dout.device):
+            launch_delta(dout, out, lse, dlse, rows, _config("delta", dout), _interpreting())
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        tile: Tile,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        """See `Kernel.backward`."""
+        from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
+
+        _check_dense(lse, delta)
+        problem = _problem(q, k, tile)
+        inputs = (q, k, v, dout, lse, delta)
+        with _started_on(q.device):
+            if dk is not None or dv is not None:
+                launch_dkdv(inputs, dk, dv, problem, _config("dkdv", q))
+            if dq is not None:
+                launch_dq(inputs, dq, problem, _config("dq", q))
+        tile.progress()
+
+    def scratch_bytes(
+        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
+    ) -> int:
+        """Nothing: all there is is registers and shared memory. (The interpreter's temporaries are not counted.)"""
+        return 0
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Problem:
+    causal = isinstance(tile.mask, Causal)
+    q_len, kv_len = q.shape[1], k.shape[1]
+    if causal:
+        q_runs, kv_runs = runs_of(tile.q_positions, q_len), runs_of(tile.kv_positions, kv_len)
+    else:
+        # Nobody asks where anything stands.
+        q_runs, kv_runs = Runs(0, q_len, 0, 1, q_len), Runs(0, kv_len, 0, 1, kv_len)
+    return Problem(q_runs, kv_runs, causal, tile.scale, _interpreting())
+
+
+def _config(kind: str, x: torch.Tensor) -> Config:
+    arch = None if x.device.type == "cpu" else _arch(x.device)
+    return choose(kind, arch, x.shape[3], x.dtype.itemsize)
+
+
+@lru_cache
+def _arch(device: torch.device) -> int:
+    return arch_of(torch.cuda.get_device_capability(device))
+
+
+@contextmanager
+def _started_on(device: torch.device) -> Iterator[None]:
+    """Triton starts kernels on the current device."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        with _one_at_a_time:
+            yield
+
+
+def _check_dense(*tensors: torch.Tensor) -> None:
+    for x in tensors:
+        if not x.is_contiguous():
+            raise InternalError(f"the triton kernel takes dense states, lse and delta, got {tuple(x.shape)} with strides {x.stride()}")
