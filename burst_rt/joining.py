@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from burst_rt.drivers import Watch
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, ContractMismatch
 from burst_rt.machine import Machine
 from burst_rt.transport import ControlGroup, LocalWorld, Transport
 from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
@@ -78,25 +78,36 @@ class Taken(NamedTuple):
 def join(comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout_s: float) -> tuple[Machine, ControlGroup]:
     """This rank's machine and control group. Collective over `comm`; blocks at most `timeout_s` for each step.
 
-    Raises ConfigError (the same on every rank where the ranks' facts are to blame), Stalled, DeviceError.
+    Raises ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
     """
     if transport == "auto":
         transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
     if device == "auto":
         device = os.environ.get(DEVICE_VARIABLE, "auto")
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}")
-    where = resolve_device(device)
     host, control = _ends(comm, timeout_s)
-    facts = _facts(where, threads=isinstance(comm, LocalRank))
-    pending = control.allgather(json.dumps(asdict(facts)).encode())
+    where, mine = torch.device("cpu"), {}
+    try:
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}")
+        where = resolve_device(device)
+        mine = asdict(_facts(where, threads=isinstance(comm, LocalRank))) | {"asked": transport}
+    except ConfigError as error:
+        # Not raised yet: the others are waiting, and are to raise the same.
+        mine = {"error": error.message}
+    pending = control.allgather(json.dumps(mine).encode())
     Watch(control).wait_for(pending, timeout_s, "init")
-    taken = choose_transport(transport, [Facts(**json.loads(raw)) for raw in pending.result()])
+    said = [json.loads(raw) for raw in pending.result()]
+    for peer, word in enumerate(said):
+        if "error" in word:
+            raise ConfigError(word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}", rank=control.rank, peer=peer)
+    asked = [word.pop("asked") for word in said]
+    if len(set(asked)) > 1:
+        raise ContractMismatch(f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask for the same")
+    taken = choose_transport(transport, [Facts(**word) for word in said])
     if taken.name != "nccl":
         return Machine(where, taken, host), control
     nccl: Any = _cupy_nccl()
-    mine = unique_id_bytes(nccl) if control.rank == 0 else b""
-    pending = control.allgather(mine)
+    pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, timeout_s, "init")
     wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, timeout_s, lambda: torch.cuda.set_device(where))
     return Machine(where, taken, None, wire), control

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal
 from burst_rt.drivers.pool import SlotPool
-from burst_rt.errors import ConfigError, DeviceError
-from burst_rt.joining import Facts, choose_transport, resolve_device
-from burst_rt.transport import staged
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
+from burst_rt.joining import Facts, LocalRank, choose_transport, resolve_device
+from burst_rt.transport import LocalWorld, staged
 
 _CPU = Facts("a", "", 0, multi_rank=False, threads=False)
 _THREAD = replace(_CPU, threads=True)
@@ -97,6 +99,30 @@ def test_the_number_on_the_host_picks_the_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert resolve_device("cuda:0") == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="cuda:0 to cuda:1"):
         resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_rank_that_cannot_join_is_every_ranks_error(odd: int) -> None:
+    """Its device is not there, or it asks for another transport: all hear of it at once, none waits."""
+    world = LocalWorld(3)
+
+    def join(rank: int, **options: Any) -> BaseException | None:
+        try:
+            burst_rt.init(LocalRank(world, rank), timeout_s=20, **(options if rank == odd else {}))
+        except BurstError as error:
+            return error
+        return None
+
+    wrong: list[tuple[dict[str, Any], type[BurstError], str]] = [
+        ({"device": "abacus"}, ConfigError, f"rank {odd}: init: device must be .* got 'abacus'"),
+        ({"transport": "pigeon"}, ConfigError, f"rank {odd}: init: transport must be .* got 'pigeon'"),
+        ({"transport": "staged"}, ContractMismatch, "different transports"),
+    ]
+    for options, kind, message in wrong:
+        with ThreadPoolExecutor(3) as pool:
+            for error in pool.map(lambda rank, options=options: join(rank, **options), range(3)):
+                assert type(error) is kind
+                assert re.search(message, str(error))
 
 
 def test_the_environment_says_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
