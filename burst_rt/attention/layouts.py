@@ -1,9 +1,9 @@
 """Layouts: which rank owns which positions of the sequence. Pure Python: planning and simulating need layouts too.
 
 A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is its blocks, one after another. Every rank
-has the same number of blocks (two: gradient sums travel block by block, so one block's sum can leave while the other is still being made),
-whose lengths differ by at most one between ranks; lengths that divide by nothing and sequences shorter than the world are fine: some
-blocks are empty then.
+has the same number of blocks, whose lengths differ by at most one between ranks: two, because gradient sums travel block by block, so that
+one block's sum can leave while the other is still being made; in a world of one, one. Lengths that divide by nothing and sequences shorter
+than the world are fine: some blocks are empty then.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
 
 @lru_cache(maxsize=256)
 def _make(kind: str, seq_len: int, world_size: int) -> Layout:
+    if world_size == 1:
+        # Nothing travels: one block, and so one tile.
+        return Layout(kind, seq_len, 1, ((range(seq_len),),))
     return Layout(kind, seq_len, world_size, tuple(KINDS[kind](seq_len, world_size, rank) for rank in range(world_size)))
 
 
