@@ -266,6 +266,7 @@ class Context:
             self._kept.append((memory, ops))
             raise
         free = self.machine.join(driver)
+        driver.forget()
         self.last_run = (schedule.graph, driver)
         return driver, free
 

@@ -100,6 +100,10 @@ class BaseDriver:
             self._opening.test()
         self._say_alive(time.perf_counter())
 
+    def forget(self) -> None:
+        """After the run: lets go of its memory; the trace stays."""
+        self._ops, self._memory = {}, {}
+
     def settle(self, timeout_s: float) -> None:
         """After the run: waits until its trace is complete, at most `timeout_s`."""
 

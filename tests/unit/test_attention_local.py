@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,6 +274,35 @@ def test_the_same_bits_in_twenty_runs(strategy: str) -> None:
             assert x is not None
             assert y is not None
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("run", ["ForwardRun", "BackwardRun"])
+def test_nothing_of_a_call_outlives_it(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_rt.attention import execute
+
+    taken: list[weakref.ref[torch.Tensor]] = []
+    kind = getattr(execute, run)
+    slots = kind._slots
+
+    def noted(self: Any) -> dict[int, torch.Tensor]:  # a run
+        found: dict[int, torch.Tensor] = slots(self)
+        taken.extend(map(weakref.ref, found.values()))
+        return found
+
+    monkeypatch.setattr(kind, "_slots", noted)
+
+    def call(ctx: Context) -> bool:
+        layout = ctx.layout(20)
+        x = torch.ones(1, 10, 1, 16, requires_grad=True)
+        out = burst_rt.burst_attention(x, x, x, layout=layout)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+        ctx.gather_last_run()  # all ranks have ended
+        gc.collect()
+        return any(ref() is not None for ref in taken)
+
+    assert burst_rt.run_local(2, call) == [False, False]
+    assert len(taken) >= 4
 
 
 def test_memory_is_poisoned_in_these_tests() -> None:
