@@ -296,7 +296,8 @@ def test_nothing_of_a_call_outlives_it(run: str, monkeypatch: pytest.MonkeyPatch
         x = torch.ones(1, 10, 1, 16, requires_grad=True)
         out = burst_rt.burst_attention(x, x, x, layout=layout)
         assert isinstance(out, torch.Tensor)
-        out.sum().backward()
+        if run == "BackwardRun":
+            out.sum().backward()
         ctx.gather_last_run()  # all ranks have ended
         gc.collect()
         return any(ref() is not None for ref in taken)
