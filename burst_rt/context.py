@@ -36,7 +36,7 @@ from burst_rt.joining import LocalRank, join
 from burst_rt.kernels import sum_dtype
 from burst_rt.machine import Machine
 from burst_rt.pipeline import Pipeline
-from burst_rt.scheduler import Engine, Graph, Schedule, Span, Trace, check_world, run
+from burst_rt.scheduler import Engine, Graph, Lane, Schedule, Span, Trace, check_world, run
 from burst_rt.sharding import ContextLayout
 from burst_rt.transport import ControlGroup, LocalTransport, LocalWorld, Memory, Pending
 
@@ -125,6 +125,11 @@ class Context:
             return ContextLayout(self, make_layout(kind, seq_len, self.world_size))
         except InputError as error:
             self.refuse("layout", error)
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """What this rank's compute and transfers run on: for the `GraphBuilder` of a custom pipeline."""
+        return self.machine.lanes
 
     @property
     def why_transport(self) -> str:

@@ -19,6 +19,7 @@ import torch
 from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, raw_bytes
 from burst_rt.drivers.device import Device, Event, TorchDevice
 from burst_rt.drivers.pool import SlotPool
+from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
@@ -68,9 +69,17 @@ class Machine:
         return self._pool.take(key, make) if self._pool else make()
 
     def driver(self, schedule: Schedule, **options: Any) -> BaseDriver:  # BaseDriver's own
-        """A driver for one run."""
-        if self._streams is None:
-            return HostDriver(schedule.graph, transport=self.transport, **options)
+        """A driver for one run. Raises ConfigError for a graph whose messages this machine cannot send."""
+        graph = schedule.graph
+        on_streams = any(lane.ordered for lane in graph.lanes.values())
+        exchanges = [task for task in graph.tasks if task.is_exchange]
+        if exchanges and graph.lanes[exchanges[0].lane].ordered is not (self.wire is not None):
+            raise ConfigError(
+                f"the graph was built for other lanes than this machine's ({self.transport_name} on {self.device.type}); pass ctx.lanes to "
+                "GraphBuilder"
+            )
+        if self._streams is None or not on_streams:
+            return HostDriver(graph, transport=self.transport, **options)
         return CudaDriver(schedule, device=self._streams, wire=self.wire, transport=self.transport, **options)
 
     def join(self, driver: BaseDriver) -> Event | None:

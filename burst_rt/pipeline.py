@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_rt.drivers import Progress, raw_bytes
+from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, InputError
 from burst_rt.scheduler import Graph, Schedule, Trace
+from burst_rt.transport import Memory
 
 if TYPE_CHECKING:
     from burst_rt.context import Context
@@ -40,7 +41,7 @@ class Pipeline:
         buffers: the tensors of every buffer that is sent or received (one, or one a part), contiguous, at least as large as its messages.
         ops: what each `Op.name` does; called with `Op.args`.
         """
-        memory: dict[int, memoryview] = {}
+        memory: dict[int, Memory] = {}
         error: BurstError | None = None
         moved = {m.part: m.size_bytes for task in self.graph.tasks for m in (*task.sends, *task.recvs)}
         for part_id, size in moved.items():
@@ -51,7 +52,7 @@ class Pipeline:
                 got = "nothing" if tensor is None else f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
                 error = InputError(f"Pipeline.run: {part.name} must be a contiguous tensor of at least {size} bytes, got {got}")
             else:
-                memory[part_id] = raw_bytes(tensor)
+                memory[part_id] = self.context.machine.memory(tensor)
         missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")

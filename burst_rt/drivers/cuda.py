@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from burst_rt.drivers.base import BaseDriver
 from burst_rt.drivers.device import Device, Event, Stream
 from burst_rt.drivers.watch import Backoff
-from burst_rt.errors import BurstError, Stalled
+from burst_rt.errors import BurstError, InternalError, Stalled
 from burst_rt.scheduler import Event as Happening
 from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone
 from burst_rt.transport import OrderedTransport
@@ -59,8 +59,10 @@ class CudaDriver(BaseDriver):
             self._put(task, lane, after)
         elif task.is_exchange:
             self._held.append(task)
-        else:
+        elif task.lane == "control":
             self._open(task)
+        else:
+            raise InternalError(f"task {task.name!r} is on lane {task.lane!r}, which is not a stream; this driver computes on streams only")
 
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`. What is on the streams already runs on; the caller keeps its memory."""

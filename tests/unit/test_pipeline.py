@@ -11,8 +11,8 @@ import torch
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.errors import BurstError, ContractMismatch, InputError, InternalError
-from burst_rt.scheduler import Graph, GraphBuilder, Op
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, InternalError
+from burst_rt.scheduler import HOST_LANES, NCCL_LANES, Graph, GraphBuilder, Op
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
 SIZE_BYTES = 64
@@ -105,3 +105,22 @@ def test_the_example_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     example().main()
     assert "the result is right" in capsys.readouterr().out
     assert (tmp_path / "pipeline.png").stat().st_size > 1000
+
+
+def test_a_graph_for_other_lanes_is_refused() -> None:
+    """Before anything is sent; and every rank refuses it alike, since all have the same kind of machine."""
+
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2, NCCL_LANES)
+        here, there = g.buffer("here", size_bytes=4, initialised=True), g.buffer("there", size_bytes=4)
+        g.exchange("swap", sends=[(here, 1 - rank)], recvs=[(there, 1 - rank)], tag=0)
+        return g.build()
+
+    def call(ctx: Context) -> str:
+        with pytest.raises(ConfigError) as caught:
+            ctx.pipeline(build).run(buffers={name: torch.zeros(1) for name in ("here", "there")}, ops={})
+        assert ctx.lanes == HOST_LANES
+        return str(caught.value)
+
+    for message in burst_rt.run_local(2, call):
+        assert "other lanes than this machine's (local on cpu)" in message
