@@ -12,7 +12,7 @@ import triton.language as tl
 
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import Problem, strides
-from burst_rt.kernels.triton.positions import POSITIONS, count_through, load_rows, position_of
+from burst_rt.kernels.triton.positions import POSITIONS, add_rows, count_through, load_rows, position_of
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
 
@@ -24,39 +24,30 @@ def _add_columns(
     b_dout,
     b_lse,
     b_delta,
-    b_q_positions,
+    b_limit,
     p_k,
     p_v,
     stride_kt,
     stride_vt,
     start,
     stop,
-    kv_first,
-    kv_split,
-    kv_second,
-    kv_step,
     kv_len,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
     EVEN_N: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """dq of a block of rows from the columns [start, stop), unscaled; MASKED: not every row sees every one of them."""
+    """dq of a block of rows from the columns [start, stop), unscaled; MASKED: of them a row sees those before its `b_limit`."""
     for column in range(start, stop, BLOCK_N):
         b_k = load_rows(p_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
         b_v = load_rows(p_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
         if MASKED:
-            o_n = column + tl.arange(0, BLOCK_N)
-            b_seen = (o_n < kv_len)[None, :]
-            if CAUSAL:
-                b_kv_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
-                b_seen = b_seen & (b_kv_positions[None, :] <= b_q_positions[:, None])
+            b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
             b_p = tl.where(b_seen, b_p, 0.0)
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[:, None])
@@ -135,8 +126,8 @@ def dq_kernel(
         i_m = num_blocks - 1 - i_m
     row = i_m * BLOCK_M
     o_m = row + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
 
+    # All rows of the block see the first num_full columns, some the first num_seen.
     num_full = kv_len
     num_seen = kv_len
     if CAUSAL:
@@ -146,7 +137,6 @@ def dq_kernel(
         num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
         if num_seen == 0:
             return
-    b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
 
     b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
     b_dout = load_rows(p_dout + i_b * stride_db + i_h * stride_dh, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
@@ -160,73 +150,21 @@ def dq_kernel(
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     edge = num_full // BLOCK_N * BLOCK_N
     b_dq = _add_columns(
-        b_dq, b_q, b_dout, b_lse, b_delta, b_positions, p_k, p_v, stride_kt, stride_vt, 0, edge,
-        kv_first, kv_split, kv_second, kv_step, kv_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, False, CAUSAL, EVEN_N, INTERPRET,
+        b_dq, b_q, b_dout, b_lse, b_delta, num_full, p_k, p_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, INTERPRET,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
+        b_limit = tl.full((BLOCK_M,), kv_len, tl.int32)
+        if CAUSAL:
+            b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
+            b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_dq = _add_columns(
-            b_dq, b_q, b_dout, b_lse, b_delta, b_positions, p_k, p_v, stride_kt, stride_vt, edge, num_seen,
-            kv_first, kv_split, kv_second, kv_step, kv_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, True, CAUSAL, EVEN_N, INTERPRET,
+            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, p_k, p_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, INTERPRET,
         )  # fmt: skip
 
-    corner = p_dq + i_b * stride_sb + i_h * stride_sh + row.to(tl.int64) * stride_st
-    pointers = corner + (tl.arange(0, BLOCK_M)[:, None] * stride_st + o_d[None, :])
-    inside = (o_m < q_len)[:, None] & (o_d < HEAD_DIM)[None, :]
-    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + b_dq * scale, mask=inside)
-
-
-@triton.jit
-def _add_rows(
-    b_dk,
-    b_dv,
-    b_k,
-    b_v,
-    b_kv_positions,
-    p_q,
-    p_dout,
-    p_lse,
-    p_delta,
-    stride_qt,
-    stride_dt,
-    start,
-    stop,
-    q_first,
-    q_split,
-    q_second,
-    q_step,
-    q_len,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr,
-    EVEN_M: tl.constexpr,
-    NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """dk (unscaled) and dv of a block of columns from the rows [start, stop) of one query head; MASKED: not every row sees every column.
-
-    Scores stand transposed, `[BLOCK_N, BLOCK_M]`, as both sums want them. Rows beyond the end count for nothing: their lse is +inf.
-    """
-    for row in range(start, stop, BLOCK_M):
-        o_m = row + tl.arange(0, BLOCK_M)
-        b_q = load_rows(p_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
-        b_dout = load_rows(p_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
-        b_lse = tl.load(p_lse + o_m) if EVEN_M else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
-        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
-        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
-        if MASKED:
-            b_q_positions = position_of(o_m, q_first, q_split, q_second, q_step)
-            b_p = tl.where(b_kv_positions[:, None] <= b_q_positions[None, :], b_p, 0.0)
-        if NEED_DV:
-            b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
-        if NEED_DK:
-            b_delta = tl.load(p_delta + o_m) if EVEN_M else tl.load(p_delta + o_m, mask=o_m < q_len, other=0.0)
-            b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
-            b_ds = b_p * (b_dp - b_delta[None, :])
-            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
-    return b_dk, b_dv
+    p_dq += i_b * stride_sb + i_h * stride_sh
+    add_rows(p_dq, row, stride_st, q_len, b_dq * scale, HEAD_DIM, BLOCK_D, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=[*POSITIONS, "kv_heads"])
@@ -302,52 +240,60 @@ def dkdv_kernel(
     i_kv = (i_bh % kv_heads).to(tl.int64)
     column = i_n * BLOCK_N
     o_n = column + tl.arange(0, BLOCK_N)
-    o_d = tl.arange(0, BLOCK_D)
 
-    # Rows before `unseen` see none of these keys, those from `full` on see all.
-    unseen = 0
-    full = 0
+    # The first row of the tile that sees any of these keys, and each key's own.
+    start = 0
+    b_from = o_n
     if CAUSAL:
+        b_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
+        b_from = count_through(b_positions - 1, q_first, q_split, q_second, q_step, q_len)
         left = position_of(column, kv_first, kv_split, kv_second, kv_step)
-        right = position_of(tl.minimum(column + BLOCK_N, kv_len) - 1, kv_first, kv_split, kv_second, kv_step)
-        unseen = count_through(left - 1, q_first, q_split, q_second, q_step, q_len)
-        full = count_through(right - 1, q_first, q_split, q_second, q_step, q_len)
-        if unseen == q_len:
+        start = count_through(left - 1, q_first, q_split, q_second, q_step, q_len)
+        if start == q_len:
             return
-        unseen = unseen // BLOCK_M * BLOCK_M
-        full = tl.cdiv(full, BLOCK_M) * BLOCK_M
-    b_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
+        start = start // BLOCK_M * BLOCK_M
 
     b_k = load_rows(p_k + i_b * stride_kb + i_kv * stride_kh, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, INTERPRET)
     b_v = load_rows(p_v + i_b * stride_vb + i_kv * stride_vh, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, INTERPRET)
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for member in range(group):
-        i_h = i_kv * group + member
-        p_q_head = p_q + i_b * stride_qb + i_h * stride_qh
-        p_dout_head = p_dout + i_b * stride_db + i_h * stride_dh
-        in_row = (i_b * kv_heads * group + i_h) * q_len
+    # One loop over the row blocks of all query heads of the group: the loads of the next head run ahead as those of the next block do.
+    p_q += i_b * stride_qb + i_kv * group * stride_qh
+    p_dout += i_b * stride_db + i_kv * group * stride_dh
+    p_lse += (i_b * kv_heads + i_kv) * group * q_len
+    p_delta += (i_b * kv_heads + i_kv) * group * q_len
+    row = start
+    for _ in range(group * tl.cdiv(q_len - start, BLOCK_M)):
+        o_m = row + tl.arange(0, BLOCK_M)
+        b_q = load_rows(p_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+        b_dout = load_rows(p_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+        # Rows beyond the end count for nothing: their lse is +inf.
+        b_lse = tl.load(p_lse + o_m) if EVEN_M else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
+        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
         if CAUSAL:
-            b_dk, b_dv = _add_rows(
-                b_dk, b_dv, b_k, b_v, b_positions, p_q_head, p_dout_head, p_lse + in_row, p_delta + in_row, stride_qt, stride_dt,
-                unseen, tl.minimum(full, q_len), q_first, q_split, q_second, q_step, q_len, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_M, True, EVEN_M, NEED_DK, NEED_DV, INTERPRET,
-            )  # fmt: skip
-        b_dk, b_dv = _add_rows(
-            b_dk, b_dv, b_k, b_v, b_positions, p_q_head, p_dout_head, p_lse + in_row, p_delta + in_row, stride_qt, stride_dt,
-            full, q_len, q_first, q_split, q_second, q_step, q_len, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_M, False, EVEN_M, NEED_DK, NEED_DV, INTERPRET,
-        )  # fmt: skip
+            b_p = tl.where((b_from - row)[:, None] <= tl.arange(0, BLOCK_M)[None, :], b_p, 0.0)
+        if NEED_DV:
+            b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
+        if NEED_DK:
+            b_delta = tl.load(p_delta + o_m) if EVEN_M else tl.load(p_delta + o_m, mask=o_m < q_len, other=0.0)
+            b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
+            b_ds = b_p * (b_dp - b_delta[None, :])
+            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+        row += BLOCK_M
+        if row >= q_len:
+            row = start
+            p_q += stride_qh
+            p_dout += stride_dh
+            p_lse += q_len
+            p_delta += q_len
 
-    inside = (o_n < kv_len)[:, None] & (o_d < HEAD_DIM)[None, :]
     if NEED_DK:
-        corner = p_dk + i_b * stride_xb + i_kv * stride_xh + column.to(tl.int64) * stride_xt
-        pointers = corner + (tl.arange(0, BLOCK_N)[:, None] * stride_xt + o_d[None, :])
-        tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + b_dk * scale, mask=inside)
+        p_dk += i_b * stride_xb + i_kv * stride_xh
+        add_rows(p_dk, column, stride_xt, kv_len, b_dk * scale, HEAD_DIM, BLOCK_D, BLOCK_N)
     if NEED_DV:
-        corner = p_dv + i_b * stride_yb + i_kv * stride_yh + column.to(tl.int64) * stride_yt
-        pointers = corner + (tl.arange(0, BLOCK_N)[:, None] * stride_yt + o_d[None, :])
-        tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + b_dv, mask=inside)
+        p_dv += i_b * stride_yb + i_kv * stride_yh
+        add_rows(p_dv, column, stride_yt, kv_len, b_dv, HEAD_DIM, BLOCK_D, BLOCK_N)
 
 
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

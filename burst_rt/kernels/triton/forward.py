@@ -24,37 +24,28 @@ def _fold(
     b_m,
     b_l,
     b_q,
-    b_q_positions,
+    b_limit,
     p_k,
     p_v,
     stride_kt,
     stride_vt,
     start,
     stop,
-    kv_first,
-    kv_split,
-    kv_second,
-    kv_step,
     kv_len,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
     EVEN_N: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Folds the columns [start, stop) into a block of rows; MASKED: not every row sees every one of them."""
+    """Folds the columns [start, stop) into a block of rows; MASKED: of them a row sees those before its `b_limit`."""
     for column in range(start, stop, BLOCK_N):
         b_k = load_rows(p_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
-            o_n = column + tl.arange(0, BLOCK_N)
-            b_seen = (o_n < kv_len)[None, :]
-            if CAUSAL:
-                b_kv_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
-                b_seen = b_seen & (b_kv_positions[None, :] <= b_q_positions[:, None])
+            b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
         b_safe = b_m_new
@@ -142,6 +133,7 @@ def forward_kernel(
     o_m = row + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
 
+    # All rows of the block see the first num_full columns, some the first num_seen.
     num_full = kv_len
     num_seen = kv_len
     if CAUSAL:
@@ -152,7 +144,6 @@ def forward_kernel(
         if not (FIRST or LAST):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
             if num_seen == 0:
                 return
-    b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
 
     # acc and out; m, l and lse.
     in_rows = (i_b * q_len + row) * heads * HEAD_DIM + i_h * HEAD_DIM + (tl.arange(0, BLOCK_M)[:, None] * (heads * HEAD_DIM) + o_d[None, :])
@@ -173,13 +164,17 @@ def forward_kernel(
     p_v += i_b * stride_vb + i_kv * stride_vh
     edge = num_full // BLOCK_N * BLOCK_N
     b_acc, b_m, b_l = _fold(
-        b_acc, b_m, b_l, b_q, b_positions, p_k, p_v, stride_kt, stride_vt, 0, edge, kv_first, kv_split, kv_second, kv_step, kv_len,
-        scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, False, CAUSAL, EVEN_N, INTERPRET,
+        b_acc, b_m, b_l, b_q, num_full, p_k, p_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, INTERPRET,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
+        b_limit = tl.full((BLOCK_M,), kv_len, tl.int32)
+        if CAUSAL:
+            b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
+            b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, b_positions, p_k, p_v, stride_kt, stride_vt, edge, num_seen, kv_first, kv_split, kv_second, kv_step,
-            kv_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, True, CAUSAL, EVEN_N, INTERPRET,
+            b_acc, b_m, b_l, b_q, b_limit, p_k, p_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, INTERPRET,
         )  # fmt: skip
 
     if LAST:

@@ -1,0 +1,158 @@
+"""Compiles the kernels for a chip that need not be there, and reads from the machine code what it costs.
+
+For tuning, and for tests without a GPU: registers, spills and shared memory decide how many blocks a multiprocessor can hold, and the
+instructions tell whether the tensor cores are used. It says nothing about speed. `compile_all` is the way in; the compiling is done by a
+child process (`python -m burst_rt.kernels.triton.aot`), because in a process that interprets kernels (TRITON_INTERPRET=1) Triton cannot
+compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from burst_rt.errors import DeviceError
+from burst_rt.kernels.triton.configs import Config, choose, padded
+
+if TYPE_CHECKING:
+    import triton
+
+__all__ = ["Compiled", "Request", "compile_all"]
+
+_SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
+# Pointers to what is float32 whatever the inputs.
+_SUMS = {"p_acc", "p_m", "p_l", "p_lse", "p_dlse", "p_delta", "p_top", "p_dq", "p_dk", "p_dv"}
+# In SASS: tensor-core products of the generations; local memory, where registers spill to.
+_INSTRUCTIONS = {"HMMA": r"\bHMMA\.", "HGMMA": r"\bHGMMA\.", "tcgen05": r"\bUTC\w*MMA\b", "LDL": r"\bLDL\b", "STL": r"\bSTL\b"}
+_DEADLINE_S = 600.0
+
+
+class Request(NamedTuple):
+    """One kernel (of `configs.KINDS`) for one chip (of `configs.ARCHES`). dtype: "bf16", "fp16" or "fp32"; config: None for the table's."""
+
+    kind: str
+    arch: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bf16"
+    config: Config | None = None
+
+
+class Compiled(NamedTuple):
+    """What a kernel takes on its chip. shared_bytes: of shared memory, a block; registers and stack_bytes: a thread.
+
+    instructions: how often HMMA, HGMMA, tcgen05 (products on the tensor cores of sm_80, sm_90, sm_100) and LDL, STL (loads from and stores
+    to local memory: spills) stand in the machine code.
+    """
+
+    request: Request
+    config: Config
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int]
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of registers that did not fit."""
+        return self.instructions["LDL"] + self.instructions["STL"]
+
+
+def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) -> list[Compiled]:
+    """Compiles in a child process, blocks until it is done. Seconds a kernel the first time; then Triton's own cache has it.
+
+    Raises DeviceError with the child's output where Triton fails or takes longer than `timeout_s`.
+    """
+    asked = list(requests)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # The child finds the same burst_rt, however this process found it.
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-P", "-m", "burst_rt.kernels.triton.aot"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeviceError(f"Triton did not compile {len(asked)} kernels within {timeout_s:g} s: {error.stderr!r}") from None
+    if done.returncode:
+        raise DeviceError(f"Triton could not compile the kernels ahead of time:\n{done.stdout}\n{done.stderr}")
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    return [Compiled(request, Config(*config), *rest) for request, (config, *rest) in zip(asked, answers, strict=True)]
+
+
+def _main() -> None:
+    """The child: requests as JSON on standard input; one line of JSON for each on standard output."""
+    for kind, arch, head_dim, causal, dtype, config in json.load(sys.stdin):
+        request = Request(kind, arch, head_dim, causal, dtype, Config(*config) if config else None)
+        print(json.dumps(list(_compile(request))[1:]), flush=True)
+
+
+def _compile(request: Request) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    config = request.config or choose(request.kind, request.arch, request.head_dim, 4 if request.dtype == "fp32" else 2)
+    kernel = _kernel(request.kind)
+    constants = _constants(request, config)
+    signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
+    # What a call with lengths and strides of the usual kind is specialised on.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.startswith(("p_", "stride_"))}
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={name: constants[name] for name in kernel.arg_names if name in constants}, attrs=aligned
+    )
+    target = GPUTarget("cuda", request.arch, 32)
+    built = triton.compile(source, target=target, options={"num_warps": config.num_warps, "num_stages": config.num_stages})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(built.asm["cubin"])
+        used = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
+        sass = _cuobjdump("--dump-sass", cubin)
+    if used is None:
+        raise DeviceError(f"cuobjdump says nothing of the resources of {request}")
+    counts = {name: len(re.findall(pattern, sass)) for name, pattern in _INSTRUCTIONS.items()}
+    return Compiled(request, config, int(used[1]), int(used[2]), built.metadata.shared, counts)
+
+
+def _kernel(kind: str) -> triton.runtime.JITFunction:
+    from burst_rt.kernels.triton.backward import dkdv_kernel, dq_kernel
+    from burst_rt.kernels.triton.delta import delta_kernel
+    from burst_rt.kernels.triton.forward import forward_kernel
+
+    return {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "delta": delta_kernel}[kind]
+
+
+def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools
+    """Compile-time arguments of a tile in the middle of a call: it loads and stores the state, its lengths divide by the blocks."""
+    return {
+        "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "CAUSAL": request.causal, "FIRST": False, "LAST": False, "EVEN_M": True, "EVEN_N": True, "NEED_DK": True, "NEED_DV": True,
+        "HAS_DLSE": True, "INTERPRET": False,
+    }  # fmt: skip
+
+
+def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name.startswith("p_"):
+        return "*fp32" if name in _SUMS else f"*{dtype}"
+    return _SCALARS.get(name, "i32")
+
+
+def _cuobjdump(option: str, cubin: Path) -> str:
+    """The one inside triton's package, which knows all chips that triton knows."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    return subprocess.run([str(tool), option, str(cubin)], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+if __name__ == "__main__":
+    _main()
