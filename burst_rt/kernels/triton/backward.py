@@ -45,10 +45,10 @@ def _add_columns(
         b_k = load_rows(p_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
         b_v = load_rows(p_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
-            b_p = tl.where(b_seen, b_p, 0.0)
+            b_s = tl.where(b_seen, b_s, -float("inf"))
+        b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
@@ -270,9 +270,9 @@ def dkdv_kernel(
         # Rows beyond the end count for nothing: their lse is +inf.
         b_lse = tl.load(p_lse + o_m) if EVEN_M else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
-        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
         if CAUSAL:
-            b_p = tl.where((b_from - row)[:, None] <= tl.arange(0, BLOCK_M)[None, :], b_p, 0.0)
+            b_s = tl.where((b_from - row)[:, None] <= tl.arange(0, BLOCK_M)[None, :], b_s, -float("inf"))
+        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
         if NEED_DV:
             b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
         if NEED_DK:
