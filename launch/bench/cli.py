@@ -52,6 +52,19 @@ def every(ctx: click.Context, out: Path | None) -> None:
     """All of them, with their defaults (about half an hour)."""
     ctx.invoke(engine, out=out)
     ctx.invoke(attention, out=out)
+    ctx.invoke(aot, out=out)
+
+
+@command.command()
+@click.option("--arch", "arches", multiple=True, type=click.Choice(["80", "86", "90", "100"]), help="Only these chips; may be repeated.")
+@click.option("--head-dim", "head_dims", multiple=True, type=click.IntRange(16, 256), default=(64, 128), show_default=True)
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True, help="Of the inputs.")
+@_OUT
+def aot(arches: tuple[str, ...], head_dims: tuple[int, ...], dtype: str, out: Path | None) -> None:
+    """The Triton kernels compiled for chips that need not be there: registers, spills, shared memory, tensor-core instructions."""
+    from burst_rt.launch.bench.aot import main
+
+    main([int(arch) for arch in arches] or [80, 90, 100], head_dims, dtype, out)
 
 
 @command.command()

@@ -72,6 +72,6 @@ def choose(kind: str, arch: int | None, head_dim: int, input_bytes: int) -> Conf
     if arch is None:
         return _INTERPRETED[kind]
     if kind == "delta":
-        return Config(max(8, 8192 // padded(head_dim)), 1, 4, 1)
+        return Config(min(128, 8192 // padded(head_dim)), 1, 4, 1)
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
     return (_SINGLE[kind] if input_bytes == 4 else _HALF[kind, arch])[size]

@@ -1,0 +1,45 @@
+"""What the Triton kernels take on chips that need not be there: registers, spills, shared memory, tensor-core instructions. Not speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
+from burst_rt.kernels.triton.configs import ARCHES, KINDS
+from burst_rt.launch.bench.report import Cell, publish
+
+__all__ = ["main"]
+
+_NOTE = "a thread's registers (255 at most) and spills; a block's shared memory; products on the tensor cores in the machine code"
+
+
+def main(arches: Sequence[int], head_dims: Sequence[int], dtype: str, out: Path | None) -> None:
+    """Compiles every kernel of the table, prints it. About 1.5 s a kernel the first time."""
+    requests = [
+        Request(kind, arch, head_dim, causal, dtype)
+        for arch in arches
+        for head_dim in head_dims
+        for kind in KINDS
+        # delta knows no mask.
+        for causal in ((False,) if kind == "delta" else (False, True))
+    ]
+    publish(f"kernels compiled ahead of time, {dtype}", [_row(compiled) for compiled in compile_all(requests)], out, _NOTE)
+
+
+def _row(compiled: Compiled) -> dict[str, Cell]:
+    request, config, counts = compiled.request, compiled.config, compiled.instructions
+    products = ", ".join(f"{counts[name]} {name}" for name in ("HMMA", "HGMMA", "tcgen05") if counts[name])
+    return {
+        "kernel": request.kind,
+        "arch": f"sm_{request.arch}",
+        "head_dim": request.head_dim,
+        "causal": "yes" if request.causal else "no",
+        "block": f"{config.block_m} x {config.block_n}" if request.kind != "delta" else f"{config.block_m}",
+        "warps": config.num_warps,
+        "stages": config.num_stages,
+        "registers": compiled.registers,
+        "spills": compiled.spills,
+        "shared, KiB": f"{compiled.shared_bytes / 1024:.0f} of {ARCHES[request.arch] // 1024}",
+        "tensor cores": products or "none",
+    }

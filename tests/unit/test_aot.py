@@ -1,0 +1,69 @@
+"""The Triton kernels compiled for chips that are not here: sums stay in registers, blocks fit, tensor cores are used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from burst_rt.errors import DeviceError
+from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
+from burst_rt.kernels.triton.configs import ARCHES, Config
+from burst_rt.launch.main import cli
+
+# What multiplies 16-bit matrices on each chip: mma, wgmma, tcgen05.mma.
+_PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "tcgen05"}
+# How many a kernel has at least, one for each of its matrix products.
+_NUM_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
+_REQUESTS = [
+    Request(kind, arch, head_dim, causal)
+    for arch in _PRODUCTS
+    for kind in _NUM_PRODUCTS
+    for head_dim in (64, 128)
+    # The causal forward and dq hold all of the other's code; of dk and dv the two differ by one comparison.
+    for causal in ((True,) if kind == "dkdv" else (False, True))
+]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is made for Linux")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[Request, Compiled]:
+    return {each.request: each for each in compile_all(_REQUESTS)}
+
+
+@pytest.mark.parametrize("request_", _REQUESTS, ids=lambda r: f"{r.kind}-sm_{r.arch}-{r.head_dim}-{'causal' if r.causal else 'full'}")
+def test_the_table_for_16_bit_inputs(compiled: dict[Request, Compiled], request_: Request) -> None:
+    found = compiled[request_]
+    assert found.spills == 0
+    assert found.stack_bytes == 0
+    assert 0 < found.registers <= 255
+    assert 0 < found.shared_bytes <= ARCHES[request_.arch]
+    assert found.instructions[_PRODUCTS[request_.arch]] >= _NUM_PRODUCTS[request_.kind]
+    assert not any(found.instructions[other] for arch, other in _PRODUCTS.items() if arch != request_.arch)
+
+
+def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far too large a block for one warp; and compiling works where this process interprets."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (found,) = compile_all([Request("dq", 80, 64, False, config=Config(64, 64, 1, 1))])
+    assert found.config == Config(64, 64, 1, 1)
+    assert found.spills > 0
+    assert found.stack_bytes > 0
+
+
+def test_what_triton_cannot_compile_is_said() -> None:
+    with pytest.raises(DeviceError, match="power of 2"):
+        compile_all([Request("delta", 90, 64, False, config=Config(48, 1, 4, 1))])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["bench", "aot", "--arch", "90", "--head-dim", "16", "--out", str(tmp_path / "aot.json")])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "aot.json").read_text())["kernels compiled ahead of time, bf16"]
+    assert [row["kernel"] for row in rows] == ["forward", "forward", "dq", "dq", "dkdv", "dkdv", "delta"]
+    assert all("HGMMA" in row["tensor cores"] for row in rows[:-1])
+    assert rows[-1]["tensor cores"] == "none"
