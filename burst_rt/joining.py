@@ -38,7 +38,8 @@ DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
 # Several ranks on one GPU: an experimental mode of NCCL from this version on.
 _NCCL_MULTI_RANK = 23000
-# What Open MPI, MPICH / Intel MPI and Slurm's srun tell the processes they start: how many there are.
+# What Open MPI, MPICH / Intel MPI and Slurm's srun tell the processes they start: how many there are. The innermost launcher first: an
+# mpirun inside a step of srun leaves srun's variables as they are.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # This rank's number among those of its host.
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
@@ -235,8 +236,8 @@ def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transpor
         if comm.size == 1 and launched > 1:
             raise ConfigError(
                 f"init: the launcher started {launched} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
-                "library are of different installations. Use the mpirun that belongs to the library mpi4py loads, or set MPI4PY_LIBMPI; "
-                "`burst-rt doctor` shows both"
+                f"library are of different installations. {_launch_advice()}, or set MPI4PY_LIBMPI; `burst-rt doctor` shows both. Where "
+                "every process is meant to be a world of its own, give comm=MPI.COMM_SELF"
             )
     if not isinstance(comm, MPI.Intracomm):
         raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}")
@@ -245,4 +246,11 @@ def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transpor
 
 def _launched_ranks() -> int:
     """How many ranks this process's launcher says there are; 1 where no launcher started it."""
-    return max((int(text) for name in _SIZE_VARIABLES if (text := os.environ.get(name, "")).isdigit()), default=1)
+    return next((int(text) for name in _SIZE_VARIABLES if (text := os.environ.get(name, "")).isdigit()), 1)
+
+
+def _launch_advice() -> str:
+    """How to start ranks that see each other, under the launcher that started this process."""
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        return "Use `srun --mpi=pmix` with Open MPI, `--mpi=pmi2` with MPICH or Intel MPI (`srun --mpi=list` says what this site has)"
+    return "Use the mpirun that belongs to the library mpi4py loads"
