@@ -28,25 +28,25 @@ class Config(NamedTuple):
 
 # 16-bit inputs: (kernel, chip) -> configurations for head sizes up to 64, 128, 256.
 _HALF = {
-    ("forward", 80): (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 64, 8, 2)),
-    ("forward", 86): (Config(128, 64, 4, 2), Config(128, 32, 8, 2), Config(64, 32, 8, 1)),
-    ("forward", 90): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(128, 64, 8, 2)),
-    ("forward", 100): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(128, 64, 8, 2)),
+    ("forward", 80): (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
+    ("forward", 86): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("forward", 90): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
+    ("forward", 100): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
     ("dq", 80): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 8, 1)),
     ("dq", 86): (Config(64, 64, 4, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
-    ("dq", 90): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
+    ("dq", 90): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 8, 2)),
     ("dq", 100): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
     ("dkdv", 80): (Config(32, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
-    ("dkdv", 86): (Config(64, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
-    ("dkdv", 90): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 8, 1)),
+    ("dkdv", 86): (Config(32, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
+    ("dkdv", 90): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(32, 64, 8, 2)),
     ("dkdv", 100): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 8, 1)),
 }
 
 # 32-bit inputs, multiplied on the ordinary cores at full precision: the same for every chip.
 _SINGLE = {
-    "forward": (Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
+    "forward": (Config(64, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 16, 8, 1)),
     "dq": (Config(32, 32, 4, 2), Config(32, 32, 8, 2), Config(32, 16, 8, 1)),
-    "dkdv": (Config(32, 32, 4, 2), Config(32, 32, 8, 2), Config(16, 32, 8, 1)),
+    "dkdv": (Config(32, 32, 8, 2), Config(32, 16, 8, 2), Config(16, 32, 8, 1)),
 }
 
 # Small and unequal, so that short tests cross every kind of edge.
