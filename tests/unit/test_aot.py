@@ -46,6 +46,14 @@ def test_the_table_for_16_bit_inputs(compiled: dict[Request, Compiled], request_
     assert not any(found.instructions[other] for arch, other in _PRODUCTS.items() if arch != request_.arch)
 
 
+def test_lengths_that_blocks_do_not_divide() -> None:
+    """In a call of one tile; and a head size that is no power of two: other code, which must compile, and fit, too."""
+    kinds = ("forward", "dq", "dkdv", "delta")
+    for found in compile_all([Request(kind, 90, head_dim, True, ragged=True) for kind in kinds for head_dim in (80, 128)]):
+        assert found.shared_bytes <= ARCHES[90]
+        assert found.spills == 0 or found.request.head_dim == 80
+
+
 def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far too large a block for one warp; and compiling works where this process interprets."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -35,7 +35,11 @@ _DEADLINE_S = 600.0
 
 
 class Request(NamedTuple):
-    """One kernel (of `configs.KINDS`) for one chip (of `configs.ARCHES`). dtype: "bf16", "fp16" or "fp32"; config: None for the table's."""
+    """One kernel (of `configs.KINDS`) for one chip (of `configs.ARCHES`).
+
+    dtype: "bf16", "fp16" or "fp32". config: None for the table's. ragged: for lengths that blocks do not divide, and the only tile of its
+    call; else for lengths they do, and a tile that loads and stores the running state.
+    """
 
     kind: str
     arch: int
@@ -43,6 +47,7 @@ class Request(NamedTuple):
     causal: bool
     dtype: str = "bf16"
     config: Config | None = None
+    ragged: bool = False
 
 
 class Compiled(NamedTuple):
@@ -89,8 +94,8 @@ def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) 
 
 def _main() -> None:
     """The child: requests as JSON on standard input; one line of JSON for each on standard output."""
-    for kind, arch, head_dim, causal, dtype, config in json.load(sys.stdin):
-        request = Request(kind, arch, head_dim, causal, dtype, Config(*config) if config else None)
+    for kind, arch, head_dim, causal, dtype, config, ragged in json.load(sys.stdin):
+        request = Request(kind, arch, head_dim, causal, dtype, Config(*config) if config else None, ragged)
         print(json.dumps(list(_compile(request))[1:]), flush=True)
 
 
@@ -130,10 +135,10 @@ def _kernel(kind: str) -> triton.runtime.JITFunction:
 
 
 def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools
-    """Compile-time arguments of a tile in the middle of a call: it loads and stores the state, its lengths divide by the blocks."""
+    ends, even = request.ragged, not request.ragged
     return {
         "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "CAUSAL": request.causal, "FIRST": False, "LAST": False, "EVEN_M": True, "EVEN_N": True, "NEED_DK": True, "NEED_DV": True,
+        "CAUSAL": request.causal, "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even, "NEED_DK": True, "NEED_DV": True,
         "HAS_DLSE": True, "INTERPRET": False,
     }  # fmt: skip
 
