@@ -34,7 +34,8 @@ _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_")
 
 def _init_under(launcher: dict[str, str]) -> str:
     """What `init` says in a process of its own that has a launcher's variables."""
-    program = "import burst_rt\ntry:\n    print('ranks', burst_rt.init().world_size)\nexcept burst_rt.errors.ConfigError as error:\n    print(error)"
+    attempt = "try:\n    print('ranks', burst_rt.init().world_size)\nexcept burst_rt.errors.ConfigError as error:\n    print(error)"
+    program = f"import burst_rt\n{attempt}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     done = subprocess.run(
