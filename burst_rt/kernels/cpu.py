@@ -67,10 +67,13 @@ class CpuKernel:
         """See `Kernel.forward`."""
         if tile.first:
             state.start()
-        for _, cuts in _parts(tile):
-            for cut in cuts:
-                _forward_part(q, k, v, tile, state, cut)
-                tile.progress()
+        for heads, kv_heads in _some_heads(q, k):
+            some_q, some_k, some_v = _cut(q, 2, heads), _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
+            some_state = state._replace(acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads))
+            for _, cuts in _parts(tile):
+                for cut in cuts:
+                    _forward_part(some_q, some_k, some_v, tile, some_state, cut)
+                    tile.progress()
         if tile.last:
             state.finish()
 
@@ -92,23 +95,40 @@ class CpuKernel:
         dv: torch.Tensor | None,
     ) -> None:
         """See `Kernel.backward`."""
-        for rows, cuts in _parts(tile):
-            queries = _Queries(rows.start, _cut(q, 1, rows), _cut(dout, 1, rows), _cut(lse, 2, rows), _cut(delta, 2, rows))
-            for cut in cuts:
-                _backward_part(queries, k, v, tile, cut, dq, dk, dv)
-                tile.progress()
+        for heads, kv_heads in _some_heads(q, k):
+            some_k, some_v = _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
+            sums = [None if x is None else _cut(x, 2, at) for x, at in ((dq, heads), (dk, kv_heads), (dv, kv_heads))]
+            for rows, cuts in _parts(tile):
+                at_rows = [_cut(_cut(x, 2, heads), 1, rows) for x in (q, dout)] + [_cut(_cut(x, 1, heads), 2, rows) for x in (lse, delta)]
+                queries = _Queries(rows.start, *at_rows)
+                for cut in cuts:
+                    _backward_part(queries, some_k, some_v, tile, cut, *sums)
+                    tile.progress()
 
     def scratch_bytes(
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
     ) -> int:
         """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its own buffers."""
         size = sum_dtype(dtype).itemsize
-        q_part = batch * min(q_len, _Q_PART) * num_heads * head_dim * size
-        kv_part = batch * min(kv_len, _KV_PART) * num_kv_heads * head_dim * size
+        kv_heads = min(num_kv_heads, torch.get_num_threads())
+        q_part = batch * min(q_len, _Q_PART) * kv_heads * (num_heads // num_kv_heads) * head_dim * size
+        kv_part = batch * min(kv_len, _KV_PART) * kv_heads * head_dim * size
         cast = sum_dtype(dtype) != dtype
         if forward:
             return q_part * (1 + cast) + kv_part * 2 * cast + _FUSED_BYTES
         return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + _FUSED_BYTES
+
+
+def _some_heads(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Heads of q and of k for one call of the fused kernel: as many kv heads as threads, since it spreads heads over threads.
+
+    Fewer at a time cost nothing and let transfers move on more often: with all heads at once a part can take the better part of a second.
+    """
+    num_heads, num_kv_heads, step = q.shape[2], k.shape[2], torch.get_num_threads()
+    group = num_heads // num_kv_heads
+    for a in range(0, num_kv_heads, step):
+        b = min(a + step, num_kv_heads)
+        yield slice(a * group, b * group), slice(a, b)
 
 
 def _parts(tile: Tile) -> Iterator[tuple[slice, Iterator[_Cut]]]:
