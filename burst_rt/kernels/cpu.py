@@ -116,7 +116,7 @@ class CpuKernel:
         cast = sum_dtype(dtype) != dtype
         if forward:
             return q_part * (1 + cast) + kv_part * 2 * cast + _FUSED_BYTES
-        return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + _FUSED_BYTES
+        return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + 2 * _FUSED_BYTES
 
 
 def _some_heads(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
