@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, raw_bytes
+from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
 from burst_rt.drivers.device import Device, Event, TorchDevice
 from burst_rt.drivers.pool import SlotPool
 from burst_rt.errors import ConfigError
@@ -24,7 +24,7 @@ from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 
-__all__ = ["Machine", "flat_bytes"]
+__all__ = ["Machine"]
 
 _T = TypeVar("_T")
 
@@ -90,9 +90,3 @@ class Machine:
         """What was taken for `key` may be used again after the event."""
         if self._pool and free is not None:
             self._pool.give_back(key, slots, free)
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8."""
-    # Not view(-1): a single element keeps any stride it has, and such a tensor has no bytes view.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

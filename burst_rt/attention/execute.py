@@ -13,8 +13,9 @@ import torch
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan
+from burst_rt.drivers import flat_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
-from burst_rt.machine import Machine, flat_bytes
+from burst_rt.machine import Machine
 from burst_rt.transport import Memory
 
 __all__ = ["BackwardRun", "ForwardRun"]

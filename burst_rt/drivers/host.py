@@ -13,13 +13,18 @@ import torch
 from burst_rt.drivers.base import BaseDriver
 from burst_rt.scheduler import Task, TaskDone
 
-__all__ = ["HostDriver", "raw_bytes"]
+__all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, as transports take it; it stays alive with the view."""
+    return flat_bytes(tensor).numpy().data
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8."""
     # Not view(-1): a single element keeps any stride it has, and such a tensor has no bytes view.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class HostDriver(BaseDriver):

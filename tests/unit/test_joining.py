@@ -16,7 +16,8 @@ import burst_rt
 from burst_rt import Causal
 from burst_rt.drivers.pool import SlotPool
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
-from burst_rt.joining import Facts, LocalRank, choose_transport, resolve_device
+from burst_rt.joining import DEVICE_VARIABLE, TRANSPORT_VARIABLE, TRANSPORTS, Facts, LocalRank, choose_transport, resolve_device
+from burst_rt.launch import where
 from burst_rt.transport import LocalWorld, staged
 
 _CPU = Facts("a", "", 0, multi_rank=False, threads=False)
@@ -165,6 +166,12 @@ def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.
         # K and V of 14 tokens at most, 2 heads of 16, float32, in two slots.
         assert "rank 1: out of memory on cpu: this call takes" in message
         assert "slots" in message
+
+
+def test_the_command_line_offers_what_there_is() -> None:
+    """Written twice, because the command line must not wait for torch."""
+    assert where._TRANSPORTS == TRANSPORTS
+    assert where.VARIABLES == {"device": DEVICE_VARIABLE, "transport": TRANSPORT_VARIABLE}
 
 
 def test_a_transport_of_another_name() -> None:

@@ -120,13 +120,13 @@ class _RankBuilder:
             }
             for i in range(2)
         ]
-        # (hop, block) of every tile there is, in order.
-        self.tiles = [
-            (hop, block)
+        # (hop, block) -> pieces of every tile there is, in order.
+        self.tiles = {
+            (hop, block): pieces
             for hop in range(self.world)
             for block, positions in enumerate(ring.travelling[self._owner(hop)])
-            if ring.pieces(positions, rank)
-        ]
+            if (pieces := ring.pieces(positions, rank))
+        }
 
     def build(self) -> Graph:
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
@@ -208,14 +208,14 @@ class _RankBuilder:
         if hop and moving and ring.reach[owner][block][0] == hop:
             for name, _ in ring.sums:
                 self.g.compute(f"zero {name}{block}", Op("zero", (sums[name][block].id,)), writes=[sums[name][block]])
-        if (hop, block) not in self.tiles:
+        pieces = self.tiles.get((hop, block))
+        if pieces is None:
             return
-        pieces = ring.pieces(moving, self.rank)
         bundle = self._bundle_at(hop)
         reads = {name: bundle[name][block] for name, _ in ring.bundle} | {name: b[0] for name, b in self.home.items()}
         adds = {name: sums[name][block] for name, _ in ring.sums} | {name: b[0] for name, b in self.home_sums.items()}
         names = (tuple((n, p.id) for n, p in reads.items()), tuple((n, p.id) for n, p in adds.items()))
-        ends = ((hop, block) == self.tiles[0], (hop, block) == self.tiles[-1])
+        ends = ((hop, block) == next(iter(self.tiles)), (hop, block) == next(reversed(self.tiles)))
         moved, stays = f"{owner}.{block}", f"{self.rank}"
         q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
         self.g.compute(
