@@ -7,6 +7,9 @@ The fused backward wants the output O, of which it uses only rowsum(dO * O). It 
 delta exactly, so O never has to travel. Where |dO|^2 is near overflow or underflow it is O' = u * delta / (amax * |u|^2) with u = dO / amax
 and amax the row's largest |dO|.
 
+A tile of a handful of cells is done in float64 instead: where a row sees one to three keys its gradients are differences of nearly equal
+numbers, and O' costs a rounding more than O does.
+
 Two habits of the fused kernel are worked around here: it crashes on empty tensors (never called with one), and a row that sees no key gets
 lse 0 instead of -inf.
 """
@@ -22,6 +25,7 @@ from torch.nn.functional import pad
 
 from burst_rt.attention.masks import Mask, Piece
 from burst_rt.kernels.base import State, Tile, delta_rows, sum_dtype
+from burst_rt.kernels.naive import NaiveKernel
 
 __all__ = ["CpuKernel"]
 
@@ -37,8 +41,12 @@ _TRIANGLE = 256
 _MASKED_PART = 1024
 # What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the backward.
 _FUSED_BYTES = 2**20
+# Cells of a tile that is done in float64.
+_HANDFUL = 16
 # Norms whose squares are neither near overflow nor near underflow, in float32 and so in float64.
 _TINY, _HUGE = 1e-15, 1e15
+
+_naive = NaiveKernel()
 
 
 class _Cut(NamedTuple):
@@ -65,6 +73,9 @@ class CpuKernel:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        if q.shape[1] * k.shape[1] <= _HANDFUL:
+            _naive.forward(q, k, v, tile, state)
+            return
         if tile.first:
             state.start()
         for heads, kv_heads in _some_heads(q, k):
@@ -95,6 +106,9 @@ class CpuKernel:
         dv: torch.Tensor | None,
     ) -> None:
         """See `Kernel.backward`."""
+        if q.shape[1] * k.shape[1] <= _HANDFUL:
+            _naive.backward(q, k, v, dout, lse, delta, tile, dq, dk, dv)
+            return
         for heads, kv_heads in _some_heads(q, k):
             some_k, some_v = _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
             sums = [None if x is None else _cut(x, 2, at) for x, at in ((dq, heads), (dk, kv_heads), (dv, kv_heads))]

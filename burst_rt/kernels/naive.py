@@ -3,6 +3,8 @@
 Forward:  s = scale * q k^T;  p = exp(s - m);  acc = p v;  l = rowsum(p)
 Backward: p = exp(s - lse);  dv = p^T dout;  ds = p * (dout v^T - delta);  dq = scale * ds k;  dk = scale * ds^T q
 
+Scores are rounded to the type that lse is kept in: p is relative to that lse, and so exactly 1 in a row that sees a single key.
+
 Worked example (one head, d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8]: scores 0 and log 3, p = [1/4, 3/4], out = 7, lse = log 4.
 """
 
@@ -31,7 +33,7 @@ class NaiveKernel:
             state.start()
         for piece in tile.pieces:
             rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-            s = _scores(q, k, tile, piece)
+            s = _scores(q, k, tile, piece, state.m.dtype)
             acc, m, l = state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows]  # noqa: E741
             m_new = torch.maximum(m.double(), s.amax(-1))
             safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
@@ -65,7 +67,7 @@ class NaiveKernel:
         heads, kv_heads = q.shape[2], k.shape[2]
         for piece in tile.pieces:
             rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-            p = torch.exp(_scores(q, k, tile, piece) - lse[:, :, rows].double()[..., None])
+            p = torch.exp(_scores(q, k, tile, piece, lse.dtype) - lse[:, :, rows].double()[..., None])
             do = _heads(dout[:, rows], heads)
             ds = p * (do @ _heads(v[:, columns], heads).mT - delta[:, :, rows].double()[..., None]) * tile.scale
             if dq is not None:
@@ -82,9 +84,10 @@ class NaiveKernel:
         return 48 * batch * num_heads * q_len * kv_len
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, piece: Piece) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, piece: Piece, rounded: torch.dtype) -> torch.Tensor:
     rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
     s: torch.Tensor = _heads(q[:, rows], q.shape[2]) @ _heads(k[:, columns], q.shape[2]).mT * tile.scale
+    s = s.to(rounded).double()
     seen = tile.visible(piece, rows, columns, q.device)
     if seen is not None:
         s = s.masked_fill(~seen, -torch.inf)
