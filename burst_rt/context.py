@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from burst_rt.attention.execute import BackwardRun, ForwardRun
+from burst_rt.attention.execute import RUNS, BackwardRun, ForwardRun
 from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
@@ -95,7 +95,7 @@ class Context:
         self.transport = machine.ends
         self.control = control
         self.watch = Watch(control)
-        self.planner = Planner(self.rank, machine.lanes, machine.lower)
+        self.planner = Planner(self.rank, machine.lanes, machine.lower, machine.ranks_per_node)
         self.last_run: tuple[Graph, BaseDriver] | None = None
         self._poison = os.environ.get("BURST_RT_POISON") == "1"
         self._number = 0
@@ -208,7 +208,7 @@ class Context:
         """Runs a forward plan: (out, lse). Collective."""
         progress = Progress()
         with self._enough_memory(plan):
-            bound = ForwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v))
+            bound = RUNS[type(plan.choice.program)].forward(plan, self.machine, spec.scale, progress, self._poison, (q, k, v))
         self._attend(plan, spec, bound, progress)
         return bound.out, bound.lse
 
@@ -219,7 +219,8 @@ class Context:
         progress = Progress()
         q, k, v, out, lse = saved
         with self._enough_memory(plan):
-            bound = BackwardRun(plan, self.machine, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
+            run_type = RUNS[type(plan.choice.program)].backward
+            bound = run_type(plan, self.machine, spec.scale, progress, self._poison, (q, k, v, out, lse), dout, dlse)
         self._attend(plan, spec, bound, progress)
         return bound.grads()
 

@@ -19,7 +19,7 @@ import torch
 
 from burst_rt import errors
 from burst_rt.attention.masks import Mask
-from burst_rt.attention.strategies import STRATEGIES
+from burst_rt.attention.strategies import check_name
 from burst_rt.errors import BurstError, ContractMismatch, InputError
 from burst_rt.transport import ControlGroup
 
@@ -56,8 +56,7 @@ def check_spec(spec: CallSpec) -> None:
         hash(spec.mask)
     except TypeError as error:
         raise InputError(f"{where}: a mask must be hashable (a frozen dataclass, say), and {type(spec.mask).__name__} is not") from error
-    if spec.strategy not in STRATEGIES:
-        raise InputError(f"{where}: strategy must be one of {list(STRATEGIES)}, got {spec.strategy!r}")
+    check_name(spec.strategy)
     if spec.scale is not None and not _is_positive(spec.scale):
         raise InputError(f"{where}: scale must be None or a finite number above 0, got {spec.scale!r}")
     if not isinstance(spec.return_lse, bool):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "LocalRank", "Taken", "choose_transport", "describe_choice", "join",
-    "resolve_device",
+    "ranks_per_node", "resolve_device",
 ]  # fmt: skip
 
 TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
@@ -104,14 +105,15 @@ def join(comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout
     asked = [word.pop("asked") for word in said]
     if len(set(asked)) > 1:
         raise ContractMismatch(f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask for the same")
-    taken = choose_transport(transport, [Facts(**word) for word in said])
+    ranks = [Facts(**word) for word in said]
+    taken, per_node = choose_transport(transport, ranks), ranks_per_node([rank.host for rank in ranks])
     if taken.name != "nccl":
-        return Machine(where, taken, host), control
+        return Machine(where, taken, host, ranks_per_node=per_node), control
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, timeout_s, "init")
     wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, timeout_s, lambda: torch.cuda.set_device(where))
-    return Machine(where, taken, None, wire), control
+    return Machine(where, taken, None, wire, ranks_per_node=per_node), control
 
 
 def resolve_device(name: str) -> torch.device:
@@ -162,6 +164,12 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
         kind = "threads of one process" if threads else "processes of an MPI job"
         raise ConfigError(f"init: transport {asked!r} was asked for, but these ranks are {kind}; use {host!r} or 'auto'")
     return Taken(asked, why)
+
+
+def ranks_per_node(hosts: Sequence[str]) -> int:
+    """How many ranks a host has, where each has as many and they follow each other; else 1."""
+    sizes = {len(list(ranks)) for _, ranks in groupby(hosts)}
+    return sizes.pop() if len(sizes) == 1 and len(list(groupby(hosts))) == len(set(hosts)) else 1
 
 
 def describe_choice() -> str:

@@ -30,14 +30,21 @@ _T = TypeVar("_T")
 
 
 class Machine:
-    """See the module's table. taken: the transport's name and why; transport: of the host, or None with NCCL; wire: NCCL, or None."""
+    """See the module's table. taken: the transport's name and why; transport: of the host, or None with NCCL; wire: NCCL, or None.
+    ranks_per_node: ranks of a host, where all hosts have as many; else 1."""
 
     def __init__(
-        self, device: torch.device, taken: tuple[str, str], transport: Transport | None, wire: OrderedTransport | None = None
+        self,
+        device: torch.device,
+        taken: tuple[str, str],
+        transport: Transport | None,
+        wire: OrderedTransport | None = None,
+        ranks_per_node: int = 1,
     ) -> None:
         self.device = device
         self.transport_name, self.reason = taken
         self.transport = transport
+        self.ranks_per_node = ranks_per_node
         self.wire = wire
         self._streams: Device | None = TorchDevice(device) if device.type == "cuda" else None
         self._pool = SlotPool(self._streams) if self._streams else None

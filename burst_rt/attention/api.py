@@ -39,7 +39,8 @@ def burst_attention(
 
     mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq != Skv the last query stands at the
     last key: query i sees keys j <= i + Skv - Sq. kv_layout: where k and v differ from q in length or kind. scale: of the scores, default
-    1 / sqrt(head_dim). strategy: "ring-kv", "burst", or "auto" (the fewer bytes; see `explain`). return_lse: also return lse.
+    1 / sqrt(head_dim). strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "all-to-all", "hybrid[:N]" (see
+    `attention.strategies`), or "auto" ("ring-kv" or "burst", the fewer bytes; see `explain`). return_lse: also return lse.
 
     Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for float64 inputs, else float32),
     differentiable. A query that sees no key gets out 0, lse -inf and zero gradients.
@@ -154,13 +155,12 @@ class Explanation:
                 continue
             choice, memory = plan.choice, plan.memory()
             others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
-            travels = ", ".join(t for t, _ in (*choice.ring.bundle, *choice.ring.sums))
             lines += [
-                f"{name}: strategy {choice.strategy}, {travels} travel",
+                f"{name}: strategy {choice.strategy}; {choice.program}",
                 f"  bytes all ranks send: {others}; this rank sends {plan.bytes_sent():,}",
                 f"  kernel {plan.kernel.name}: {plan.picked.reason}",
                 f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots {memory.slots:,}, sums {memory.sums:,}, "
-                f"packed {memory.packed:,}, scratch {memory.scratch:,})",
+                f"copies {memory.copies:,}, scratch {memory.scratch:,})",
                 f"  {len(plan.graph.tasks)} tasks on this rank",
             ]
         return "\n".join(lines)

@@ -39,14 +39,14 @@ class PlanKey(NamedTuple):
 class Memory(NamedTuple):
     """Bytes one call takes on this rank beyond its inputs and outputs.
 
-    slots: the double buffer, travelling sums included. sums: running state, gradient sums that are not outputs themselves, lse and delta.
-    packed: copies of own blocks that are not contiguous and must travel (batch > 1 or strided inputs; counted as if all were). scratch:
-    the most a tile allocates. chunks: pinned host memory (0 where nothing is staged).
+    slots: what messages are received into (the double buffer, travelling sums included) and packed in. sums: running state, gradient sums
+    that are not outputs themselves, lse and delta. copies: of own tensors, where they must be made. scratch: the most a tile allocates.
+    chunks: pinned host memory (0 where nothing is staged).
     """
 
     slots: int
     sums: int
-    packed: int
+    copies: int
     scratch: int
     chunks: int
 
@@ -57,13 +57,13 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One direction of one call on one rank, verified. `ring_graph` is what the strategy built, `graph` what the machine makes of it."""
+    """One direction of one call on one rank, verified. `program_graph` is what the strategy built, `graph` what the machine makes of it."""
 
     key: PlanKey
     rank: int
     choice: Choice
     picked: Picked
-    ring_graph: Graph
+    program_graph: Graph
     schedule: Schedule
 
     @property
@@ -77,18 +77,18 @@ class Plan:
     @cached_property
     def slots(self) -> tuple[Part, ...]:
         """The slots this rank uses (a short ring may leave some of the double buffer untouched)."""
-        graph = self.ring_graph
+        graph = self.program_graph
         return tuple(part for part in graph.parts if part.id in graph.written and part.size_bytes and not part.initialised)
 
     @cached_property
     def chunks(self) -> tuple[Part, ...]:
         """Pinned host memory that messages are staged through, if they are. Parts keep their numbers when they are."""
-        return self.graph.parts[len(self.ring_graph.parts) :]
+        return self.graph.parts[len(self.program_graph.parts) :]
 
     @cached_property
     def part_ids(self) -> dict[tuple[str, int], int]:
         """Part numbers by (buffer, index)."""
-        return {(part.buffer, part.index): part.id for part in self.ring_graph.parts}
+        return {(part.buffer, part.index): part.id for part in self.program_graph.parts}
 
     def bytes_sent(self) -> int:
         """Bytes this rank sends in one run: the sum over the graph's messages."""
@@ -96,37 +96,28 @@ class Plan:
 
     def memory(self) -> Memory:
         """What one run takes, in bytes."""
-        problem, forward = self.key.problem, self.key.forward
-        q_len, kv_len = problem.q_layout.shard_len(self.rank), problem.kv_layout.shard_len(self.rank)
-        slots = sum(part.size_bytes for part in self.slots)
-        # An output of the sums' own type is the sum itself.
-        in_place = problem.input_bytes == problem.sum_bytes
-        if forward:
-            sums = q_len * (problem.row_bytes + (0 if in_place else problem.q_sum_bytes))
-        else:
-            needs_q, needs_k, needs_v = problem.needs_grad
-            wide = q_len * problem.q_sum_bytes * needs_q + kv_len * problem.kv_sum_bytes * (needs_k + needs_v)
-            sums = q_len * problem.row_bytes + (0 if in_place else wide)
-        own = sum(
-            part.size_bytes for part in self.graph.parts if part.id in self.ring_graph.sent and part.initialised and part.buffer != "rows"
-        )
-        packed = own if problem.batch > 1 else 0
-        block = max(len(b) for blocks in self.choice.ring.travelling for b in blocks)
-        tile = (block, kv_len) if self.choice.ring.queries_travel else (q_len, block)
-        heads = (problem.batch, problem.num_heads, problem.num_kv_heads, problem.head_dim)
-        scratch = self.kernel.scratch_bytes(forward, *heads, self.key.dtype, *tile)
-        return Memory(slots, sums, packed, scratch, sum(part.size_bytes for part in self.chunks))
+        held = self.choice.program.footprint(self.rank)
+        batch, num_heads, num_kv_heads, head_dim, q_len, kv_len = held.tile
+        scratch = self.kernel.scratch_bytes(self.key.forward, batch, num_heads, num_kv_heads, head_dim, self.key.dtype, q_len, kv_len)
+        slots, chunks = (sum(part.size_bytes for part in parts) for parts in (self.slots, self.chunks))
+        return Memory(slots, held.sums, held.copies, scratch, chunks)
 
 
 class Planner:
     """Makes plans for one rank and keeps the `capacity` most recently used."""
 
     def __init__(
-        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, lower: Callable[[Graph], Graph] = lambda graph: graph, capacity: int = 64
+        self,
+        rank: int,
+        lanes: tuple[Lane, ...] = HOST_LANES,
+        lower: Callable[[Graph], Graph] = lambda graph: graph,
+        ranks_per_node: int = 1,
+        capacity: int = 64,
     ) -> None:
         self._rank = rank
         self._lanes = lanes
         self._lower = lower
+        self._ranks_per_node = ranks_per_node
         self._capacity = capacity
         self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
 
@@ -143,11 +134,11 @@ class Planner:
 
     def _make(self, key: PlanKey) -> Plan:
         picked = pick(key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.kernel)
-        choice = choose(key.problem, key.strategy, forward=key.forward)
+        choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
         world = key.problem.world_size
 
         def graph(rank: int) -> Graph:
-            return choice.ring.graph(rank % world, self._lanes)
+            return choice.program.graph(rank % world, self._lanes)
 
         own = graph(self._rank)
         lowered = self._lower(own)

@@ -69,13 +69,3 @@ class Problem:
     def row_bytes(self) -> int:
         """Bytes of one token's lse and delta together."""
         return 2 * self.batch * self.num_heads * self.sum_bytes
-
-    @property
-    def forward_flops_per_cell(self) -> int:
-        """Floating-point operations for one (query, key) pair: two products of 2d, for every head and batch row."""
-        return 4 * self.head_dim * self.num_heads * self.batch
-
-    @property
-    def backward_flops_per_cell(self) -> int:
-        """Five products instead of two."""
-        return 10 * self.head_dim * self.num_heads * self.batch

@@ -79,8 +79,8 @@ def _plan_row(world: int, forward: bool) -> dict[str, Cell]:
     problem = Problem(layout, layout, Causal(), 1, 32, 8, 128, 2, 4, (True, True, True))
 
     def plan() -> None:
-        ring = choose(problem, "ring-kv", forward=forward).ring
+        ring = choose(problem, "ring-kv", forward=forward).program
         check_world([ring.graph(rank) for rank in range(world)])
 
-    num_tasks = len(choose(problem, "ring-kv", forward=forward).ring.graph(0).tasks)
+    num_tasks = len(choose(problem, "ring-kv", forward=forward).program.graph(0).tasks)
     return {"ranks": world, "direction": "forward" if forward else "backward", "tasks a rank": num_tasks, "ms": _median_s(plan) * 1e3}

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from burst_rt.attention.layouts import KINDS
-from burst_rt.attention.strategies import STRATEGIES
-from burst_rt.errors import ConfigError
+from burst_rt.attention.strategies import STRATEGIES, check_name
+from burst_rt.errors import ConfigError, InputError
 
 __all__ = ["DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode", "RunOptions", "ShardingOptions", "TrainConfig", "mesh_shape"]
 
@@ -116,9 +116,13 @@ class TrainConfig:
         for name in ("warmup", "weight_decay", "seed", "eval_every", "eval_sequences", "checkpoint_every"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}.")
-        for name, known in (("layout", LAYOUTS), ("strategy", STRATEGIES), ("dtype", DTYPES)):
+        for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}.")
+        try:
+            check_name(self.strategy)
+        except InputError as error:
+            raise ConfigError(f"--strategy: {error.message}") from error
         self.model.validate()
         data_size, _ = mesh_shape(world_size, self.context_parallel)
         if self.batch % data_size:

@@ -174,7 +174,7 @@ def _rings(world_size: int, direction: str) -> Iterator[list[Graph]]:
         for kind in ("zigzag", "striped", "contiguous"):
             layout = make_layout(kind, 31, world_size)
             problem = Problem(layout, layout, mask, 1, 2, 1, 4, 4, 4, (True, True, True))
-            ring = choose(problem, strategy, forward=forward).ring
+            ring = choose(problem, strategy, forward=forward).program
             yield [ring.graph(rank) for rank in range(world_size)]
 
 

@@ -18,6 +18,7 @@ import burst_rt
 from burst_rt import Causal, Context, Full, Mask
 from burst_rt.attention.layouts import KINDS
 from burst_rt.attention.masks import Relation
+from burst_rt.errors import InputError
 from burst_rt.kernels import sum_dtype
 
 _WORLDS = (1, 2, 3, 4, 5, 8)
@@ -107,6 +108,21 @@ def test_every_layout_and_strategy_in_every_world(world_size: int, kind: str, st
     assert_right(attend_over_threads(world_size, case), truth_of(case))
 
 
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
+@pytest.mark.parametrize("strategy", ["bidirectional", "two-level:2", "all-to-all", "hybrid:2", "hybrid:1"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 6])
+def test_every_other_strategy(world_size: int, kind: str, strategy: str, mask: Mask) -> None:
+    number = int(strategy[-1]) if strategy[-1].isdecimal() else 1
+    if world_size % number:
+        with pytest.raises(InputError, match=r"divide|whole nodes"):
+            attend_over_threads(world_size, Case(63, strategy=strategy))
+        return
+    for case in (Case(63, heads=24, kv_heads=12), Case(5, heads=12, batch=2), Case(20, kv_len=45, heads=12, dtype=torch.bfloat16)):
+        case = case.but(mask=mask, kind=kind, strategy=strategy)
+        assert_right(attend_over_threads(world_size, case), truth_of(case), case.dtype)
+
+
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 @pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
 @pytest.mark.parametrize("lengths", [(1, 1), (3, 3), (1, 9), (9, 1), (3, 100), (100, 3), (64, 80), (80, 64), (7, 61), (61, 7)])
@@ -166,7 +182,7 @@ def test_a_narrow_window_sends_to_neighbours_only() -> None:
     def sent(ctx: Context, mask: Mask) -> int:
         layout = ctx.layout(400, "contiguous")
         x = torch.zeros(1, 100, 2, 16)
-        return burst_rt.explain(x, x, x, mask=mask, layout=layout).forward.choice.ring.wire_bytes()
+        return burst_rt.explain(x, x, x, mask=mask, layout=layout).forward.choice.program.wire_bytes()
 
     window, causal = burst_rt.run_local(4, lambda ctx: (sent(ctx, SlidingWindow(10) & Causal()), sent(ctx, Causal())))[0]
     # The window: the last block of three ranks, one hop. Causal: all blocks of three ranks, three, two and one hop.

@@ -47,7 +47,7 @@ def test_every_rank_finds_its_own_graph(world_size: int, forward: bool) -> None:
         plan = Planner(rank).plan(key)
         assert plan.rank == plan.graph.rank == rank
         assert plan.graph.world_size == world_size
-        assert plan.graph == plan.choice.ring.graph(rank)
+        assert plan.graph == plan.choice.program.graph(rank)
 
 
 @pytest.mark.parametrize("world_size", [3, 66])
@@ -102,7 +102,7 @@ def test_slots_are_as_large_as_announced(world_size: int, dtype: torch.dtype, ba
             assert taken == plan.memory().slots
             sizes.append(taken)
             # What travels must be contiguous: blocks of more than one batch row are copied.
-            assert (plan.memory().packed > 0) == (batch > 1 and world_size > 1)
+            assert (plan.memory().copies > 0) == (batch > 1 and world_size > 1)
         return sizes
 
     sizes = burst_rt.run_local(world_size, check)

@@ -19,7 +19,7 @@ _CHUNK = 1000
 def graphs(world_size: int, strategy: str, *, forward: bool, causal: bool = False, device: bool = True) -> list[Graph]:
     layout = make_layout("zigzag", 61 * world_size, world_size)
     problem = Problem(layout, layout, Causal() if causal else Full(), 1, 2, 2, 16, 4, 4, (True, True, True))
-    ring: Ring = choose(problem, strategy, forward=forward).ring
+    ring: Ring = choose(problem, strategy, forward=forward).program
     return [ring.graph(rank, *([DEVICE_LANES] if device else [])) for rank in range(world_size)]
 
 

@@ -1,40 +1,99 @@
-"""Strategies: how attention is spread over ranks. A strategy turns a `Problem` into one graph per rank and direction.
+"""Strategies: how attention is spread over ranks. A strategy turns a `Problem` into a `Program`: one graph per rank and direction.
 
 | strategy | forward sends | backward sends |
 |---|---|---|
 | `ring-kv` | K, V | K, V, dK, dV |
 | `burst` | K, V | Q, dO, lse, delta, dQ |
 | `auto` | K, V | whichever of the two sends fewer bytes for this problem |
+| `bidirectional` | K, V: one half each way round | as `auto`, one half each way round |
+| `two-level:N` | K, V: inside nodes of N ranks, and between them | as `auto`, the same way |
+| `all-to-all` | Q, K, V, out | Q, K, V, dO, lse, delta, dQ, dK, dV |
+| `hybrid:N` | as `all-to-all` in groups of N ranks, as `auto` between them | the same |
+
+N may be left out: the ranks of a host, where all hosts have as many; in `hybrid` of those as many as can share the heads.
 
 Pure Python: neither torch nor MPI, so that planning and simulating need only Python.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import gcd
 from typing import NamedTuple
 
 from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies.ring import AGREE, Ring, backward_ring, forward_ring
+from burst_rt.attention.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
+from burst_rt.attention.strategies.program import AGREE, Footprint, Program, on_query_side
+from burst_rt.attention.strategies.ring import Ring, backward_ring, forward_ring
+from burst_rt.attention.strategies.routes import OneRing, Route, TwoLevel
+from burst_rt.errors import InputError
 
-__all__ = ["AGREE", "STRATEGIES", "Choice", "Ring", "choose"]
+__all__ = ["AGREE", "STRATEGIES", "Choice", "Footprint", "Hybrid", "Program", "Ring", "check_name", "choose", "on_query_side"]
 
-STRATEGIES = ("auto", "burst", "ring-kv")
+STRATEGIES = ("all-to-all", "auto", "bidirectional", "burst", "hybrid", "ring-kv", "two-level")
+# Those that take a number of ranks: "hybrid:4".
+_SIZED = ("hybrid", "two-level")
+# Which side travels in the backward of a ring: what it is called, and whether it is the queries.
+_SIDES = {"ring-kv": False, "burst": True}
 
 
 class Choice(NamedTuple):
-    """The ring taken, the strategy's name, and the bytes all ranks together would send with each candidate."""
+    """The program taken, the strategy's name, and the bytes all ranks together would send with each candidate."""
 
-    ring: Ring
+    program: Program
     strategy: str
     candidates: dict[str, int]
 
 
-def choose(problem: Problem, strategy: str, *, forward: bool) -> Choice:
-    """The ring for one direction. `auto` takes the fewest bytes; ties go to `ring-kv`, whose messages are fewer."""
-    if forward:
-        ring = forward_ring(problem)
-        return Choice(ring, strategy, {strategy: ring.wire_bytes()})
-    rings = {"ring-kv": backward_ring(problem, queries_travel=False), "burst": backward_ring(problem, queries_travel=True)}
-    candidates = {name: ring.wire_bytes() for name, ring in rings.items()}
-    taken = min(candidates, key=candidates.__getitem__) if strategy == "auto" else strategy
-    return Choice(rings[taken], taken, candidates)
+def check_name(strategy: object) -> tuple[str, int | None]:
+    """A strategy's name and the number of ranks in it, if any. Raises InputError."""
+    name, colon, number = strategy.partition(":") if isinstance(strategy, str) else ("", "", "")
+    if name not in STRATEGIES or (colon and (name not in _SIZED or not number.isdecimal() or int(number) < 1)):
+        known = [f"{known}[:N]" if known in _SIZED else known for known in STRATEGIES]
+        raise InputError(f"burst_attention: strategy must be one of {known} (N: ranks, 1 or more), got {strategy!r}")
+    return name, int(number) if colon else None
+
+
+def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: int = 1) -> Choice:
+    """The program for one direction. Raises InputError for a strategy that this problem does not allow.
+
+    Where there are several of one strategy (which side travels, which half goes which way round) the fewest bytes are taken; ties go to
+    the first, `ring-kv` before `burst`, whose messages are fewer.
+    """
+    name, number = check_name(strategy)
+    programs = dict(_programs(problem, name, number, forward, ranks_per_node))
+    candidates = {label: program.wire_bytes() for label, program in programs.items()}
+    taken = name if name in programs else min(candidates, key=candidates.__getitem__)
+    return Choice(programs[taken], taken, candidates)
+
+
+def _programs(problem: Problem, name: str, size: int | None, forward: bool, ranks_per_node: int) -> Iterator[tuple[str, Program]]:
+    """What a strategy may turn into, by what to call it."""
+    if name in ("all-to-all", "hybrid"):
+        group = problem.world_size if name == "all-to-all" else size or gcd(ranks_per_node, problem.num_kv_heads)
+        sides = _SIDES if group < problem.world_size else {"": False}  # in a ring of one group nothing travels
+        for side, queries in {"": False}.items() if forward else sides.items():
+            program = forward_hybrid(problem, group) if forward else backward_hybrid(problem, group, queries_travel=queries)
+            yield _label(name if name == "all-to-all" else f"hybrid:{group}", side), program
+        return
+    for way, route in _routes(problem, name, size or ranks_per_node):
+        if forward:
+            yield way or name, forward_ring(problem, route)
+            continue
+        for side, queries in _SIDES.items():
+            yield _label(way, side), backward_ring(problem, queries_travel=queries, route=route)
+
+
+def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route | None]]:
+    if name == "two-level":
+        yield f"two-level:{size}", TwoLevel(problem.world_size, size)
+    elif name == "bidirectional":
+        blocks = range(len(problem.q_blocks[0]))
+        for first, label in ((1, "first half forward"), (-1, "first half backward")):
+            yield f"bidirectional, {label}", OneRing(problem.world_size, tuple(-first if block % 2 else first for block in blocks))
+    else:
+        yield "", None
+
+
+def _label(*words: str) -> str:
+    return ", ".join(word for word in words if word)

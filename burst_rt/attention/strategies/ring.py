@@ -6,52 +6,64 @@ One builder makes three graphs:
 * backward of `ring-kv` (RingAttention, arXiv 2310.01889): K, V travel with dK, dV; dQ stays at home;
 * backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with dQ; dK, dV stay at home.
 
-Everything makes W-1 hops. At hop h a rank holds what rank - h owns, and while its tiles run, one exchange passes the bundle on and receives
-the next into the other slot. A tile is one travelling block against the whole shard at home. The owner keeps its own contribution at home;
-the first rank after it that has one starts the travelling sum; the last hop brings the sum home. Sums travel block by block, each as soon
-as its last tile is done, so that a rank's first tiles of a hop do not wait for all of the previous rank's.
+Everything makes W-1 hops, by a `Route`: the ring of all ranks, or another way round. While the tiles of a hop run, one exchange passes the
+bundle on and receives the next into another slot. A tile is one travelling block against the whole shard at home. The owner keeps its own
+contribution at home; the first rank after it that has one starts the travelling sum; the last hop brings the sum home. Sums travel block by
+block, each as soon as its last tile is done, so that a rank's first tiles of a hop do not wait for all of the previous rank's.
 
 Not sent: a block that no rank further on computes with, a sum that nobody has started, an empty block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies.program import AGREE, Footprint
+from burst_rt.attention.strategies.routes import OneRing, Route
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
 
-__all__ = ["AGREE", "Ring", "backward_ring", "forward_ring"]
+__all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring"]
 
-# Every graph opens with this task; nothing is sent before it is done.
-AGREE = Op("agree")
-
-# Tags of one hop: 0 for the bundle, 1 + b for the sums of block b.
-_TAGS_PER_HOP = 16
+# Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of head_dim: 2 for each product.
+_FLOPS = {"forward": 4, "backward": 10}
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One ring: what travels, what stays, and what a tile does.
+    """One ring: what travels, what stays, and what a tile does (`op`, "forward" or "backward"). A `Program`.
 
     `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors that stay; `home_sums` what a tile adds
-    into at home. `queries_travel` tells which side is which.
+    into at home. `queries_travel` tells which side is which. `route`: which way round.
     """
 
     problem: Problem
-    forward: bool
+    op: str
     queries_travel: bool
     bundle: tuple[tuple[str, int], ...]
     sums: tuple[tuple[str, int], ...]
     home: tuple[str, ...]
     home_sums: tuple[str, ...]
+    route: Route
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
-        """The graph of one rank. The lanes are those of its machine: HOST_LANES, DEVICE_LANES or NCCL_LANES."""
-        return _RankBuilder(self, rank, lanes).build()
+        """See `Program.graph`."""
+        builder = RingBuilder(self, rank, GraphBuilder(rank, self.problem.world_size, lanes))
+        builder.agree()
+        if not self.forward:
+            builder.deltas()
+        builder.go_round()
+        return builder.g.build()
+
+    def __str__(self) -> str:
+        return ", ".join(_names((*self.bundle, *self.sums))) + " travel"
+
+    @property
+    def forward(self) -> bool:
+        return self.op == "forward"
 
     @property
     def travelling(self) -> tuple[tuple[range, ...], ...]:
@@ -76,78 +88,99 @@ class Ring:
         return tuple(found)
 
     @cached_property
-    def reach(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By owner and block: (first, last) hop from 1 on at which a rank computes with it; (W, 0) when none does."""
+    def wanted(self) -> tuple[tuple[frozenset[int], ...], ...]:
+        """By owner and block: the hops at which the bundle must be there, because that rank or one it passes it on to computes with it."""
+        return tuple(
+            tuple(self._wanted(owner, number, block) for number, block in enumerate(blocks)) for owner, blocks in enumerate(self.travelling)
+        )
+
+    def _wanted(self, owner: int, number: int, block: range) -> frozenset[int]:
+        hops: set[int] = set()
+        for hop in reversed(range(1, self.problem.world_size)):
+            if not hops.isdisjoint(self.route.onward(hop)) or self.pieces(block, self.route.holder(owner, hop, number)):
+                hops.add(hop)
+        return frozenset(hops)
+
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """By owner and block: the first hop at which a rank computes with it, and so starts its sum; W where none does."""
         world = self.problem.world_size
-        reach = []
-        for owner, blocks in enumerate(self.travelling):
-            row = []
-            for block in blocks:
-                hops = [h for h in range(1, world) if self.pieces(block, (owner + h) % world)]
-                row.append((hops[0], hops[-1]) if hops else (world, 0))
-            reach.append(tuple(row))
-        return tuple(reach)
+        return tuple(
+            tuple(
+                next((h for h in range(1, world) if self.pieces(block, self.route.holder(owner, h, number))), world)
+                for number, block in enumerate(blocks)
+            )
+            for owner, blocks in enumerate(self.travelling)
+        )
 
     def wire_bytes(self) -> int:
-        """Bytes that all ranks together send: each block its bundle over `last` hops, its sums over the hops from `first` to home."""
+        """Bytes that all ranks together send: a bundle over the hops that want it, a sum from the first hop that adds to it to home."""
         world = self.problem.world_size
         bundle, sums = sum(size for _, size in self.bundle), sum(size for _, size in self.sums)
         return sum(
-            len(block) * (bundle * last + (sums * (world - first) if last else 0))
-            for blocks, row in zip(self.travelling, self.reach, strict=True)
-            for block, (first, last) in zip(blocks, row, strict=True)
+            len(block) * (bundle * len(wanted) + sums * (world - start))
+            for row in zip(self.travelling, self.wanted, self.starts, strict=True)
+            for block, wanted, start in zip(*row, strict=True)
         )
 
+    def footprint(self, rank: int) -> Footprint:
+        """See `Program.footprint`. What travels must be contiguous: own blocks are copied where batch > 1 (or strided: not counted)."""
+        problem = self.problem
+        q_len, kv_len = sum(map(len, problem.q_blocks[rank])), sum(map(len, problem.kv_blocks[rank]))
+        # An output of the sums' own type is the sum itself.
+        in_place = problem.input_bytes == problem.sum_bytes
+        if self.forward:
+            sums = q_len * (problem.row_bytes + (0 if in_place else problem.q_sum_bytes))
+        else:
+            needs_q, needs_k, needs_v = problem.needs_grad
+            wide = q_len * problem.q_sum_bytes * needs_q + kv_len * problem.kv_sum_bytes * (needs_k + needs_v)
+            sums = q_len * problem.row_bytes + (0 if in_place else wide)
+        bundle = sum(size for name, size in self.bundle if name != "rows")
+        copies = sum(len(block) * bundle for block, wanted in zip(self.travelling[rank], self.wanted[rank], strict=True) if wanted)
+        block = max(len(b) for blocks in self.travelling for b in blocks)
+        tile = (block, kv_len) if self.queries_travel else (q_len, block)
+        heads = (problem.batch, problem.num_heads, problem.num_kv_heads, problem.head_dim)
+        return Footprint(sums, copies if problem.batch > 1 else 0, (*heads, *tile))
 
-class _RankBuilder:
-    """Builds one rank's graph of a ring. Buffers are named after their tensors; slots carry the slot number: k0, k1."""
 
-    def __init__(self, ring: Ring, rank: int, lanes: tuple[Lane, ...]) -> None:
+class RingBuilder:
+    """Adds one rank's part of a ring to a graph. Buffers are named after their tensors; slots carry the slot number: k0, k1.
+
+    rank: in the ring. ranks: what the ranks of the ring are in the world of the graph; None: the same.
+    """
+
+    def __init__(self, ring: Ring, rank: int, g: GraphBuilder, ranks: Sequence[int] | None = None) -> None:
         problem = ring.problem
-        self.ring, self.rank, self.world = ring, rank, problem.world_size
-        self.g = GraphBuilder(rank, self.world, lanes)
+        self.ring, self.rank, self.world, self.route = ring, rank, problem.world_size, ring.route
+        self.g, self.ranks = g, ranks or range(problem.world_size)
         own = [len(block) for block in ring.travelling[rank]]
         largest = [max(len(blocks[b]) for blocks in ring.travelling) for b in range(len(own))]
+        # Tags of one hop: 0 for the bundle, 1 + b for the sums of block b.
+        self.tags_per_hop = 1 + len(own)
         self.agreed = self.g.buffer("agreed")
         self.home = {name: self.g.buffer(name, initialised=True) for name in ring.home}
         self.home_sums = {name: self.g.buffer(name, initialised=True) for name in ring.home_sums}
         self.own = {name: self.g.buffer(name, parts=len(own), size_bytes=_each(own, size), initialised=True) for name, size in ring.bundle}
         self.own_sums = {name: self.g.buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums}
-        self.slots = [
-            {
-                name: self.g.buffer(f"{name}{i}", parts=len(own), size_bytes=_each(largest, size))
-                for name, size in (*ring.bundle, *ring.sums)
-            }
-            for i in range(2)
-        ]
+
+        def slots(tensors: tuple[tuple[str, int], ...], number: int) -> dict[str, Buffer]:
+            return {name: self.g.buffer(f"{name}{number}", parts=len(own), size_bytes=_each(largest, size)) for name, size in tensors}
+
+        self.slots = [slots(ring.bundle, i) for i in range(self.route.num_slots)]
+        self.sum_slots = [slots(ring.sums, i) for i in range(2)]
         # (hop, block) -> pieces of every tile there is, in order.
         self.tiles = {
             (hop, block): pieces
             for hop in range(self.world)
-            for block, positions in enumerate(ring.travelling[self._owner(hop)])
-            if (pieces := ring.pieces(positions, rank))
+            for block in range(len(own))
+            if (pieces := ring.pieces(ring.travelling[self._owner(hop, block)][block], rank))
         }
 
-    def build(self) -> Graph:
+    def agree(self) -> None:
+        """What every graph opens with."""
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
-        if not self.ring.forward:
-            self._deltas()
-        for hop in range(self.world):
-            self._pass_bundle(hop)
-            for block in range(len(self.ring.travelling[self._owner(hop)])):
-                self._tile(hop, block)
-                if hop:
-                    self._pass_sums(hop, block)
-        for block in range(len(self.ring.travelling[self.rank])):
-            self._bring_home(block)
-        if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
-            self.g.compute("finish", Op("finish"), accumulates=[self.home_sums["state"]])
-        return self.g.build()
 
-    def _owner(self, hop: int) -> int:
-        return (self.rank - hop) % self.world
-
-    def _deltas(self) -> None:
+    def deltas(self) -> None:
         """delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
         rows = self.own["rows"] if self.ring.queries_travel else self.home["rows"]
         blocks = self.ring.problem.q_blocks[self.rank]
@@ -156,56 +189,63 @@ class _RankBuilder:
             if length:
                 self.g.compute(f"delta {part}", Op("delta", (part,)), accumulates=[rows[part]])
 
+    def go_round(self) -> None:
+        """All hops, and the sums home."""
+        for hop in range(self.world):
+            for onward in self.route.onward(hop):
+                self._pass_bundle(hop, onward)
+            for block in range(len(self.ring.travelling[self.rank])):
+                self._tile(hop, block)
+                if hop:
+                    self._pass_sums(hop, block)
+        for block in range(len(self.ring.travelling[self.rank])):
+            self._bring_home(block)
+        if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
+            self.g.compute("finish", Op("finish"), accumulates=[self.home_sums["state"]])
+
+    def _owner(self, hop: int, block: int) -> int:
+        return self.route.owner(self.rank, hop, block)
+
     def _bundle_at(self, hop: int) -> dict[str, Buffer]:
-        return self.slots[hop % 2] if hop else self.own
+        return self.slots[self.route.slot(hop)] if hop else self.own
 
-    def _travels(self, owner: int, block: int, to_hop: int) -> bool:
-        """Whether the bundle of a block goes on to the rank `to_hop` hops from its owner."""
-        return bool(self.ring.travelling[owner][block]) and to_hop <= self.ring.reach[owner][block][1]
+    def _pass_bundle(self, hop: int, onward: int) -> None:
+        """Sends what is here at this hop to who needs it at hop `onward`, and receives what is needed here then."""
+        sends, recvs = [], []
+        for block in range(len(self.ring.travelling[self.rank])):
+            here, coming = self._owner(hop, block), self._owner(onward, block)
+            if onward in self.ring.wanted[here][block]:
+                sends += self._messages(self.ring.bundle, self._bundle_at(hop), here, block, onward)
+            if onward in self.ring.wanted[coming][block]:
+                recvs += self._messages(self.ring.bundle, self._bundle_at(onward), coming, block, hop)
+        if sends or recvs:
+            name = f"hop {hop}" if onward == hop + 1 else f"hop {hop} to {onward}"
+            self.g.exchange(name, sends=sends, recvs=recvs, tag=onward * self.tags_per_hop, reads=[self.agreed])
 
-    def _pass_bundle(self, hop: int) -> None:
-        """Sends what is here at this hop on, and receives what the next hop needs."""
-        here, coming = self._owner(hop), self._owner(hop + 1)
-        sends = self._messages(here, self._bundle_at(hop), self.rank + 1, lambda b: self._travels(here, b, hop + 1))
-        recvs = self._messages(coming, self.slots[(hop + 1) % 2], self.rank - 1, lambda b: self._travels(coming, b, hop + 1))
-        if hop + 1 < self.world and (sends or recvs):
-            self.g.exchange(f"hop {hop}", sends=sends, recvs=recvs, tag=hop * _TAGS_PER_HOP, reads=[self.agreed])
-
-    def _messages(self, owner: int, buffers: dict[str, Buffer], peer: int, wanted: Callable[[int], bool]) -> list[tuple[Part, int, int]]:
-        blocks = self.ring.travelling[owner]
-        return [
-            (buffers[name][b], peer % self.world, len(block) * size)
-            for b, block in enumerate(blocks)
-            if wanted(b)
-            for name, size in self.ring.bundle
-        ]
+    def _messages(
+        self, tensors: tuple[tuple[str, int], ...], buffers: dict[str, Buffer], owner: int, block: int, peer_hop: int
+    ) -> list[tuple[Part, int, int]]:
+        """A block's tensors, to or from the rank that has it at `peer_hop`."""
+        peer, length = self.ranks[self.route.holder(owner, peer_hop, block)], len(self.ring.travelling[owner][block])
+        return [(buffers[name][block], peer, length * size) for name, size in tensors]
 
     def _started(self, owner: int, block: int, hop: int) -> bool:
-        """Whether the travelling sum of a block exists on the rank `hop` hops from its owner, once that rank's tiles are done."""
-        return bool(self.ring.travelling[owner][block]) and self.ring.reach[owner][block][0] <= hop
+        """Whether the travelling sum of a block exists on the rank that has it at a hop, once that rank's tiles are done."""
+        return self.ring.starts[owner][block] <= hop
 
     def _pass_sums(self, hop: int, block: int) -> None:
         """Sends a block's sums on (at the last hop: home) once its tiles are done, and receives those the next hop adds to."""
-        here, coming = self._owner(hop), self._owner(hop + 1)
-        sends = [
-            (self.slots[hop % 2][name][block], (self.rank + 1) % self.world, len(self.ring.travelling[here][block]) * size)
-            for name, size in self.ring.sums
-            if self._started(here, block, hop)
-        ]
-        recvs = [
-            (self.slots[(hop + 1) % 2][name][block], (self.rank - 1) % self.world, len(self.ring.travelling[coming][block]) * size)
-            for name, size in self.ring.sums
-            if self._started(coming, block, hop)
-        ]
+        sums, here, coming = self.ring.sums, self._owner(hop, block), self._owner(hop + 1, block)
+        sends = self._messages(sums, self.sum_slots[hop % 2], here, block, hop + 1) if self._started(here, block, hop) else []
+        recvs = self._messages(sums, self.sum_slots[(hop + 1) % 2], coming, block, hop) if self._started(coming, block, hop) else []
         if sends or recvs:
-            self.g.exchange(f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=hop * _TAGS_PER_HOP + 1 + block, reads=[self.agreed])
+            self.g.exchange(f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=hop * self.tags_per_hop + 1 + block, reads=[self.agreed])
 
     def _tile(self, hop: int, block: int) -> None:
         """The tile between the travelling block here at this hop and the shard at home."""
-        ring, owner = self.ring, self._owner(hop)
-        sums = self.slots[hop % 2] if hop else self.own_sums
-        moving = ring.travelling[owner][block]
-        if hop and moving and ring.reach[owner][block][0] == hop:
+        ring, owner = self.ring, self._owner(hop, block)
+        sums = self.sum_slots[hop % 2] if hop else self.own_sums
+        if hop and ring.starts[owner][block] == hop:
             for name, _ in ring.sums:
                 self.g.compute(f"zero {name}{block}", Op("zero", (sums[name][block].id,)), writes=[sums[name][block]])
         pieces = self.tiles.get((hop, block))
@@ -220,7 +260,7 @@ class _RankBuilder:
         q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
         self.g.compute(
             f"hop {hop} q{q} kv{kv}",
-            Op("forward", (owner, block, pieces, *ends, *names)) if ring.forward else Op("backward", (owner, block, pieces, *names)),
+            Op(ring.op, (owner, block, pieces, *(ends if ring.forward else ()), *names)),
             reads=reads.values(),
             accumulates=adds.values(),
             cost=self._cost(pieces),
@@ -228,7 +268,7 @@ class _RankBuilder:
 
     def _cost(self, pieces: tuple[Piece, ...]) -> Cost:
         problem = self.ring.problem
-        per_cell = problem.forward_flops_per_cell if self.ring.forward else problem.backward_flops_per_cell
+        per_cell = _FLOPS[self.ring.op] * problem.head_dim * problem.num_heads * problem.batch
         rows, columns = sum(p.q_stop - p.q_start for p in pieces), sum(p.kv_stop - p.kv_start for p in pieces)
         return Cost(sum(p.num_cells for p in pieces) * per_cell, rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes)
 
@@ -237,19 +277,20 @@ class _RankBuilder:
         if not self._started(self.rank, block, self.world - 1):
             return
         for name, _ in self.ring.sums:
-            own, arrived = self.own_sums[name][block], self.slots[self.world % 2][name][block]
+            own, arrived = self.own_sums[name][block], self.sum_slots[self.world % 2][name][block]
             self.g.compute(f"home {name}{block}", Op("add", (own.id, arrived.id)), reads=[arrived], accumulates=[own])
 
 
 @lru_cache(maxsize=64)
-def forward_ring(problem: Problem) -> Ring:
-    """K, V travel: 2 tensors of E / g elements a hop."""
+def forward_ring(problem: Problem, route: Route | None = None) -> Ring:
+    """K, V travel: 2 tensors of E / g elements a hop. `route`: None for the plain ring."""
     kv = problem.kv_token_bytes
-    return Ring(problem, True, False, bundle=(("k", kv), ("v", kv)), sums=(), home=("q",), home_sums=("state",))
+    way = route or OneRing(problem.world_size, (1,) * len(problem.kv_blocks[0]))
+    return Ring(problem, "forward", False, (("k", kv), ("v", kv)), (), ("q",), ("state",), way)
 
 
 @lru_cache(maxsize=128)
-def backward_ring(problem: Problem, *, queries_travel: bool) -> Ring:
+def backward_ring(problem: Problem, *, queries_travel: bool, route: Route | None = None) -> Ring:
     """The backward of `burst` (queries travel) or of `ring-kv`. Gradients that are not needed are neither summed nor sent."""
     q, kv, rows = problem.q_token_bytes, problem.kv_token_bytes, problem.row_bytes
     q_side = (("q", q), ("dout", q), ("rows", rows))
@@ -257,9 +298,10 @@ def backward_ring(problem: Problem, *, queries_travel: bool) -> Ring:
     needs_q, needs_k, needs_v = problem.needs_grad
     q_sums = (("dq", problem.q_sum_bytes),) if needs_q else ()
     kv_sums = tuple((name, problem.kv_sum_bytes) for name, needed in (("dk", needs_k), ("dv", needs_v)) if needed)
+    way = route or OneRing(problem.world_size, (1,) * len((problem.q_blocks if queries_travel else problem.kv_blocks)[0]))
     if queries_travel:
-        return Ring(problem, False, True, q_side, q_sums, home=_names(kv_side), home_sums=_names(kv_sums))
-    return Ring(problem, False, False, kv_side, kv_sums, home=_names(q_side), home_sums=_names(q_sums))
+        return Ring(problem, "backward", True, q_side, q_sums, _names(kv_side), _names(kv_sums), way)
+    return Ring(problem, "backward", False, kv_side, kv_sums, _names(q_side), _names(q_sums), way)
 
 
 def _moved(piece: Piece, rows: int, columns: int) -> Piece:

@@ -13,17 +13,18 @@ import torch
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan
+from burst_rt.attention.strategies import Ring, on_query_side
 from burst_rt.drivers import flat_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
 from burst_rt.machine import Machine
 from burst_rt.transport import Memory
 
-__all__ = ["BackwardRun", "ForwardRun"]
+__all__ = ["BackwardRun", "ForwardRun", "Run", "dense"]
 
 _Names = tuple[tuple[str, int], ...]
 
 
-class _Run:
+class Run:
     """What both directions share: the plan's parts as tensors.
 
     `tensors[part]` is a home or own block; `storage[part]` the raw bytes of what travels: of a slot, which holds blocks of different owners
@@ -32,11 +33,9 @@ class _Run:
     """
 
     def __init__(self, plan: Plan, machine: Machine, scale: float | None, progress: Callable[[], None], poison: bool) -> None:
-        problem = plan.key.problem
         self.plan = plan
-        self.problem = problem
-        self.ring = plan.choice.ring
-        self.rank = plan.rank
+        self.ring, self.rank = self.place(plan)
+        problem = self.problem = self.ring.problem
         self.scale = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
         self.progress = progress
         self.wide = sum_dtype(plan.key.dtype)
@@ -46,7 +45,6 @@ class _Run:
         self.copies: dict[str, Callable[..., None]] = {"to host": self._to_host, "to device": self._to_device}
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._poison = poison
-        self._ids = plan.part_ids
         self._machine = machine
         self._device = machine.device
         self.slots = machine.take(plan, self._slots)
@@ -55,6 +53,11 @@ class _Run:
             if poison:
                 slot.fill_(255)  # all ones is NaN in every floating type
             self.memory[part_id] = slot.numpy().data if slot.device.type == "cpu" else slot
+
+    def place(self, plan: Plan) -> tuple[Ring, int]:
+        """The ring, and this rank's number in it."""
+        assert isinstance(plan.choice.program, Ring)
+        return plan.choice.program, plan.rank
 
     def _slots(self) -> dict[int, torch.Tensor]:
         """Slots on the device, chunks on the host."""
@@ -67,22 +70,27 @@ class _Run:
         new = torch.empty(shape, dtype=dtype, device=self._device)
         return new.fill_(torch.nan) if self._poison else new
 
+    def part_id(self, buffer: str, index: int) -> int:
+        """The number of a part."""
+        return self.plan.part_ids[buffer, index]
+
     def travels(self, *, queries: bool) -> bool:
         """Whether this side goes round (in parts, one a block) or stays at home (as one)."""
         return self.ring.queries_travel is queries
 
-    def bind(self, name: str, whole: torch.Tensor, *, queries: bool) -> None:
+    def bind_input(self, name: str, whole: torch.Tensor) -> None:
+        """Binds q, k, v or dout of this call."""
+        self.bind(name, dense(whole))
+
+    def bind(self, name: str, whole: torch.Tensor) -> None:
         """Binds a tensor of the shard to the buffer `name`: cut into blocks (along the tokens, dim 1) where they travel."""
-        if not self.travels(queries=queries):
-            self.bind_part(name, 0, whole)
-            return
-        for index, (start, stop) in enumerate(self.bounds(queries=queries)):
+        for index, (start, stop) in enumerate(self.bounds(queries=on_query_side(name))):
             self.bind_part(name, index, whole[:, start:stop])
 
     def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
         """Binds one part; what travels must be contiguous, and is copied if it is not."""
-        part = self._ids[name, index]
-        if part in self.plan.ring_graph.sent:
+        part = self.part_id(name, index)
+        if part in self.plan.program_graph.sent:
             block = block.contiguous()
             if self.plan.chunks:
                 self.storage[part] = flat_bytes(block)
@@ -95,6 +103,13 @@ class _Run:
         blocks = (self.problem.q_blocks if queries else self.problem.kv_blocks)[self.rank]
         ends = [0, *accumulate(map(len, blocks))]
         return list(pairwise(ends)) if self.travels(queries=queries) else [(0, ends[-1])]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of this rank's shard."""
+        problem, queries = self.problem, on_query_side(name)
+        length = sum(map(len, (problem.q_blocks if queries else problem.kv_blocks)[self.rank]))
+        heads = problem.num_heads if queries else problem.num_kv_heads
+        return (problem.batch, heads, length) if name == "lse" else (problem.batch, length, heads, problem.head_dim)
 
     def tile(self, owner: int, block: int, pieces: tuple[Piece, ...]) -> Tile:
         """The tile of a travelling block and the shard at home."""
@@ -132,7 +147,7 @@ class _Run:
         self.storage[part][offset : offset + size_bytes].copy_(self.storage[chunk][:size_bytes], non_blocking=True)
 
 
-class ForwardRun(_Run):
+class ForwardRun(Run):
     """One forward call. After the run: `out` `[batch, tokens, heads, head_dim]` in q's dtype, `lse` `[batch, heads, tokens]`."""
 
     def __init__(
@@ -145,30 +160,28 @@ class ForwardRun(_Run):
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         super().__init__(plan, machine, scale, progress, poison)
-        q, k, v = tensors
-        batch, length, heads, _ = q.shape
-        self.out = self.fresh(*q.shape, dtype=q.dtype)
-        self.lse = self.fresh(batch, heads, length, dtype=self.wide)
-        self.bind("q", _dense(q), queries=True)
-        for name, x in (("k", k), ("v", v)):
-            self.bind(name, _dense(x), queries=False)
-        acc = self.out if q.dtype == self.wide else self.fresh(*q.shape, dtype=self.wide)
-        m, total = (self.fresh(batch, heads, length, dtype=self.wide) for _ in range(2))
-        self._state = State(acc, m, total, self.out, self.lse)
+        for name, x in zip(("q", "k", "v"), tensors, strict=True):
+            self.bind_input(name, x)
+        dtype = plan.key.dtype
+        out = self.fresh(*self.shape("q"), dtype=dtype)
+        acc = out if dtype == self.wide else self.fresh(*self.shape("q"), dtype=self.wide)
+        m, total, lse = (self.fresh(*self.shape("lse"), dtype=self.wide) for _ in range(3))
+        self.state = State(acc, m, total, out, lse)
+        self.out, self.lse = out, lse
         self.ops = self.copies | {"forward": self._forward, "finish": self._finish}
 
     def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], first: bool, last: bool, reads: _Names, _: _Names) -> None:
         x = self.at(reads, owner, block)
         tile = self.tile(owner, block, pieces)._replace(first=first, last=last)
-        self.plan.kernel.forward(x["q"], x["k"], x["v"], tile, self._state)
+        self.plan.kernel.forward(x["q"], x["k"], x["v"], tile, self.state)
 
     def _finish(self) -> None:
         """No tile at all: these queries see no key."""
-        self._state.start()
-        self._state.finish()
+        self.state.start()
+        self.state.finish()
 
 
-class BackwardRun(_Run):
+class BackwardRun(Run):
     """One backward call. After the run `grads()` are dq, dk, dv in the inputs' dtype; None where not needed."""
 
     def __init__(
@@ -184,20 +197,18 @@ class BackwardRun(_Run):
     ) -> None:
         super().__init__(plan, machine, scale, progress, poison)
         q, k, v, out, lse = tensors
-        self._dout, self._out, self._lse, self._dlse = _dense(dout), out, lse, dlse
-        self._rows = self.bounds(queries=True)
-        self.bind("q", _dense(q), queries=True)
-        self.bind("dout", self._dout, queries=True)
-        for name, x in (("k", k), ("v", v)):
-            self.bind(name, _dense(x), queries=False)
-        for part, (start, stop) in enumerate(self._rows):
-            self.bind_part("rows", part, self.fresh(2, q.shape[0], q.shape[2], stop - start, dtype=self.wide))
-        self._sums: dict[str, torch.Tensor] = {}
-        for name, x, needed in zip(("dq", "dk", "dv"), (q, k, v), self.problem.needs_grad, strict=True):
+        self._dout, self._out, self._lse, self._dlse = dense(dout), out, lse, dlse
+        for name, x in (("q", q), ("dout", self._dout), ("k", k), ("v", v)):
+            self.bind_input(name, x)
+        batch, heads = self.problem.batch, self.problem.num_heads
+        for part, (start, stop) in enumerate(self.bounds(queries=True)):
+            self.bind_part("rows", part, self.fresh(2, batch, heads, stop - start, dtype=self.wide))
+        self.sums: dict[str, torch.Tensor] = {}
+        for name, needed in zip(("dq", "dk", "dv"), self.problem.needs_grad, strict=True):
             if needed:
-                self._sums[name] = torch.zeros(x.shape, dtype=self.wide, device=self._device)
-                self.bind(name, self._sums[name], queries=name == "dq")
-        self.ops = self.copies | {"backward": self._backward, "delta": self._delta, "zero": self._zero, "add": self._add}
+                self.sums[name] = torch.zeros(self.shape(name), dtype=self.wide, device=self._device)
+                self.bind(name, self.sums[name])
+        self.ops = self.copies | {"backward": self._backward, "delta": self.make_delta, "zero": self._zero, "add": self._add}
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """dq, dk, dv; the slots are let go first, and each sum as its gradient is cast."""
@@ -206,7 +217,7 @@ class BackwardRun(_Run):
         self.memory.clear()
         self._views.clear()
         self.tensors.clear()
-        dq, dk, dv = (self._sums.pop(name).to(self.plan.key.dtype) if name in self._sums else None for name in ("dq", "dk", "dv"))
+        dq, dk, dv = (self.sums.pop(name).to(self.plan.key.dtype) if name in self.sums else None for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
     def _backward(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: _Names, adds: _Names) -> None:
@@ -217,11 +228,14 @@ class BackwardRun(_Run):
             x["q"], x["k"], x["v"], x["dout"], lse, delta, tile, sums.get("dq"), sums.get("dk"), sums.get("dv")
         )  # fmt: skip
 
-    def _delta(self, part: int) -> None:
+    def make_delta(self, part: int) -> None:
         """What the backward needs of one part of this rank's queries, into its rows."""
-        start, stop = self._rows[part]
+        start, stop = self.bounds(queries=True)[part]
+        self.delta(start, stop, self.tensors[self.part_id("rows", part)])
+
+    def delta(self, start: int, stop: int, rows: torch.Tensor) -> None:
+        """lse and delta of some of this rank's queries into `rows`."""
         dlse = None if self._dlse is None else self._dlse[:, :, start:stop]
-        rows = self.tensors[self._ids["rows", part]]
         self.plan.kernel.delta(self._dout[:, start:stop], self._out[:, start:stop], self._lse[:, :, start:stop], dlse, rows)
 
     def _zero(self, part: int) -> None:
@@ -232,6 +246,6 @@ class BackwardRun(_Run):
         total += self.storage[arrived][: total.numel() * total.itemsize].view(total.dtype).view(total.shape)
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def dense(x: torch.Tensor) -> torch.Tensor:
     """Strided views are taken as they are; a broadcast (stride 0) or a last dimension that is not contiguous is copied."""
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()

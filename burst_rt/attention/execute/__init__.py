@@ -1,0 +1,19 @@
+"""Running a plan on tensors: one class for each kind of program and direction."""
+
+from typing import NamedTuple
+
+from burst_rt.attention.execute.hybrid import HybridBackwardRun, HybridForwardRun
+from burst_rt.attention.execute.ring import BackwardRun, ForwardRun
+from burst_rt.attention.strategies import Hybrid, Program, Ring
+
+__all__ = ["RUNS", "BackwardRun", "ForwardRun", "Runs"]
+
+
+class Runs(NamedTuple):
+    """What runs a kind of program."""
+
+    forward: type[ForwardRun]
+    backward: type[BackwardRun]
+
+
+RUNS: dict[type[Program], Runs] = {Ring: Runs(ForwardRun, BackwardRun), Hybrid: Runs(HybridForwardRun, HybridBackwardRun)}

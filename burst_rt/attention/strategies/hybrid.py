@@ -1,0 +1,236 @@
+"""All-to-all inside groups of ranks, a ring between the groups: heads are spread inside a group, the sequence over the groups.
+
+One group of all ranks is DeepSpeed-Ulysses (arXiv 2309.14509), several are USP (arXiv 2405.07719), groups of one rank are the plain ring.
+Group g is ranks g * size to g * size + size - 1, so that the all-to-all stays inside a node where the group fits in one.
+
+A rank packs, for every other member, that member's heads of its own tokens; one exchange later it has its own heads of the whole group's
+tokens, and the members run the ring as if their group were one rank with a part of the heads. Another exchange takes the results back. The
+backward does the same with dO, lse and delta beside q, k, v, and brings dq, dk, dv back in the inputs' type: their sums are complete then.
+
+Bytes a rank sends, with n tokens each, s bytes an input, a bytes a sum, U ranks a group, R groups, E = n x heads x head_dim, g query heads
+a kv head, full mask:
+
+* forward: (U - 1) / U x (2 s E + 2 s E / g + a n heads) and (R - 1) x 2 s E / g for the ring;
+* backward: (U - 1) / U x (2 s E + 2 s E / g + 2 a n heads, and s E for dq, s E / g each for dk and dv) and the ring's for E and E / g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from burst_rt.attention.layouts import Layout
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies.program import Footprint, on_query_side
+from burst_rt.attention.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
+from burst_rt.errors import InputError
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
+
+__all__ = ["Hybrid", "backward_hybrid", "forward_hybrid"]
+
+_Blocks = tuple[tuple[range, ...], ...]
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """A `Program`: the `problem` of all ranks, and the `ring` that a group's members run on the group's shard and their heads."""
+
+    problem: Problem
+    ring: Ring
+    group_size: int
+
+    @property
+    def forward(self) -> bool:
+        return self.ring.forward
+
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+        """See `Program.graph`."""
+        return _HybridBuilder(self, rank, lanes).build()
+
+    def __str__(self) -> str:
+        size = self.group_size
+        spread = f"heads are spread over {'all ranks' if size == self.problem.world_size else f'groups of {size} ranks'}"
+        return spread if size == self.problem.world_size else f"{spread}; between groups {self.ring}"
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """What goes from tokens spread to heads spread."""
+        return ("q", "k", "v") if self.forward else ("q", "dout", "rows", "k", "v")
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """What goes back."""
+        if self.forward:
+            return ("out", "lse")
+        return tuple(name for name, needed in zip(("dq", "dk", "dv"), self.problem.needs_grad, strict=True) if needed)
+
+    def token_bytes(self, name: str) -> int:
+        """Bytes on the wire of one token's share of a tensor, that is of one member's heads."""
+        inner = self.ring.problem
+        sizes = {"lse": inner.row_bytes // 2, "rows": inner.row_bytes}
+        return sizes.get(name, inner.q_token_bytes if on_query_side(name) else inner.kv_token_bytes)
+
+    def shard_len(self, name: str, rank: int) -> int:
+        """Tokens of a rank's shard, on the tensor's side."""
+        return sum(map(len, (self.problem.q_blocks if on_query_side(name) else self.problem.kv_blocks)[rank]))
+
+    def places(self, name: str, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Where a rank's blocks, in local order, stand in its group's shard: (block of the group, first token in it, length)."""
+        queries = on_query_side(name)
+        own = (self.problem.q_blocks if queries else self.problem.kv_blocks)[rank]
+        runs = (self.ring.problem.q_blocks if queries else self.ring.problem.kv_blocks)[rank // self.group_size]
+        return tuple(next((i, run.index(b[0]), len(b)) for i, run in enumerate(runs) if b[0] in run) for b in own if b)
+
+    def wire_bytes(self) -> int:
+        """Bytes that all ranks together send."""
+        others = self.group_size - 1
+        spread = sum(
+            others * self.shard_len(name, rank) * self.token_bytes(name)
+            for name in (*self.gathered, *self.returned)
+            for rank in range(self.problem.world_size)
+        )
+        return spread + self.group_size * self.ring.wire_bytes()
+
+    def footprint(self, rank: int) -> Footprint:
+        """See `Program.footprint`: the gathered tensors are copies, and so are results before they go back."""
+        inner = self.ring.footprint(rank // self.group_size)
+        members = range(rank - rank % self.group_size, rank - rank % self.group_size + self.group_size)
+        held = [name for name in (*self.gathered, *self.returned) if name not in ("rows", "lse")]
+        copies = sum(self.shard_len(name, member) * self.token_bytes(name) for name in held for member in members)
+        # lse and delta of the rank's own queries, before they are spread.
+        own_rows = 0 if self.forward else self.shard_len("rows", rank) * self.problem.row_bytes
+        return Footprint(inner.sums + own_rows, copies, inner.tile)
+
+    @cached_property
+    def number_of_groups(self) -> int:
+        return self.problem.world_size // self.group_size
+
+
+class _HybridBuilder:
+    """Builds one rank's graph. "x > 2" is what goes to member 2 of the group, "x < 2" what comes from it."""
+
+    def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...]) -> None:
+        self.hybrid, self.rank = hybrid, rank
+        size = hybrid.group_size
+        self.group, self.number = divmod(rank, size)
+        self.g = GraphBuilder(rank, hybrid.problem.world_size, lanes)
+        peers = [group * size + self.number for group in range(hybrid.number_of_groups)]
+        self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers)
+        self.local = {name: self.g.buffer(f"local {name}", initialised=True) for name in (*hybrid.gathered, *hybrid.returned)}
+
+    def build(self) -> Graph:
+        self.inner.agree()
+        if not self.hybrid.forward and self.hybrid.shard_len("rows", self.rank):
+            self.g.compute("delta", Op("delta", (0,)), accumulates=[self.local["rows"]])
+        # Tags 0 and 1; the ring's own begin at its `tags_per_hop`, which is more.
+        self._spread(self.hybrid.gathered, gather=True)
+        self.inner.go_round()
+        self._spread(self.hybrid.returned, gather=False)
+        return self.g.build()
+
+    def _spread(self, names: tuple[str, ...], *, gather: bool) -> None:
+        """One exchange of everything between the members. gather: from tokens spread to heads spread; else back."""
+        sends, recvs = [], []
+        for name in names:
+            whole = self._whole(name)
+            source, target = ([self.local[name]], whole) if gather else (whole, [self.local[name]])
+            # Both sides of a pair hold as many tokens as the one whose tokens they are.
+            for member in range(self.hybrid.group_size):
+                if member == self.number:
+                    if self.hybrid.shard_len(name, self.rank):
+                        self._copy("keep", name, Op("keep", (name, gather)), reads=source, accumulates=target)
+                    continue
+                peer = self.group * self.hybrid.group_size + member
+                out_of, into = (self.rank, peer) if gather else (peer, self.rank)
+                sent, received = (self.hybrid.shard_len(name, owner) * self.hybrid.token_bytes(name) for owner in (out_of, into))
+                if sent:
+                    part = self.g.buffer(f"{name} > {member}", size_bytes=sent)[0]
+                    self._copy(f"pack {member}", name, Op("pack", (name, gather, member, part.id)), reads=source, writes=[part])
+                    sends.append((part, peer))
+                if received:
+                    recvs.append((self.g.buffer(f"{name} < {member}", size_bytes=received)[0], peer))
+        if sends or recvs:
+            self.g.exchange("gather" if gather else "give back", sends=sends, recvs=recvs, tag=int(not gather), reads=[self.inner.agreed])
+        for part, peer in recvs:
+            name, member = part.buffer.split(" < ")[0], peer % self.hybrid.group_size
+            target = self._whole(name) if gather else [self.local[name]]
+            self._copy(f"unpack {member}", name, Op("unpack", (name, gather, member, part.id)), reads=[part], accumulates=target)
+
+    def _copy(self, verb: str, name: str, op: Op, **accesses: Sequence[Buffer | Part]) -> None:
+        cost = Cost(0, 2 * self.hybrid.shard_len(name, self.rank) * self.hybrid.token_bytes(name))
+        self.g.compute(f"{verb} {name}", op, cost=cost, **accesses)
+
+    def _whole(self, name: str) -> list[Buffer | Part]:
+        """What the ring calls the tensor."""
+        if name in ("out", "lse"):
+            return [self.inner.home_sums["state"]]
+        return [(self.inner.home | self.inner.own | self.inner.home_sums | self.inner.own_sums)[name]]
+
+
+@lru_cache(maxsize=64)
+def forward_hybrid(problem: Problem, group_size: int) -> Hybrid:
+    """The forward. Raises InputError where groups or heads do not divide."""
+    return Hybrid(problem, forward_ring(_inner(problem, group_size)), group_size)
+
+
+@lru_cache(maxsize=64)
+def backward_hybrid(problem: Problem, group_size: int, *, queries_travel: bool) -> Hybrid:
+    """The backward; `queries_travel` between the groups. Raises InputError where groups or heads do not divide."""
+    return Hybrid(problem, backward_ring(_inner(problem, group_size), queries_travel=queries_travel), group_size)
+
+
+def _inner(problem: Problem, size: int) -> Problem:
+    """The problem that each set of members with the same number solves: groups for ranks, a part of the heads."""
+    world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
+    if size < 1 or world % size:
+        raise InputError(f"all-to-all: groups must divide the world, got groups of {size} of {world} ranks; name a divisor: 'hybrid:N'")
+    if kv_heads % size:
+        raise InputError(
+            f"all-to-all: a group's {size} ranks share the heads, so {size} must divide the kv heads, got {kv_heads} (and {heads} query "
+            "heads); use smaller groups ('hybrid:N'), or a ring"
+        )
+    layouts = [
+        Layout(f"{layout.kind} in groups of {size}", layout.seq_len, world // size, _group_blocks(layout.blocks, size))
+        for layout in (problem.q_layout, problem.kv_layout)
+    ]
+    return Problem(
+        *layouts, problem.mask, problem.batch, heads // size, kv_heads // size, problem.head_dim, problem.input_bytes, problem.sum_bytes,
+        problem.needs_grad,
+    )  # fmt: skip
+
+
+def _group_blocks(blocks: _Blocks, size: int) -> _Blocks:
+    """The members' blocks in order of position, joined where they touch: as few as there can be, the same number in every group.
+
+    Two at least where there are several groups, so that gradient sums can travel block by block.
+    """
+    groups = [sorted((b for own in blocks[i : i + size] for b in own if b), key=lambda b: b.start) for i in range(0, len(blocks), size)]
+    joined = [_join(group) for group in groups]
+    count = max(1 if len(groups) == 1 else 2, *map(len, joined))
+    return tuple(tuple(_cut_up(runs, group, count)) for runs, group in zip(joined, groups, strict=True))
+
+
+def _join(blocks: list[range]) -> list[range]:
+    joined: list[range] = []
+    for block in blocks:
+        if joined and joined[-1].step == block.step == 1 and joined[-1].stop == block.start:
+            joined.append(range(joined.pop().start, block.stop))
+        else:
+            joined.append(block)
+    return joined
+
+
+def _cut_up(runs: list[range], blocks: list[range], count: int) -> list[range]:
+    """Cuts the longest run between two blocks, as near its middle as there is one, until there are enough; then empty ones follow."""
+    runs = list(runs)
+    while len(runs) < count:
+        longest = max(runs, key=len, default=range(0))
+        cuts = [b.start for b in blocks if b.start in longest and b.start != longest.start] if longest.step == 1 else []
+        if not cuts:
+            runs.append(range(0))
+            continue
+        cut = min(cuts, key=lambda c: abs(2 * c - longest.start - longest.stop))
+        at = runs.index(longest)
+        runs[at : at + 1] = [range(longest.start, cut), range(cut, longest.stop)]
+    return runs

@@ -1,0 +1,54 @@
+"""What a strategy makes of a problem: a program, that is the graphs of all ranks for one direction, and what they send and hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from burst_rt.attention.problem import Problem
+from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op
+
+__all__ = ["AGREE", "Footprint", "Program", "on_query_side"]
+
+# Every graph opens with this task; nothing is sent before it is done.
+AGREE = Op("agree")
+
+
+class Footprint(NamedTuple):
+    """What a rank holds beyond inputs, outputs and the buffers that its graph receives into, in bytes; and the largest tile.
+
+    sums: running state, gradient sums that are not outputs themselves, lse and delta. copies: of its own tensors, where they must be made.
+    tile: (batch, heads, kv_heads, head_dim, q_len, kv_len).
+    """
+
+    sums: int
+    copies: int
+    tile: tuple[int, int, int, int, int, int]
+
+
+def on_query_side(name: str) -> bool:
+    """Whether a tensor has a row for each query (else for each key)."""
+    return name in ("q", "dout", "rows", "out", "lse", "dq")
+
+
+class Program(Protocol):
+    """One direction of one strategy. Frozen and hashable; graphs hold names and numbers only."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed, over all ranks."""
+
+    @property
+    def forward(self) -> bool:
+        """Which direction."""
+
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+        """The graph of one rank. The lanes are those of its machine: HOST_LANES, DEVICE_LANES or NCCL_LANES."""
+
+    def wire_bytes(self) -> int:
+        """Bytes that all ranks together send."""
+
+    def footprint(self, rank: int) -> Footprint:
+        """See `Footprint`."""
+
+    def __str__(self) -> str:
+        """What travels, in words."""

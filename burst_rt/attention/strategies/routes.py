@@ -1,0 +1,111 @@
+"""Routes: in which order a block visits the ranks, and from whom each rank gets it.
+
+A block makes W - 1 steps; at step s each rank holds one block of everybody's number b, so that every rank has a tile to do at every step.
+`holder` says who has an owner's block at a step, `owner` the inverse, `onward` to which later steps the holder passes the bundle on. The
+sums that belong to a block follow it step by step and come home after the last: at step W the holder is the owner.
+
+| route | block of rank o at step s | passed on |
+|---|---|---|
+| `OneRing`, direction 1 | o + s | to the next rank |
+| `OneRing`, direction -1 | o - s | to the rank before |
+| `TwoLevel` | node + s // L, local number + s % L, of L ranks a node | inside the node; the first a node gets, also to the next node |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from burst_rt.errors import InputError
+
+__all__ = ["OneRing", "Route", "TwoLevel"]
+
+
+class Route(Protocol):
+    """See the module's text. Frozen and hashable. num_slots: receive buffers that the bundles take turns in."""
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots `slot` speaks of."""
+
+    def holder(self, owner: int, step: int, block: int) -> int:
+        """The rank that has block number `block` of `owner` at a step (0: the owner; W: the owner again)."""
+
+    def owner(self, rank: int, step: int, block: int) -> int:
+        """Whose block number `block` a rank has at a step."""
+
+    def onward(self, step: int) -> tuple[int, ...]:
+        """The later steps whose holder gets the bundle from the holder at this one."""
+
+    def slot(self, step: int) -> int:
+        """Where the bundle of a step (from 1 on) is received."""
+
+
+@dataclass(frozen=True)
+class OneRing:
+    """One ring of all ranks. directions: of each block, 1 (to the next rank) or -1 (to the rank before)."""
+
+    world_size: int
+    directions: tuple[int, ...]
+
+    @property
+    def num_slots(self) -> int:
+        return 2
+
+    def holder(self, owner: int, step: int, block: int) -> int:
+        return (owner + step * self.directions[block]) % self.world_size
+
+    def owner(self, rank: int, step: int, block: int) -> int:
+        return (rank - step * self.directions[block]) % self.world_size
+
+    def onward(self, step: int) -> tuple[int, ...]:
+        return (step + 1,) if step + 1 < self.world_size else ()
+
+    def slot(self, step: int) -> int:
+        return step % 2
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """Rings inside the nodes and rings between them (the double ring of LoongTrain, arXiv 2406.18485).
+
+    A rank passes what it got from another node on to the next node at once, and has `ranks_per_node` steps until it needs the next; what
+    comes from its own node has one step. Raises InputError where the nodes are not equally large.
+    """
+
+    world_size: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1 or self.world_size % self.ranks_per_node:
+            raise InputError(
+                f"two-level: the world must be whole nodes of the same size, got {self.world_size} ranks, {self.ranks_per_node} a node; "
+                "choose another strategy, or name the size: 'two-level:N'"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        return 4
+
+    def holder(self, owner: int, step: int, block: int) -> int:
+        return self._moved(owner, step)
+
+    def owner(self, rank: int, step: int, block: int) -> int:
+        return self._moved(rank, -step)
+
+    def onward(self, step: int) -> tuple[int, ...]:
+        local = self.ranks_per_node
+        # To the other node first: it is the longer way.
+        outer = (step + local,) if step % local == 0 and step + local < self.world_size else ()
+        return outer + ((step + 1,) if (step + 1) % local else ())
+
+    def slot(self, step: int) -> int:
+        node_step, local_step = divmod(step, self.ranks_per_node)
+        return local_step % 2 if local_step else 2 + node_step % 2
+
+    def _moved(self, rank: int, steps: int) -> int:
+        local = self.ranks_per_node
+        sign = 1 if steps >= 0 else -1
+        nodes, within = divmod(abs(steps) % self.world_size, local)
+        node, number = divmod(rank, local)
+        return (node + sign * nodes) * local % self.world_size + (number + sign * within) % local

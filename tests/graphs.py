@@ -1,0 +1,72 @@
+"""Problems, and the graphs of all ranks for them: what the tests of strategies share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from burst_rt import Causal, Full, Mask
+from burst_rt.attention.layouts import KINDS, make_layout
+from burst_rt.attention.masks import Relation
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies import Program, Ring, choose
+from burst_rt.scheduler import Graph
+
+__all__ = ["KIND_PAIRS", "MASKS", "SIZES", "as_ring", "bytes_of", "graphs_of", "other_rings", "problem"]
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """The query's own position and the 6 before it; FULL and EMPTY where that is certain."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        if kv[-1] < q[0] - 6 or kv[0] > q[-1]:
+            return Relation.EMPTY
+        return Relation.FULL if kv[0] >= q[-1] - 6 and kv[-1] <= q[0] else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # ints or tensors
+        return (kv_position <= q_position) & (kv_position >= q_position - 6)
+
+
+def problem(
+    q_len: int,
+    kv_len: int,
+    world_size: int,
+    *,
+    mask: Mask | None = None,
+    kinds: tuple[str, str] = ("zigzag", "zigzag"),
+    heads: tuple[int, int] = (2, 2),
+    head_dim: int = 16,
+    input_bytes: int = 4,
+    batch: int = 1,
+    needs_grad: tuple[bool, bool, bool] = (True, True, True),
+) -> Problem:
+    layouts = make_layout(kinds[0], q_len, world_size), make_layout(kinds[1], kv_len, world_size)
+    return Problem(*layouts, mask or Full(), batch, *heads, head_dim, input_bytes, max(input_bytes, 4), needs_grad)
+
+
+def other_rings(p: Problem) -> Iterator[Ring]:
+    """Both directions of what goes round in another way."""
+    for strategy in ("bidirectional", *(f"two-level:{n}" for n in range(1, p.world_size + 1) if p.world_size % n == 0)):
+        for forward in (True, False):
+            yield as_ring(choose(p, strategy, forward=forward).program)
+
+
+def as_ring(program: Program) -> Ring:
+    assert isinstance(program, Ring)
+    return program
+
+
+def graphs_of(program: Program) -> list[Graph]:
+    return [program.graph(rank) for rank in range(program.problem.world_size)]
+
+
+def bytes_of(graph: Graph) -> int:
+    return sum(m.size_bytes for task in graph.tasks for m in task.sends)
+
+
+# (q_len, kv_len, world): lengths that divide by nothing, shorter than the world, Sq != Skv both ways.
+SIZES = [(37, 37, 1), (48, 48, 2), (37, 37, 3), (64, 64, 4), (61, 61, 5), (3, 3, 5), (1, 1, 2), (20, 45, 3), (45, 20, 4), (70, 70, 8)]
+KIND_PAIRS = [(k, k) for k in KINDS] + [("zigzag", "contiguous"), ("contiguous", "striped")]
+MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(), "window": Window(), "both": Window() & Causal()}
