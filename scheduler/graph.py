@@ -10,7 +10,7 @@ A graph holds names and numbers only: no callable, no tensor. What an `Op` means
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -240,6 +240,11 @@ class GraphBuilder:
             raise InputError(f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, in one exchange")
         cost = Cost(0, sum(m.size_bytes for m in outgoing))
         return self._add(name, lane, None, read, written, (), outgoing, incoming, cost)
+
+    @property
+    def buffers(self) -> Mapping[str, Buffer]:
+        """What has been declared so far, by name."""
+        return self._buffers
 
     def build(self) -> Graph:
         """Freezes the graph; the builder may go on being used."""

@@ -133,8 +133,8 @@ class Planner:
         return plan
 
     def _make(self, key: PlanKey) -> Plan:
-        picked = pick(key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.kernel)
         choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
+        picked = pick(key.device, key.dtype, key.problem.head_dim, key.problem.mask, choice.kernel or key.kernel)
         world = key.problem.world_size
 
         def graph(rank: int) -> Graph:

@@ -1,7 +1,7 @@
 """Tile kernels and the registry that picks one.
 
-`naive` is the float64 spec and is taken only when asked for by name; `cpu` is torch's fused CPU attention; `triton` the project's own
-kernels for NVIDIA GPUs.
+`naive` is the float64 spec and `untiled` the same without its width: taken only when asked for by name. `cpu` is torch's fused CPU
+attention; `triton` the project's own kernels for NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from burst_rt.attention.masks import Mask
 from burst_rt.errors import InputError
 from burst_rt.kernels.base import Kernel, State, Tile, sum_dtype
 from burst_rt.kernels.cpu import CpuKernel
-from burst_rt.kernels.naive import NaiveKernel
+from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.kernels.triton import TritonKernel
 
 __all__ = ["KERNELS", "Kernel", "Picked", "State", "Tile", "pick", "sum_dtype"]
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuKernel(), NaiveKernel(), TritonKernel())}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuKernel(), NaiveKernel(), UntiledKernel(), TritonKernel())}
 
 
 class Picked(NamedTuple):

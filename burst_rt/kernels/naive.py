@@ -1,4 +1,5 @@
 """The spec: attention in float64, score matrix and all. Every other kernel is tested against this one; it is never chosen by itself.
+`UntiledKernel` is the same in the type of the sums: what local attention costs without tiles in fast memory (the paper's baseline).
 
 Forward:  s = scale * q k^T;  p = exp(s - m);  acc = p v;  l = rowsum(p)
 Backward: p = exp(s - lse);  dv = p^T dout;  ds = p * (dout v^T - delta);  dq = scale * ds k;  dk = scale * ds^T q
@@ -13,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from burst_rt.attention.masks import Mask, Piece
-from burst_rt.kernels.base import State, Tile, delta_rows
+from burst_rt.kernels.base import State, Tile, delta_rows, sum_dtype
 
-__all__ = ["NaiveKernel"]
+__all__ = ["NaiveKernel", "UntiledKernel", "dense_scores", "per_group", "per_head"]
 
 
 class NaiveKernel:
@@ -23,25 +24,30 @@ class NaiveKernel:
 
     name = "naive"
 
+    def work_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What inputs of a type are computed in."""
+        return torch.float64
+
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
         """Nothing is refused."""
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        work = self.work_dtype(q.dtype)
         if tile.first:
             state.start()
         for piece in tile.pieces:
             rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-            s = _scores(q, k, tile, piece, state.m.dtype)
+            s = dense_scores(q, k, tile, piece, work, state.m.dtype)
             acc, m, l = state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows]  # noqa: E741
-            m_new = torch.maximum(m.double(), s.amax(-1))
+            m_new = torch.maximum(m.to(work), s.amax(-1))
             safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
             p = torch.exp(s - safe[..., None])
-            old = torch.exp(m.double() - safe)
-            pv = p @ _heads(v[:, columns], q.shape[2])
-            acc.copy_(acc.double() * old.transpose(1, 2)[..., None] + pv.transpose(1, 2))
-            l.copy_(l.double() * old + p.sum(-1))
+            old = torch.exp(m.to(work) - safe)
+            pv = p @ per_head(v[:, columns], q.shape[2], work)
+            acc.copy_(acc.to(work) * old.transpose(1, 2)[..., None] + pv.transpose(1, 2))
+            l.copy_(l.to(work) * old + p.sum(-1))
             m.copy_(m_new)
         if tile.last:
             state.finish()
@@ -64,42 +70,53 @@ class NaiveKernel:
         dv: torch.Tensor | None,
     ) -> None:
         """See `Kernel.backward`."""
-        heads, kv_heads = q.shape[2], k.shape[2]
+        heads, kv_heads, work = q.shape[2], k.shape[2], self.work_dtype(q.dtype)
         for piece in tile.pieces:
             rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-            p = torch.exp(_scores(q, k, tile, piece, lse.dtype) - lse[:, :, rows].double()[..., None])
-            do = _heads(dout[:, rows], heads)
-            ds = p * (do @ _heads(v[:, columns], heads).mT - delta[:, :, rows].double()[..., None]) * tile.scale
+            p = torch.exp(dense_scores(q, k, tile, piece, work, lse.dtype) - lse[:, :, rows].to(work)[..., None])
+            do = per_head(dout[:, rows], heads, work)
+            ds = p * (do @ per_head(v[:, columns], heads, work).mT - delta[:, :, rows].to(work)[..., None]) * tile.scale
             if dq is not None:
-                dq[:, rows] += (ds @ _heads(k[:, columns], heads)).transpose(1, 2).to(dq.dtype)
+                dq[:, rows] += (ds @ per_head(k[:, columns], heads, work)).transpose(1, 2).to(dq.dtype)
             if dk is not None:
-                dk[:, columns] += _group(ds.mT @ _heads(q[:, rows], heads), kv_heads).to(dk.dtype)
+                dk[:, columns] += per_group(ds.mT @ per_head(q[:, rows], heads, work), kv_heads).to(dk.dtype)
             if dv is not None:
-                dv[:, columns] += _group(p.mT @ do, kv_heads).to(dv.dtype)
+                dv[:, columns] += per_group(p.mT @ do, kv_heads).to(dv.dtype)
 
     def scratch_bytes(
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
     ) -> int:
-        """About six score matrices in float64."""
-        return 48 * batch * num_heads * q_len * kv_len
+        """About six score matrices."""
+        return 6 * self.work_dtype(dtype).itemsize * batch * num_heads * q_len * kv_len
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, piece: Piece, rounded: torch.dtype) -> torch.Tensor:
+class UntiledKernel(NaiveKernel):
+    """See `Kernel`. float32 for 16- and 32-bit inputs, float64 for float64."""
+
+    name = "untiled"
+
+    def work_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of the sums."""
+        return sum_dtype(dtype)
+
+
+def dense_scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, piece: Piece, work: torch.dtype, rounded: torch.dtype) -> torch.Tensor:
+    """A piece's scores `[B, H, q, kv]` in the type to compute in, -inf where the mask hides; rounded to another before."""
     rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-    s: torch.Tensor = _heads(q[:, rows], q.shape[2]) @ _heads(k[:, columns], q.shape[2]).mT * tile.scale
-    s = s.to(rounded).double()
+    s: torch.Tensor = per_head(q[:, rows], q.shape[2], work) @ per_head(k[:, columns], q.shape[2], work).mT * tile.scale
+    s = s.to(rounded).to(work)
     seen = tile.visible(piece, rows, columns, q.device)
     if seen is not None:
         s = s.masked_fill(~seen, -torch.inf)
     return s
 
 
-def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[B, S, H, D] -> float64 [B, num_heads, S, D], kv heads repeated for their group."""
-    return x.double().transpose(1, 2).repeat_interleave(num_heads // x.shape[2], dim=1)
+def per_head(x: torch.Tensor, num_heads: int, work: torch.dtype) -> torch.Tensor:
+    """[B, S, H, D] -> [B, num_heads, S, D] in the type to compute in, kv heads repeated for their group."""
+    return x.to(work).transpose(1, 2).repeat_interleave(num_heads // x.shape[2], dim=1)
 
 
-def _group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def per_group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """[B, H, S, D] -> [B, S, num_kv_heads, D], summed over each group."""
     grouped: torch.Tensor = x.unflatten(1, (num_kv_heads, -1))
     return grouped.sum(2).transpose(1, 2)

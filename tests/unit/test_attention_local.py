@@ -109,18 +109,19 @@ def test_every_layout_and_strategy_in_every_world(world_size: int, kind: str, st
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
-@pytest.mark.parametrize("strategy", ["bidirectional", "two-level:2", "all-to-all", "hybrid:2", "hybrid:1"])
+@pytest.mark.parametrize("strategy", ["bidirectional", "two-level:2", "all-to-all", "hybrid:2", "ring-naive", "burst-untiled"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 4, 6])
 def test_every_other_strategy(world_size: int, kind: str, strategy: str, mask: Mask) -> None:
     number = int(strategy[-1]) if strategy[-1].isdecimal() else 1
     if world_size % number:
         with pytest.raises(InputError, match=r"divide|whole nodes"):
             attend_over_threads(world_size, Case(63, strategy=strategy))
         return
-    for case in (Case(63, heads=24, kv_heads=12), Case(5, heads=12, batch=2), Case(20, kv_len=45, heads=12, dtype=torch.bfloat16)):
-        case = case.but(mask=mask, kind=kind, strategy=strategy)
-        assert_right(attend_over_threads(world_size, case), truth_of(case), case.dtype)
+    # Layouts and masks take turns with shapes.
+    cases = (Case(63, heads=24, kv_heads=12), Case(5, heads=12, batch=2), Case(20, kv_len=45, heads=12, dtype=torch.bfloat16))
+    case = cases[(list(KINDS).index(kind) + isinstance(mask, Causal)) % 3].but(mask=mask, kind=kind, strategy=strategy)
+    assert_right(attend_over_threads(world_size, case), truth_of(case), case.dtype)
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from burst_rt.attention.execute.hybrid import HybridBackwardRun, HybridForwardRun
 from burst_rt.attention.execute.ring import BackwardRun, ForwardRun
-from burst_rt.attention.strategies import Hybrid, Program, Ring
+from burst_rt.attention.execute.ring_naive import RingNaiveBackwardRun, RingNaiveForwardRun
+from burst_rt.attention.strategies import Hybrid, Program, Ring, RingNaive
 
 __all__ = ["RUNS", "BackwardRun", "ForwardRun", "Runs"]
 
@@ -16,4 +17,8 @@ class Runs(NamedTuple):
     backward: type[BackwardRun]
 
 
-RUNS: dict[type[Program], Runs] = {Ring: Runs(ForwardRun, BackwardRun), Hybrid: Runs(HybridForwardRun, HybridBackwardRun)}
+RUNS: dict[type[Program], Runs] = {
+    Ring: Runs(ForwardRun, BackwardRun),
+    Hybrid: Runs(HybridForwardRun, HybridBackwardRun),
+    RingNaive: Runs(RingNaiveForwardRun, RingNaiveBackwardRun),
+}

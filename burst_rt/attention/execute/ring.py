@@ -19,9 +19,9 @@ from burst_rt.kernels import State, Tile, sum_dtype
 from burst_rt.machine import Machine
 from burst_rt.transport import Memory
 
-__all__ = ["BackwardRun", "ForwardRun", "Run", "dense"]
+__all__ = ["BackwardRun", "ForwardRun", "Names", "Run", "dense"]
 
-_Names = tuple[tuple[str, int], ...]
+Names = tuple[tuple[str, int], ...]
 
 
 class Run:
@@ -120,7 +120,7 @@ class Run:
             kv = (self.problem.kv_blocks[owner][block],)
         return Tile(pieces, q, kv, self.problem.mask, self.scale, self.progress)
 
-    def at(self, names: _Names, owner: int, block: int) -> dict[str, torch.Tensor]:
+    def at(self, names: Names, owner: int, block: int) -> dict[str, torch.Tensor]:
         """The tensors an operation names: bound ones as they are, slots as what their present owner's block looks like."""
         found = {}
         for name, part in names:
@@ -170,7 +170,7 @@ class ForwardRun(Run):
         self.out, self.lse = out, lse
         self.ops = self.copies | {"forward": self._forward, "finish": self._finish}
 
-    def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], first: bool, last: bool, reads: _Names, _: _Names) -> None:
+    def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], first: bool, last: bool, reads: Names, _: Names) -> None:
         x = self.at(reads, owner, block)
         tile = self.tile(owner, block, pieces)._replace(first=first, last=last)
         self.plan.kernel.forward(x["q"], x["k"], x["v"], tile, self.state)
@@ -220,7 +220,7 @@ class BackwardRun(Run):
         dq, dk, dv = (self.sums.pop(name).to(self.plan.key.dtype) if name in self.sums else None for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
-    def _backward(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: _Names, adds: _Names) -> None:
+    def _backward(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: Names, adds: Names) -> None:
         x, sums = self.at(reads, owner, block), self.at(adds, owner, block)
         lse, delta = x["rows"]
         tile = self.tile(owner, block, pieces)

@@ -9,6 +9,8 @@
 | `two-level:N` | K, V: inside nodes of N ranks, and between them | as `auto`, the same way |
 | `all-to-all` | Q, K, V, out | Q, K, V, dO, lse, delta, dQ, dK, dV |
 | `hybrid:N` | as `all-to-all` in groups of N ranks, as `auto` between them | the same |
+| `burst-untiled` | as `burst`, without tiles in fast memory: to compare with | the same |
+| `ring-naive` | K, then V; whole rows of scores are kept: to compare with | K, then V, dV, then K, dK |
 
 N may be left out: the ranks of a host, where all hosts have as many; in `hybrid` of those as many as can share the heads.
 
@@ -25,12 +27,13 @@ from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
 from burst_rt.attention.strategies.program import AGREE, Footprint, Program, on_query_side
 from burst_rt.attention.strategies.ring import Ring, backward_ring, forward_ring
+from burst_rt.attention.strategies.ring_naive import RingNaive, ring_naive
 from burst_rt.attention.strategies.routes import OneRing, Route, TwoLevel
 from burst_rt.errors import InputError
 
-__all__ = ["AGREE", "STRATEGIES", "Choice", "Footprint", "Hybrid", "Program", "Ring", "check_name", "choose", "on_query_side"]
+__all__ = ["AGREE", "STRATEGIES", "Choice", "Footprint", "Hybrid", "Program", "Ring", "RingNaive", "check_name", "choose", "on_query_side"]
 
-STRATEGIES = ("all-to-all", "auto", "bidirectional", "burst", "hybrid", "ring-kv", "two-level")
+STRATEGIES = ("all-to-all", "auto", "bidirectional", "burst", "burst-untiled", "hybrid", "ring-kv", "ring-naive", "two-level")
 # Those that take a number of ranks: "hybrid:4".
 _SIZED = ("hybrid", "two-level")
 # Which side travels in the backward of a ring: what it is called, and whether it is the queries.
@@ -38,11 +41,15 @@ _SIDES = {"ring-kv": False, "burst": True}
 
 
 class Choice(NamedTuple):
-    """The program taken, the strategy's name, and the bytes all ranks together would send with each candidate."""
+    """The program taken, the strategy's name, and the bytes all ranks together would send with each candidate.
+
+    kernel: the tile kernel that belongs to the strategy, if one does.
+    """
 
     program: Program
     strategy: str
     candidates: dict[str, int]
+    kernel: str | None = None
 
 
 def check_name(strategy: object) -> tuple[str, int | None]:
@@ -61,6 +68,8 @@ def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: in
     the first, `ring-kv` before `burst`, whose messages are fewer.
     """
     name, number = check_name(strategy)
+    if name == "burst-untiled":
+        return choose(problem, "burst", forward=forward)._replace(strategy=name, kernel="untiled")
     programs = dict(_programs(problem, name, number, forward, ranks_per_node))
     candidates = {label: program.wire_bytes() for label, program in programs.items()}
     taken = name if name in programs else min(candidates, key=candidates.__getitem__)
@@ -75,6 +84,9 @@ def _programs(problem: Problem, name: str, size: int | None, forward: bool, rank
         for side, queries in {"": False}.items() if forward else sides.items():
             program = forward_hybrid(problem, group) if forward else backward_hybrid(problem, group, queries_travel=queries)
             yield _label(name if name == "all-to-all" else f"hybrid:{group}", side), program
+        return
+    if name == "ring-naive":
+        yield name, ring_naive(problem, forward=forward)
         return
     for way, route in _routes(problem, name, size or ranks_per_node):
         if forward:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.problem import Problem
@@ -29,12 +30,13 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring"]
 
 # Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of head_dim: 2 for each product.
-_FLOPS = {"forward": 4, "backward": 10}
+_FLOPS = {"forward": 4, "backward": 10, "scores": 2, "weigh": 2, "probabilities": 2, "score gradients": 4, "products": 4}
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One ring: what travels, what stays, and what a tile does (`op`, "forward" or "backward"). A `Program`.
+    """One ring: what travels, what stays, and what a tile does (`op`, "forward" or "backward"; see `ring_naive` for
+    others). A `Program`.
 
     `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors that stay; `home_sums` what a tile adds
     into at home. `queries_travel` tells which side is which. `route`: which way round.
@@ -146,10 +148,11 @@ class Ring:
 class RingBuilder:
     """Adds one rank's part of a ring to a graph. Buffers are named after their tensors; slots carry the slot number: k0, k1.
 
-    rank: in the ring. ranks: what the ranks of the ring are in the world of the graph; None: the same.
+    rank: in the ring. ranks: what the ranks of the ring are in the world of the graph; None: the same. Messages' tags are from first_tag
+    up to below end_tag; buffers of the same name are shared by all rings of a graph.
     """
 
-    def __init__(self, ring: Ring, rank: int, g: GraphBuilder, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, ring: Ring, rank: int, g: GraphBuilder, ranks: Sequence[int] | None = None, first_tag: int = 0) -> None:
         problem = ring.problem
         self.ring, self.rank, self.world, self.route = ring, rank, problem.world_size, ring.route
         self.g, self.ranks = g, ranks or range(problem.world_size)
@@ -157,14 +160,15 @@ class RingBuilder:
         largest = [max(len(blocks[b]) for blocks in ring.travelling) for b in range(len(own))]
         # Tags of one hop: 0 for the bundle, 1 + b for the sums of block b.
         self.tags_per_hop = 1 + len(own)
-        self.agreed = self.g.buffer("agreed")
-        self.home = {name: self.g.buffer(name, initialised=True) for name in ring.home}
-        self.home_sums = {name: self.g.buffer(name, initialised=True) for name in ring.home_sums}
-        self.own = {name: self.g.buffer(name, parts=len(own), size_bytes=_each(own, size), initialised=True) for name, size in ring.bundle}
-        self.own_sums = {name: self.g.buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums}
+        self.first_tag, self.end_tag = first_tag, first_tag + self.world * self.tags_per_hop
+        self.agreed = self._buffer("agreed")
+        self.home = {name: self._buffer(name, initialised=True) for name in ring.home}
+        self.home_sums = {name: self._buffer(name, initialised=True) for name in ring.home_sums}
+        self.own = {name: self._buffer(name, parts=len(own), size_bytes=_each(own, size), initialised=True) for name, size in ring.bundle}
+        self.own_sums = {name: self._buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums}
 
         def slots(tensors: tuple[tuple[str, int], ...], number: int) -> dict[str, Buffer]:
-            return {name: self.g.buffer(f"{name}{number}", parts=len(own), size_bytes=_each(largest, size)) for name, size in tensors}
+            return {name: self._buffer(f"{name}{number}", parts=len(own), size_bytes=_each(largest, size)) for name, size in tensors}
 
         self.slots = [slots(ring.bundle, i) for i in range(self.route.num_slots)]
         self.sum_slots = [slots(ring.sums, i) for i in range(2)]
@@ -175,6 +179,9 @@ class RingBuilder:
             for block in range(len(own))
             if (pieces := ring.pieces(ring.travelling[self._owner(hop, block)][block], rank))
         }
+
+    def _buffer(self, name: str, **options: Any) -> Buffer:  # those of GraphBuilder.buffer
+        return self.g.buffers[name] if name in self.g.buffers else self.g.buffer(name, **options)
 
     def agree(self) -> None:
         """What every graph opens with."""
@@ -220,7 +227,7 @@ class RingBuilder:
                 recvs += self._messages(self.ring.bundle, self._bundle_at(onward), coming, block, hop)
         if sends or recvs:
             name = f"hop {hop}" if onward == hop + 1 else f"hop {hop} to {onward}"
-            self.g.exchange(name, sends=sends, recvs=recvs, tag=onward * self.tags_per_hop, reads=[self.agreed])
+            self.g.exchange(name, sends=sends, recvs=recvs, tag=self.first_tag + onward * self.tags_per_hop, reads=[self.agreed])
 
     def _messages(
         self, tensors: tuple[tuple[str, int], ...], buffers: dict[str, Buffer], owner: int, block: int, peer_hop: int
@@ -239,7 +246,8 @@ class RingBuilder:
         sends = self._messages(sums, self.sum_slots[hop % 2], here, block, hop + 1) if self._started(here, block, hop) else []
         recvs = self._messages(sums, self.sum_slots[(hop + 1) % 2], coming, block, hop) if self._started(coming, block, hop) else []
         if sends or recvs:
-            self.g.exchange(f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=hop * self.tags_per_hop + 1 + block, reads=[self.agreed])
+            tag = self.first_tag + hop * self.tags_per_hop + 1 + block
+            self.g.exchange(f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=tag, reads=[self.agreed])
 
     def _tile(self, hop: int, block: int) -> None:
         """The tile between the travelling block here at this hop and the shard at home."""

@@ -1,0 +1,99 @@
+"""RingAttention without tiles: K goes round and each rank keeps whole rows of scores, then V goes round.
+
+The baseline of the BurstAttention paper (arXiv 2403.09347, section 4), the ring of "Sequence Parallelism" (arXiv 2105.13120). It is here
+to be compared with: a rank holds n x N scores a head, in the type of the sums, so that memory grows with the square of the sequence.
+
+* forward: K round: scores; softmax of whole rows; V round: out. Sends K, V: 2 s E / g a hop.
+* backward: K round: the probabilities again, from lse; V round with dV: dV, and dS over the probabilities; K round with dK: dQ, dK.
+  Sends K, V, K, dV, dK: (3 s + 2 a) E / g a hop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies.program import Footprint
+from burst_rt.attention.strategies.ring import Ring, RingBuilder
+from burst_rt.attention.strategies.routes import OneRing
+from burst_rt.scheduler import HOST_LANES, Graph, GraphBuilder, Lane, Op
+
+__all__ = ["RingNaive", "ring_naive"]
+
+
+@dataclass(frozen=True)
+class RingNaive:
+    """A `Program`: rounds of the ring one after another, with the scores between them. Ops beside the rings' and "finish": "blank", which
+    fills the scores with no key seen, and "softmax"."""
+
+    problem: Problem
+    forward: bool
+    rounds: tuple[Ring, ...]
+
+    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+        """See `Program.graph`."""
+        g = GraphBuilder(rank, self.problem.world_size, lanes)
+        builders: list[RingBuilder] = []
+        for ring in self.rounds:
+            builders.append(RingBuilder(ring, rank, g, first_tag=builders[-1].end_tag if builders else 0))
+        first, *rest = builders
+        first.agree()
+        scores = first.home_sums["scores"]
+        if any(self.problem.q_blocks[rank]):
+            if not self.forward:
+                first.deltas()
+            g.compute("blank", Op("blank"), writes=[scores])
+        first.go_round()
+        if self.forward and any(self.problem.q_blocks[rank]):
+            g.compute("softmax", Op("softmax"), accumulates=[scores, rest[0].home_sums["state"]])
+        for builder in rest:
+            builder.go_round()
+        if self.forward and any(self.problem.q_blocks[rank]):
+            g.compute("finish", Op("finish"), accumulates=[rest[0].home_sums["state"]])
+        return g.build()
+
+    def wire_bytes(self) -> int:
+        """Bytes that all ranks together send."""
+        return sum(ring.wire_bytes() for ring in self.rounds)
+
+    @cached_property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """Where the keys of each owner's block stand in a row of scores."""
+        found, at = [], 0
+        for blocks in self.problem.kv_blocks:
+            row = []
+            for block in blocks:
+                row.append(at)
+                at += len(block)
+            found.append(tuple(row))
+        return tuple(found)
+
+    def footprint(self, rank: int) -> Footprint:
+        """See `Program.footprint`: scores of whole rows among the sums."""
+        problem = self.problem
+        inner = self.rounds[-1].footprint(rank)
+        q_len = sum(map(len, problem.q_blocks[rank]))
+        scores = problem.batch * problem.num_heads * q_len * problem.kv_layout.seq_len * problem.sum_bytes
+        return Footprint(inner.sums + scores, 2 * inner.copies, inner.tile)
+
+    def __str__(self) -> str:
+        return "; then ".join(map(str, self.rounds)) + "; whole rows of scores are kept"
+
+
+@lru_cache(maxsize=64)
+def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
+    """One direction. Gradients that are not needed are neither summed nor sent."""
+    kv, kv_sum = problem.kv_token_bytes, problem.kv_sum_bytes
+    needs_q, needs_k, needs_v = problem.needs_grad
+    route = OneRing(problem.world_size, (1,) * len(problem.kv_blocks[0]))
+    k, v = (("k", kv),), (("v", kv),)
+    if forward:
+        scores = Ring(problem, "scores", False, k, (), ("q",), ("scores",), route)
+        return RingNaive(problem, True, (scores, Ring(problem, "weigh", False, v, (), ("scores",), ("state",), route)))
+    dk, dv = ((("dk", kv_sum),) if needs_k else ()), ((("dv", kv_sum),) if needs_v else ())
+    rounds = [Ring(problem, "probabilities", False, k, (), ("q", "rows"), ("scores",), route)]
+    rounds.append(Ring(problem, "score gradients", False, v, dv, ("dout", "rows"), ("scores",), route))
+    if needs_k or needs_q:
+        rounds.append(Ring(problem, "products", False, k, dk, ("q", "scores"), ("dq",) if needs_q else (), route))
+    return RingNaive(problem, False, tuple(rounds))
