@@ -15,6 +15,7 @@ When an edge u -> v is satisfied depends on the lanes (see `Lane`):
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -61,6 +62,10 @@ TRANSITIONS: dict[tuple[State, str], State] = {
     (State.READY, "abandoned"): State.ABANDONED,
     (State.ISSUED, "abandoned"): State.ABANDONED,
 }
+_VERBS = sorted({verb for _, verb in TRANSITIONS})
+_NUM_VERBS = len(_VERBS)
+# The table as the engine looks it up: the new state, and the verb's number for the log.
+_STEPS = {(old, verb): (new, _VERBS.index(verb)) for (old, verb), new in TRANSITIONS.items()}
 
 
 class TaskDone(NamedTuple):
@@ -178,7 +183,8 @@ class Engine:
                 program.append(task)
         self._issued_of = [0] * len(lanes)
         self._num_left = len(graph.tasks)
-        self._log: list[tuple[int, str]] = []
+        # Every transition as task * _NUM_VERBS + verb: a world of a thousand ranks has millions of them.
+        self._log = array("q")
         self._started = False
         self._ended = False
         self._validate = validate
@@ -212,7 +218,7 @@ class Engine:
     def story(self, task: int) -> str:
         """What happened to a task so far, for an error message."""
         node = self.schedule.graph.tasks[task]
-        steps = [f"step {i}: {verb}" for i, (t, verb) in enumerate(self._log) if t == task]
+        steps = [f"step {i}: {_VERBS[entry % _NUM_VERBS]}" for i, entry in enumerate(self._log) if entry // _NUM_VERBS == task]
         before = [f"{p} ({self.state[p].name})" for p in self.schedule.graph.predecessors[task]]
         return f"task {task} {node.name!r} on lane {node.lane!r} is {self.state[task].name}; [{'; '.join(steps)}]; waits for {before}"
 
@@ -221,11 +227,11 @@ class Engine:
         return [t for t, state in enumerate(self.state) if state is State.ISSUED]
 
     def _move(self, task: int, verb: str) -> None:
-        new = TRANSITIONS.get((self.state[task], verb))
-        if new is None:
+        step = _STEPS.get((self.state[task], verb))
+        if step is None:
             raise InternalError(f"impossible transition {verb!r}: {self.story(task)}", task=self.schedule.graph.tasks[task].name)
-        self.state[task] = new
-        self._log.append((task, verb))
+        self.state[task], number = step
+        self._log.append(task * _NUM_VERBS + number)
 
     def _make_ready(self, task: int) -> None:
         self._move(task, "satisfied")

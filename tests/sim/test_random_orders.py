@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from sim.multirank import BusyPart, Deadlock, EmptyPart, Values, reference, simulate
 
 from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.masks import Causal, Full
@@ -18,7 +18,12 @@ from burst_rt.scheduler import (
     COMPUTE,
     CONTROL,
     NETWORK,
+    BusyPart,
     Cost,
+    Deadlock,
+    EmptyPart,
+    Engine,
+    Faults,
     Graph,
     GraphBuilder,
     Lane,
@@ -30,7 +35,10 @@ from burst_rt.scheduler import (
     check_world,
     critical_path,
     program_order,
+    reference,
+    rehearse,
 )
+from burst_rt.scheduler.payload import Values
 
 _WORK = Op("work")
 
@@ -51,6 +59,11 @@ _WORLDS_PER_BATCH = 150
 _ORDERS_PER_WORLD = 5
 _ORDERS_PER_RING = 40
 _ORDERS_PER_PLANTED_BUG = 300
+
+
+def _ended(schedules: Sequence[Schedule], order: int, *, validate: bool = False) -> Values:
+    """What all parts hold once tasks, messages and news have taken as long as the seed `order` says."""
+    return rehearse(schedules, Faults(order), engine=partial(Engine, validate=validate)).values
 
 
 def _shuffled(seed: int) -> Policy:
@@ -129,7 +142,7 @@ def test_random_worlds_give_the_result_of_program_order_in_every_order(batch: in
         expected = reference(graphs)
         for order in range(_ORDERS_PER_WORLD):
             schedules = _random_schedules(rng, graphs)
-            assert simulate(schedules, order, validate=order == 0) == expected, f"world {seed}, order {order}"
+            assert _ended(schedules, order, validate=order == 0) == expected, f"world {seed}, order {order}"
 
 
 # Not "few messages": two at a time may get through where one by one cannot, and the verifier plays the worst case.
@@ -145,9 +158,9 @@ def test_what_the_verifier_says_of_deadlocks_is_what_happens(machine: str) -> No
             schedules = _random_schedules(rng, graphs)
             if verdict.startswith("deadlock"):
                 with pytest.raises(Deadlock):
-                    simulate(schedules, order)
+                    _ended(schedules, order)
             elif not verdict:
-                simulate(schedules, order)
+                _ended(schedules, order)
     assert verdicts.count("") > 50
     assert sum(verdict.startswith("deadlock") for verdict in verdicts) > 20
     assert all("mix them up" in verdict for verdict in verdicts if verdict and not verdict.startswith("deadlock"))
@@ -190,7 +203,7 @@ def test_rings_give_the_result_of_program_order_in_every_order(world_size: int, 
             for order in range(_ORDERS_PER_RING):
                 # The policy that users get, and now and then any.
                 schedules = _random_schedules(rng, graphs) if order % 4 == 0 else [Schedule.of(graph) for graph in graphs]
-                assert simulate(schedules, order) == expected, f"ring {number} on {machine}, order {order}"
+                assert _ended(schedules, order) == expected, f"ring {number} on {machine}, order {order}"
 
 
 @pytest.mark.parametrize("machine", ["one core", "streams"])
@@ -198,7 +211,7 @@ def test_an_engine_of_a_ring_keeps_its_invariants_at_every_step(machine: str) ->
     for ring in _rings(3, "backward of ring-kv"):
         schedules = [Schedule.of(graph) for graph in _on(machine, ring)]
         for order in range(3):
-            simulate(schedules, order, validate=True)
+            _ended(schedules, order, validate=True)
 
 
 # The net: bugs planted in one rank's scheduler must show.
@@ -228,7 +241,7 @@ def _shows(schedules: Sequence[Schedule], expected: Values) -> bool:
     """Whether some order brings the planted bug to light."""
     for order in range(_ORDERS_PER_PLANTED_BUG):
         try:
-            if simulate(schedules, order) != expected:
+            if _ended(schedules, order) != expected:
                 return True
         except (BusyPart, EmptyPart, Deadlock):
             return True

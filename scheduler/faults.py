@@ -1,0 +1,283 @@
+"""Runs in which things go wrong, from a seed: the simulator with delays, stalled ranks and lost ranks.
+
+`rehearse` runs real engines on integer payloads (`payload.py`). Every task, message and piece of news takes as long as the seed says,
+spread over powers of ten, so that any order that hardware could show has its chance and tasks that outlast all others are common. Beside
+that a rank may stand still for a time or for ever, or be lost. The rules of who hears of it are those of the drivers:
+
+* a rank that is lost, or gives up, is gone; the others learn it a while later, and take it for `PeerLost` once they wait for that rank (or
+  for the agreement that opens a call);
+* a rank that has waited `stall_s` without any rank computing or anything of its own moving gives up with `Stalled` (`timeout_s` for the
+  agreement).
+
+However it goes, every run ends, and each rank that is still there has its right result or one of these two errors: `verdict` says so. A
+rank that needs nothing more of a lost one may well finish. What one seed gave it gives again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from burst_rt.errors import BurstError, Stalled
+from burst_rt.errors import PeerLost as PeerLostError
+from burst_rt.scheduler.engine import Engine, Event, PeerLost, Schedule, TaskFailed
+from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.payload import Memory, Values
+from burst_rt.scheduler.simulate import Happening, Kind, Side, SimulatedRank, Simulation, Transfer
+from burst_rt.scheduler.trace import Span
+
+__all__ = ["Faults", "Loss", "Rehearsal", "Stall", "rehearse", "verdict"]
+
+_NEVER_S = float("inf")
+# Delays lie between 10 ** _SHORTEST and 10 ** (_SHORTEST + _DECADES) seconds.
+_SHORTEST = -5.0
+_DECADES = 6.0
+# Far above all delays of a run together: who waits this long waits for something that never comes.
+_STALL_S = 1e6
+_TIMEOUT_S = 1e7
+
+
+@dataclass(frozen=True)
+class Stall:
+    """From at_s on, for for_s (infinite: for ever), nothing ends on the rank, it issues nothing and none of its messages moves."""
+
+    rank: int
+    at_s: float
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """At at_s the rank is no more."""
+
+    rank: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong in a run. seed: what all delays are drawn from. Without deadlines (infinite ones) a run may end in Deadlock."""
+
+    seed: int
+    stalls: tuple[Stall, ...] = ()
+    losses: tuple[Loss, ...] = ()
+    stall_s: float = _NEVER_S
+    timeout_s: float = _NEVER_S
+
+    @classmethod
+    def draw(cls, seed: int, world_size: int) -> Faults:
+        """Faults for a world: delays always; in half of the cases one or two ranks stand still or are lost as well."""
+        rng = random.Random(seed)
+        stalls, losses = [], []
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            # At the very start, or somewhere in the run.
+            rank, at_s = rng.randrange(world_size), rng.choice((_delay_s(rng), rng.uniform(0.0, 40.0)))
+            if rng.random() < 0.5:
+                losses.append(Loss(rank, at_s))
+            else:
+                stalls.append(Stall(rank, at_s, rng.choice((_delay_s(rng), 3 * _STALL_S, _NEVER_S))))
+        return cls(seed, tuple(stalls), tuple(losses), _STALL_S, _TIMEOUT_S)
+
+    @property
+    def harmless(self) -> bool:
+        """Whether all ranks have to finish all the same."""
+        return not self.losses and sum(stall.for_s for stall in self.stalls) < self.stall_s
+
+    def gone(self) -> set[int]:
+        """Ranks of which nothing is to be expected: lost, or stalled for ever."""
+        return {loss.rank for loss in self.losses} | {stall.rank for stall in self.stalls if stall.for_s == _NEVER_S}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """How a run went: what all parts hold, which ranks finished, what the others raised (None: nothing), all tasks that ended."""
+
+    values: Values
+    finished: tuple[bool, ...]
+    errors: tuple[BurstError | None, ...]
+    spans: tuple[list[Span], ...]
+
+
+def rehearse(
+    schedules: Sequence[Schedule],
+    faults: Faults,
+    hardware: Hardware | None = None,
+    *,
+    engine: Callable[[Schedule], Engine] = Engine,
+) -> Rehearsal:
+    """Runs `schedules[r]` on rank r under the faults; delays come on top of the hardware's times. Raises Deadlock, BusyPart, EmptyPart."""
+    run = _Run(schedules, faults, hardware, engine)
+    run.run()
+    return run.rehearsal()
+
+
+def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
+    """What is wrong with the way a run ended; empty where nothing is. `expected` is the graphs' `reference`."""
+    gone = faults.gone()
+    for rank, (values, finished, error) in enumerate(zip(rehearsal.values, rehearsal.finished, rehearsal.errors, strict=True)):
+        if finished and values != expected[rank]:
+            wrong = [part for part, (value, right) in enumerate(zip(values, expected[rank], strict=True)) if value != right]
+            return f"rank {rank} finished, and its parts {wrong} are wrong"
+        if not finished and faults.harmless:
+            return f"rank {rank} did not finish, and nothing kept it from it: {error}"
+        if not finished and rank not in gone and not isinstance(error, PeerLostError | Stalled):
+            return f"rank {rank} neither finished nor raised PeerLost or Stalled: {error!r}"
+    return ""
+
+
+# What happens beside the ends of tasks stands in the queue under these numbers in place of a task's: a rank hears what has ended, looks
+# whether it has waited too long, is lost, and learns that another one is gone.
+_HEAR, _LOOK, _LOSE, _LEARN = -1, -2, -3, -4
+
+
+class _Run(Simulation):
+    """One rehearsal."""
+
+    def __init__(
+        self, schedules: Sequence[Schedule], faults: Faults, hardware: Hardware | None, engine: Callable[[Schedule], Engine]
+    ) -> None:
+        super().__init__(schedules, hardware, seconds=None, engine=engine, spans=True)
+        self._rng = random.Random(faults.seed)
+        self._faults = faults
+        self._never_back = faults.gone()
+        self._memory = [Memory(schedule.graph) for schedule in schedules]
+        self._errors: list[BurstError | None] = [None] * len(schedules)
+        self._gone: dict[int, str] = {}  # rank -> why
+        self._knows_gone: list[set[int]] = [set() for _ in schedules]
+        self._num_working = [0] * len(schedules)
+        self._agreeing: list[int | None] = [None] * len(schedules)
+        self._heard_s = [0.0] * len(schedules)
+        self._worked_s = 0.0
+        for loss in faults.losses:
+            self._at(loss.at_s, (loss.rank, _LOSE, 0, 0, None))
+        if faults.stall_s < _NEVER_S:
+            for number in range(len(schedules)):
+                self._at(faults.stall_s, (number, _LOOK, 0, 0, None))
+
+    def rehearsal(self) -> Rehearsal:
+        """How it went."""
+        values = [memory.values for memory in self._memory]
+        return Rehearsal(values, tuple(rank.finished for rank in self._ranks), tuple(self._errors), self.result().spans)
+
+    def _should_end(self, rank: SimulatedRank) -> bool:
+        return rank.number not in self._gone and rank.number not in self._never_back
+
+    def _on_start(self, rank: SimulatedRank, task: int) -> float:
+        number, node = rank.number, rank.plan.tasks[task]
+        self._memory[number].claim(node)
+        kind = rank.plan.kind[task]
+        if kind is Kind.EXCHANGE or kind is Kind.AGREE:
+            if kind is Kind.AGREE:
+                self._agreeing[number] = task
+            # What it knew already it takes for PeerLost only now that it waits.
+            for other in sorted(self._knows_gone[number]):
+                self._at(self.now_s, (number, _LEARN, other, 0, None))
+            return 0.0
+        self._num_working[number] += 1
+        return _delay_s(self._rng)
+
+    def _on_match(self, send: Side, recv: Side) -> float:
+        return _delay_s(self._rng)
+
+    def _on_move(self, send: Side, recv: Side) -> None:
+        self._memory[recv[1].number].values[recv[3]] = self._memory[send[1].number].value(send[3])
+
+    def _on_end(self, rank: SimulatedRank, task: int) -> None:
+        memory, node = self._memory[rank.number], rank.plan.tasks[task]
+        kind = rank.plan.kind[task]
+        if kind is not Kind.EXCHANGE:
+            memory.compute(node)
+        memory.release(node)
+        if kind is Kind.AGREE:
+            self._agreeing[rank.number] = None
+        elif kind is not Kind.EXCHANGE:
+            self._num_working[rank.number] -= 1
+            self._worked_s = self.now_s
+
+    def _on_unheard(self, rank: SimulatedRank) -> None:
+        self._at(self.now_s + _delay_s(self._rng), (rank.number, _HEAR, 0, 0, None))
+
+    def _on_abort(self, rank: SimulatedRank, error: BurstError) -> None:
+        self._errors[rank.number] = error
+        self._leave(rank.number, "it gave up")
+
+    def _happen(self, happening: Happening) -> None:
+        number, task, third, _, _ = happening
+        if task == _LOSE:
+            if number not in self._gone and not self._ranks[number].finished:
+                self._leave(number, "it was lost")
+        elif (self._gone or self._faults.stalls) and self._held(happening):
+            return
+        elif task >= 0:
+            super()._happen(happening)
+        elif task == _HEAR:
+            self._hear(self._ranks[number])
+        elif task == _LOOK:
+            self._look(self._ranks[number])
+        else:
+            self._learn(self._ranks[number], third)
+
+    def _held(self, happening: Happening) -> bool:
+        """Whether a rank that it takes is gone or stands still; then it happens later, or never."""
+        *_, version, flow = happening
+        ranks = (flow.send[1].number, flow.recv[1].number) if isinstance(flow, Transfer) else (happening[0],)
+        if any(rank in self._gone for rank in ranks):
+            if flow is not None and version and version == flow.version:
+                self._traffic.leave(flow)
+            return True
+        until_s = max(map(self._stalled_until_s, ranks))
+        if self.now_s < until_s < _NEVER_S:
+            self._at(until_s, happening)
+        return until_s > self.now_s
+
+    def _hear(self, rank: SimulatedRank) -> None:
+        events, rank.unheard = rank.unheard, []
+        self._rng.shuffle(events)
+        self._heard_s[rank.number] = self.now_s
+        self._obey(rank, rank.engine.handle(events))
+
+    def _stalled_until_s(self, number: int) -> float:
+        now_s = self.now_s
+        ends = [stall.at_s + stall.for_s for stall in self._faults.stalls if stall.rank == number and stall.at_s <= now_s]
+        return max((end_s for end_s in ends if now_s < end_s), default=0.0)
+
+    def _leave(self, number: int, why: str) -> None:
+        self._gone[number] = why
+        for rank in self._ranks:
+            if rank.number != number and not rank.finished and rank.number not in self._gone:
+                self._at(self.now_s + _delay_s(self._rng), (rank.number, _LEARN, number, 0, None))
+
+    def _learn(self, rank: SimulatedRank, gone: int) -> None:
+        if rank.finished:
+            return
+        self._knows_gone[rank.number].add(gone)
+        waits_for = {m.peer for task in rank.num_open for m in (*rank.plan.tasks[task].sends, *rank.plan.tasks[task].recvs)}
+        if self._agreeing[rank.number] is not None or gone in waits_for:
+            self._tell(rank, PeerLost(gone, self._gone[gone]))
+
+    def _look(self, rank: SimulatedRank) -> None:
+        """Gives up if the rank has waited too long; else looks again when that could be."""
+        number, agreeing = rank.number, self._agreeing[rank.number]
+        if rank.finished:
+            return
+        waits_for = agreeing if agreeing is not None else min(rank.num_open, default=None)
+        if self._num_working[number] or rank.unheard:
+            self._at(self.now_s + self._faults.stall_s, (number, _LOOK, 0, 0, None))
+        elif waits_for is not None:
+            limit_s = self._faults.stall_s if agreeing is None else self._faults.timeout_s
+            working = any(n and one not in self._gone and self._stalled_until_s(one) <= self.now_s for one, n in enumerate(self._num_working))
+            due_s = limit_s + (self.now_s if working else max(self._heard_s[number], self._worked_s))
+            if due_s > self.now_s:
+                self._at(due_s, (number, _LOOK, 0, 0, None))
+            else:
+                name = rank.plan.tasks[waits_for].name
+                message = f"rank {number}: nothing moved for {limit_s:g} s in {name!r}"
+                self._tell(rank, TaskFailed(waits_for, Stalled(message, rank=number, task=name, elapsed_s=limit_s)))
+
+    def _tell(self, rank: SimulatedRank, event: Event) -> None:
+        self._obey(rank, rank.engine.handle([event]))
+
+
+def _delay_s(rng: random.Random) -> float:
+    return 10.0 ** (_SHORTEST + _DECADES * rng.random())

@@ -1,0 +1,181 @@
+"""What transfers share: resources, the flows on them, and which resources lie between two ranks of a machine.
+
+A resource divides its bandwidth equally among the flows on it; a flow goes at the least of its shares. What a flow leaves of a share because
+another resource holds it back is not given to the others: the rate of a flow then depends on its own resources only, and a world of a
+thousand ranks needs no global solution each time one transfer ends. Where all flows on a resource are alike, as in a ring, it is the same.
+Cores are a resource too: of seconds of work, of which a task takes at most one a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from burst_rt.errors import InputError
+from burst_rt.scheduler.hardware import Hardware, Link
+
+__all__ = ["Flow", "Network", "Path", "Resource", "Traffic"]
+
+
+class Resource:
+    """Something that flows share. `share`: what each flow on it gets now, in units a second."""
+
+    __slots__ = ("flows", "per_s", "share")
+
+    def __init__(self, per_s: float) -> None:
+        self.per_s = per_s
+        self.share = per_s
+        self.flows: dict[Flow, None] = {}
+
+
+class Flow:
+    """Something under way: `left` units at `rate` since `since_s`, over its resources; never faster than `limit`.
+
+    number: numbers all flows of a run. version: how often its rate has changed, so that an end foreseen earlier can be told from the last.
+    """
+
+    __slots__ = ("left", "limit", "number", "rate", "resources", "seen", "since_s", "version")
+
+    def __init__(self, number: int, amount: float, resources: tuple[Resource, ...], limit: float = float("inf")) -> None:
+        self.number = number
+        self.left = amount
+        self.resources = resources
+        self.limit = limit
+        self.rate = 0.0
+        self.since_s = 0.0
+        self.version = 0
+        self.seen = 0
+
+
+class Traffic:
+    """All flows under way. `join` and `leave` note what changes; `settle` then works out the new rates once for everything of one instant."""
+
+    def __init__(self) -> None:
+        self._changed: dict[Resource, None] = {}
+        self._round = 0
+
+    def join(self, flow: Flow) -> None:
+        """The flow starts."""
+        for resource in flow.resources:
+            flows = resource.flows
+            flows[flow] = None
+            resource.share = resource.per_s / len(flows)
+            self._changed[resource] = None
+
+    def leave(self, flow: Flow) -> None:
+        """The flow has ended, or is given up."""
+        for resource in flow.resources:
+            flows = resource.flows
+            del flows[flow]
+            if flows:
+                resource.share = resource.per_s / len(flows)
+                self._changed[resource] = None
+
+    def settle(self, now_s: float) -> list[Flow]:
+        """Brings all rates up to date; returns the flows whose rate is a new one, each with its new version."""
+        if not self._changed:
+            return []
+        self._round = stamp = self._round + 1
+        faster_or_slower = []
+        for resource in self._changed:
+            for flow in resource.flows:
+                if flow.seen == stamp:
+                    continue
+                flow.seen = stamp
+                rate = flow.limit
+                for one in flow.resources:
+                    if one.share < rate:
+                        rate = one.share
+                if rate != flow.rate:
+                    flow.left = max(0.0, flow.left - (now_s - flow.since_s) * flow.rate)
+                    flow.since_s = now_s
+                    flow.rate = rate
+                    flow.version += 1
+                    faster_or_slower.append(flow)
+        self._changed.clear()
+        return faster_or_slower
+
+
+# Seconds before the first byte, and what the bytes pass.
+Path = tuple[float, tuple[Resource, ...]]
+
+
+class Network:
+    """The resources of a machine with `world_size` ranks, node after node. Raises InputError where the machine has no way between nodes."""
+
+    def __init__(self, hardware: Hardware, world_size: int) -> None:
+        node, nics = hardware.node, hardware.nics
+        num_nodes = -(-world_size // node.ranks)
+        if num_nodes > 1 and nics is None:
+            raise InputError(
+                f"simulate: {world_size} ranks on {hardware.name!r} are {num_nodes} nodes of {node.ranks}, but its file has no [nics]; "
+                "add them, or simulate fewer ranks"
+            )
+        self._hardware = hardware
+        self._links = [_both_ways(node.link) for _ in range(world_size)]
+        self._host_links = self._links if node.host_link is None else [_both_ways(node.host_link) for _ in range(world_size)]
+        self._host_memory = [None if node.host_memory is None else _both_ways(node.host_memory) for _ in range(num_nodes)]
+        self._cores = [None if node.cores is None else Resource(node.cores) for _ in range(num_nodes)]
+        switch = node.switch
+        if switch is None:
+            self._switch_of: list[tuple[Resource, ...]] = [()] * world_size
+        else:
+            groups = -(-node.ranks // switch.ranks)
+            made = [Resource(switch.bytes_per_s * switch.efficiency) for _ in range(num_nodes * groups)]
+            self._switch_of = [
+                (made[rank // node.ranks * groups + rank % node.ranks // switch.ranks],) for rank in range(world_size)
+            ]
+        self._nics = [] if nics is None else [_both_ways(nics.link) for _ in range(num_nodes * nics.count)]
+        self._paths: dict[tuple[int, int, bool], Path] = {}
+        farthest = nics.link if nics is not None and num_nodes > 1 else node.link
+        # An allreduce of a few bytes by recursive doubling.
+        self.agree_s = (world_size - 1).bit_length() * farthest.latency_s
+
+    def between(self, source: int, destination: int, staged: bool) -> Path:
+        """The path of a message between two ranks' devices, or where `staged` between their hosts."""
+        key = source, destination, staged
+        path = self._paths.get(key)
+        if path is None:
+            path = self._paths[key] = self._find(source, destination, staged)
+        return path
+
+    def to_or_from_host(self, rank: int, to_host: bool) -> Path:
+        """The path of a copy between a rank's device and its host."""
+        node = self._hardware.node
+        out, into = self._host_links[rank]
+        return (node.host_link or node.link).latency_s, _once([out if to_host else into, *self._switch_of[rank]])
+
+    def cores(self, rank: int) -> Resource | None:
+        """What the rank's compute tasks share with others of its node; None: nothing."""
+        return self._cores[rank // self._hardware.node.ranks]
+
+    def _find(self, source: int, destination: int, staged: bool) -> Path:
+        node = self._hardware.node
+        here, there = source // node.ranks, destination // node.ranks
+        if here == there:
+            memory = self._host_memory[here]
+            if staged and memory is not None and node.host_memory is not None:
+                return node.host_memory.latency_s, memory[:1]
+            switches = self._switch_of[source] + self._switch_of[destination]
+            return node.link.latency_s, _once([self._links[source][0], *switches, self._links[destination][1]])
+        assert self._hardware.nics is not None
+        cards = [self._nic(source)[0], self._nic(destination)[1]]
+        latency_s = self._hardware.nics.link.latency_s
+        if staged:
+            return latency_s, _once(cards)
+        out, into = self._host_links[source][0], self._host_links[destination][1]
+        return latency_s, _once([out, *self._switch_of[source], *cards, *self._switch_of[destination], into])
+
+    def _nic(self, rank: int) -> tuple[Resource, Resource]:
+        node, nics = self._hardware.node, self._hardware.nics
+        assert nics is not None
+        return self._nics[rank // node.ranks * nics.count + rank % node.ranks * nics.count // node.ranks]
+
+
+def _both_ways(link: Link) -> tuple[Resource, Resource]:
+    """A link's way out and its way in: one and the same where it is half duplex."""
+    out = Resource(link.bytes_per_s * link.efficiency)
+    return out, out if link.duplex == "half" else Resource(link.bytes_per_s * link.efficiency)
+
+
+def _once(resources: Iterable[Resource]) -> tuple[Resource, ...]:
+    return tuple(dict.fromkeys(resources))

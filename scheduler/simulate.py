@@ -1,0 +1,493 @@
+"""The simulator: the real engines of all ranks under one virtual clock.
+
+Nothing of a run is left out but the work: the same graphs, policies and engines, and instead of devices and wires the times that a
+`Hardware` (or a function of one's own) says. Rules:
+
+* a task of a free lane starts when it is issued; on an ordered lane one runs at a time, in the order they were issued, each once the tasks
+  in `after` have ended;
+* a message starts when both sides are posted, takes its path's latency, and then flows over the path's resources (`network.py`);
+  an exchange has ended when all its messages have. On an ordered lane messages match by order alone;
+* a control task (operation "agree") ends on all ranks at once: when all have come to it, and the latency of an allreduce later;
+* a copy between device and host ("to host", "to device") flows like a message; anything else computes.
+
+One input has one result, bit for bit: what happens at one instant happens in the order of ranks and tasks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+from burst_rt.errors import BurstError, InputError, InternalError
+from burst_rt.scheduler.engine import Engine, Event, Finish, Instruction, Issue, Schedule, TaskDone
+from burst_rt.scheduler.graph import COMPUTE, Task
+from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.network import Flow, Network, Resource, Traffic
+from burst_rt.scheduler.trace import Span
+
+__all__ = [
+    "Deadlock", "Happening", "Kind", "RankTime", "Rotated", "Side", "Simulated", "SimulatedRank", "Simulation", "Transfer", "simulate",
+]  # fmt: skip
+
+
+class Deadlock(InternalError):
+    """Not every task has ended, and nothing can happen any more."""
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Rank 0's schedule on rank `shift` of a world in which all ranks do the same: its peers are rank 0's, `shift` further on, around."""
+
+    schedule: Schedule
+    shift: int
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """When a rank ended, how long it computed and did not, and what it sent."""
+
+    end_s: float
+    busy_s: float
+    idle_s: float
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated run. spans: of each rank its tasks as they ended; empty where none were asked for."""
+
+    ranks: tuple[RankTime, ...]
+    spans: tuple[list[Span], ...]
+
+    @property
+    def end_s(self) -> float:
+        """When the last rank ended."""
+        return max(rank.end_s for rank in self.ranks)
+
+
+def simulate(
+    schedules: Sequence[Schedule | Rotated],
+    hardware: Hardware | None = None,
+    *,
+    seconds: Callable[[Task], float] | None = None,
+    engine: Callable[[Schedule], Engine] = Engine,
+    spans: bool = False,
+) -> Simulated:
+    """Runs `schedules[r]` on rank r, for all ranks, and says how long it took.
+
+    hardware: without one, transfers take no time. seconds: what a computing task takes; without it what the hardware's device says, or
+    nothing. engine: makes each rank's engine. spans: keep them (one a task, of all ranks). Raises Deadlock, InputError, or what an engine
+    raises.
+    """
+    simulation = Simulation(schedules, hardware, seconds=seconds, engine=engine, spans=spans)
+    simulation.run()
+    return simulation.result()
+
+
+class Kind(IntEnum):
+    """What a task takes time for."""
+
+    WORK = 0
+    EXCHANGE = 1
+    AGREE = 2
+    COPY = 3
+
+
+_COPIES = ("to host", "to device")
+
+
+class Plan:
+    """What the simulation looks up of each task of a schedule; ranks with one schedule share it.
+
+    ordered: its ordered lane, or -1. messages: (outgoing, peer, tag, part, size_bytes), receives first, as drivers post them.
+    """
+
+    def __init__(self, schedule: Schedule, seconds: Callable[[Task], float]) -> None:
+        graph = schedule.graph
+        lanes = [name for name, lane in graph.lanes.items() if lane.ordered]
+        tasks = graph.tasks
+        self.schedule = schedule
+        self.tasks = tasks
+        self.num_ordered = len(lanes)
+        self.kind = [_kind(task) for task in tasks]
+        self.seconds = [seconds(task) if kind is Kind.WORK else 0.0 for task, kind in zip(tasks, self.kind, strict=True)]
+        self.ordered = [lanes.index(task.lane) if task.lane in lanes else -1 for task in tasks]
+        self.computes = [task.lane == COMPUTE.name for task in tasks]
+        self.to_host = [task.op is not None and task.op.name == "to host" for task in tasks]
+        # Messages of a graph that copies to the host are the host's.
+        self.staged = Kind.COPY in self.kind
+        self.messages = []
+        for task, ordered in zip(tasks, self.ordered, strict=True):
+            sides = [(False, *m) for m in task.recvs] + [(True, *m) for m in task.sends]
+            self.messages.append([(out, peer, 0 if ordered >= 0 else tag, part, size) for out, part, peer, tag, size in sides])
+
+
+def _kind(task: Task) -> Kind:
+    if task.is_exchange:
+        return Kind.EXCHANGE
+    assert task.op is not None
+    return Kind.AGREE if task.op.name == "agree" else Kind.COPY if task.op.name in _COPIES else Kind.WORK
+
+
+class SimulatedRank:
+    """One rank: its engine, what is under way, and what it has not heard of yet."""
+
+    __slots__ = (
+        "busy_s", "computing_since_s", "end_s", "ended", "engine", "finished", "issued_s", "num_agreed", "num_computing", "num_open",
+        "number", "plan", "queues", "running", "sent_bytes", "shift", "started_s", "unheard",
+    )  # fmt: skip
+
+    def __init__(self, number: int, plan: Plan, shift: int, engine: Engine) -> None:
+        self.number = number
+        self.plan = plan
+        self.shift = shift
+        self.engine = engine
+        self.unheard: list[Event] = []
+        self.finished = False
+        self.end_s = 0.0
+        self.busy_s = 0.0
+        self.computing_since_s = 0.0
+        self.num_computing = 0
+        self.num_agreed = 0
+        self.sent_bytes = 0
+        # Of each exchange under way the messages that have not moved.
+        self.num_open: dict[int, int] = {}
+        # Of each ordered lane the tasks issued and not ended; the first one runs once the tasks it waits for have ended.
+        self.queues: list[deque[tuple[int, tuple[int, ...]]]] = [deque() for _ in range(plan.num_ordered)]
+        self.running = [False] * plan.num_ordered
+        self.ended = bytearray(len(plan.tasks)) if plan.num_ordered else bytearray()
+        self.issued_s: dict[int, float] = {}
+        self.started_s: dict[int, float] = {}
+
+
+# One side of a message, posted: whether it sends, rank, task, part, bytes.
+Side: TypeAlias = "tuple[bool, SimulatedRank, int, int, int]"
+
+
+class Transfer(Flow):
+    """A message under way; its two sides."""
+
+    __slots__ = ("recv", "send")
+
+    def __init__(self, number: int, resources: tuple[Resource, ...], send: Side, recv: Side) -> None:
+        super().__init__(number, send[4], resources)
+        self.send = send
+        self.recv = recv
+
+
+class _Work(Flow):
+    """A task under way that shares something: cores, or the way to the host."""
+
+    __slots__ = ("rank", "task")
+
+    def __init__(self, number: int, amount: float, resources: tuple[Resource, ...], limit: float, rank: SimulatedRank, task: int) -> None:
+        super().__init__(number, amount, resources, limit)
+        self.rank = rank
+        self.task = task
+
+
+# Rank, task, flow's number and version (the four order what happens at one instant), and the flow: None where a task ends of itself.
+Happening: TypeAlias = "tuple[int, int, int, int, Flow | None]"
+
+
+class Simulation:
+    """All ranks and the queue of what happens next. A class of its own so that `faults` can put its hands in: see the methods `_on_...`."""
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule | Rotated],
+        hardware: Hardware | None,
+        *,
+        seconds: Callable[[Task], float] | None,
+        engine: Callable[[Schedule], Engine],
+        spans: bool,
+    ) -> None:
+        if seconds is None:
+            seconds = _no_time if hardware is None else hardware.device.seconds
+        self._world_size = len(schedules)
+        plans: dict[int, Plan] = {}
+        self._ranks: list[SimulatedRank] = []
+        for number, given in enumerate(schedules):
+            schedule, shift = (given.schedule, given.shift) if isinstance(given, Rotated) else (given, 0)
+            graph = schedule.graph
+            if graph.world_size != len(schedules) or (graph.rank + shift) % graph.world_size != number:
+                raise InputError(
+                    f"simulate: expected a schedule for each rank of a world, in order; got at place {number} of {len(schedules)} "
+                    f"that of rank {graph.rank} of {graph.world_size}, {shift} further on"
+                )
+            if id(schedule) not in plans:
+                plans[id(schedule)] = Plan(schedule, seconds)
+            self._ranks.append(SimulatedRank(number, plans[id(schedule)], shift, engine(schedule)))
+        self._network = None if hardware is None else Network(hardware, len(schedules))
+        self._traffic = Traffic()
+        self._spans: list[list[Span]] | None = [[] for _ in schedules] if spans else None
+        self.now_s = 0.0
+        # What happens at each instant to come; the heap holds each instant once.
+        self._times: list[float] = []
+        self._agenda: dict[float, list[Happening]] = {}
+        # Ranks that hear of something at this instant.
+        self._hearing: list[SimulatedRank] = []
+        self._num_flows = 0
+        # Sides of messages that wait for the other one, by source, destination and tag.
+        self._posted: dict[tuple[int, int, int], deque[Side]] = {}
+        self._entered: list[list[tuple[SimulatedRank, int]]] = []
+
+    def run(self) -> None:
+        """Runs all ranks to their end. Raises Deadlock."""
+        for rank in self._ranks:
+            self._obey(rank, rank.engine.start())
+        self._settle()
+        times, agenda = self._times, self._agenda
+        while times:
+            self.now_s = heapq.heappop(times)
+            batch = agenda.pop(self.now_s)
+            if len(batch) > 1:
+                batch.sort()
+            for happening in batch:
+                self._happen(happening)
+            if self._hearing:
+                self._hear_all()
+            self._settle()
+        stuck = [rank for rank in self._ranks if not rank.finished and self._should_end(rank)]
+        if stuck:
+            raise Deadlock("; ".join(self._stuck(rank) for rank in stuck[:4]), rank=stuck[0].number)
+
+    def result(self) -> Simulated:
+        """What `simulate` returns."""
+        times = tuple(RankTime(rank.end_s, rank.busy_s, rank.end_s - rank.busy_s, rank.sent_bytes) for rank in self._ranks)
+        return Simulated(times, tuple(self._spans or ()))
+
+    def _stuck(self, rank: SimulatedRank) -> str:
+        tasks = rank.plan.tasks
+        return f"rank {rank.number} never ends {[tasks[t].name for t in rank.engine.unfinished()][:4]}"
+
+    # What `faults` changes.
+
+    def _on_start(self, rank: SimulatedRank, task: int) -> float:
+        """The task starts; returns how much longer it takes."""
+        return 0.0
+
+    def _on_match(self, send: Side, recv: Side) -> float:
+        """Both sides of a message are posted; returns how much later it leaves."""
+        return 0.0
+
+    def _on_move(self, send: Side, recv: Side) -> None:
+        """The message has arrived."""
+
+    def _on_end(self, rank: SimulatedRank, task: int) -> None:
+        """The task has ended."""
+
+    def _on_unheard(self, rank: SimulatedRank) -> None:
+        """There is something for the rank to hear."""
+        self._hearing.append(rank)
+
+    def _on_abort(self, rank: SimulatedRank, error: BurstError) -> None:
+        """The rank's engine gives up."""
+        raise error
+
+    def _should_end(self, rank: SimulatedRank) -> bool:
+        """Whether it is a defect that the rank has not finished."""
+        return True
+
+    # What happens.
+
+    def _at(self, time_s: float, happening: Happening) -> None:
+        batch = self._agenda.get(time_s)
+        if batch is None:
+            self._agenda[time_s] = [happening]
+            heapq.heappush(self._times, time_s)
+        else:
+            batch.append(happening)
+
+    def _happen(self, happening: Happening) -> None:
+        number, task, _, version, flow = happening
+        if flow is None:
+            self._end(self._ranks[number], task)
+        elif version != flow.version:
+            return  # its rate has changed since
+        elif not version and flow.resources:
+            flow.since_s = self.now_s
+            self._traffic.join(flow)
+        else:
+            self._traffic.leave(flow)
+            self._arrive(flow)
+
+    def _settle(self) -> None:
+        now_s = self.now_s
+        for flow in self._traffic.settle(now_s):
+            number, task = _owner(flow)
+            self._at(now_s + flow.left / flow.rate, (number, task, flow.number, flow.version, flow))
+
+    def _hear_all(self) -> None:
+        hearing, self._hearing = self._hearing, []
+        if len(hearing) > 1:
+            hearing.sort(key=_number)
+        for rank in hearing:
+            self._hear(rank)
+
+    def _hear(self, rank: SimulatedRank) -> None:
+        """The rank hears of all that has ended so far."""
+        events, rank.unheard = rank.unheard, []
+        if len(events) > 1:
+            events.sort()
+        self._obey(rank, rank.engine.handle(events))
+
+    def _obey(self, rank: SimulatedRank, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Issue):
+                task, after = instruction
+                if self._spans is not None:
+                    rank.issued_s[task] = self.now_s
+                lane = rank.plan.ordered[task]
+                if lane < 0:
+                    self._start(rank, task)
+                else:
+                    rank.queues[lane].append((task, after))
+                    self._try_first(rank, lane)
+            elif isinstance(instruction, Finish):
+                rank.finished = True
+                rank.end_s = self.now_s
+            else:
+                self._on_abort(rank, instruction.error)
+
+    def _try_first(self, rank: SimulatedRank, lane: int) -> None:
+        queue = rank.queues[lane]
+        if queue and not rank.running[lane]:
+            task, after = queue[0]
+            for other in after:
+                if not rank.ended[other]:
+                    return
+            rank.running[lane] = True
+            self._start(rank, task)
+
+    def _start(self, rank: SimulatedRank, task: int) -> None:
+        plan = rank.plan
+        more_s = self._on_start(rank, task)
+        if self._spans is not None:
+            rank.started_s[task] = self.now_s
+        if plan.computes[task]:
+            if not rank.num_computing:
+                rank.computing_since_s = self.now_s
+            rank.num_computing += 1
+        kind = plan.kind[task]
+        if kind is Kind.EXCHANGE:
+            messages = plan.messages[task]
+            rank.num_open[task] = len(messages)
+            for outgoing, peer, tag, part, size in messages:
+                self._post((outgoing, rank, task, part, size), (peer + rank.shift) % self._world_size, tag)
+        elif kind is Kind.AGREE:
+            self._enter(rank, task)
+        elif self._network is not None and kind is Kind.COPY:
+            latency_s, resources = self._network.to_or_from_host(rank.number, plan.to_host[task])
+            size = plan.tasks[task].cost.size_bytes
+            self._launch(_Work(self._next_flow(), size, resources, float("inf"), rank, task), latency_s + more_s)
+        else:
+            cores = None if self._network is None else self._network.cores(rank.number)
+            if cores is None:
+                self._at(self.now_s + plan.seconds[task] + more_s, (rank.number, task, 0, 0, None))
+            else:
+                self._launch(_Work(self._next_flow(), plan.seconds[task], (cores,), 1.0, rank, task), more_s)
+
+    def _enter(self, rank: SimulatedRank, task: int) -> None:
+        """The rank comes to its next control task; the last one to come lets all go on."""
+        if rank.num_agreed == len(self._entered):
+            self._entered.append([])
+        entered = self._entered[rank.num_agreed]
+        rank.num_agreed += 1
+        entered.append((rank, task))
+        if len(entered) == self._world_size:
+            when_s = self.now_s + (0.0 if self._network is None else self._network.agree_s)
+            for one, its in entered:
+                self._at(when_s, (one.number, its, 0, 0, None))
+
+    def _post(self, side: Side, peer: int, tag: int) -> None:
+        outgoing, rank = side[0], side[1].number
+        key = (rank, peer, tag) if outgoing else (peer, rank, tag)
+        waiting = self._posted.get(key)
+        if waiting is None:
+            self._posted[key] = deque((side,))
+        elif waiting[0][0] == outgoing:
+            waiting.append(side)
+        else:
+            other = waiting.popleft()
+            if not waiting:
+                del self._posted[key]
+            self._match(side, other) if outgoing else self._match(other, side)
+
+    def _match(self, send: Side, recv: Side) -> None:
+        more_s = self._on_match(send, recv)
+        latency_s, resources = 0.0, ()
+        if self._network is not None:
+            latency_s, resources = self._network.between(send[1].number, recv[1].number, send[1].plan.staged)
+        self._launch(Transfer(self._next_flow(), resources, send, recv), latency_s + more_s)
+
+    def _next_flow(self) -> int:
+        self._num_flows += 1
+        return self._num_flows
+
+    def _launch(self, flow: Flow, latency_s: float) -> None:
+        """Lets a flow join the others `latency_s` from now; one without resources arrives then."""
+        if latency_s or not flow.resources:
+            number, task = _owner(flow)
+            self._at(self.now_s + latency_s, (number, task, flow.number, 0, flow))
+        else:
+            flow.since_s = self.now_s
+            self._traffic.join(flow)
+
+    def _arrive(self, flow: Flow) -> None:
+        if isinstance(flow, _Work):
+            self._end(flow.rank, flow.task)
+            return
+        assert isinstance(flow, Transfer)
+        self._on_move(flow.send, flow.recv)
+        flow.send[1].sent_bytes += flow.send[4]
+        for _, rank, task, _, _ in (flow.send, flow.recv):
+            left = rank.num_open[task] - 1
+            if left:
+                rank.num_open[task] = left
+            else:
+                del rank.num_open[task]
+                self._end(rank, task)
+
+    def _end(self, rank: SimulatedRank, task: int) -> None:
+        plan = rank.plan
+        if plan.computes[task]:
+            rank.num_computing -= 1
+            if not rank.num_computing:
+                rank.busy_s += self.now_s - rank.computing_since_s
+        self._on_end(rank, task)
+        if self._spans is not None:
+            node = plan.tasks[task]
+            times = rank.issued_s.pop(task), rank.started_s.pop(task), self.now_s
+            self._spans[rank.number].append(Span(task, node.name, node.lane, *times, node.cost.size_bytes, node.cost.flops))
+        if not rank.unheard:
+            self._on_unheard(rank)
+        rank.unheard.append(TaskDone(task))
+        if plan.num_ordered:
+            rank.ended[task] = 1
+            lane = plan.ordered[task]
+            if lane >= 0:
+                rank.queues[lane].popleft()
+                rank.running[lane] = False
+            for lane in range(plan.num_ordered):
+                self._try_first(rank, lane)
+
+
+def _owner(flow: Flow) -> tuple[int, int]:
+    """The rank and task that a flow's events count as: a message is its receiver's."""
+    if isinstance(flow, Transfer):
+        return flow.recv[1].number, flow.recv[2]
+    assert isinstance(flow, _Work)
+    return flow.rank.number, flow.task
+
+
+def _number(rank: SimulatedRank) -> int:
+    return rank.number
+
+
+def _no_time(task: Task) -> float:
+    return 0.0

@@ -1,0 +1,109 @@
+"""Machine files: the shipped ones say what they should, a written one is read back the same, a wrong one is refused by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from burst_rt.errors import ConfigError, InputError
+from burst_rt.scheduler import Cost, GraphBuilder, Op, load_hardware
+from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node, Rate, Switch
+
+_SHIPPED = ["a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"]
+_RATE = Rate(launch_s=1e-6, flops_per_s=1e12, bytes_per_s=1e11, efficiency=0.5)
+_LINK = Link(latency_s=0.0, bytes_per_s=1e10, efficiency=0.75, duplex="half")
+_BARE = Hardware('a "bare" machine', Device(1 << 30, _RATE, replace(_RATE, efficiency=0.1), replace(_RATE, launch_s=0.0)), Node(2, _LINK))
+_FULL = replace(_BARE, node=Node(4, _LINK, 2, Switch(2, 3e9, 1.0), _LINK, replace(_LINK, duplex="full")), nics=Nics(2, _LINK))
+
+
+def test_the_package_holds_the_shipped_files() -> None:
+    files = resources.files("burst_rt.scheduler").joinpath("hardware").iterdir()
+    assert sorted(file.name for file in files) == [f"{name}.toml" for name in _SHIPPED]
+
+
+@pytest.mark.parametrize("name", _SHIPPED)
+def test_every_number_of_a_shipped_file_says_where_it_is_from(name: str) -> None:
+    text = resources.files("burst_rt.scheduler").joinpath("hardware", f"{name}.toml").read_text(encoding="utf-8")
+    sources = set(re.findall(r"^#   ([A-Z]): .{20,}", text, re.MULTILINE))
+    numbers = [line for line in text.splitlines() if re.match(r"\w+ = [\d.]", line)]
+    assert len(numbers) > 20
+    assert all((found := re.search(r"  # ([A-Z]): ", line)) and found[1] in sources for line in numbers)
+
+
+@pytest.mark.parametrize("name", _SHIPPED)
+def test_a_shipped_machine_loads(name: str) -> None:
+    machine = load_hardware(name)
+    assert machine.name == name
+    assert machine.device.memory_bytes >= 80e9
+    assert machine.device.forward.efficiency > machine.device.backward.efficiency
+
+
+def test_figures_that_tell_the_shipped_machines_apart() -> None:
+    # H100: 1,979 TFLOP/s with sparsity; NVLink 900 GB/s both ways; eight cards of 400 Gb/s.
+    machine = load_hardware("h100-sxm")
+    assert machine.device.forward.flops_per_s == 1979e12 / 2
+    assert machine.node.link.bytes_per_s == 900e9 / 2
+    assert machine.nics is not None
+    assert machine.nics.count * machine.nics.link.bytes_per_s * 8 == 8 * 400e9
+    assert load_hardware("h200-sxm").device.forward.bytes_per_s == 4.8e12
+    # PCIe has no link but the bus, and all peers meet in its root.
+    pcie = load_hardware("a100-pcie").node
+    assert pcie.host_link is None
+    assert pcie.switch is not None
+
+
+@pytest.mark.parametrize("machine", [_BARE, _FULL, *map(load_hardware, _SHIPPED)], ids=lambda machine: machine.name)
+def test_what_is_written_is_read_back_the_same(machine: Hardware, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(machine.to_toml(), encoding="utf-8")
+    assert load_hardware(path) == machine
+    assert load_hardware(str(path)) == machine
+
+
+def test_a_task_takes_launch_plus_arithmetic_plus_memory() -> None:
+    g = GraphBuilder(0, 1)
+    out = g.buffer("out")
+    for name in ("forward", "backward", "add"):
+        g.compute(name, Op(name), writes=[out], cost=Cost(flops=2 * 10**12, size_bytes=3 * 10**11))
+    # 2 s of arithmetic and 3 s of memory, at half the nominal rate, or a tenth.
+    times = [_BARE.device.seconds(task) for task in g.build().tasks]
+    assert times == [1e-6 + 10.0, 1e-6 + 50.0, 10.0]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(InputError, match=r"\['a100-pcie', .*\] or the path of a TOML file, got 'b9000'"):
+        load_hardware("b9000")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ranks = 2", "ranks = 0", "node.ranks: expected more than 0, got 0"),
+        ("ranks = 2", "ranks = 2.5", r"node.ranks: expected an integer, got 2\.5"),
+        ("ranks = 2", "ranks = true", "node.ranks: expected an integer, got True"),
+        ("ranks = 2", "", "'node.ranks' is missing; expected an integer"),
+        ("ranks = 2", "ranks = 2\nrank = 2", "unknown field 'node.rank'; expected .*'ranks'"),
+        ("efficiency = 0.75", "efficiency = -1", "node.link.efficiency: expected more than 0, got -1"),
+        ("efficiency = 0.75", "efficiency = nan", "node.link.efficiency: expected a number, got nan"),
+        ("efficiency = 0.75", 'efficiency = "0.75"', "node.link.efficiency: expected a number, got '0.75'"),
+        ("latency_s = 0.0", "latency_s = -0.5", r"node.link.latency_s: expected at least 0, got -0\.5"),
+        ('duplex = "half"', 'duplex = "both"', "node.link.duplex: expected 'full' or 'half', got 'both'"),
+        ("[device.backward]", "[device.sideways]", "unknown field 'device.sideways'"),
+        ("[node]", "[[node]]", "node: expected a table"),
+        ("[node]", "[node", "expected TOML"),
+        ("name =", "nome =", "unknown field 'nome'"),
+        (r"name = ", 'name = ""  # ', "name: expected a string that is not empty, got ''"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_place_and_what_is_expected(old: str, new: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    text = _BARE.to_toml()
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_hardware(path)
+    assert str(path) in str(caught.value)
