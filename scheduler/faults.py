@@ -126,9 +126,9 @@ def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
     return ""
 
 
-# What happens beside the ends of tasks stands in the queue under these numbers in place of a task's: a rank hears what has ended, looks
-# whether it has waited too long, is lost, and learns that another one is gone.
-_HEAR, _LOOK, _LOSE, _LEARN = -1, -2, -3, -4
+# What happens beside the ends of tasks stands in the queue under these numbers in place of a task's: a rank enters the run, hears what has
+# ended, looks whether it has waited too long, is lost, and learns that another one is gone.
+_ENTER, _HEAR, _LOOK, _LOSE, _LEARN = -1, -2, -3, -4, -5
 
 
 class _Run(Simulation):
@@ -151,9 +151,6 @@ class _Run(Simulation):
         self._worked_s = 0.0
         for loss in faults.losses:
             self._at(loss.at_s, (loss.rank, _LOSE, 0, 0, None))
-        if faults.stall_s < _NEVER_S:
-            for number in range(len(schedules)):
-                self._at(faults.stall_s, (number, _LOOK, 0, 0, None))
 
     def rehearsal(self) -> Rehearsal:
         """How it went."""
@@ -162,6 +159,9 @@ class _Run(Simulation):
 
     def _should_end(self, rank: SimulatedRank) -> bool:
         return rank.number not in self._gone and rank.number not in self._never_back
+
+    def _on_begin(self, rank: SimulatedRank) -> None:
+        self._at(_delay_s(self._rng), (rank.number, _ENTER, 0, 0, None))
 
     def _on_start(self, rank: SimulatedRank, task: int) -> float:
         number, node = rank.number, rank.plan.tasks[task]
@@ -213,6 +213,9 @@ class _Run(Simulation):
             super()._happen(happening)
         elif task == _HEAR:
             self._hear(self._ranks[number])
+        elif task == _ENTER:
+            self._look_later(number, self.now_s + self._faults.stall_s)
+            self._obey(self._ranks[number], self._ranks[number].engine.start())
         elif task == _LOOK:
             self._look(self._ranks[number])
         else:
@@ -263,17 +266,21 @@ class _Run(Simulation):
             return
         waits_for = agreeing if agreeing is not None else min(rank.num_open, default=None)
         if self._num_working[number] or rank.unheard:
-            self._at(self.now_s + self._faults.stall_s, (number, _LOOK, 0, 0, None))
+            self._look_later(number, self.now_s + self._faults.stall_s)
         elif waits_for is not None:
             limit_s = self._faults.stall_s if agreeing is None else self._faults.timeout_s
             working = any(n and one not in self._gone and self._stalled_until_s(one) <= self.now_s for one, n in enumerate(self._num_working))
             due_s = limit_s + (self.now_s if working else max(self._heard_s[number], self._worked_s))
             if due_s > self.now_s:
-                self._at(due_s, (number, _LOOK, 0, 0, None))
+                self._look_later(number, due_s)
             else:
                 name = rank.plan.tasks[waits_for].name
                 message = f"rank {number}: nothing moved for {limit_s:g} s in {name!r}"
                 self._tell(rank, TaskFailed(waits_for, Stalled(message, rank=number, task=name, elapsed_s=limit_s)))
+
+    def _look_later(self, number: int, when_s: float) -> None:
+        if when_s < _NEVER_S:
+            self._at(when_s, (number, _LOOK, 0, 0, None))
 
     def _tell(self, rank: SimulatedRank, event: Event) -> None:
         self._obey(rank, rank.engine.handle([event]))

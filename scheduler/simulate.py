@@ -239,7 +239,7 @@ class Simulation:
     def run(self) -> None:
         """Runs all ranks to their end. Raises Deadlock."""
         for rank in self._ranks:
-            self._obey(rank, rank.engine.start())
+            self._on_begin(rank)
         self._settle()
         times, agenda = self._times, self._agenda
         while times:
@@ -266,6 +266,10 @@ class Simulation:
         return f"rank {rank.number} never ends {[tasks[t].name for t in rank.engine.unfinished()][:4]}"
 
     # What `faults` changes.
+
+    def _on_begin(self, rank: SimulatedRank) -> None:
+        """The run begins: all ranks enter it at once."""
+        self._obey(rank, rank.engine.start())
 
     def _on_start(self, rank: SimulatedRank, task: int) -> float:
         """The task starts; returns how much longer it takes."""
