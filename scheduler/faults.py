@@ -269,7 +269,9 @@ class _Run(Simulation):
             self._look_later(number, self.now_s + self._faults.stall_s)
         elif waits_for is not None:
             limit_s = self._faults.stall_s if agreeing is None else self._faults.timeout_s
-            working = any(n and one not in self._gone and self._stalled_until_s(one) <= self.now_s for one, n in enumerate(self._num_working))
+            working = any(
+                n and one not in self._gone and self._stalled_until_s(one) <= self.now_s for one, n in enumerate(self._num_working)
+            )
             due_s = limit_s + (self.now_s if working else max(self._heard_s[number], self._worked_s))
             if due_s > self.now_s:
                 self._look_later(number, due_s)

@@ -1,8 +1,8 @@
 """A machine as the simulator sees it: how long a task takes on a device, and what messages share on their way.
 
 Read from TOML. Four machines are shipped (`scheduler/hardware/*.toml`), with the vendor's nominal figures; any other is a file of one's
-own, which `Hardware.to_toml` writes. Beside every nominal rate stands its `efficiency`, the fraction of it that real work reaches: measuring a
-machine changes that number, the nominal one stays what the data sheet says.
+own, which `Hardware.to_toml` writes. Beside every nominal rate stands its `efficiency`, the fraction of it that real work reaches:
+measuring a machine changes that number, the nominal one stays what the data sheet says.
 
 What a rank's transfers pass, each a resource that all transfers on it share in equal parts:
 
@@ -64,7 +64,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A way for messages: each takes latency_s, and then its bytes at bytes_per_s * efficiency (of one direction) shared with the others."""
+    """A way for messages: each takes latency_s, then its bytes at its share of bytes_per_s * efficiency (of one direction)."""
 
     latency_s: float
     bytes_per_s: float
@@ -74,7 +74,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Switch:
-    """What groups of `ranks` neighbouring ranks of a node share (a PCIe root or switch): bytes_per_s * efficiency for all transfers through it."""
+    """What groups of `ranks` neighbouring ranks share (a PCIe root or switch): bytes_per_s * efficiency for all transfers through it."""
 
     ranks: int
     bytes_per_s: float
@@ -155,7 +155,9 @@ def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
     known = {field.name: field for field in fields(cls)}
     for name in table:
         if name not in known:
-            raise ConfigError(f"hardware file {where}: unknown field {_join(at, name)!r}; expected {sorted(known)}; remove it or correct its name")
+            raise ConfigError(
+                f"hardware file {where}: unknown field {_join(at, name)!r}; expected {sorted(known)}; remove it or correct its name"
+            )
     values = {}
     for name in known:
         kinds = get_args(hints[name]) if get_origin(hints[name]) is UnionType else (hints[name],)

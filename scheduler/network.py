@@ -1,9 +1,9 @@
 """What transfers share: resources, the flows on them, and which resources lie between two ranks of a machine.
 
-A resource divides its bandwidth equally among the flows on it; a flow goes at the least of its shares. What a flow leaves of a share because
-another resource holds it back is not given to the others: the rate of a flow then depends on its own resources only, and a world of a
-thousand ranks needs no global solution each time one transfer ends. Where all flows on a resource are alike, as in a ring, it is the same.
-Cores are a resource too: of seconds of work, of which a task takes at most one a second.
+A resource divides its bandwidth equally among the flows on it; a flow goes at the least of its shares. What it leaves of a share because
+another resource holds it back is not given to the others: so a flow's rate depends on its own resources only, and a world of a thousand
+ranks needs no global solution each time a transfer ends. Where all flows on a resource are alike, as in a ring, it is the same. Cores are a
+resource too: of seconds of work, of which a task takes at most one a second.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Flow:
 
 
 class Traffic:
-    """All flows under way. `join` and `leave` note what changes; `settle` then works out the new rates once for everything of one instant."""
+    """All flows under way. `join` and `leave` note the resources that changed; `settle` then works out the new rates of one instant."""
 
     def __init__(self) -> None:
-        self._changed: dict[Resource, None] = {}
+        self.changed: dict[Resource, None] = {}
         self._round = 0
 
     def join(self, flow: Flow) -> None:
@@ -59,7 +59,7 @@ class Traffic:
             flows = resource.flows
             flows[flow] = None
             resource.share = resource.per_s / len(flows)
-            self._changed[resource] = None
+            self.changed[resource] = None
 
     def leave(self, flow: Flow) -> None:
         """The flow has ended, or is given up."""
@@ -68,15 +68,13 @@ class Traffic:
             del flows[flow]
             if flows:
                 resource.share = resource.per_s / len(flows)
-                self._changed[resource] = None
+                self.changed[resource] = None
 
     def settle(self, now_s: float) -> list[Flow]:
         """Brings all rates up to date; returns the flows whose rate is a new one, each with its new version."""
-        if not self._changed:
-            return []
         self._round = stamp = self._round + 1
         faster_or_slower = []
-        for resource in self._changed:
+        for resource in self.changed:
             for flow in resource.flows:
                 if flow.seen == stamp:
                     continue
@@ -91,7 +89,7 @@ class Traffic:
                     flow.rate = rate
                     flow.version += 1
                     faster_or_slower.append(flow)
-        self._changed.clear()
+        self.changed.clear()
         return faster_or_slower
 
 
@@ -121,9 +119,7 @@ class Network:
         else:
             groups = -(-node.ranks // switch.ranks)
             made = [Resource(switch.bytes_per_s * switch.efficiency) for _ in range(num_nodes * groups)]
-            self._switch_of = [
-                (made[rank // node.ranks * groups + rank % node.ranks // switch.ranks],) for rank in range(world_size)
-            ]
+            self._switch_of = [(made[rank // node.ranks * groups + rank % node.ranks // switch.ranks],) for rank in range(world_size)]
         self._nics = [] if nics is None else [_both_ways(nics.link) for _ in range(num_nodes * nics.count)]
         self._paths: dict[tuple[int, int, bool], Path] = {}
         farthest = nics.link if nics is not None and num_nodes > 1 else node.link

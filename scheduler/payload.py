@@ -1,8 +1,8 @@
 """Integers in place of tensors: they show whether each value of a run was made from the right ones.
 
-Every computing task mixes its own number and all it reads into what it changes, in a way that depends on the order; a message carries a part
-as it is. `reference` is what program order gives; a run whose parts hold anything else has done something wrong. A task that starts while
-another under way uses its parts is a `BusyPart`: nothing in a simulated run, but only the schedule, keeps the two apart.
+Every computing task mixes its own number and all it reads into what it changes, in a way that depends on the order; a message carries a
+part as it is. `reference` is what program order gives; a run whose parts hold anything else has done something wrong. A task that starts
+while another under way uses its parts is a `BusyPart`: nothing in a simulated run, but only the schedule, keeps the two apart.
 """
 
 from __future__ import annotations

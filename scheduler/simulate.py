@@ -251,7 +251,8 @@ class Simulation:
                 self._happen(happening)
             if self._hearing:
                 self._hear_all()
-            self._settle()
+            if self._traffic.changed:
+                self._settle()
         stuck = [rank for rank in self._ranks if not rank.finished and self._should_end(rank)]
         if stuck:
             raise Deadlock("; ".join(self._stuck(rank) for rank in stuck[:4]), rank=stuck[0].number)
@@ -351,7 +352,8 @@ class Simulation:
                     self._start(rank, task)
                 else:
                     rank.queues[lane].append((task, after))
-                    self._try_first(rank, lane)
+                    if not rank.running[lane]:
+                        self._try_first(rank, lane)
             elif isinstance(instruction, Finish):
                 rank.finished = True
                 rank.end_s = self.now_s
@@ -359,14 +361,13 @@ class Simulation:
                 self._on_abort(rank, instruction.error)
 
     def _try_first(self, rank: SimulatedRank, lane: int) -> None:
-        queue = rank.queues[lane]
-        if queue and not rank.running[lane]:
-            task, after = queue[0]
-            for other in after:
-                if not rank.ended[other]:
-                    return
-            rank.running[lane] = True
-            self._start(rank, task)
+        """Starts the first task of a lane on which none runs, if all it waits for has ended."""
+        task, after = rank.queues[lane][0]
+        for other in after:
+            if not rank.ended[other]:
+                return
+        rank.running[lane] = True
+        self._start(rank, task)
 
     def _start(self, rank: SimulatedRank, task: int) -> None:
         plan = rank.plan
@@ -477,8 +478,9 @@ class Simulation:
             if lane >= 0:
                 rank.queues[lane].popleft()
                 rank.running[lane] = False
-            for lane in range(plan.num_ordered):
-                self._try_first(rank, lane)
+            for lane, queue in enumerate(rank.queues):
+                if queue and not rank.running[lane]:
+                    self._try_first(rank, lane)
 
 
 def _owner(flow: Flow) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -228,10 +228,11 @@ def test_swapped_tags_are_caught(direction: str) -> None:
     world = _world(4, direction, "host")
     graph = world.graphs[2]
     receives = [task.id for task in graph.tasks if task.recvs]
-    for first, second in zip(receives, receives[1:], strict=False):
+    for first, second in pairwise(receives):
         tags = {first: graph.tasks[second].recvs[0].tag, second: graph.tasks[first].recvs[0].tag}
         tasks = [
-            replace(task, recvs=tuple(m._replace(tag=tags[task.id]) for m in task.recvs)) if task.id in tags else task for task in graph.tasks
+            replace(task, recvs=tuple(m._replace(tag=tags[task.id]) for m in task.recvs)) if task.id in tags else task
+            for task in graph.tasks
         ]
         planted = Schedule.of(replace(graph, tasks=tuple(tasks)))
         assert _shows(_with(world, 2, planted)), f"nothing shows that tasks {first} and {second} receive each other's tags"
