@@ -33,6 +33,8 @@ _NEVER_S = float("inf")
 # Delays lie between 10 ** _SHORTEST and 10 ** (_SHORTEST + _DECADES) seconds.
 _SHORTEST = -5.0
 _DECADES = 6.0
+# How much quicker than others one kind of thing is in some runs.
+_QUICKER = 1e-3
 # Far above all delays of a run together: who waits this long waits for something that never comes.
 _STALL_S = 1e6
 _TIMEOUT_S = 1e7
@@ -72,7 +74,7 @@ class Faults:
         stalls, losses = [], []
         for _ in range(rng.choice((0, 0, 1, 2))):
             # At the very start, or somewhere in the run.
-            rank, at_s = rng.randrange(world_size), rng.choice((_delay_s(rng), rng.uniform(0.0, 40.0)))
+            rank, at_s = rng.randrange(world_size), rng.choice((_delay_s(rng), rng.uniform(0.0, 10.0)))
             if rng.random() < 0.5:
                 losses.append(Loss(rank, at_s))
             else:
@@ -139,6 +141,8 @@ class _Run(Simulation):
     ) -> None:
         super().__init__(schedules, hardware, seconds=None, engine=engine, spans=True)
         self._rng = random.Random(faults.seed)
+        # In some runs nearly all messages are quicker than any work, in others the news of them, or the other way round.
+        self._work, self._message, self._news = (self._rng.choice((1.0, _QUICKER)) for _ in range(3))
         self._faults = faults
         self._never_back = faults.gone()
         self._memory = [Memory(schedule.graph) for schedule in schedules]
@@ -161,7 +165,7 @@ class _Run(Simulation):
         return rank.number not in self._gone and rank.number not in self._never_back
 
     def _on_begin(self, rank: SimulatedRank) -> None:
-        self._at(_delay_s(self._rng), (rank.number, _ENTER, 0, 0, None))
+        self._at(_delay_s(self._rng, self._news), (rank.number, _ENTER, 0, 0, None))
 
     def _on_start(self, rank: SimulatedRank, task: int) -> float:
         number, node = rank.number, rank.plan.tasks[task]
@@ -175,10 +179,10 @@ class _Run(Simulation):
                 self._at(self.now_s, (number, _LEARN, other, 0, None))
             return 0.0
         self._num_working[number] += 1
-        return _delay_s(self._rng)
+        return _delay_s(self._rng, self._work)
 
     def _on_match(self, send: Side, recv: Side) -> float:
-        return _delay_s(self._rng)
+        return _delay_s(self._rng, self._message)
 
     def _on_move(self, send: Side, recv: Side) -> None:
         self._memory[recv[1].number].values[recv[3]] = self._memory[send[1].number].value(send[3])
@@ -196,7 +200,7 @@ class _Run(Simulation):
             self._worked_s = self.now_s
 
     def _on_unheard(self, rank: SimulatedRank) -> None:
-        self._at(self.now_s + _delay_s(self._rng), (rank.number, _HEAR, 0, 0, None))
+        self._at(self.now_s + _delay_s(self._rng, self._news), (rank.number, _HEAR, 0, 0, None))
 
     def _on_abort(self, rank: SimulatedRank, error: BurstError) -> None:
         self._errors[rank.number] = error
@@ -288,5 +292,5 @@ class _Run(Simulation):
         self._obey(rank, rank.engine.handle([event]))
 
 
-def _delay_s(rng: random.Random) -> float:
-    return 10.0 ** (_SHORTEST + _DECADES * rng.random())
+def _delay_s(rng: random.Random, quicker: float = 1.0) -> float:
+    return quicker * 10.0 ** (_SHORTEST + _DECADES * rng.random())
