@@ -15,6 +15,7 @@ rank that needs nothing more of a lost one may well finish. What one seed gave i
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -293,4 +294,4 @@ class _Run(Simulation):
 
 
 def _delay_s(rng: random.Random, quicker: float = 1.0) -> float:
-    return quicker * 10.0 ** (_SHORTEST + _DECADES * rng.random())
+    return quicker * math.pow(10.0, _SHORTEST + _DECADES * rng.random())

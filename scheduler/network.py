@@ -9,6 +9,7 @@ resource too: of seconds of work, of which a task takes at most one a second.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from burst_rt.errors import InputError
 from burst_rt.scheduler.hardware import Hardware, Link
@@ -94,7 +95,7 @@ class Traffic:
 
 
 # Seconds before the first byte, and what the bytes pass.
-Path = tuple[float, tuple[Resource, ...]]
+Path: TypeAlias = tuple[float, tuple[Resource, ...]]
 
 
 class Network:

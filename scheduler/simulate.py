@@ -26,7 +26,7 @@ from burst_rt.errors import BurstError, InputError, InternalError
 from burst_rt.scheduler.engine import Engine, Event, Finish, Instruction, Issue, Schedule, TaskDone
 from burst_rt.scheduler.graph import COMPUTE, Task
 from burst_rt.scheduler.hardware import Hardware
-from burst_rt.scheduler.network import Flow, Network, Resource, Traffic
+from burst_rt.scheduler.network import Flow, Network, Path, Resource, Traffic
 from burst_rt.scheduler.trace import Span
 
 __all__ = [
@@ -98,6 +98,8 @@ class Kind(IntEnum):
 
 
 _COPIES = ("to host", "to device")
+# Where there is no hardware.
+_NO_PATH: Path = (0.0, ())
 
 
 class Plan:
@@ -425,8 +427,9 @@ class Simulation:
 
     def _match(self, send: Side, recv: Side) -> None:
         more_s = self._on_match(send, recv)
-        latency_s, resources = 0.0, ()
-        if self._network is not None:
+        if self._network is None:
+            latency_s, resources = _NO_PATH
+        else:
             latency_s, resources = self._network.between(send[1].number, recv[1].number, send[1].plan.staged)
         self._launch(Transfer(self._next_flow(), resources, send, recv), latency_s + more_s)
 

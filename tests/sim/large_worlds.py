@@ -43,17 +43,16 @@ def rotated(schedule: Schedule) -> list[Rotated]:
 def main(world_size: int, machine: str) -> None:
     """Simulates the ring on both kinds of lanes; prints what it took and what it found."""
     for nccl in (False, True):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         schedule = Schedule.of(one_tile_a_hop(world_size, nccl=nccl))
         run = simulate(rotated(schedule), load_hardware(machine))
-        took_s = time.perf_counter() - start
+        took_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         num_tasks = world_size * len(schedule.graph.tasks)
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(
-            f"{world_size:,} ranks of {machine}, {'NCCL' if nccl else 'host'} lanes: {num_tasks:,} tasks in {took_s:.1f} s, "
-            f"{took_s / num_tasks * 1e6:.1f} us each, peak {peak_mib:,.0f} MiB; the run takes {run.end_s * 1e3:.2f} ms, "
-            f"of which rank 0 computes {run.ranks[0].busy_s * 1e3:.2f}"
-        )
+        lanes = "NCCL" if nccl else "host"
+        print(f"{world_size:,} ranks of {machine}, {lanes} lanes: {num_tasks:,} tasks")
+        print(f"  simulated in {took_s:.1f} s, {cpu_s:.1f} s of CPU, {cpu_s / num_tasks * 1e6:.1f} us each; peak {peak_mib:,.0f} MiB")
+        print(f"  the run takes {run.end_s * 1e3:.2f} ms, of which rank 0 computes {run.ranks[0].busy_s * 1e3:.2f}")
 
 
 if __name__ == "__main__":

@@ -202,7 +202,10 @@ def test_streams_run_in_order_and_wait_for_each_others_events() -> None:
 
 def test_ranks_share_the_cores_of_their_node() -> None:
     def computing(seconds: int) -> _Program:
-        return lambda g: g.compute("work", _WORK, writes=[g.buffer("a")], cost=Cost(seconds)) and None
+        def program(g: GraphBuilder) -> None:
+            g.compute("work", _WORK, writes=[g.buffer("a")], cost=Cost(seconds))
+
+        return program
 
     # Three on two cores go at 2/3 for 15 s, the first is done; then the others have one each for their last 10 s.
     run = _run(_world(computing(10), computing(20), computing(20)), _on(Node(3, _link(1.0), cores=2)))
