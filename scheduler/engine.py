@@ -64,8 +64,10 @@ TRANSITIONS: dict[tuple[State, str], State] = {
 }
 _VERBS = sorted({verb for _, verb in TRANSITIONS})
 _NUM_VERBS = len(_VERBS)
-# The table as the engine looks it up: the new state, and the verb's number for the log.
-_STEPS = {(old, verb): (new, _VERBS.index(verb)) for (old, verb), new in TRANSITIONS.items()}
+# The table as the engine looks it up: by verb and old state the new state and the verb's number for the log; None: impossible.
+_STEPS: dict[str, list[tuple[State, int] | None]] = {
+    verb: [(TRANSITIONS[old, verb], number) if (old, verb) in TRANSITIONS else None for old in State] for number, verb in enumerate(_VERBS)
+}
 
 
 class TaskDone(NamedTuple):
@@ -227,7 +229,7 @@ class Engine:
         return [t for t, state in enumerate(self.state) if state is State.ISSUED]
 
     def _move(self, task: int, verb: str) -> None:
-        step = _STEPS.get((self.state[task], verb))
+        step = _STEPS[verb][self.state[task]]
         if step is None:
             raise InternalError(f"impossible transition {verb!r}: {self.story(task)}", task=self.schedule.graph.tasks[task].name)
         self.state[task], number = step
@@ -253,20 +255,21 @@ class Engine:
 
     def _issue(self) -> list[Instruction]:
         out: list[Instruction] = []
+        in_flight, limit, on_issue, after = self._in_flight, self._limit, self.schedule.on_issue, self.schedule.after
         progressed = True
         while progressed:
             # Issuing on one ordered lane can make tasks of another ready, hence the outer loop.
             progressed = False
-            for lane in range(len(self._ready)):
-                while self._ready[lane] and self._in_flight[lane] < self._limit[lane]:
+            for lane, ready in enumerate(self._ready):
+                while ready and in_flight[lane] < limit[lane]:
                     task = self._take(lane)
                     if task is None:
                         break
                     self._move(task, "issued")
-                    self._in_flight[lane] += 1
-                    out.append(Issue(task, self.schedule.after[task]))
-                    if self.schedule.on_issue[task]:
-                        self._satisfy(self.schedule.on_issue[task])
+                    in_flight[lane] += 1
+                    out.append(Issue(task, after[task]))
+                    if on_issue[task]:
+                        self._satisfy(on_issue[task])
                         progressed = True
         if not self._num_left:
             self._ended = True

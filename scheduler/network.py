@@ -31,13 +31,17 @@ class Resource:
 class Flow:
     """Something under way: `left` units at `rate` since `since_s`, over its resources; never faster than `limit`.
 
-    number: numbers all flows of a run. version: how often its rate has changed, so that an end foreseen earlier can be told from the last.
+    number: numbers all flows of a run. owner: the rank and task it counts as; a message is its receiver's. version: how often its rate has
+    changed, so that an end foreseen earlier can be told from the last.
     """
 
-    __slots__ = ("left", "limit", "number", "rate", "resources", "seen", "since_s", "version")
+    __slots__ = ("left", "limit", "number", "owner", "rate", "resources", "seen", "since_s", "version")
 
-    def __init__(self, number: int, amount: float, resources: tuple[Resource, ...], limit: float = float("inf")) -> None:
+    def __init__(
+        self, number: int, owner: tuple[int, int], amount: float, resources: tuple[Resource, ...], limit: float = float("inf")
+    ) -> None:
         self.number = number
+        self.owner = owner
         self.left = amount
         self.resources = resources
         self.limit = limit

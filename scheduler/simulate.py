@@ -159,7 +159,7 @@ class SimulatedRank:
         # Of each exchange under way the messages that have not moved.
         self.num_open: dict[int, int] = {}
         # Of each ordered lane the tasks issued and not ended; the first one runs once the tasks it waits for have ended.
-        self.queues: list[deque[tuple[int, tuple[int, ...]]]] = [deque() for _ in range(plan.num_ordered)]
+        self.queues: list[deque[Issue]] = [deque() for _ in range(plan.num_ordered)]
         self.running = [False] * plan.num_ordered
         self.ended = bytearray(len(plan.tasks)) if plan.num_ordered else bytearray()
         self.issued_s: dict[int, float] = {}
@@ -176,7 +176,7 @@ class Transfer(Flow):
     __slots__ = ("recv", "send")
 
     def __init__(self, number: int, resources: tuple[Resource, ...], send: Side, recv: Side) -> None:
-        super().__init__(number, send[4], resources)
+        super().__init__(number, (recv[1].number, recv[2]), send[4], resources)
         self.send = send
         self.recv = recv
 
@@ -187,7 +187,7 @@ class _Work(Flow):
     __slots__ = ("rank", "task")
 
     def __init__(self, number: int, amount: float, resources: tuple[Resource, ...], limit: float, rank: SimulatedRank, task: int) -> None:
-        super().__init__(number, amount, resources, limit)
+        super().__init__(number, (rank.number, task), amount, resources, limit)
         self.rank = rank
         self.task = task
 
@@ -326,7 +326,7 @@ class Simulation:
     def _settle(self) -> None:
         now_s = self.now_s
         for flow in self._traffic.settle(now_s):
-            number, task = _owner(flow)
+            number, task = flow.owner
             self._at(now_s + flow.left / flow.rate, (number, task, flow.number, flow.version, flow))
 
     def _hear_all(self) -> None:
@@ -346,14 +346,14 @@ class Simulation:
     def _obey(self, rank: SimulatedRank, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Issue):
-                task, after = instruction
+                task = instruction.task
                 if self._spans is not None:
                     rank.issued_s[task] = self.now_s
                 lane = rank.plan.ordered[task]
                 if lane < 0:
                     self._start(rank, task)
                 else:
-                    rank.queues[lane].append((task, after))
+                    rank.queues[lane].append(instruction)
                     if not rank.running[lane]:
                         self._try_first(rank, lane)
             elif isinstance(instruction, Finish):
@@ -440,7 +440,7 @@ class Simulation:
     def _launch(self, flow: Flow, latency_s: float) -> None:
         """Lets a flow join the others `latency_s` from now; one without resources arrives then."""
         if latency_s or not flow.resources:
-            number, task = _owner(flow)
+            number, task = flow.owner
             self._at(self.now_s + latency_s, (number, task, flow.number, 0, flow))
         else:
             flow.since_s = self.now_s
@@ -484,14 +484,6 @@ class Simulation:
             for lane, queue in enumerate(rank.queues):
                 if queue and not rank.running[lane]:
                     self._try_first(rank, lane)
-
-
-def _owner(flow: Flow) -> tuple[int, int]:
-    """The rank and task that a flow's events count as: a message is its receiver's."""
-    if isinstance(flow, Transfer):
-        return flow.recv[1].number, flow.recv[2]
-    assert isinstance(flow, _Work)
-    return flow.rank.number, flow.task
 
 
 def _number(rank: SimulatedRank) -> int:
