@@ -94,7 +94,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How a run went: what all parts hold, which ranks finished, what the others raised (None: nothing), all tasks that ended."""
+    """How a run went: what all parts hold, which ranks finished, what the others raised (None: nothing), the tasks that ended."""
 
     values: Values
     finished: tuple[bool, ...]
@@ -108,9 +108,13 @@ def rehearse(
     hardware: Hardware | None = None,
     *,
     engine: Callable[[Schedule], Engine] = Engine,
+    spans: bool = False,
 ) -> Rehearsal:
-    """Runs `schedules[r]` on rank r under the faults; delays come on top of the hardware's times. Raises Deadlock, BusyPart, EmptyPart."""
-    run = _Run(schedules, faults, hardware, engine)
+    """Runs `schedules[r]` on rank r under the faults; delays come on top of the hardware's times. Raises Deadlock, BusyPart, EmptyPart.
+
+    engine: makes each rank's engine. spans: keep them.
+    """
+    run = _Run(schedules, faults, hardware, engine, spans=spans)
     run.run()
     return run.rehearsal()
 
@@ -138,9 +142,15 @@ class _Run(Simulation):
     """One rehearsal."""
 
     def __init__(
-        self, schedules: Sequence[Schedule], faults: Faults, hardware: Hardware | None, engine: Callable[[Schedule], Engine]
+        self,
+        schedules: Sequence[Schedule],
+        faults: Faults,
+        hardware: Hardware | None,
+        engine: Callable[[Schedule], Engine],
+        *,
+        spans: bool,
     ) -> None:
-        super().__init__(schedules, hardware, seconds=None, engine=engine, spans=True)
+        super().__init__(schedules, hardware, seconds=None, engine=engine, spans=spans)
         self._rng = random.Random(faults.seed)
         # In some runs nearly all messages are quicker than any work, in others the news of them, or the other way round.
         self._work, self._message, self._news = (self._rng.choice((1.0, _QUICKER)) for _ in range(3))

@@ -89,8 +89,8 @@ _WORLDS = [
 ]
 
 
-def _rehearse(world: _World, faults: Faults, engine: Callable[[Schedule], Engine] = Engine) -> Rehearsal:
-    return rehearse(world.schedules, faults, world.hardware, engine=engine)
+def _rehearse(world: _World, faults: Faults, engine: Callable[[Schedule], Engine] = Engine, *, spans: bool = False) -> Rehearsal:
+    return rehearse(world.schedules, faults, world.hardware, engine=engine, spans=spans)
 
 
 @pytest.mark.parametrize("batch", range(_NUM_BATCHES))
@@ -111,7 +111,7 @@ def test_a_seed_replays_bit_for_bit(machine: str) -> None:
     world = _world(4, "backward of burst", machine)
     traces = set()
     for seed in range(40):
-        first, again = (_rehearse(world, Faults.draw(seed, 4)) for _ in range(2))
+        first, again = (_rehearse(world, Faults.draw(seed, 4), spans=True) for _ in range(2))
         assert (first.values, first.finished, first.spans) == (again.values, again.finished, again.spans)
         assert [repr(error) for error in first.errors] == [repr(error) for error in again.errors]
         traces.add(repr(first.spans))
@@ -156,7 +156,7 @@ def test_a_rank_that_stands_still_for_a_while_costs_time_and_nothing_else() -> N
         ends = []
         for stalls in ([], [Stall(1, 0.0, 1000.0)]):
             faults = _faults(seed, stalls=stalls)
-            rehearsal = _rehearse(world, faults)
+            rehearsal = _rehearse(world, faults, spans=True)
             assert verdict(rehearsal, faults, world.expected) == ""
             assert rehearsal.finished == (True, True, True)
             ends.append(max(span.ended_s for spans in rehearsal.spans for span in spans))
