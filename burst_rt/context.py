@@ -33,7 +33,7 @@ from burst_rt.drivers import BaseDriver, Progress, Watch
 from burst_rt.drivers.device import Event
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost
 from burst_rt.joining import LocalRank, join
-from burst_rt.kernels import sum_dtype
+from burst_rt.kernels import PARTIALS, sum_dtype
 from burst_rt.machine import Machine
 from burst_rt.pipeline import Pipeline
 from burst_rt.scheduler import Engine, Graph, Lane, Schedule, Span, Trace, check_world, run
@@ -82,6 +82,7 @@ class Context:
         timeout_s: float,
         stall_s: float,
         kernel: str,
+        partials: str,
         check_finite: bool,
     ) -> None:
         self.rank = control.rank
@@ -91,6 +92,7 @@ class Context:
         self.timeout_s = timeout_s
         self.stall_s = stall_s
         self.kernel = kernel
+        self.partials = partials
         self.check_finite = check_finite
         self.transport = machine.ends
         self.control = control
@@ -200,7 +202,7 @@ class Context:
             spec.layout.map, spec.kv_layout.map, spec.mask, q.shape[0], q.shape[2], k.shape[2], q.shape[3],
             q.dtype.itemsize, sum_dtype(q.dtype).itemsize, spec.needs_grad,
         )  # fmt: skip
-        return self.planner.plan(PlanKey(forward, problem, spec.strategy, self.kernel, q.dtype, self.device))
+        return self.planner.plan(PlanKey(forward, problem, spec.strategy, self.kernel, q.dtype, self.device, self.partials))
 
     def run_forward(
         self, plan: Plan, spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -380,6 +382,7 @@ def init(
     *,
     transport: str = "auto",
     kernel: str = "auto",
+    partials: str = "exact",
     check_finite: bool = False,
 ) -> Context:
     """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at most `timeout_s`.
@@ -387,22 +390,27 @@ def init(
     comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI job, or a world of one outside a job.
     device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its host) or "cuda:N". transport: "auto",
     "nccl", "mpi", "staged" or "local"; `ctx.why_transport` says what was taken and why. timeout_s: how long a peer may take to enter a
-    call. stall_s: how long nothing may move inside a call. kernel: "auto" or a tile kernel's name. check_finite: refuse inputs with NaN or
-    infinities (costs a pass over them).
+    call. stall_s: how long nothing may move inside a call. kernel: "auto" (the fastest measured on this machine) or a tile kernel's name.
+    partials: "exact", or "16bit" to let kernels round what each tile gives to the inputs' 16 bits before it is added up (cuDNN's and
+    FlashAttention do; errors then grow with the number of ranks). check_finite: refuse inputs with NaN or infinities (costs a pass over
+    them).
 
     Raises ConfigError (no MPI library in an MPI job, a device that is not there), ContractMismatch (options differ between ranks), Stalled.
     """
     for name, value in (("timeout_s", timeout_s), ("stall_s", stall_s)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
+    if partials not in PARTIALS:
+        raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     machine, control = join(comm, str(device), transport, timeout_s)
-    ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, check_finite=check_finite)
+    ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
     ctx.agree(
         {
             "call": "init",
             "timeout_s": str(timeout_s),
             "stall_s": str(stall_s),
             "kernel": kernel,
+            "partials": partials,
             "check_finite": str(check_finite),
             "device": machine.device.type,
         }

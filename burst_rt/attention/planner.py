@@ -17,7 +17,7 @@ import torch
 
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Choice, choose
-from burst_rt.kernels import Kernel, Picked, pick
+from burst_rt.kernels import Kernel, Picked, Work, pick
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Part, Schedule, check_graph, check_messages, check_world
 
 __all__ = ["Memory", "Plan", "PlanKey", "Planner"]
@@ -34,6 +34,7 @@ class PlanKey(NamedTuple):
     kernel: str
     dtype: torch.dtype
     device: torch.device
+    partials: str = "exact"
 
 
 class Memory(NamedTuple):
@@ -134,13 +135,15 @@ class Planner:
 
     def _make(self, key: PlanKey) -> Plan:
         choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
-        picked = pick(key.device, key.dtype, key.problem.head_dim, key.problem.mask, choice.kernel or key.kernel)
         world = key.problem.world_size
 
         def graph(rank: int) -> Graph:
             return choice.program.graph(rank % world, self._lanes)
 
         own = graph(self._rank)
+        tiles = tuple(task.op.args[2] for task in own.tasks if task.op is not None and task.op.name in ("forward", "backward"))
+        work = Work(key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.forward, world, tiles, key.partials)
+        picked = pick(work, choice.kernel or key.kernel)
         lowered = self._lower(own)
         if world <= _VERIFY_ALL_UP_TO:
             check_world([lowered if rank == self._rank else self._lower(graph(rank)) for rank in range(world)])

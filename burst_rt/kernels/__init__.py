@@ -1,25 +1,30 @@
 """Tile kernels and the registry that picks one.
 
 `naive` is the float64 spec and `untiled` the same without its width: taken only when asked for by name. `cpu` is torch's fused CPU
-attention; `triton` the project's own kernels for NVIDIA GPUs.
+attention; `triton` the project's own kernels for NVIDIA GPUs; `cudnn` and `flash` are the vendors' own, through torch. Where several can do
+the work, the fastest one measured on this machine is taken.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-from burst_rt.attention.masks import Mask
 from burst_rt.errors import InputError
-from burst_rt.kernels.base import Kernel, State, Tile, sum_dtype
+from burst_rt.kernels.base import PARTIALS, Kernel, State, Tile, Work, sum_dtype
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
+from burst_rt.kernels.speed import fastest
 from burst_rt.kernels.triton import TritonKernel
+from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
-__all__ = ["KERNELS", "Kernel", "Picked", "State", "Tile", "pick", "sum_dtype"]
+__all__ = ["KERNELS", "PARTIALS", "Kernel", "Picked", "State", "Tile", "Work", "pick", "sum_dtype"]
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CpuKernel(), NaiveKernel(), UntiledKernel(), TritonKernel())}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (CpuKernel(), NaiveKernel(), UntiledKernel(), TritonKernel(), CudnnKernel(), FlashKernel())
+}
+
+# What "auto" chooses from, by the kind of device, the project's own kernel first.
+_CANDIDATES = {"cpu": ("cpu",), "cuda": ("triton", "cudnn", "flash")}
 
 
 class Picked(NamedTuple):
@@ -29,17 +34,36 @@ class Picked(NamedTuple):
     reason: str
 
 
-def pick(device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask, name: str = "auto") -> Picked:
-    """The kernel for a device, input dtype, head_dim and mask; `name` insists on one. Raises InputError where none fits."""
+def pick(work: Work, name: str = "auto") -> Picked:
+    """The kernel for some work; `name` insists on one. Raises InputError where none fits.
+
+    "auto" takes the fastest of those that can do it and give the same bits every time; blocks while several are timed, once for a chip.
+    """
     if name != "auto":
         if name not in KERNELS:
             raise InputError(f"kernel must be 'auto' or one of {sorted(KERNELS)}, got {name!r}")
-        reason = KERNELS[name].refuses(device, dtype, head_dim, mask)
+        reason = KERNELS[name].refuses(work)
         if reason:
             raise InputError(f"kernel {name!r} was asked for, but {reason}")
-        return Picked(KERNELS[name], "asked for by name")
-    own = "triton" if device.type == "cuda" else "cpu"
-    reason = KERNELS[own].refuses(device, dtype, head_dim, mask)
-    if reason:
-        raise InputError(f"no tile kernel for {dtype} on {device}: {reason}")
-    return Picked(KERNELS[own], "the fused kernel of this device")
+        return _picked(KERNELS[name], "asked for by name", work)
+    able: list[Kernel] = []
+    refusals: list[str] = []
+    for candidate in _CANDIDATES.get(work.device.type, ("cpu",)):
+        kernel = KERNELS[candidate]
+        reason = kernel.refuses(work)
+        if reason is None and not kernel.repeatable(work.forward):
+            reason = f"the {candidate} kernel's sums differ in the last bits from run to run; kernel={candidate!r} takes it all the same"
+        if reason is None:
+            able.append(kernel)
+        else:
+            refusals.append(reason)
+    if not able:
+        raise InputError(f"no tile kernel for {work.dtype} on {work.device}: {'; '.join(refusals)}")
+    if len(able) == 1:
+        return _picked(able[0], "; ".join(("the only one here that can", *refusals)), work)
+    taken = fastest(work, able)
+    return _picked(taken.kernel, "; ".join((taken.reason, *refusals)), work)
+
+
+def _picked(kernel: Kernel, reason: str, work: Work) -> Picked:
+    return Picked(kernel, "; ".join((reason, *kernel.remarks(work))))

@@ -13,9 +13,11 @@ import torch
 
 from burst_rt.attention.masks import Mask, Piece
 
-__all__ = ["Kernel", "State", "Tile", "delta_rows", "sum_dtype"]
+__all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", "sum_dtype"]
 
 
+# What the sum over a row's tiles may be made of: parts that are rounded nowhere, or parts that a kernel has rounded to the inputs' 16 bits.
+PARTIALS = ("exact", "16bit")
 # Rows of a shard that are worked on at once where that takes temporary memory.
 _SOME_ROWS = 1024
 
@@ -83,13 +85,32 @@ class Tile(NamedTuple):
         return None
 
 
+class Work(NamedTuple):
+    """What one direction of a call asks of its kernel on this rank. tiles: the pieces of each; partials: one of `PARTIALS`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    mask: Mask
+    forward: bool = True
+    world_size: int = 1
+    tiles: tuple[tuple[Piece, ...], ...] = ()
+    partials: str = "exact"
+
+
 class Kernel(Protocol):
-    """A tile kernel. Never called with an empty range; must be deterministic."""
+    """A tile kernel. Never called with an empty range."""
 
     name: str
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
-        """Why it cannot do this device, input dtype, head_dim and mask, or None."""
+    def refuses(self, work: Work) -> str | None:
+        """Why it cannot do this work (the first reason there is), or None."""
+
+    def repeatable(self, forward: bool) -> bool:
+        """Whether the same inputs give the same bits every time. "auto" takes no kernel of which that is not true."""
+
+    def remarks(self, work: Work) -> tuple[str, ...]:
+        """What a user should know of this kernel doing this work; `explain` tells."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """Folds the pieces into the rows of `state` they cover; before the first tile it starts it, after the last it finishes it."""
@@ -138,9 +159,24 @@ def delta_rows(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: t
         delta.masked_fill_(top == torch.inf, 0.0)
 
 
+def fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
+    """Folds a normalised part, out `[batch, q, heads, d]` and lse `[batch, heads, q]`, into the running state with weight exp(lse - m)."""
+    m_new = torch.maximum(m, lse)
+    safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
+    old, new = torch.exp(m - safe), torch.exp(lse - safe)
+    acc.mul_(_rows(old)).addcmul_(out, _rows(new))
+    l.mul_(old).add_(new)
+    m.copy_(m_new)
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type sums are kept in: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S] -> [B, S, H, 1]."""
+    return x.transpose(1, 2).unsqueeze(-1)
 
 
 def _positions(runs: tuple[range, ...], rows: slice, device: torch.device) -> torch.Tensor:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from burst_rt.attention.masks import Mask, Piece
-from burst_rt.kernels.base import State, Tile, delta_rows, sum_dtype
+from burst_rt.attention.masks import Piece
+from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold, sum_dtype
 from burst_rt.kernels.naive import NaiveKernel
 
 __all__ = ["CpuKernel"]
@@ -63,13 +63,21 @@ class CpuKernel:
 
     name = "cpu"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
+    def refuses(self, work: Work) -> str | None:
         """Only CPU tensors of a floating type."""
-        if device.type != "cpu":
-            return f"the cpu kernel takes CPU tensors, got {device}"
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            return f"the cpu kernel takes float64, float32, bfloat16 and float16, got {dtype}"
+        if work.device.type != "cpu":
+            return f"the cpu kernel takes CPU tensors, got {work.device}"
+        if work.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"the cpu kernel takes float64, float32, bfloat16 and float16, got {work.dtype}"
         return None
+
+    def repeatable(self, forward: bool) -> bool:
+        """See `Kernel.repeatable`: yes."""
+        return True
+
+    def remarks(self, work: Work) -> tuple[str, ...]:
+        """See `Kernel.remarks`: none."""
+        return ()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
@@ -207,7 +215,7 @@ def _forward_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile,
     out, lse = _forward(q_part, k_part, v_part, 0.0, cut.triangle, attn_mask=_additive(seen, wide), scale=tile.scale)
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-    _fold(out.transpose(1, 2), lse, _cut(state.acc, 1, rows), _cut(state.m, 2, rows), _cut(state.l, 2, rows))
+    fold(out.transpose(1, 2), lse, _cut(state.acc, 1, rows), _cut(state.m, 2, rows), _cut(state.l, 2, rows))
 
 
 class _Queries:
@@ -255,16 +263,6 @@ def _backward_part(
             _cut(total, 1, at).add_((grad[..., : k.shape[3]] if queries.extra else grad).transpose(1, 2))
 
 
-def _fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
-    """Folds a normalised part (out, lse) into the running state with weight exp(lse - m)."""
-    m_new = torch.maximum(m, lse)
-    safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
-    old, new = torch.exp(m - safe), torch.exp(lse - safe)
-    acc.mul_(_rows(old)).addcmul_(out, _rows(new))
-    l.mul_(old).add_(new)
-    m.copy_(m_new)
-
-
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
     """O' of the module's text, `[batch, heads, q, d]` like dout; None where a row of dout is 0, or nearly, and delta is not."""
     norm = torch.linalg.vector_norm(dout, dim=-1)
@@ -293,8 +291,3 @@ def _additive(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 def _wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[B, S, H, D] -> [B, H, S, D] in the sums' type; a view where that is x's own."""
     return x.to(dtype).transpose(1, 2)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S] -> [B, S, H, 1]."""
-    return x.transpose(1, 2).unsqueeze(-1)

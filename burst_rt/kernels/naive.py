@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from burst_rt.attention.masks import Mask, Piece
-from burst_rt.kernels.base import State, Tile, delta_rows, sum_dtype
+from burst_rt.attention.masks import Piece
+from burst_rt.kernels.base import State, Tile, Work, delta_rows, sum_dtype
 
 __all__ = ["NaiveKernel", "UntiledKernel", "dense_scores", "per_group", "per_head"]
 
@@ -28,9 +28,17 @@ class NaiveKernel:
         """What inputs of a type are computed in."""
         return torch.float64
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
+    def refuses(self, work: Work) -> str | None:
         """Nothing is refused."""
         return None
+
+    def repeatable(self, forward: bool) -> bool:
+        """See `Kernel.repeatable`: yes."""
+        return True
+
+    def remarks(self, work: Work) -> tuple[str, ...]:
+        """See `Kernel.remarks`: none."""
+        return ()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""

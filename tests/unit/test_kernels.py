@@ -14,7 +14,7 @@ from burst_rt import Full, Mask
 from burst_rt.attention.masks import Piece, Relation
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS as ALL_KERNELS
-from burst_rt.kernels import Kernel, State, Tile, pick, sum_dtype
+from burst_rt.kernels import Kernel, State, Tile, Work, pick, sum_dtype
 
 # Those that take CPU tensors and any mask; tests/interpreted has the others.
 KERNELS = {name: ALL_KERNELS[name] for name in ("cpu", "naive")}
@@ -299,16 +299,18 @@ def test_what_a_row_that_saw_nothing_ends_as(dtype: torch.dtype) -> None:
 def test_which_kernel_is_taken() -> None:
     cpu = torch.device("cpu")
     for dtype in _DTYPES:
-        assert pick(cpu, dtype, 64, Full()).kernel.name == "cpu"
-    picked = pick(cpu, torch.float32, 64, Full(), "naive")
+        picked = pick(Work(cpu, dtype, 64, Full()))
+        # Nothing is measured where there is nothing to choose.
+        assert (picked.kernel.name, picked.reason) == ("cpu", "the only one here that can")
+    picked = pick(Work(cpu, torch.float32, 64, Full()), "naive")
     assert (picked.kernel.name, picked.reason) == ("naive", "asked for by name")
-    with pytest.raises(InputError, match=r"one of \['cpu', 'naive', 'triton'\], got 'flashier'"):
-        pick(cpu, torch.float32, 64, Full(), "flashier")
+    with pytest.raises(InputError, match=r"one of \['cpu', 'cudnn', 'flash', 'naive', 'triton'\], got 'flashier'"):
+        pick(Work(cpu, torch.float32, 64, Full()), "flashier")
     for name in ("auto", "cpu"):
         with pytest.raises(InputError, match=r"the cpu kernel takes .*, got torch.int32"):
-            pick(cpu, torch.int32, 64, Full(), name)
+            pick(Work(cpu, torch.int32, 64, Full()), name)
         with pytest.raises(InputError, match="takes CPU tensors, got meta"):
-            pick(torch.device("meta"), torch.float32, 64, Full(), name)
+            pick(Work(torch.device("meta"), torch.float32, 64, Full()), name)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -15,7 +15,7 @@ from burst_rt import Causal, Full
 from burst_rt.attention.layouts import KINDS, make_layout
 from burst_rt.attention.masks import Both
 from burst_rt.errors import InputError, InternalError
-from burst_rt.kernels import KERNELS, pick
+from burst_rt.kernels import KERNELS, Work, pick
 from burst_rt.kernels.triton.configs import ARCHES, arch_of, choose, padded
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
 from burst_rt.kernels.triton.runs import Runs, runs_of
@@ -45,7 +45,7 @@ def test_importing_the_kernels_does_not_import_triton(tmp_path: Path) -> None:
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu, cuda, kernel = torch.device("cpu"), torch.device("cuda", 1), KERNELS["triton"]
-    assert kernel.refuses(cuda, torch.bfloat16, 64, Causal()) is None
+    assert kernel.refuses(Work(cuda, torch.bfloat16, 64, Causal())) is None
     for device, dtype, head_dim, mask, why in (
         (cpu, torch.bfloat16, 64, Full(), r"takes CUDA tensors \(CPU tensors only where TRITON_INTERPRET=1 is set\), got cpu"),
         (cuda, torch.float64, 64, Full(), "float32, bfloat16 and float16, got torch.float64"),
@@ -53,12 +53,12 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         (cuda, torch.float16, 257, Full(), "a head_dim of 16 to 256, got 257"),
         (cuda, torch.float16, 16, Both(Full(), Causal()), r"masks Full and Causal, got Both\(first=Full\(\), second=Causal\(\)\)"),
     ):
-        reason = kernel.refuses(device, dtype, head_dim, mask)
+        reason = kernel.refuses(Work(device, dtype, head_dim, mask))
         assert reason is not None
         assert re.search(why, reason)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert kernel.refuses(cpu, torch.float32, 33, Full()) is None
-    reason = kernel.refuses(cuda, torch.float32, 33, Full())
+    assert kernel.refuses(Work(cpu, torch.float32, 33, Full())) is None
+    reason = kernel.refuses(Work(cuda, torch.float32, 33, Full()))
     assert reason is not None
     assert "takes CPU tensors (TRITON_INTERPRET=1 is set), got cuda:1" in reason
 
@@ -66,12 +66,13 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cuda = torch.device("cuda")
-    assert pick(cuda, torch.bfloat16, 128, Causal()).kernel.name == "triton"
-    assert pick(cuda, torch.bfloat16, 128, Causal(), "triton").reason == "asked for by name"
+    several = Work(cuda, torch.bfloat16, 128, Causal(), world_size=2)
+    assert pick(several).kernel.name == "triton"
+    assert pick(several, "triton").reason == "asked for by name"
     with pytest.raises(InputError, match=r"no tile kernel for torch\.float64 on cuda: the triton kernel takes"):
-        pick(cuda, torch.float64, 128, Causal())
+        pick(Work(cuda, torch.float64, 128, Causal()))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert pick(torch.device("cpu"), torch.bfloat16, 128, Causal()).kernel.name == "cpu"
+    assert pick(Work(torch.device("cpu"), torch.bfloat16, 128, Causal())).kernel.name == "cpu"
 
 
 @pytest.mark.parametrize("kind", KINDS)

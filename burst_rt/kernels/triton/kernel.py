@@ -14,9 +14,9 @@ from importlib.util import find_spec
 
 import torch
 
-from burst_rt.attention.masks import Causal, Full, Mask
+from burst_rt.attention.masks import Causal, Full
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import State, Tile
+from burst_rt.kernels.base import State, Tile, Work
 from burst_rt.kernels.triton.configs import Config, arch_of, choose
 from burst_rt.kernels.triton.launch import Problem
 from burst_rt.kernels.triton.runs import Runs, runs_of
@@ -40,21 +40,29 @@ class TritonKernel:
 
     name = "triton"
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int, mask: Mask) -> str | None:
+    def refuses(self, work: Work) -> str | None:
         """CUDA tensors (CPU tensors under TRITON_INTERPRET=1) of the types, head sizes and masks it has code for."""
         wanted = "cpu" if _interpreting() else "cuda"
-        if device.type != wanted:
+        if work.device.type != wanted:
             why = "TRITON_INTERPRET=1 is set" if wanted == "cpu" else "CPU tensors only where TRITON_INTERPRET=1 is set"
-            return f"the triton kernel takes {wanted.upper()} tensors ({why}), got {device}"
+            return f"the triton kernel takes {wanted.upper()} tensors ({why}), got {work.device}"
         if find_spec("triton") is None:
             return "the triton kernel needs the package triton, which is not installed"
-        if dtype not in _DTYPES:
-            return f"the triton kernel takes float32, bfloat16 and float16, got {dtype}"
-        if not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM:
-            return f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got {head_dim}"
-        if type(mask) not in (Full, Causal):
-            return f"the triton kernel has code for the masks Full and Causal, got {mask!r}"
+        if work.dtype not in _DTYPES:
+            return f"the triton kernel takes float32, bfloat16 and float16, got {work.dtype}"
+        if not _MIN_HEAD_DIM <= work.head_dim <= _MAX_HEAD_DIM:
+            return f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got {work.head_dim}"
+        if type(work.mask) not in (Full, Causal):
+            return f"the triton kernel has code for the masks Full and Causal, got {work.mask!r}"
         return None
+
+    def repeatable(self, forward: bool) -> bool:
+        """See `Kernel.repeatable`: yes; it has no atomic additions."""
+        return True
+
+    def remarks(self, work: Work) -> tuple[str, ...]:
+        """See `Kernel.remarks`: none."""
+        return ()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""

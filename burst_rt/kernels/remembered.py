@@ -1,0 +1,87 @@
+"""What was measured on a machine, kept for jobs to come: small JSON files in the user's cache folder, one for each key.
+
+A key says everything the answer depends on (chip, versions, type, head size). A folder that cannot be written is no error: what cannot be
+kept is measured again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["alone", "forget", "recall", "remember"]
+
+_POLL_S = 0.05
+
+
+def recall(kind: str, key: Mapping[str, str]) -> Any:  # what was given to `remember`
+    """What is remembered, or None."""
+    try:
+        found = json.loads(_path(kind, key).read_text(encoding="utf-8"))
+        return found["answer"] if found["key"] == dict(key) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(kind: str, key: Mapping[str, str], answer: Any) -> bool:  # anything JSON can hold
+    """Writes the answer down, in one step for whoever reads meanwhile. False where that is not possible."""
+    path = _path(kind, key)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps({"key": dict(key), "answer": answer}, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def forget(kind: str) -> None:
+    """Everything of this kind; as far as it can be removed."""
+    for path in _folder().glob(f"{kind}-*.json"):
+        try:
+            path.unlink()
+        except OSError:
+            continue
+
+
+@contextmanager
+def alone(kind: str, key: Mapping[str, str], timeout_s: float) -> Iterator[None]:
+    """Inside, no other process or thread of this host is inside for the same key: the first measures, the others read its answer.
+
+    Blocks at most `timeout_s`; past that, or where no file can be locked, goes on all the same.
+    """
+    path = _path(kind, key).with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst_rt"
+
+
+def _path(kind: str, key: Mapping[str, str]) -> Path:
+    name = hashlib.blake2b(repr(sorted(key.items())).encode(), digest_size=8).hexdigest()
+    return _folder() / f"{kind}-{name}.json"

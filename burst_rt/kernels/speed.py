@@ -1,0 +1,177 @@
+"""Which of several tile kernels is fastest on this machine: each is timed once for a class of work, and the answer is kept.
+
+A class is chip and versions, input type, head size, direction, mask, and whether a tile is the only one of its call. One standard tile
+stands for it. The first rank of a host to ask measures, the others wait for its answer and take the same, and so do later jobs: with one
+kernel for all and always, results are the same bits from run to run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+
+from burst_rt.kernels.base import Kernel, State, Tile, Work, sum_dtype
+from burst_rt.kernels.remembered import alone, recall, remember
+
+__all__ = ["KIND", "TileProblem", "Timed", "failures", "fastest", "seconds_of", "speed_key", "told"]
+
+# The name of what is remembered.
+KIND = "kernel-speed"
+
+_TOKENS = 4096
+_CHANNELS = 2048  # heads x head_dim
+_ROUNDS = 5
+# Compiling takes seconds a kernel; more than this, and a rank measures for itself.
+_DEADLINE_S = 120.0
+
+_lock = threading.Lock()
+_known: dict[tuple[str, ...], dict[str, float | str]] = {}
+
+
+class Timed(NamedTuple):
+    """The fastest kernel and the figures it was taken by."""
+
+    kernel: Kernel
+    reason: str
+
+
+class TileProblem:
+    """A standard tile of a class of work, bound to memory: what is timed."""
+
+    def __init__(self, work: Work, *, tokens: int = _TOKENS, alone: bool = True) -> None:
+        device, wide = work.device, sum_dtype(work.dtype)
+        heads = max(1, _CHANNELS // work.head_dim)
+        shape = (1, tokens, heads, work.head_dim)
+        # Numbers of the usual size, and the same every time.
+        generator = torch.Generator().manual_seed(0)
+        some = torch.randn(shape, generator=generator)
+        self._q, self._k, self._v, self._dout = (some.roll(i).to(work.dtype).to(device) for i in range(4))
+        whole = (range(tokens),)
+        pieces = work.mask.pieces(*whole, *whole)
+        self._tile = Tile(pieces, whole, whole, work.mask, work.head_dim**-0.5, lambda: None, first=alone, last=alone)
+        acc, *self._sums = (torch.zeros(shape, dtype=wide, device=device) for _ in range(4))
+        m, l, lse = (torch.zeros(1, heads, tokens, dtype=wide, device=device) for _ in range(3))  # noqa: E741
+        self._state = State(acc, m, l, torch.empty_like(self._q), lse)
+        # As if every row had an lse of about its right size, and no delta.
+        self._rows = torch.full((2, 1, heads, tokens), 0.0, dtype=wide, device=device)
+        self._rows[0].fill_(10.0)
+        self._forward = work.forward
+
+    def run(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> None:
+        """The kernel does the tile once; in the backward, the gradients that are needed. Does not wait for the device."""
+        if self._forward:
+            kernel.forward(self._q, self._k, self._v, self._tile, self._state)
+        else:
+            dq, dk, dv = (total if needed else None for total, needed in zip(self._sums, needs, strict=True))
+            kernel.backward(self._q, self._k, self._v, self._dout, self._rows[0], self._rows[1], self._tile, dq, dk, dv)
+
+    def results(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> list[torch.Tensor]:
+        """What the kernel gives: out and lse, or the gradients that are needed."""
+        for total in self._sums:
+            total.zero_()
+        self.run(kernel, needs)
+        if self._forward:
+            return [self._state.out.clone(), self._state.lse.clone()]
+        return [total.clone() for total, needed in zip(self._sums, needs, strict=True) if needed]
+
+
+def fastest(
+    work: Work, candidates: Sequence[Kernel], measure: Callable[[Work, Sequence[Kernel]], dict[str, float | str]] | None = None
+) -> Timed:
+    """The fastest of several kernels that can do this work, by what is remembered, or else measured now.
+
+    measure: seconds by kernel, or why there are none (default: on the device). Blocks while it measures, or another rank does. Where
+    nothing can be measured the first candidate is taken.
+    """
+    key = speed_key(work)
+    names = tuple(sorted(kernel.name for kernel in candidates))
+    with _lock:
+        found, whence = _known.get((*key.values(), *names)), "measured before in this process"
+        if found is None:
+            asked = key | {"kernels": " ".join(names)}
+            with alone(KIND, asked, _DEADLINE_S):
+                found, whence = recall(KIND, asked), "remembered for this chip"
+                if found is None:
+                    found, whence = (measure or seconds_of)(work, candidates), "measured now"
+                    # A kernel that found no memory may find some another time.
+                    if not any(isinstance(x, str) and x.startswith("OutOfMemoryError") for x in found.values()):
+                        remember(KIND, asked, found)
+            _known[*key.values(), *names] = found
+    times = {kernel.name: x for kernel in candidates if isinstance(x := found.get(kernel.name), float)}
+    failed = ", ".join(f"{name} failed: {x}" for name, x in found.items() if isinstance(x, str))
+    if not times:
+        return Timed(candidates[0], f"no kernel could be measured ({failed})")
+    best = min(times, key=times.__getitem__)
+    figures = ", ".join(f"{name} {1e3 * x:.3f} ms" for name, x in sorted(times.items(), key=lambda item: item[1]))
+    reason = f"the fastest of {figures} for a tile of {_TOKENS:,} x {_TOKENS:,} ({whence}{'; ' + failed if failed else ''})"
+    return Timed(next(kernel for kernel in candidates if kernel.name == best), reason)
+
+
+def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
+    """Median seconds of each kernel on a standard tile, in turn, by events of the device; or its error. Blocks until it is done."""
+    try:
+        problem = TileProblem(work, alone=work.world_size == 1)
+    except torch.OutOfMemoryError as error:
+        return {kernel.name: told(error) for kernel in candidates}
+    found: dict[str, float | str] = {}
+    times: dict[str, list[float]] = {kernel.name: [] for kernel in candidates}
+    with torch.cuda.device(work.device):
+        for i in range(_ROUNDS + 1):
+            for kernel in candidates:
+                if kernel.name in found:
+                    continue
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                try:
+                    start.record()
+                    problem.run(kernel)
+                    end.record()
+                    end.synchronize()
+                except failures() as error:
+                    # This one is not taken, and `explain` says so.
+                    found[kernel.name] = told(error)
+                    continue
+                if i:  # the first round compiles
+                    times[kernel.name].append(start.elapsed_time(end) / 1e3)
+    return found | {name: statistics.median(seen) for name, seen in times.items() if name not in found}
+
+
+def speed_key(work: Work) -> dict[str, str]:
+    """What a speed depends on."""
+    from burst_rt import __version__
+
+    return {
+        "chip": torch.cuda.get_device_name(work.device),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "burst_rt": __version__,
+        "cudnn": str(torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None),
+        "dtype": str(work.dtype),
+        "head_dim": str(work.head_dim),
+        "direction": "forward" if work.forward else "backward",
+        "mask": repr(work.mask),
+        "tile": "the only one" if work.world_size == 1 else "one of several",
+    }
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a kernel that does not fit raises: torch's operators and the device RuntimeError, triton its own."""
+    triton = sys.modules.get("triton.errors")
+    return (RuntimeError,) if triton is None else (RuntimeError, triton.TritonError)
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

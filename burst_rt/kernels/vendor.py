@@ -1,0 +1,315 @@
+"""NVIDIA's and Tri Dao's kernels as torch has them (cuDNN attention, FlashAttention 2), behind the `Kernel` protocol.
+
+They give a part of the result in the inputs' 16 bits. Where one call of theirs is all there is (a world of one, one rectangle or one square
+under the diagonal) that is the rounding every result has at its end, and nothing is lost. Where parts are added up, each would be rounded
+before it is: that is done only where the user has said partials="16bit".
+
+Their backward wants O where the protocol has delta; it gets the O' of `cpu.py`, in 16 bits. That costs no accuracy: delta = rowsum(dO * O')
+is then off by about sqrt(3 / head_dim) roundoffs of itself, less than with O itself, whose terms are larger than their sum. (Emulated for
+head sizes 16 to 128, grouped heads, gradients of lse: 0.6 to 0.8 roundoffs in dq, dk, dv with O, with O' and with delta itself.)
+
+A gradient of lse may make delta so large beside dO that O' needs the range of bfloat16 (see `_stand_in`); float16 has no such range, and
+whether it is needed only the device knows, for which nothing here waits. So float16 is taken in the forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from burst_rt.attention.masks import Piece
+from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold
+
+__all__ = ["CudnnKernel", "FlashKernel"]
+
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+# Both load 16 bytes at a time: what starts or steps otherwise is copied first.
+_ALIGNED_BYTES = 16
+# The largest O', and the smallest dO of a replaced row: well inside what bfloat16 holds.
+_LARGEST, _SMALLEST = 2.0**100, 2.0**-126
+
+_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Call(NamedTuple):
+    """One call of a vendor's kernel: rows and columns of the tile; causal: row i of them sees column j <= i, and they are a square."""
+
+    rows: slice
+    columns: slice
+    causal: bool
+
+
+class _VendorKernel:
+    """What the two share. bfloat16, and float16 in the forward; masks whose tiles are rectangles and triangles."""
+
+    name: str
+    most_head_dim: int
+    # What its tensors must be on; tests with doubles of torch's operators have others.
+    device_type = "cuda"
+
+    def refuses(self, work: Work) -> str | None:
+        """See `Kernel.refuses`."""
+        if work.device.type != self.device_type:
+            return f"the {self.name} kernel takes {self.device_type.upper()} tensors, got {work.device}"
+        if work.dtype not in (torch.bfloat16, torch.float16):
+            return f"the {self.name} kernel takes bfloat16 and float16, got {work.dtype}"
+        if work.dtype == torch.float16 and not work.forward:
+            return f"the {self.name} kernel's backward takes bfloat16: float16 has no room for what stands in for the output there"
+        if work.head_dim % 8 or not 8 <= work.head_dim <= self.most_head_dim:
+            return f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most {self.most_head_dim}, got {work.head_dim}"
+        if any(piece.masked for pieces in work.tiles for piece in pieces):
+            return f"the {self.name} kernel takes rectangles and triangles, and {work.mask!r} leaves other shapes of this call's tiles"
+        reason = self._short_columns(work.tiles) or self._missing(work.device)
+        if reason:
+            return reason
+        if work.partials == "exact" and not _whole(work):
+            return (
+                f"the {self.name} kernel rounds what each of its calls gives to {_bare(work.dtype)}, and here several are added up; "
+                "burst_rt.init(partials='16bit') allows that"
+            )
+        return None
+
+    def repeatable(self, forward: bool) -> bool:
+        """See `Kernel.repeatable`: the backward adds up in an order of its own, different every time."""
+        return forward
+
+    def remarks(self, work: Work) -> tuple[str, ...]:
+        """See `Kernel.remarks`: where partials are in 16 bits; where results differ from run to run."""
+        rounded = () if _whole(work) else (f"partials are 16-bit: what each of its calls gives is rounded to {_bare(work.dtype)}",)
+        return rounded if self.repeatable(work.forward) else (*rounded, "its sums differ in the last bits from run to run")
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
+        """See `Kernel.forward`."""
+        calls = list(_calls(tile.pieces))
+        if tile.first and tile.last and [call.rows for call in calls] == [slice(0, q.shape[1])]:
+            # Nothing to add up: what comes is what is wanted.
+            out, lse = self._part(q, k, v, calls[0], tile.scale)
+            state.out.copy_(out)
+            state.lse.copy_(lse)
+        else:
+            if tile.first:
+                state.start()
+            for call in calls:
+                rows = call.rows
+                fold(*self._part(q, k, v, call, tile.scale), state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows])
+            if tile.last:
+                state.finish()
+        tile.progress()
+
+    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+        """See `Kernel.delta`."""
+        delta_rows(dout, out, lse, dlse, rows)
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        tile: Tile,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+    ) -> None:
+        """See `Kernel.backward`."""
+        dout, out = _stand_in(dout, delta)
+        for call in _calls(tile.pieces):
+            rows, columns = call.rows, call.columns
+            inputs = (_heads_first(x, at) for x, at in ((dout, rows), (q, rows), (k, columns), (v, columns), (out, rows)))
+            grads = self._call_backward(*inputs, lse[:, :, rows].contiguous(), call.causal, tile.scale)
+            for total, at, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
+                if total is not None:
+                    total[:, at].add_(grad.transpose(1, 2))
+        tile.progress()
+
+    def scratch_bytes(
+        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
+    ) -> int:
+        """Grows with the tile. Copies of inputs that are not aligned, a part's results; in the backward O' and how it is made, and the
+        float32 dq and the dk, dv of every query head that FlashAttention takes for itself. Measured by nobody yet."""
+        q, kv = (batch * n * head_dim * dtype.itemsize for n in (q_len * num_heads, kv_len * num_kv_heads))
+        if forward:
+            return 2 * q + 2 * kv
+        of_all_heads = batch * kv_len * num_heads * head_dim * dtype.itemsize if num_heads > num_kv_heads else 0
+        return 2 * q + 2 * kv + 4 * q + q + 2 * kv + 4 * q // dtype.itemsize + 2 * of_all_heads
+
+    def _part(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """out `[batch, q, heads, d]` in 16 bits and lse `[batch, heads, q]` of one call."""
+        rows, columns = call.rows, call.columns
+        out, lse = self._call_forward(_heads_first(q, rows), _heads_first(k, columns), _heads_first(v, columns), call.causal, scale)
+        # Kernels may pad the rows of lse, or give it a dimension more.
+        return out.transpose(1, 2), lse.flatten(2)[:, :, : rows.stop - rows.start]
+
+    def _short_columns(self, tiles: Iterable[tuple[Piece, ...]]) -> str | None:
+        return None
+
+    def _missing(self, device: torch.device) -> str | None:
+        """Why torch cannot do it here, or None."""
+        raise NotImplementedError
+
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse; all with heads before tokens, as in the backward."""
+        raise NotImplementedError
+
+    def _call_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+    ) -> _Grads:
+        raise NotImplementedError
+
+
+class FlashKernel(_VendorKernel):
+    """FlashAttention 2 (arXiv 2307.08691). head_dim a multiple of 8, at most 256.
+
+    Its backward gives the same bits every time where torch.use_deterministic_algorithms(True) is in force.
+    """
+
+    name = "flash"
+    most_head_dim = 256
+
+    def repeatable(self, forward: bool) -> bool:
+        """See `Kernel.repeatable`."""
+        return forward or (torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled())
+
+    def _missing(self, device: torch.device) -> str | None:
+        if not torch.backends.cuda.is_flash_attention_available():
+            return f"the flash kernel needs a torch that was built with FlashAttention, and {torch.__version__} was not"
+        return _too_old(self.name, device)
+
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = _flash_forward(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+
+    def _call_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+    ) -> _Grads:
+        # The state of a random generator, which nobody asks without dropout.
+        seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
+        grads: _Grads = _flash_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset, scale=scale
+        )  # fmt: skip
+        return grads
+
+
+class CudnnKernel(_VendorKernel):
+    """cuDNN's attention (9.0 or newer). head_dim a multiple of 8, at most 128."""
+
+    name = "cudnn"
+    most_head_dim = 128
+
+    def _short_columns(self, tiles: Iterable[tuple[Piece, ...]]) -> str | None:
+        if any(call.columns.stop - call.columns.start == 1 for pieces in tiles for call in _calls(pieces)):
+            return "the cudnn kernel takes at least 2 keys at a time, and this call has a tile with a single one"
+        return None
+
+    def _missing(self, device: torch.device) -> str | None:
+        version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+        if version is None or version < 90000:
+            return f"the cudnn kernel needs cuDNN 9.0 or newer, and torch {torch.__version__} has {version or 'none'}"
+        return _too_old(self.name, device)
+
+    def _call_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, lse
+
+    def _call_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        scale: float,
+    ) -> _Grads:
+        # The state of a random generator, which nobody asks without dropout.
+        seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+        grads: _Grads = _cudnn_backward(
+            dout, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        )  # fmt: skip
+        return grads
+
+
+def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
+    """Rectangles and squares under the diagonal. Where a triangle has more rows than columns, those below its square see all of them."""
+    for piece in pieces:
+        rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
+        if not piece.diagonal:
+            yield _Call(rows, columns, causal=False)
+            continue
+        size = min(rows.stop - rows.start, columns.stop - columns.start)
+        # The two vendors align the diagonal of what is no square at different corners.
+        yield _Call(slice(rows.start, rows.start + size), slice(columns.start, columns.start + size), causal=True)
+        if rows.start + size < rows.stop:
+            yield _Call(slice(rows.start + size, rows.stop), columns, causal=False)
+
+
+def _whole(work: Work) -> bool:
+    """Whether a single call is all there is, so that nothing is added up."""
+    return work.world_size == 1 and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
+
+
+def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """[B, S, H, D] -> [B, H, rows, D], as a view where it is aligned."""
+    x = x[:, rows]
+    step = _ALIGNED_BYTES // x.itemsize
+    if x.data_ptr() % _ALIGNED_BYTES or any(stride % step for stride in x.stride()[:-1]):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.transpose(1, 2)
+
+
+def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dO and O' `[batch, q, heads, d]` in bfloat16, with rowsum(dO * O') = delta.
+
+    O' = u * delta / (amax * |u|^2), u = dO / amax, amax the row's largest |dO|. Where that is too large (a gradient of lse, and a dO that
+    is 0 or next to it) the row of dO becomes a constant e, and O' the constant delta / (d * e). With e = |delta| / (d * 2^100) neither the
+    dO that was there nor this one has any digit in a sum with delta.
+    """
+    wide, delta = dout.float(), delta.transpose(1, 2).unsqueeze(-1)
+    amax = wide.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    wide.div_(amax)
+    size = amax * torch.linalg.vecdot(wide, wide).unsqueeze(-1)
+    fits = delta.abs() <= _LARGEST * size
+    e = (delta.abs() / (_LARGEST * dout.shape[3])).clamp_min(_SMALLEST).to(dout.dtype)
+    weight = torch.where(fits & (delta != 0), delta / size, 0.0)
+    out = torch.where(fits, wide.mul_(weight), delta / (e.float() * dout.shape[3])).to(dout.dtype)
+    return torch.where(fits, dout, e), out
+
+
+def _too_old(name: str, device: torch.device) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
+
+
+def _bare(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,217 @@
+"""Which kernel "auto" takes where several can do the work: by measured speed, remembered, the same for all ranks of a host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import burst_rt
+from burst_rt import Causal, Full
+from burst_rt.errors import InputError
+from burst_rt.kernels import KERNELS, Kernel, Work, pick, speed
+from burst_rt.kernels.remembered import alone, forget, recall, remember
+from burst_rt.kernels.speed import KIND, TileProblem, fastest, told
+
+_WORK = Work(torch.device("cuda"), torch.bfloat16, 128, Causal())
+_Measure = Callable[[Work, Sequence[Kernel]], dict[str, float | str]]
+
+
+class Clock:
+    """Measures by a table, and counts how often it is asked."""
+
+    def __init__(self, **seconds: float | str) -> None:
+        self.seconds = seconds
+        self.asked: list[tuple[str, ...]] = []
+
+    def __call__(self, work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
+        self.asked.append(tuple(kernel.name for kernel in candidates))
+        return {kernel.name: self.seconds[kernel.name] for kernel in candidates}
+
+
+@pytest.fixture(autouse=True)
+def a_chip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU that is not there, nothing measured yet, a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a chip")
+    monkeypatch.setattr(speed, "_known", {})
+    for kernel in ("CudnnKernel", "FlashKernel"):
+        monkeypatch.setattr(f"burst_rt.kernels.vendor.{kernel}._missing", lambda self, device: None)
+
+
+def _square(world_size: int = 1, *, forward: bool = True, partials: str = "exact") -> Work:
+    pieces = Causal().pieces(range(64), range(64))
+    return _WORK._replace(tiles=(pieces,) * world_size, world_size=world_size, forward=forward, partials=partials)
+
+
+def _measure_by(monkeypatch: pytest.MonkeyPatch, clock: _Measure) -> None:
+    monkeypatch.setattr(speed, "seconds_of", clock)
+
+
+def test_the_fastest_is_taken_and_the_figures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(triton=2e-3, cudnn=1e-3, flash=3e-3)
+    _measure_by(monkeypatch, clock)
+    picked = pick(_square())
+    assert picked.kernel.name == "cudnn"
+    assert picked.reason == "the fastest of cudnn 1.000 ms, triton 2.000 ms, flash 3.000 ms for a tile of 4,096 x 4,096 (measured now)"
+    assert pick(_square()).kernel is picked.kernel
+    assert clock.asked == [("triton", "cudnn", "flash")]
+
+
+def test_the_answer_is_remembered_from_job_to_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=1e-3, flash=3e-3))
+    assert pick(_square()).kernel.name == "cudnn"
+    # Another job, in which the clock says something else.
+    speed._known.clear()
+    later = Clock(triton=1e-3, cudnn=2e-3, flash=3e-3)
+    _measure_by(monkeypatch, later)
+    picked = pick(_square())
+    assert picked.kernel.name == "cudnn"
+    assert "remembered for this chip" in picked.reason
+    assert later.asked == []
+    # Any other class of work, chip or version is measured for itself.
+    for change in (
+        lambda: monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "another chip"),
+        lambda: monkeypatch.setattr(torch, "__version__", "9.9"),
+        lambda: forget(KIND) or speed._known.clear(),  # type: ignore[func-returns-value]
+    ):
+        change()
+        assert pick(_square()).kernel.name == "triton"
+    for work in (_square()._replace(head_dim=64), _square()._replace(dtype=torch.float16), _square(2, partials="16bit")):
+        assert pick(work).kernel.name == "triton"
+    assert len(later.asked) == 6
+
+
+def test_only_kernels_that_can_and_repeat_themselves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(triton=2e-3, cudnn=1e-3, flash=1.5e-3)
+    _measure_by(monkeypatch, clock)
+    several = pick(_square(2))
+    assert several.kernel.name == "triton"
+    assert several.reason.startswith("the only one here that can; the cudnn kernel rounds what each of its calls gives")
+    backward = pick(_square(forward=False))
+    assert backward.kernel.name == "triton"
+    assert "the cudnn kernel's sums differ in the last bits from run to run; kernel='cudnn' takes it all the same" in backward.reason
+    assert clock.asked == []
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pick(_square(forward=False)).kernel.name == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert clock.asked == [("triton", "flash")]
+    rounded = pick(_square(2, partials="16bit"))
+    assert rounded.kernel.name == "cudnn"
+    assert rounded.reason.endswith("partials are 16-bit: what each of its calls gives is rounded to bfloat16")
+
+
+def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=told(RuntimeError("no execution plan\nat line 3")), flash=3e-3))
+    picked = pick(_square())
+    assert picked.kernel.name == "triton"
+    assert "(measured now; cudnn failed: RuntimeError: no execution plan)" in picked.reason
+    # What failed for want of memory may do another time, and is not written down.
+    speed._known.clear()
+    forget(KIND)
+    full = told(torch.OutOfMemoryError("CUDA out of memory"))
+    clock = Clock(triton=full, cudnn=full, flash=full)
+    _measure_by(monkeypatch, clock)
+    picked = pick(_square())
+    assert picked.kernel.name == "triton"
+    assert picked.reason.startswith("no kernel could be measured (triton failed: OutOfMemoryError: CUDA out of memory, ")
+    speed._known.clear()
+    pick(_square())
+    assert len(clock.asked) == 2
+
+
+def test_ranks_of_a_host_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are processes; here threads, each with a memory of its own, that share only the cache folder."""
+    clock = Clock(triton=2e-3, cudnn=1e-3, flash=3e-3)
+
+    def slow(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
+        time.sleep(0.3)
+        return clock(work, candidates)
+
+    class Nothing(dict[tuple[str, ...], dict[str, float | str]]):
+        def get(self, *_: object) -> None:  # type: ignore[override]
+            return None
+
+    monkeypatch.setattr(speed, "_known", Nothing())
+
+    class Open:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(speed, "_lock", Open())
+    names: list[str] = []
+    candidates = [KERNELS[name] for name in ("triton", "cudnn", "flash")]
+    threads = [threading.Thread(target=lambda: names.append(fastest(_square(), candidates, slow).kernel.name)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert names == ["cudnn"] * 4
+    assert len(clock.asked) == 1
+
+
+def test_what_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = {"chip": "a", "dtype": "b"}
+    assert recall("kind", key) is None
+    assert remember("kind", key, {"x": 1.5})
+    assert recall("kind", key) == {"x": 1.5}
+    assert recall("kind", key | {"chip": "c"}) is None
+    assert recall("other", key) is None
+    (path,) = (tmp_path / "burst_rt").glob("kind-*.json")
+    for broken in ("", "{", "[]", '{"key": {}}'):
+        path.write_text(broken)
+        assert recall("kind", key) is None
+    forget("kind")
+    assert not path.exists()
+    # A folder that cannot be: nothing is kept, nothing fails.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not remember("kind", key, 1)
+    with alone("kind", key, 1.0):
+        assert recall("kind", key) is None
+
+
+def test_waiting_for_another_rank_ends() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with alone("kind", {"a": "b"}, 5.0):
+            inside.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(5)
+    started_s = time.monotonic()
+    with alone("kind", {"a": "b"}, 0.2):
+        assert 0.2 <= time.monotonic() - started_s < 5
+    done.set()
+    thread.join(5)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_the_standard_tile_is_one_a_kernel_can_do(forward: bool) -> None:
+    for mask in (Full(), Causal()):
+        for dtype in (torch.float32, torch.bfloat16):
+            problem = TileProblem(Work(torch.device("cpu"), dtype, 512, mask, forward), tokens=48)
+            problem.run(KERNELS["cpu"])
+            results = (problem._state.out,) if forward else problem._sums
+            assert all(x.isfinite().all() and x.any() for x in results)
+
+
+def test_on_a_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    _measure_by(monkeypatch, clock)
+    with burst_rt.init(device="cpu") as ctx:
+        x = torch.zeros(1, 8, 2, 16)
+        assert "kernel cpu: the only one here that can\n" in str(burst_rt.explain(x, x, x, layout=ctx.layout(8)))
+    with pytest.raises(InputError, match=r"no tile kernel for torch\.float64 on cuda: .*triton.*; .*cudnn.*; .*flash"):
+        pick(_WORK._replace(dtype=torch.float64))
+    assert clock.asked == []
