@@ -31,7 +31,7 @@ from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
 from burst_rt.drivers import BaseDriver, Progress, Watch
 from burst_rt.drivers.device import Event
-from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost, Stalled
 from burst_rt.joining import LocalRank, join
 from burst_rt.kernels import PARTIALS, sum_dtype
 from burst_rt.machine import Machine
@@ -255,12 +255,14 @@ class Context:
         memory: Mapping[int, Memory],
         opening: Agreement,
         progress: Progress | None = None,
+        takes: str = "",
     ) -> tuple[BaseDriver, Event | None]:
         """Runs a schedule on this rank's driver; also says after which event of the device its memory is free. Collective."""
         trace = Trace()
         driver = self.machine.driver(
-            schedule, ops=ops, memory=memory, watch=self.watch, opening=opening, timeout_s=self.timeout_s, stall_s=self.stall_s, trace=trace
-        )
+            schedule, ops=ops, memory=memory, watch=self.watch, opening=opening, timeout_s=self.timeout_s, stall_s=self.stall_s,
+            trace=trace, takes=takes,
+        )  # fmt: skip
         if progress:
             progress.driver = driver
         try:
@@ -272,6 +274,9 @@ class Context:
             # Messages may be under way: their memory must outlive this call, and no later call may be confused by them.
             self._broken = error
             self._kept.append((memory, ops))
+            if not isinstance(error, (PeerLost, Stalled)):
+                # It began here: the others would wait for this rank's messages, as long as `stall_s`.
+                self.watch.say_left(_exit_code(error))
             raise
         free = self.machine.join(driver)
         driver.forget()
@@ -294,7 +299,7 @@ class Context:
             description, digest = _describe(plan.key, spec.scale, spec.return_lse)
             agreement = Agreement(self.control, self._number, description, digest)
             try:
-                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress)
+                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, _takes(plan))
             except ContractMismatch:
                 self._settle(agreement)
             self.machine.give_back(plan, bound.slots, free)
@@ -343,14 +348,11 @@ class Context:
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError):
-            need = plan.memory()
-            formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
             call = "burst_attention" if plan.key.forward else "backward of burst_attention"
             self.refuse(
                 call,
                 DeviceError(
-                    f"out of memory on {self.device}: this call takes {need.total:,} bytes beyond its inputs and outputs "
-                    f"({formula}). Use more ranks, fewer tokens or heads a call, or free what else is there",
+                    f"out of memory on {self.device}: {_takes(plan)}",
                     rank=self.rank,
                 ),
             )
@@ -475,6 +477,16 @@ def _describe(key: PlanKey, scale: float | None, return_lse: bool) -> tuple[dict
         "version": __version__,
     }
     return description, digest_of(description)
+
+
+def _takes(plan: Plan) -> str:
+    """What memory a call takes, by the plan's formula, and what to do if it is too much."""
+    need = plan.memory()
+    formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
+    return (
+        f"this call takes {need.total:,} bytes beyond its inputs and outputs ({formula}). Use more ranks, fewer tokens or heads a call, or "
+        "free what else is there"
+    )
 
 
 def _exit_code(error: BaseException) -> int:

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
 from burst_rt.drivers.watch import Backoff, Watch
-from burst_rt.errors import BurstError, InternalError, Stalled
+from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
 from burst_rt.scheduler import Event, Graph, Op, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
@@ -35,7 +37,7 @@ class BaseDriver:
     """One driver performs one run of a graph.
 
     ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message names. transport: for exchanges on free
-    lanes. opening: what control tasks wait for.
+    lanes. opening: what control tasks wait for. takes: what memory the call takes, in words, for the error when a task finds none.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class BaseDriver:
         timeout_s: float,
         stall_s: float,
         trace: Trace,
+        takes: str = "",
     ) -> None:
         self._graph = graph
         self._ops = ops
@@ -60,6 +63,7 @@ class BaseDriver:
         self._timeout_s = timeout_s
         self._stall_s = stall_s
         self.trace = trace
+        self._takes = takes
         self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
         self._control: Task | None = None
         self._about: dict[int, tuple[Task, int]] = {}  # handle of a message under way -> its task and peer
@@ -136,13 +140,19 @@ class BaseDriver:
         for m in task.sends:
             self._about[self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = (task, m.peer)
 
-    def _perform(self, task: Task) -> None:
-        """Calls the task's operation."""
+    def _perform(self, task: Task) -> TaskFailed | None:
+        """Calls the task's operation. What it says if there is no memory for it; other errors are raised."""
         op: Op | None = task.op
         if op is None or op.name not in self._ops:
             known = sorted(self._ops)
             raise InternalError(f"task {task.name!r} asks for operation {op and op.name!r}; this driver has {known}", task=task.name)
-        self._ops[op.name](*op.args)
+        try:
+            self._ops[op.name](*op.args)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            rank = self._graph.rank
+            why = f"rank {rank}: out of memory in {task.name!r}{self._takes and '; '}{self._takes} ({error})"
+            return TaskFailed(task.id, DeviceError(why, rank=rank, task=task.name))
+        return None
 
     def _poll(self) -> list[Event]:
         events = self._landed

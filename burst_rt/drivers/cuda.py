@@ -19,7 +19,7 @@ from burst_rt.drivers.device import Device, Event, Stream
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
 from burst_rt.scheduler import Event as Happening
-from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone
+from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone, TaskFailed
 from burst_rt.transport import OrderedTransport
 
 __all__ = ["CudaDriver"]
@@ -48,11 +48,14 @@ class CudaDriver(BaseDriver):
         self._under_way: list[int] = []
         self._held: list[Task] = []  # exchanges of the host that wait for the caller's stream
         self._caller_done = False
+        self._failed = False
         self._opened_s = time.perf_counter()
         self._opened = device.record(device.caller())
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
         """See `Driver.issue`."""
+        if self._failed:
+            return  # one before it was not done; the engine has yet to hear of it
         lane = self._graph.lanes[task.lane]
         self._issued_s[task.id] = time.perf_counter()
         if lane.ordered:
@@ -107,13 +110,18 @@ class CudaDriver(BaseDriver):
         for other in after:
             self._device.wait(stream, self._issued[other].ended)
         started = self._device.record(stream)
+        failure: TaskFailed | None = None
         with self._device.on(stream, task.name):
             if task.is_exchange:
                 assert self._wire is not None
                 sends, recvs = ([(self._memory[m.part][: m.size_bytes], m.peer) for m in way] for way in (task.sends, task.recvs))
                 self._wire.exchange(sends, recvs, self._device.handle(stream))
             else:
-                self._perform(task)
+                failure = self._perform(task)
+        if failure is not None:
+            self._failed = True
+            self._landed.append(failure)
+            return
         self._issued[task.id] = _Issued(task, self._issued_s[task.id], started, self._device.record(stream))
         if task.id in self._observed:
             self._under_way.append(task.id)

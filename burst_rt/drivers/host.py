@@ -50,11 +50,11 @@ class HostDriver(BaseDriver):
         task = self._queue.pop(0)
         self._running = task
         started_s = time.perf_counter()
-        self._perform(task)
+        failure = self._perform(task)
         ended_s = self._finish(task, started_s)
         # Short tasks need not call `progress`, and there may be many of them.
         self._say_alive(ended_s)
         self._running = None
         self.compute_s += ended_s - started_s
-        self._landed.append(TaskDone(task.id))
+        self._landed.append(failure or TaskDone(task.id))
         return True

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 
-from burst_rt.errors import BurstError, PeerLost, Stalled
+from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
 from burst_rt.transport import ControlGroup, NoticeKind, Pending
 
 __all__ = ["Backoff", "Watch"]
@@ -50,11 +50,15 @@ class Watch:
     def look(self) -> None:
         """Reads notices. Never blocks."""
         for notice in self.control.notices():
-            known = self.left if notice.kind is NoticeKind.LEFT else self.alive
-            known[notice.peer] = (time.perf_counter(), notice.value)
+            now = time.perf_counter()
+            if notice.kind is NoticeKind.LEFT:
+                # A rank that failed says so at once, and once more when it closes its context.
+                self.left.setdefault(notice.peer, (now, notice.value))
+            else:
+                self.alive[notice.peer] = (now, notice.value)
 
     def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
-        """PeerLost, once a rank has left for longer than its last messages may take.
+        """PeerLost (DeviceError where that is what it had), once a rank has left for longer than its last messages may take.
 
         awaited: the ranks whose messages are open (None: all). One that ended well and owes nothing is no loss to a call under way.
         """
@@ -76,7 +80,7 @@ class Watch:
             self.control.notify(peer, NoticeKind.ALIVE, task)
 
     def say_left(self, code: int) -> None:
-        """Tells every other rank that this one enters no further call. Does not wait."""
+        """Tells every other rank that this one enters no further call, and with which exit code. Does not wait."""
         for peer in range(self.control.size):
             if peer != self.control.rank:
                 self.control.notify(peer, NoticeKind.LEFT, code)
@@ -98,9 +102,11 @@ class Watch:
                 )
             backoff.pause()
 
-    def _lost(self, peer: int, code: int) -> PeerLost:
+    def _lost(self, peer: int, code: int) -> BurstError:
+        # A device that failed is everybody's error, of the same class: no rank can go on, and none is to blame.
+        kind = DeviceError if code == DeviceError.exit_code else PeerLost
         how = "closed its context or ended normally" if code == 0 else f"failed (exit code {code})"
-        return PeerLost(
+        return kind(
             f"rank {self.control.rank}: rank {peer} {how}, and cannot take part in this call. Look at that rank's own error first; "
             "every rank must make the same calls",
             rank=self.control.rank,

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from fake_device import FakeDevice, FakeMessages, FakeWire, Part, Race
 
 from burst_rt.drivers import CudaDriver, Watch
@@ -197,6 +198,32 @@ def test_a_task_that_fails_is_the_runs_error() -> None:
     )
     with pytest.raises(DeviceError, match="out of memory"):
         drive(FakeDevice(), graph, ops={"work": fail})
+
+
+def test_nothing_is_issued_after_a_task_that_finds_no_memory() -> None:
+    """With NCCL all of a graph is issued in one go; what comes after the tile must not be sent."""
+    found = 0
+    for seed in range(200):
+        graph = random_graph(random.Random(seed), NCCL_LANES)
+        device = FakeDevice(seed)
+        issued: list[int] = []
+
+        def work(reads: object, changed: object, issued: list[int] = issued) -> None:
+            issued.append(1)
+            if len(issued) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        exchange = []
+        device.use = lambda *args, **options: exchange.append(len(issued))  # type: ignore[method-assign]  # noqa: B023
+        if sum(1 for task in graph.tasks if task.op and task.op.name == "work") < 2:
+            drive(device, graph, ops={"work": work})
+            continue
+        with pytest.raises(DeviceError, match=r"rank 0: out of memory in 't\d+' \(CUDA out of memory\)"):
+            drive(device, graph, ops={"work": work})
+        found += 1
+        assert len(issued) == 2
+        assert all(count < 2 for count in exchange)
+    assert found > 100
 
 
 def test_a_device_that_never_ends_is_given_up() -> None:

@@ -1,0 +1,66 @@
+"""A tile that finds no memory: DeviceError with the plan's formula on that rank, and DeviceError within seconds on every other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import burst_rt
+from burst_rt import Context, ContextLayout
+from burst_rt.errors import BurstError, DeviceError, PeerLost
+from burst_rt.kernels.cpu import CpuKernel
+
+
+def _there_and_back(x: torch.Tensor, layout: ContextLayout) -> None:
+    out = burst_rt.burst_attention(x, x, x, layout=layout)
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError("2 GiB")])
+def test_every_rank_hears_of_it_at_once(direction: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank closes its context before all have heard: it is not the leaving that tells them."""
+    whole = getattr(CpuKernel, direction)
+    tiles: list[str] = []
+
+    def greedy(*args: Any) -> None:  # those of the kernel
+        name = threading.current_thread().name
+        tiles.append(name)
+        if name == "burst_rt rank 1" and tiles.count(name) == 2:
+            raise error
+        whole(*args)
+
+    all_heard = threading.Barrier(3)
+
+    def attend(ctx: Context) -> tuple[BurstError, float, str]:
+        layout = ctx.layout(120)
+        x = torch.ones(1, layout.shard_len, 2, 16, requires_grad=True)
+        started_s = time.monotonic()
+        with pytest.raises(BurstError) as caught:
+            _there_and_back(x, layout)
+        took_s = time.monotonic() - started_s
+        all_heard.wait(20)
+        with pytest.raises(PeerLost, match="this context broke in an earlier call") as again:
+            burst_rt.burst_attention(x, x, x, layout=layout)
+        return caught.value, took_s, str(again.value)
+
+    monkeypatch.setattr(CpuKernel, direction, greedy)
+    for rank, (raised, took_s, again) in enumerate(burst_rt.run_local(3, attend, stall_s=60)):
+        assert type(raised) is DeviceError
+        assert took_s < 10
+        assert raised.rank == rank
+        if rank == 1:
+            assert str(raised).startswith("rank 1: out of memory in 'hop ")
+            assert "this call takes" in str(raised)
+            assert "scratch" in str(raised)
+            assert str(error) in str(raised)
+            assert raised.task is not None
+        else:
+            assert raised.peer is not None
+            assert "failed (exit code 74)" in str(raised)
+        assert "out of memory" in again or "exit code 74" in again
