@@ -255,7 +255,7 @@ class Context:
         memory: Mapping[int, Memory],
         opening: Agreement,
         progress: Progress | None = None,
-        takes: str = "",
+        takes: Callable[[], str] | None = None,
     ) -> tuple[BaseDriver, Event | None]:
         """Runs a schedule on this rank's driver; also says after which event of the device its memory is free. Collective."""
         trace = Trace()
@@ -299,7 +299,7 @@ class Context:
             description, digest = _describe(plan.key, spec.scale, spec.return_lse)
             agreement = Agreement(self.control, self._number, description, digest)
             try:
-                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, _takes(plan))
+                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, lambda: _takes(plan))
             except ContractMismatch:
                 self._settle(agreement)
             self.machine.give_back(plan, bound.slots, free)

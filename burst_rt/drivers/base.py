@@ -52,7 +52,7 @@ class BaseDriver:
         timeout_s: float,
         stall_s: float,
         trace: Trace,
-        takes: str = "",
+        takes: Callable[[], str] | None = None,
     ) -> None:
         self._graph = graph
         self._ops = ops
@@ -150,7 +150,8 @@ class BaseDriver:
             self._ops[op.name](*op.args)
         except (torch.OutOfMemoryError, MemoryError) as error:
             rank = self._graph.rank
-            why = f"rank {rank}: out of memory in {task.name!r}{self._takes and '; '}{self._takes} ({error})"
+            takes = f"; {self._takes()}" if self._takes else ""
+            why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
             return TaskFailed(task.id, DeviceError(why, rank=rank, task=task.name))
         return None
 
