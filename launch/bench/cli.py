@@ -45,6 +45,19 @@ def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None)
     main(parts or ("kernels", "ring"), repeats, max_tokens, out)
 
 
+@command.command()
+@click.option("--head-dim", "head_dims", multiple=True, type=click.IntRange(16, 256), default=(64, 128), show_default=True)
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True, help="Of the inputs.")
+@click.option("--repeats", default=10, show_default=True, help="Runs of each configuration; medians are compared.")
+@click.option("--limit-s", default=600.0, show_default=True, help="Begin nothing new after so many seconds.")
+@_OUT
+def tune(head_dims: tuple[int, ...], dtype: str, repeats: int, limit_s: float, out: Path | None) -> None:
+    """Find the Triton kernels' fastest block sizes on this GPU; later jobs on this machine use them."""
+    from burst_rt.launch.bench.tune import main
+
+    main(head_dims, dtype, repeats, limit_s, out)
+
+
 @command.command("all")
 @click.pass_context
 @_OUT

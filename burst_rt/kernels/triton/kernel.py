@@ -20,6 +20,7 @@ from burst_rt.kernels.base import State, Tile, Work
 from burst_rt.kernels.triton.configs import Config, arch_of, choose
 from burst_rt.kernels.triton.launch import Problem
 from burst_rt.kernels.triton.runs import Runs, runs_of
+from burst_rt.kernels.triton.tuned import tuned
 
 __all__ = ["TritonKernel"]
 
@@ -61,8 +62,13 @@ class TritonKernel:
         return True
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: none."""
-        return ()
+        """See `Kernel.remarks`: whether block sizes are those of `burst-rt bench tune`."""
+        kinds = ("forward",) if work.forward else ("dq", "dkdv")
+        found = {kind: tuned(kind, work.device, work.head_dim, work.dtype) for kind in kinds}
+        if not any(found.values()):
+            return ()
+        told = ", ".join(f"{kind} {c.block_m} x {c.block_n}, {c.num_warps} warps, {c.num_stages} stages" for kind, c in found.items() if c)
+        return (f"blocks tuned on this machine: {told}",)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
@@ -138,7 +144,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Problem:
 
 def _config(kind: str, x: torch.Tensor) -> Config:
     arch = None if x.device.type == "cpu" else _arch(x.device)
-    return choose(kind, arch, x.shape[3], x.dtype.itemsize)
+    return tuned(kind, x.device, x.shape[3], x.dtype) or choose(kind, arch, x.shape[3], x.dtype.itemsize)
 
 
 @lru_cache

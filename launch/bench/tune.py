@@ -1,0 +1,148 @@
+"""`burst-rt bench tune`: block sizes, warps and stages of the Triton kernels, measured on this machine's GPU.
+
+For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled, checked against the table's own configuration and
+timed, full and causal together. The fastest are written where later jobs on this chip find them, and printed as `configs.py` has them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from burst_rt.attention.masks import Causal, Full
+from burst_rt.errors import ConfigError
+from burst_rt.kernels import KERNELS, Work
+from burst_rt.kernels.remembered import forget
+from burst_rt.kernels.speed import KIND, TileProblem, failures, told
+from burst_rt.kernels.triton.configs import Config, arch_of
+from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying
+from burst_rt.launch.bench.report import Cell, median, publish
+
+__all__ = ["Trial", "best_of", "main", "paste"]
+
+# Faster by less than this is noise, and the table's own stays.
+_WORTH = 0.02
+# Two configurations add up in other orders and round other probabilities to 16 bits; a wrong one is off by far more.
+_SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (False, True, True)}
+
+
+class Trial(NamedTuple):
+    """How a configuration did: seconds for a full and a causal tile together, or why not."""
+
+    config: Config
+    seconds: float | None
+    why: str = ""
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """The fastest; the first, which is the table's own, unless another is faster by more than noise. None where none ran."""
+    ran = [trial for trial in trials if trial.seconds is not None]
+    if not ran:
+        return None
+    best = min(ran, key=lambda trial: trial.seconds or 0.0)
+    own = trials[0]
+    return own if own.seconds is not None and (best.seconds or 0.0) > (1 - _WORTH) * own.seconds else best
+
+
+def paste(kind: str, arch: int, head_dim: int, trials: Sequence[Trial], best: Trial) -> str:
+    """The line for configs.py."""
+    own, found = trials[0], best.config
+    was = f"; {own.config} took {1e3 * own.seconds:.3f}" if own.seconds is not None and own is not best else ""
+    return f'("{kind}", {arch}), head sizes up to {head_dim}: {found}  # {1e3 * (best.seconds or 0.0):.3f} ms{was}'
+
+
+def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out: Path | None) -> None:
+    """Measures, prints, writes. Blocks at most about `limit_s`, past which nothing new is begun. Raises ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError("bench tune: torch sees no CUDA device; see `burst-rt doctor`")
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    end_s = time.monotonic() + limit_s
+    rows: list[dict[str, Cell]] = []
+    lines: list[str] = []
+    for head_dim in head_dims:
+        for kind in TUNED:
+            works = [Work(device, _DTYPES[dtype], head_dim, mask, kind == "forward") for mask in (Full(), Causal())]
+            configs = candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize)
+            trials = trials_of(kind, works, configs, lambda run: _seconds(run, repeats), lambda: time.monotonic() > end_s)
+            best = best_of(trials)
+            rows += [_row(kind, head_dim, trial, trial is best) for trial in trials]
+            if best is not None:
+                lines.append(paste(kind, arch, head_dim, trials, best))
+                if not keep(kind, device, head_dim, _DTYPES[dtype], best.config):
+                    lines.append("  not remembered: the cache folder cannot be written")
+    # What was known of this kernel's speed is no longer so.
+    forget(KIND)
+    title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"
+    publish(title, rows, out, f"medians of {repeats}; a full and a causal tile of 4,096 x 4,096 together")
+    print("For burst_rt/kernels/triton/configs.py (jobs on this machine use them from now on):", *lines, sep="\n")
+
+
+def trials_of(
+    kind: str,
+    works: Sequence[Work],
+    configs: Sequence[Config],
+    seconds: Callable[[Callable[[], None]], float],
+    out_of_time: Callable[[], bool],
+    tokens: int = 4096,
+) -> list[Trial]:
+    """Every configuration in turn on the standard tiles of some work; the first is what the others' results are checked against."""
+    kernel = KERNELS["triton"]
+    problems = [TileProblem(work, tokens=tokens) for work in works]
+    wanted: list[list[torch.Tensor]] = []
+    trials: list[Trial] = []
+    for config in configs:
+        if trials and out_of_time():
+            trials.append(Trial(config, None, "not tried: no time was left"))
+            continue
+        try:
+            with trying(kind, config):
+                results = [problem.results(kernel, _NEEDS[kind]) for problem in problems]
+                wanted = wanted or results
+                apart = max(_apart(x, y) for found, right in zip(results, wanted, strict=True) for x, y in zip(found, right, strict=True))
+                if not apart < _SAME[works[0].dtype]:
+                    trials.append(Trial(config, None, f"wrong: {apart:.1e} from what the first one gives"))
+                    continue
+                took = sum(seconds(lambda problem=problem: problem.run(kernel, _NEEDS[kind])) for problem in problems)  # type: ignore[misc]
+        except failures() as error:
+            trials.append(Trial(config, None, told(error)))
+        else:
+            trials.append(Trial(config, took))
+    return trials
+
+
+def _apart(x: torch.Tensor, right: torch.Tensor) -> float:
+    """Relative, in the Frobenius norm; nan where a result is."""
+    right = right.double()
+    return float(torch.linalg.vector_norm(x.double() - right) / torch.linalg.vector_norm(right))
+
+
+def _seconds(run: Callable[[], None], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)
+
+
+def _row(kind: str, head_dim: int, trial: Trial, best: bool) -> dict[str, Cell]:
+    config = trial.config
+    return {
+        "kernel": kind,
+        "head_dim": head_dim,
+        "block": f"{config.block_m} x {config.block_n}",
+        "warps": config.num_warps,
+        "stages": config.num_stages,
+        "ms": None if trial.seconds is None else 1e3 * trial.seconds,
+        "": "taken" if best else trial.why[:60],
+    }

@@ -1,0 +1,73 @@
+"""Trials of block sizes, with the kernels themselves: each is really used, checked, and may fail without harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from burst_rt import Causal, Full
+from burst_rt.kernels import KERNELS, Work
+from burst_rt.kernels.speed import TileProblem
+from burst_rt.kernels.triton.configs import Config
+from burst_rt.kernels.triton.tuned import TUNED, tuned
+from burst_rt.launch.bench.tune import Trial, best_of, trials_of
+
+_CONFIGS = [Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(24, 16, 4, 1), Config(16, 16, 4, 1), Config(32, 32, 4, 1)]
+
+
+class Clock:
+    """Gives every configuration another time; says so when its time is up."""
+
+    def __init__(self) -> None:
+        self.seconds_left = [5.0, 4.0, 3.0, 3.0, 2.0, 2.0]
+        self.used: list[Config | None] = []
+        self.kind = ""
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        run()
+        self.used.append(tuned(self.kind, torch.device("cpu"), 256, torch.float32))
+        return self.seconds_left.pop(0)
+
+    def is_over(self) -> bool:
+        return not self.seconds_left
+
+
+@pytest.fixture(autouse=True)
+def one_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow."""
+    monkeypatch.setattr("burst_rt.kernels.speed._CHANNELS", 256)
+
+
+@pytest.mark.parametrize("kind", TUNED)
+def test_trials(kind: str) -> None:
+    clock = Clock()
+    clock.kind = kind
+    works = [Work(torch.device("cpu"), torch.float32, 256, mask, kind == "forward") for mask in (Full(), Causal())]
+    trials = trials_of(kind, works, _CONFIGS, clock.seconds, clock.is_over, tokens=40)
+    assert [trial.config for trial in trials] == _CONFIGS
+    assert [trial.seconds for trial in trials] == [9.0, 6.0, None, 4.0, None]
+    # Blocks are powers of two.
+    assert "power" in trials[2].why
+    assert trials[4].why == "not tried: no time was left"
+    assert best_of(trials) == Trial(_CONFIGS[3], 4.0)
+    assert clock.used == [config for config in (_CONFIGS[0], _CONFIGS[1], _CONFIGS[3]) for _ in works]
+    assert tuned(kind, torch.device("cpu"), 256, torch.float32) is None
+
+
+def test_a_configuration_with_wrong_results_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = TileProblem.results
+
+    def broken(problem: TileProblem, *args: object) -> list[torch.Tensor]:
+        found = results(problem, KERNELS["triton"])
+        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
+            found[0][0, 3] += 1
+        return found
+
+    monkeypatch.setattr(TileProblem, "results", broken)
+    works = [Work(torch.device("cpu"), torch.float32, 256, Full())]
+    trials = trials_of("forward", works, _CONFIGS[:2], lambda run: 1.0, lambda: False, tokens=20)
+    assert trials[0].seconds == 1.0
+    assert trials[1].seconds is None
+    assert trials[1].why.startswith("wrong: ")

@@ -1,0 +1,112 @@
+"""Block sizes measured on a machine: candidates, which is taken, how it is remembered and used. tests/interpreted tries some for real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from burst_rt import Causal, Full
+from burst_rt.errors import ConfigError
+from burst_rt.kernels import KERNELS, Work, pick
+from burst_rt.kernels.remembered import recall
+from burst_rt.kernels.triton import tuned as module
+from burst_rt.kernels.triton.configs import ARCHES, Config, choose, padded
+from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying, tuned
+from burst_rt.launch.bench.cli import command
+from burst_rt.launch.bench.tune import Trial, best_of, paste
+
+_CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A GPU that is not there, and a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a chip")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    module._recalled.cache_clear()
+    yield tmp_path
+    module._recalled.cache_clear()
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("kind", TUNED)
+def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
+    for head_dim in (16, 64, 80, 128, 256):
+        for input_bytes in (2, 4):
+            found = candidates(kind, arch, head_dim, input_bytes)
+            assert found[0] == choose(kind, arch, head_dim, input_bytes)
+            assert len(found) == len(set(found)) <= 24
+            for config in found[1:]:
+                assert config.block_m & (config.block_m - 1) == 0
+                assert 16 <= config.block_n <= 256
+                # At least one block of each side is in shared memory.
+                assert (config.block_m + config.block_n) * padded(head_dim) * input_bytes <= ARCHES[arch]
+    assert len(candidates(kind, 90, 128, 2)) >= 8
+
+
+def test_the_fastest_is_taken_if_it_is_worth_it() -> None:
+    a, b, c = Config(128, 64, 8, 2), Config(64, 64, 4, 3), Config(64, 32, 4, 3)
+    failed = Trial(b, None, "OutOfResources: shared memory")
+    assert best_of([Trial(a, 1.0), Trial(b, 0.9), Trial(c, 0.8)]) == Trial(c, 0.8)
+    assert best_of([Trial(a, 1.0), Trial(b, 0.99), failed]) == Trial(a, 1.0)
+    assert best_of([Trial(a, None, "no"), failed, Trial(c, 2.0)]) == Trial(c, 2.0)
+    assert best_of([failed]) is None
+    line = paste("dq", 90, 128, [Trial(a, 2e-3), Trial(c, 1e-3)], Trial(c, 1e-3))
+    assert line == (
+        '("dq", 90), head sizes up to 128: Config(block_m=64, block_n=32, num_warps=4, num_stages=3)  # 1.000 ms; '
+        "Config(block_m=128, block_n=64, num_warps=8, num_stages=2) took 2.000"
+    )
+
+
+def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_rt.kernels.triton.kernel import _config
+
+    # What a launcher asks with; the tensor itself needs no device.
+    class OnCuda:
+        device, shape, dtype = _CUDA, (1, 8, 2, 128), torch.bfloat16
+
+    x: torch.Tensor = OnCuda()  # type: ignore[assignment]
+    work = Work(_CUDA, torch.bfloat16, 128, Causal(), world_size=2)
+    assert _config("forward", x) == choose("forward", 90, 128, 2)
+    assert "tuned" not in pick(work, "triton").reason
+    found = Config(64, 128, 4, 2)
+    assert keep("forward", _CUDA, 128, torch.bfloat16, found)
+    assert _config("forward", x) == found
+    assert pick(work, "triton").reason == "asked for by name; blocks tuned on this machine: forward 64 x 128, 4 warps, 2 stages"
+    # For this kernel, head size and type alone; and for this chip.
+    assert "tuned" not in pick(work._replace(forward=False), "triton").reason
+    assert tuned("dq", _CUDA, 128, torch.bfloat16) is None
+    assert tuned("forward", _CUDA, 64, torch.bfloat16) is None
+    assert tuned("forward", _CUDA, 128, torch.float16) is None
+    assert tuned("forward", torch.device("cpu"), 128, torch.bfloat16) is None
+    # A trial comes before both.
+    with trying("forward", Config(32, 32, 4, 1)):
+        assert _config("forward", x) == Config(32, 32, 4, 1)
+    assert _config("forward", x) == found
+    module._recalled.cache_clear()
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "another chip")
+    assert tuned("forward", _CUDA, 128, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("answer", [[1, 2, 3], [64, 64, 4, 0], [64, 64, 4, "2"], {"block_m": 64}, "x"])
+def test_what_is_no_configuration_is_not_used(answer: object, chip: Path) -> None:
+    key = module._key("dq", _CUDA, 64, torch.float16)
+    assert module.remember("triton-blocks", key, answer)
+    assert recall("triton-blocks", key) == answer
+    assert tuned("dq", _CUDA, 64, torch.float16) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nothing_is_remembered_of_a_machine_without_a_gpu() -> None:
+    assert tuned("forward", _CUDA, 64, torch.bfloat16) is None
+    assert KERNELS["triton"].remarks(Work(_CUDA, torch.bfloat16, 64, Full())) == ()
+    result = CliRunner().invoke(command, ["tune"])
+    assert isinstance(result.exception, ConfigError)
+    assert "bench tune: torch sees no CUDA device" in str(result.exception)
