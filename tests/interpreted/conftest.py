@@ -1,11 +1,19 @@
-"""Tests of the Triton kernels without a GPU, under Triton's interpreter.
+"""Tests of the Triton kernels: without a GPU under Triton's interpreter, and the same cases compiled where there is one.
 
 TRITON_INTERPRET=1 must be set before triton is imported, and changes it for the whole process; so these are run by a process of their own:
-`TRITON_INTERPRET=1 pytest tests/interpreted`, which is what tests/unit/test_triton.py does. Any other run of pytest passes them over.
+`TRITON_INTERPRET=1 pytest tests/interpreted`, which is what tests/unit/test_triton.py does. Without the variable they run on the GPU, and
+where there is none pytest passes them over.
 """
 
 from __future__ import annotations
 
 import os
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+import torch
+
+collect_ignore_glob = ["test_*.py"]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    collect_ignore_glob = []
+elif torch.cuda.is_available():
+    # `burst-rt bench tune` itself is what tries block sizes on a GPU.
+    collect_ignore_glob = ["test_tune.py"]

@@ -1,7 +1,11 @@
-"""The Triton kernels tile by tile, against the spec: positions of every layout, head sizes, types, and what is left unwritten."""
+"""The Triton kernels tile by tile, against the spec: positions of every layout, head sizes, types, and what is left unwritten.
+
+Interpreted on a CPU, or compiled on a GPU, where tiles of eight times as many tokens come on top: its blocks are larger.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -9,13 +13,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from spec import Attention, reference, relative_error
-from tolerances import ERROR
+from tolerances import ERROR, PRODUCTS
 
 from burst_rt import Causal, Full, Mask
 from burst_rt.errors import InternalError
 from burst_rt.kernels import KERNELS, State, Tile
 
 KERNEL = KERNELS["triton"]
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+# Of sums in float32. The interpreter's products are float32 whatever the inputs.
+SUMS = {torch.float32: ERROR[torch.float32]} | {d: ERROR[torch.float32] if DEVICE.type == "cpu" else PRODUCTS[d] for d in PRODUCTS}
 
 _Runs = tuple[range, ...]
 
@@ -56,6 +63,19 @@ PLACES = {
 }
 
 
+def _longer(run: range, factor: int = 8) -> range:
+    """So many times as many positions, as far apart, from so many times as far on."""
+    start = run.start % run.step + run.start // run.step * run.step * factor
+    return range(start, start + len(run) * factor * run.step, run.step)
+
+
+if DEVICE.type == "cuda":
+    PLACES |= {
+        f"{name}, longer": Place(tuple(map(_longer, place.q)), tuple(tuple(map(_longer, runs)) for runs in place.kv))
+        for name, place in PLACES.items()
+    }
+
+
 class Call(NamedTuple):
     """The tensors of a call, its tiles, and which columns each tile has."""
 
@@ -73,15 +93,17 @@ def make_call(
     place: Place, dtype: torch.dtype, mask: Mask | None = None, *, heads: int = 2, kv_heads: int = 1, head_dim: int = 16, batch: int = 1
 ) -> Call:
     mask = mask or Causal()
+    # What is random is made on the CPU: the same numbers on any device.
     q_positions = torch.tensor([i for run in place.q for i in run])
     kv_positions = torch.tensor([j for runs in place.kv for run in runs for j in run])
     q_len, kv_len = len(q_positions), len(kv_positions)
     generator = torch.Generator().manual_seed(1)
     # One packed tensor, as a projection to q, k, v leaves it: strided views.
-    packed = torch.randn(batch, max(q_len, kv_len), heads + 2 * kv_heads, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+    packed = torch.randn(batch, max(q_len, kv_len), heads + 2 * kv_heads, head_dim, generator=generator, dtype=torch.float64)
+    packed = packed.to(DEVICE, dtype)
     q, (k, v) = packed[:, :q_len, :heads], packed[:, :kv_len, heads:].split(kv_heads, dim=2)
-    dout = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(dtype)
-    dlse = torch.randn(batch, heads, q_len, generator=generator)
+    dout = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+    dlse = torch.randn(batch, heads, q_len, generator=generator).to(DEVICE)
     ends = [0]
     for runs in place.kv:
         ends.append(ends[-1] + sum(map(len, runs)))
@@ -91,14 +113,28 @@ def make_call(
     )
     columns = tuple(slice(a, b) for a, b in pairwise(ends))
     visible = mask.allows(q_positions[:, None], kv_positions[None, :])
-    return Call(q, k, v, dout, dlse, tiles, columns, reference(q, k, v, dout, dlse, mask=Table(visible)))
+    return Call(q, k, v, dout, dlse, tiles, columns, truth_of(q, k, v, dout, dlse, visible))
+
+
+def truth_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float | None = None,
+) -> Attention:
+    """The spec's answer, made on the CPU, where the kernel's will be."""
+    whole = reference(*(x.cpu() for x in (q, k, v, dout, dlse)), mask=Table(visible), scale=scale)
+    return Attention(*(None if x is None else x.to(DEVICE) for x in whole))  # type: ignore[arg-type]  # out and lse are never None
 
 
 def empty_state(q: torch.Tensor) -> State:
     """All of it NaN."""
     batch, q_len, heads, _ = q.shape
-    acc, out = (torch.full(q.shape, torch.nan, dtype=dtype) for dtype in (torch.float32, q.dtype))
-    m, l, lse = (torch.full((batch, heads, q_len), torch.nan) for _ in range(3))  # noqa: E741
+    acc, out = (torch.full(q.shape, torch.nan, dtype=dtype, device=DEVICE) for dtype in (torch.float32, q.dtype))
+    m, l, lse = (torch.full((batch, heads, q_len), torch.nan, device=DEVICE) for _ in range(3))  # noqa: E741
     return State(acc, m, l, out, lse)
 
 
@@ -110,7 +146,7 @@ def run_forward(call: Call, state: State | None = None) -> State:
 
 
 def run_delta(call: Call) -> torch.Tensor:
-    rows = torch.full((2, *call.truth.lse.shape), torch.nan)
+    rows = torch.full((2, *call.truth.lse.shape), torch.nan, device=DEVICE)
     # out as it comes from a forward in the inputs' type would lose digits that are not the backward's fault.
     KERNEL.delta(call.dout.float(), call.truth.out.float().contiguous(), call.truth.lse.float(), call.dlse, rows)
     return rows
@@ -122,7 +158,7 @@ def run_backward(call: Call, *, needs: str = "qkv", start: float = 1.0) -> list[
     sums = {}
     for name, x in zip("qkv", call[:3], strict=True):
         batch, length, heads, head_dim = x.shape
-        sums[name] = torch.full((batch, length + 3, heads, head_dim), start)[:, 1:-2]
+        sums[name] = torch.full((batch, length + 3, heads, head_dim), start, device=DEVICE)[:, 1:-2]
     for tile, at in zip(call.tiles, call.columns, strict=True):
         dq, dk, dv = (sums[name] if name in needs else None for name in "qkv")
         dk, dv = (None if x is None else x[:, at] for x in (dk, dv))
@@ -137,7 +173,7 @@ def assert_right(call: Call) -> None:
     for got, want in zip(run_backward(call), truth[2:], strict=True):
         assert got is not None
         assert want is not None
-        assert relative_error(got, want) < ERROR[torch.float32]
+        assert relative_error(got, want) < SUMS[call.q.dtype]
         untouched = (want == 0).flatten(2).all(-1)  # rows that see nothing, keys that nobody sees
         assert not got[untouched].any()
 
@@ -201,7 +237,7 @@ def test_a_tile_that_sees_nothing_leaves_the_state_alone() -> None:
 def test_large_scores_do_not_overflow() -> None:
     call = make_call(PLACES["aligned"], torch.float32)
     q, k = call.q * 30, call.k * 30
-    call = call._replace(q=q, k=k, truth=reference(q, k, call.v, call.dout, call.dlse, mask=Table(torch.ones(70, 70).tril().bool())))
+    call = call._replace(q=q, k=k, truth=truth_of(q, k, call.v, call.dout, call.dlse, torch.ones(70, 70).tril().bool()))
     state = run_forward(call)
     # A score of 1,000 in float32 is off by up to 1e-4, and so is its probability.
     assert relative_error(state.out, call.truth.out) < 1e-3
@@ -212,8 +248,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("scale", [1e-42, 1e-3, 3.0])
 def test_the_scale_is_the_one_given(scale: float) -> None:
     call = make_call(PLACES["aligned"], torch.float32)
-    visible = Table(torch.ones(70, 70).tril().bool())
-    truth = reference(call.q, call.k, call.v, call.dout, call.dlse, mask=visible, scale=scale)
+    truth = truth_of(call.q, call.k, call.v, call.dout, call.dlse, torch.ones(70, 70).tril().bool(), scale)
     call = call._replace(tiles=tuple(tile._replace(scale=scale) for tile in call.tiles), truth=truth)
     state = run_forward(call)
     assert relative_error(state.out, truth.out) < ERROR[torch.float32]
@@ -258,7 +293,7 @@ def test_rows_that_see_nothing_have_no_gradient_whatever_comes_for_their_lse() -
 
 def test_delta_without_a_gradient_of_lse() -> None:
     call = make_call(PLACES["few tokens"], torch.float16)
-    rows = torch.full((2, *call.truth.lse.shape), torch.nan)
+    rows = torch.full((2, *call.truth.lse.shape), torch.nan, device=DEVICE)
     KERNEL.delta(call.dout, call.truth.out.half(), call.truth.lse.float(), None, rows)
     want = (call.dout.double() * call.truth.out.half().double()).sum(-1).transpose(1, 2)
     assert relative_error(rows[1], want) < ERROR[torch.float32]
@@ -295,4 +330,4 @@ def test_tensors_it_cannot_do_are_an_internal_error() -> None:
         KERNEL.forward(call.q.repeat_interleave(2, 3)[..., ::2], call.k, call.v, call.tiles[0], empty_state(call.q))
     state = empty_state(call.q)
     with pytest.raises(InternalError, match="dense states, lse and delta"):
-        KERNEL.forward(call.q, call.k, call.v, call.tiles[0], state._replace(m=torch.empty(1, 2, 140)[:, :, ::2]))
+        KERNEL.forward(call.q, call.k, call.v, call.tiles[0], state._replace(m=torch.empty(1, 2, 140, device=DEVICE)[:, :, ::2]))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from burst_rt.launch.gpu_check import STEPS, Step, perform
+from burst_rt.launch.gpu_check import STEPS, Step, groups, perform
 
 
 def _step(source: str, **options: float) -> Step:
@@ -35,7 +38,51 @@ def test_what_is_not_run_says_why(tmp_path: Path) -> None:
 
 
 def test_all_steps_fit_into_the_time() -> None:
-    assert sum(step.limit_s for step in STEPS) <= 9 * 60
+    assert sum(max(step.limit_s for step in group) for group in groups(STEPS)) <= 8 * 60
+
+
+def test_steps_that_measure_run_alone() -> None:
+    assert [step for group in groups(STEPS) for step in group] == list(STEPS)
+    for group in groups(STEPS):
+        measured = [step for step in group if "bench" in step.words]
+        assert not measured or len(group) == 1
+    a, b, c = (_step(name) for name in "abc")
+    beside = replace(b, beside=True)
+    assert list(groups([a, beside, c])) == [[a, beside], [c]]
+    assert list(groups([])) == []
+
+
+def test_every_test_of_a_step_is_there() -> None:
+    """What pytest is given exists, and no test of the tiles belongs to both halves or to none."""
+    root = Path(__file__).resolve().parents[2]
+    for step in STEPS:
+        assert all((root / word).exists() for word in step.words if word.startswith("tests/"))
+    whole, *halves = (
+        re.search(r"(\d+)(?:/\d+)? tests collected", _collected(root, *words))
+        for words in ((), *(step.words[step.words.index("-k") :] for step in STEPS if step.name.startswith("tiles")))
+    )
+    assert whole is not None
+    counts = [int(found[1]) for found in halves if found is not None]
+    assert len(counts) == 2
+    assert sum(counts) == int(whole[1])
+
+
+def _collected(root: Path, *words: str) -> str:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/interpreted/test_tiles.py",
+        *words,
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
