@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
+from burst_rt.attention.masks import Piece
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Choice, choose
 from burst_rt.kernels import Kernel, Picked, Work, pick
@@ -141,7 +142,8 @@ class Planner:
             return choice.program.graph(rank % world, self._lanes)
 
         own = graph(self._rank)
-        tiles = tuple(task.op.args[2] for task in own.tasks if task.op is not None and task.op.name in ("forward", "backward"))
+        ops = [task.op for task in own.tasks if task.op is not None and task.op.name in ("forward", "backward")]
+        tiles = tuple(cast(tuple[Piece, ...], op.args[2]) for op in ops)
         work = Work(key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.forward, world, tiles, key.partials)
         picked = pick(work, choice.kernel or key.kernel)
         lowered = self._lower(own)

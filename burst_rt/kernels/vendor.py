@@ -123,8 +123,9 @@ class _VendorKernel:
         dout, out = _stand_in(dout, delta)
         for call in _calls(tile.pieces):
             rows, columns = call.rows, call.columns
-            inputs = (_heads_first(x, at) for x, at in ((dout, rows), (q, rows), (k, columns), (v, columns), (out, rows)))
-            grads = self._call_backward(*inputs, lse[:, :, rows].contiguous(), call.causal, tile.scale)
+            q_, dout_, out_ = (_heads_first(x, rows) for x in (q, dout, out))
+            k_, v_ = (_heads_first(x, columns) for x in (k, v))
+            grads = self._call_backward(dout_, q_, k_, v_, out_, lse[:, :, rows].contiguous(), call.causal, tile.scale)
             for total, at, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
                 if total is not None:
                     total[:, at].add_(grad.transpose(1, 2))

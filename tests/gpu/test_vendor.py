@@ -84,7 +84,7 @@ def test_tiles_against_the_spec(name: str, case: str, dtype: torch.dtype, heads:
     dout = torch.randn(q.shape, generator=generator).to(_CUDA, dtype)
     weight = torch.randn(2, heads, q_len, generator=generator).to(_CUDA) if dlse else None
     found = _run(kernel, q, k, v, dout, weight, mask, list(pairwise([0, *ends])))
-    truth = reference(*(x.cpu() for x in (q, k, v, dout)), None if weight is None else weight.cpu(), mask=mask)
+    truth = reference(q.cpu(), k.cpu(), v.cpu(), dout.cpu(), None if weight is None else weight.cpu(), mask=mask)
     # A row whose keys came in several calls is the mean of several rounded parts.
     several = 1 if len(ends) == 1 and (mask == Full() or q_len == kv_len) else 2
     for field, got in found._asdict().items():

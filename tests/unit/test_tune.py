@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work, pick
-from burst_rt.kernels.remembered import recall
+from burst_rt.kernels.remembered import recall, remember
 from burst_rt.kernels.triton import tuned as module
 from burst_rt.kernels.triton.configs import ARCHES, Config, choose, padded
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying, tuned
@@ -98,7 +98,7 @@ def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("answer", [[1, 2, 3], [64, 64, 4, 0], [64, 64, 4, "2"], {"block_m": 64}, "x"])
 def test_what_is_no_configuration_is_not_used(answer: object, chip: Path) -> None:
     key = module._key("dq", _CUDA, 64, torch.float16)
-    assert module.remember("triton-blocks", key, answer)
+    assert remember("triton-blocks", key, answer)
     assert recall("triton-blocks", key) == answer
     assert tuned("dq", _CUDA, 64, torch.float16) is None
 
