@@ -144,7 +144,9 @@ class Planner:
         own = graph(self._rank)
         ops = [task.op for task in own.tasks if task.op is not None and task.op.name in ("forward", "backward")]
         tiles = tuple(cast(tuple[Piece, ...], op.args[2]) for op in ops)
-        work = Work(key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.forward, world, tiles, key.partials)
+        work = Work(
+            key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.forward, choice.program.ring_size, tiles, key.partials
+        )
         picked = pick(work, choice.kernel or key.kernel)
         lowered = self._lower(own)
         if world <= _VERIFY_ALL_UP_TO:

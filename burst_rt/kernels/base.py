@@ -86,14 +86,17 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one direction of a call asks of its kernel on this rank. tiles: the pieces of each; partials: one of `PARTIALS`."""
+    """What one direction of a call asks of its kernel on this rank.
+
+    ring_size: of its `Program`; tiles: the pieces of each; partials: one of `PARTIALS`.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     mask: Mask
     forward: bool = True
-    world_size: int = 1
+    ring_size: int = 1
     tiles: tuple[tuple[Piece, ...], ...] = ()
     partials: str = "exact"
 

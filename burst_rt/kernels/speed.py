@@ -116,7 +116,7 @@ def fastest(
 def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
     """Median seconds of each kernel on a standard tile, in turn, by events of the device; or its error. Blocks until it is done."""
     try:
-        problem = TileProblem(work, alone=work.world_size == 1)
+        problem = TileProblem(work, alone=work.ring_size == 1)
     except torch.OutOfMemoryError as error:
         return {kernel.name: told(error) for kernel in candidates}
     found: dict[str, float | str] = {}
@@ -155,7 +155,7 @@ def speed_key(work: Work) -> dict[str, str]:
         "head_dim": str(work.head_dim),
         "direction": "forward" if work.forward else "backward",
         "mask": repr(work.mask),
-        "tile": "the only one" if work.world_size == 1 else "one of several",
+        "tile": "the only one" if work.ring_size == 1 else "one of several",
     }
 
 

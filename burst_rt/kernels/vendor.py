@@ -277,7 +277,7 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
 
 def _whole(work: Work) -> bool:
     """Whether a single call is all there is, so that nothing is added up."""
-    return work.world_size == 1 and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
+    return work.ring_size == 1 and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
 
 
 def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:

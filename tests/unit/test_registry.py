@@ -46,7 +46,7 @@ def a_chip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _square(world_size: int = 1, *, forward: bool = True, partials: str = "exact") -> Work:
     pieces = Causal().pieces(range(64), range(64))
-    return _WORK._replace(tiles=(pieces,) * world_size, world_size=world_size, forward=forward, partials=partials)
+    return _WORK._replace(tiles=(pieces,) * world_size, ring_size=world_size, forward=forward, partials=partials)
 
 
 def _measure_by(monkeypatch: pytest.MonkeyPatch, clock: _Measure) -> None:

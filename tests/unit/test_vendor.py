@@ -338,7 +338,7 @@ def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, c=capability: c)
         for name in ("cudnn", "flash"):
             assert (KERNELS[name].refuses(fine) is not None) is refused
-            several = str(KERNELS[name].refuses(fine._replace(world_size=2)))
+            several = str(KERNELS[name].refuses(fine._replace(ring_size=2)))
             assert refused or "partials='16bit'" in several
 
 

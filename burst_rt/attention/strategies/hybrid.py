@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from burst_rt.attention.layouts import Layout
 from burst_rt.attention.problem import Problem
@@ -43,6 +43,10 @@ class Hybrid:
     @property
     def forward(self) -> bool:
         return self.ring.forward
+
+    @property
+    def ring_size(self) -> int:
+        return self.problem.world_size // self.group_size
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
@@ -102,10 +106,6 @@ class Hybrid:
         own_rows = 0 if self.forward else self.shard_len("rows", rank) * self.problem.row_bytes
         return Footprint(inner.sums + own_rows, copies, inner.tile)
 
-    @cached_property
-    def number_of_groups(self) -> int:
-        return self.problem.world_size // self.group_size
-
 
 class _HybridBuilder:
     """Builds one rank's graph. "x > 2" is what goes to member 2 of the group, "x < 2" what comes from it."""
@@ -115,7 +115,7 @@ class _HybridBuilder:
         size = hybrid.group_size
         self.group, self.number = divmod(rank, size)
         self.g = GraphBuilder(rank, hybrid.problem.world_size, lanes)
-        peers = [group * size + self.number for group in range(hybrid.number_of_groups)]
+        peers = [group * size + self.number for group in range(hybrid.ring_size)]
         self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers)
         self.local = {name: self.g.buffer(f"local {name}", initialised=True) for name in (*hybrid.gathered, *hybrid.returned)}
 

@@ -41,6 +41,10 @@ class Program(Protocol):
     def forward(self) -> bool:
         """Which direction."""
 
+    @property
+    def ring_size(self) -> int:
+        """How many ranks, or groups of ranks, the keys of a query are spread over: 1 where all are in one place."""
+
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """The graph of one rank. The lanes are those of its machine: HOST_LANES, DEVICE_LANES or NCCL_LANES."""
 

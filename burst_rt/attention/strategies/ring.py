@@ -60,6 +60,10 @@ class Ring:
         builder.go_round()
         return builder.g.build()
 
+    @property
+    def ring_size(self) -> int:
+        return self.problem.world_size
+
     def __str__(self) -> str:
         return ", ".join(_names((*self.bundle, *self.sums))) + " travel"
 

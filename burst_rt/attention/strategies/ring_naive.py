@@ -31,6 +31,10 @@ class RingNaive:
     forward: bool
     rounds: tuple[Ring, ...]
 
+    @property
+    def ring_size(self) -> int:
+        return self.problem.world_size
+
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
         g = GraphBuilder(rank, self.problem.world_size, lanes)
