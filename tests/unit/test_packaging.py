@@ -77,12 +77,15 @@ print([name for name in ("scheduler", "transport", "launch") if importlib.util.f
     assert out.splitlines() == [str(installed / "burst_rt"), "[]"]
 
 
-def test_a_wheel_holds_every_module_and_the_type_marker(distributions: Path) -> None:
+def test_a_wheel_holds_every_module_the_type_marker_and_the_machines(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"{name.replace('.', '/')}/__init__.py" if name in _PACKAGES else f"{name.replace('.', '/')}.py" for name in _MODULES}
     assert {name for name in names if name.endswith(".py")} == expected
     assert "burst_rt/py.typed" in names
+    machines = {f"burst_rt/scheduler/hardware/{path.name}" for path in (_ROOT / "scheduler" / "hardware").glob("*.toml")}
+    assert machines
+    assert {name for name in names if name.endswith(".toml")} == machines
 
 
 def test_the_editable_install_maps_the_folders(tmp_path: Path) -> None:
