@@ -73,7 +73,7 @@ def _world(world_size: int, direction: str, machine: str, causal: bool = False) 
     layout = make_layout("zigzag", 4 * world_size - 1, world_size)
     problem = Problem(layout, layout, Causal() if causal else Full(), 1, 2, 1, 4, 4, 4, (True, True, True))
     strategy, forward = _DIRECTIONS[direction]
-    ring = choose(problem, strategy, forward=forward).ring
+    ring = choose(problem, strategy, forward=forward).program
     graphs = tuple(_MACHINES[machine](ring.graph(rank)) for rank in range(world_size))
     # Without hardware nothing but the seed decides how long things take; with it messages also share links.
     hardware = load_hardware("a100-pcie") if machine.startswith("staged") else None

@@ -7,7 +7,7 @@ import pytest
 from burst_rt import Causal, Full
 from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import Ring, choose
+from burst_rt.attention.strategies import choose
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, Faults, Graph, GraphBuilder, Schedule, check_world, reference, rehearse
 from burst_rt.transport.staged import staged
@@ -18,8 +18,8 @@ _CHUNK = 1000
 def graphs(world_size: int, strategy: str, *, forward: bool, causal: bool = False, device: bool = True) -> list[Graph]:
     layout = make_layout("zigzag", 61 * world_size, world_size)
     problem = Problem(layout, layout, Causal() if causal else Full(), 1, 2, 2, 16, 4, 4, (True, True, True))
-    ring: Ring = choose(problem, strategy, forward=forward).program
-    return [ring.graph(rank, *([DEVICE_LANES] if device else [])) for rank in range(world_size)]
+    program = choose(problem, strategy, forward=forward).program
+    return [program.graph(rank, *([DEVICE_LANES] if device else [])) for rank in range(world_size)]
 
 
 _KINDS = [("ring-kv", True), ("ring-kv", False), ("burst", False)]

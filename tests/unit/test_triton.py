@@ -66,7 +66,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cuda = torch.device("cuda")
-    several = Work(cuda, torch.bfloat16, 128, Causal(), world_size=2)
+    several = Work(cuda, torch.bfloat16, 128, Causal(), ring_size=2)
     assert pick(several).kernel.name == "triton"
     assert pick(several, "triton").reason == "asked for by name"
     with pytest.raises(InputError, match=r"no tile kernel for torch\.float64 on cuda: the triton kernel takes"):

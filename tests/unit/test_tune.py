@@ -73,7 +73,7 @@ def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.Monk
         device, shape, dtype = _CUDA, (1, 8, 2, 128), torch.bfloat16
 
     x: torch.Tensor = OnCuda()  # type: ignore[assignment]
-    work = Work(_CUDA, torch.bfloat16, 128, Causal(), world_size=2)
+    work = Work(_CUDA, torch.bfloat16, 128, Causal(), ring_size=2)
     assert _config("forward", x) == choose("forward", 90, 128, 2)
     assert "tuned" not in pick(work, "triton").reason
     found = Config(64, 128, 4, 2)

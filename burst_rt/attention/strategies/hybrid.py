@@ -139,14 +139,14 @@ class _HybridBuilder:
             for member in range(self.hybrid.group_size):
                 if member == self.number:
                     if self.hybrid.shard_len(name, self.rank):
-                        self._copy("keep", name, Op("keep", (name, gather)), reads=source, accumulates=target)
+                        self._copy("keep", name, Op("keep", (name, gather)), source, accumulates=target)
                     continue
                 peer = self.group * self.hybrid.group_size + member
                 out_of, into = (self.rank, peer) if gather else (peer, self.rank)
                 sent, received = (self.hybrid.shard_len(name, owner) * self.hybrid.token_bytes(name) for owner in (out_of, into))
                 if sent:
                     part = self.g.buffer(f"{name} > {member}", size_bytes=sent)[0]
-                    self._copy(f"pack {member}", name, Op("pack", (name, gather, member, part.id)), reads=source, writes=[part])
+                    self._copy(f"pack {member}", name, Op("pack", (name, gather, member, part.id)), source, writes=[part])
                     sends.append((part, peer))
                 if received:
                     recvs.append((self.g.buffer(f"{name} < {member}", size_bytes=received)[0], peer))
@@ -155,11 +155,20 @@ class _HybridBuilder:
         for part, peer in recvs:
             name, member = part.buffer.split(" < ")[0], peer % self.hybrid.group_size
             target = self._whole(name) if gather else [self.local[name]]
-            self._copy(f"unpack {member}", name, Op("unpack", (name, gather, member, part.id)), reads=[part], accumulates=target)
+            self._copy(f"unpack {member}", name, Op("unpack", (name, gather, member, part.id)), [part], accumulates=target)
 
-    def _copy(self, verb: str, name: str, op: Op, **accesses: Sequence[Buffer | Part]) -> None:
+    def _copy(
+        self,
+        verb: str,
+        name: str,
+        op: Op,
+        reads: Sequence[Buffer | Part],
+        *,
+        writes: Sequence[Buffer | Part] = (),
+        accumulates: Sequence[Buffer | Part] = (),
+    ) -> None:
         cost = Cost(0, 2 * self.hybrid.shard_len(name, self.rank) * self.hybrid.token_bytes(name))
-        self.g.compute(f"{verb} {name}", op, cost=cost, **accesses)
+        self.g.compute(f"{verb} {name}", op, reads=reads, writes=writes, accumulates=accumulates, cost=cost)
 
     def _whole(self, name: str) -> list[Buffer | Part]:
         """What the ring calls the tensor."""
@@ -194,8 +203,9 @@ def _inner(problem: Problem, size: int) -> Problem:
         Layout(f"{layout.kind} in groups of {size}", layout.seq_len, world // size, _group_blocks(layout.blocks, size))
         for layout in (problem.q_layout, problem.kv_layout)
     ]
+    q_layout, kv_layout = layouts
     return Problem(
-        *layouts, problem.mask, problem.batch, heads // size, kv_heads // size, problem.head_dim, problem.input_bytes, problem.sum_bytes,
+        q_layout, kv_layout, problem.mask, problem.batch, heads // size, kv_heads // size, problem.head_dim, problem.input_bytes, problem.sum_bytes,
         problem.needs_grad,
     )  # fmt: skip
 

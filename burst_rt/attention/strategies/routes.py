@@ -22,7 +22,10 @@ __all__ = ["OneRing", "Route", "TwoLevel"]
 
 
 class Route(Protocol):
-    """See the module's text. Frozen and hashable. num_slots: receive buffers that the bundles take turns in."""
+    """See the module's text. Frozen. num_slots: receive buffers that the bundles take turns in."""
+
+    def __hash__(self) -> int:
+        """Equal routes, equal numbers."""
 
     @property
     def num_slots(self) -> int:
