@@ -42,7 +42,8 @@ class Run:
         self.tensors: dict[int, torch.Tensor] = {}
         self.storage: dict[int, torch.Tensor] = {}
         self.memory: dict[int, Memory] = {}
-        self.copies: dict[str, Callable[..., None]] = {"to host": self._to_host, "to device": self._to_device}
+        # What each operation does; a direction adds its own.
+        self.ops: dict[str, Callable[..., None]] = {"to host": self._to_host, "to device": self._to_device}
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._poison = poison
         self._machine = machine
@@ -168,7 +169,7 @@ class ForwardRun(Run):
         m, total, lse = (self.fresh(*self.shape("lse"), dtype=self.wide) for _ in range(3))
         self.state = State(acc, m, total, out, lse)
         self.out, self.lse = out, lse
-        self.ops = self.copies | {"forward": self._forward, "finish": self._finish}
+        self.ops |= {"forward": self._forward, "finish": self._finish}
 
     def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], first: bool, last: bool, reads: Names, _: Names) -> None:
         x = self.at(reads, owner, block)
@@ -208,7 +209,7 @@ class BackwardRun(Run):
             if needed:
                 self.sums[name] = torch.zeros(self.shape(name), dtype=self.wide, device=self._device)
                 self.bind(name, self.sums[name])
-        self.ops = self.copies | {"backward": self._backward, "delta": self.make_delta, "zero": self._zero, "add": self._add}
+        self.ops |= {"backward": self._backward, "delta": self.make_delta, "zero": self._zero, "add": self._add}
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """dq, dk, dv; the slots are let go first, and each sum as its gradient is cast."""

@@ -17,7 +17,7 @@ a kv head, full mask:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from burst_rt.attention.layouts import Layout
@@ -204,10 +204,7 @@ def _inner(problem: Problem, size: int) -> Problem:
         for layout in (problem.q_layout, problem.kv_layout)
     ]
     q_layout, kv_layout = layouts
-    return Problem(
-        q_layout, kv_layout, problem.mask, problem.batch, heads // size, kv_heads // size, problem.head_dim, problem.input_bytes, problem.sum_bytes,
-        problem.needs_grad,
-    )  # fmt: skip
+    return replace(problem, q_layout=q_layout, kv_layout=kv_layout, num_heads=heads // size, num_kv_heads=kv_heads // size)
 
 
 def _group_blocks(blocks: _Blocks, size: int) -> _Blocks:
