@@ -24,10 +24,14 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in memory else)."""
+    """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in memory else).
+
+    masked_flops: how many of the operations are done under a mask, which kernels do at a lower rate.
+    """
 
     flops: int = 0
     size_bytes: int = 0
+    masked_flops: int = 0
 
 
 _FREE = Cost()

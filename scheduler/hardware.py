@@ -35,31 +35,39 @@ Duplex: TypeAlias = Literal["full", "half"]
 
 @dataclass(frozen=True)
 class Rate:
-    """How long an operation takes: launch_s + (flops / flops_per_s + bytes / bytes_per_s) / efficiency seconds."""
+    """How long an operation takes: launch_s + (flops / flops_per_s + bytes / bytes_per_s) / efficiency seconds.
+
+    masked: operations under a mask take 1 / masked of the time of others, since kernels also compute cells that it hides (None: as long).
+    """
 
     launch_s: float
     flops_per_s: float
     bytes_per_s: float
     efficiency: float
+    masked: float | None = None
 
     def seconds(self, cost: Cost) -> float:
         """Seconds a task of this cost takes."""
-        return self.launch_s + (cost.flops / self.flops_per_s + cost.size_bytes / self.bytes_per_s) / self.efficiency
+        flops = cost.flops + (cost.masked_flops * (1 / self.masked - 1) if self.masked else 0.0)
+        return self.launch_s + (flops / self.flops_per_s + cost.size_bytes / self.bytes_per_s) / self.efficiency
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on. Operations named "forward" and "backward" go at rates of their own, all others at `default`."""
+    """What a rank computes on. Operations named "forward", "backward" (tiles of attention) and "linear" (matrix products) go at rates of
+    their own, all others at `default`."""
 
     memory_bytes: int
     forward: Rate
     backward: Rate
+    linear: Rate
     default: Rate
 
     def seconds(self, task: Task) -> float:
         """Seconds the device takes for a task that has it to itself."""
         name = "" if task.op is None else task.op.name
-        return (self.forward if name == "forward" else self.backward if name == "backward" else self.default).seconds(task.cost)
+        rates = {"forward": self.forward, "backward": self.backward, "linear": self.linear}
+        return rates.get(name, self.default).seconds(task.cost)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node, Rate
 _SHIPPED = ["a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"]
 _RATE = Rate(launch_s=1e-6, flops_per_s=1e12, bytes_per_s=1e11, efficiency=0.5)
 _LINK = Link(latency_s=0.0, bytes_per_s=1e10, efficiency=0.75, duplex="half")
-_BARE = Hardware('a "bare" machine', Device(1 << 30, _RATE, replace(_RATE, efficiency=0.1), replace(_RATE, launch_s=0.0)), Node(2, _LINK))
+_BARE = Hardware(
+    'a "bare" machine', Device(1 << 30, _RATE, replace(_RATE, efficiency=0.1), _RATE, replace(_RATE, launch_s=0.0)), Node(2, _LINK)
+)
 _FULL = replace(_BARE, node=Node(4, _LINK, 2, Switch(2, 3e9, 1.0), _LINK, replace(_LINK, duplex="full")), nics=Nics(2, _LINK))
 
 

@@ -304,7 +304,7 @@ def test_which_kernel_is_taken() -> None:
         assert (picked.kernel.name, picked.reason) == ("cpu", "the only one here that can")
     picked = pick(Work(cpu, torch.float32, 64, Full()), "naive")
     assert (picked.kernel.name, picked.reason) == ("naive", "asked for by name")
-    with pytest.raises(InputError, match=r"one of \['cpu', 'cudnn', 'flash', 'naive', 'triton'\], got 'flashier'"):
+    with pytest.raises(InputError, match=r"one of \['cpu', 'cudnn', 'flash', 'naive', 'triton', 'untiled'\], got 'flashier'"):
         pick(Work(cpu, torch.float32, 64, Full()), "flashier")
     for name in ("auto", "cpu"):
         with pytest.raises(InputError, match=r"the cpu kernel takes .*, got torch.int32"):

@@ -282,7 +282,8 @@ class RingBuilder:
         problem = self.ring.problem
         per_cell = _FLOPS[self.ring.op] * problem.head_dim * problem.num_heads * problem.batch
         rows, columns = sum(p.q_stop - p.q_start for p in pieces), sum(p.kv_stop - p.kv_start for p in pieces)
-        return Cost(sum(p.num_cells for p in pieces) * per_cell, rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes)
+        cells, masked = sum(p.num_cells for p in pieces), sum(p.num_cells for p in pieces if p.diagonal or p.masked)
+        return Cost(cells * per_cell, rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes, masked * per_cell)
 
     def _bring_home(self, block: int) -> None:
         """Adds the sums that arrived with the last hop to the owner's own."""

@@ -1,0 +1,82 @@
+"""Forecasts: what a strategy would take on a machine, from its graphs."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import problem
+
+from burst_rt.attention.forecast import CANDIDATES, forecast, memory_bytes, rank_forecasts, schedules_of
+from burst_rt.attention.masks import Causal, Mask
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies import choose
+from burst_rt.scheduler import Schedule
+from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
+from burst_rt.scheduler.simulate import Rotated, simulate
+
+_WIRE = Link(latency_s=0.0, bytes_per_s=1e9, efficiency=1.0, duplex="full")
+_GIB = 1 << 30
+
+
+def _machine(flops_per_s: float, masked: float | None = None) -> Hardware:
+    tiles = Rate(launch_s=0.0, flops_per_s=flops_per_s, bytes_per_s=1e30, efficiency=1.0, masked=masked)
+    rest = Rate(launch_s=0.0, flops_per_s=1e30, bytes_per_s=1e30, efficiency=1.0)
+    return Hardware("test", Device(_GIB, tiles, tiles, rest, rest), Node(8, _WIRE))
+
+
+def _problem(world: int, seq_len: int = 4096, mask: Mask | None = None, kv_heads: int = 8) -> Problem:
+    return problem(seq_len, seq_len, world, mask=mask, heads=(8, kv_heads), head_dim=64, input_bytes=2)
+
+
+def test_a_ring_that_hides_its_transfers_takes_the_time_of_its_tiles() -> None:
+    given = _problem(4)
+    flops = 4 * 64 * 8 * 4096 * 4096 / 4
+    found = forecast(given, "ring-kv", _machine(1e10), forward=True)
+    assert found.time_s == pytest.approx(flops / 1e10, rel=1e-6)
+    assert found.exposed_s == pytest.approx(0.0, abs=1e-9)
+    assert found.fits
+    # The same ring on a fast device waits for the wire: three hops of a shard's keys and values.
+    starved = forecast(given, "ring-kv", _machine(1e15), forward=True)
+    assert starved.time_s == pytest.approx(3 * 2 * 1024 * 8 * 64 * 2 / 1e9, rel=1e-3)
+    assert starved.exposed_s == pytest.approx(starved.time_s, rel=1e-2)
+    assert starved.sent_bytes == 3 * 2 * 1024 * 8 * 64 * 2
+
+
+def test_a_mask_that_cuts_through_tiles_costs_what_the_machine_says() -> None:
+    given = _problem(1, mask=Causal())
+    plain, slow = (forecast(given, "ring-kv", _machine(1e10, masked), forward=True).time_s for masked in (None, 0.5))
+    assert slow == pytest.approx(2 * plain)
+
+
+def test_ranks_that_do_the_same_share_a_schedule_and_take_the_same_time() -> None:
+    machine = _machine(1e11)
+    program = choose(_problem(4), "burst", forward=False).program
+    shared = schedules_of(program)
+    assert all(isinstance(each, Rotated) for each in shared)
+    ragged = schedules_of(choose(_problem(4, 4097), "burst", forward=False).program)
+    causal = schedules_of(choose(_problem(4, mask=Causal()), "burst", forward=False).program)
+    assert not any(isinstance(each, Rotated) for each in (*ragged, *causal))
+    apart = [Schedule.of(program.graph(rank)) for rank in range(4)]
+    assert simulate(shared, machine).end_s == simulate(apart, machine).end_s
+
+
+def test_memory_is_tensors_sums_and_slots() -> None:
+    given = _problem(4)
+    program = choose(given, "ring-kv", forward=True).program
+    shard = 1024 * 8 * 64 * 2
+    # q, k, v, out; two slots of keys and values; the running state in float32.
+    assert memory_bytes(program, 0, program.graph(0)) == 4 * shard + 4 * shard + program.footprint(0).sums
+
+
+def test_what_does_not_fit_is_ranked_behind_what_does_and_what_is_refused_last() -> None:
+    machine = _machine(1e11)
+    given = _problem(4, seq_len=65536)
+    names = [name for name, _ in rank_forecasts(given, machine, strategies=("ring-naive", "ring-kv"), directions=(True,))]
+    assert names == ["ring-kv", "ring-naive"]
+    ranked = rank_forecasts(_problem(4, kv_heads=2), machine, strategies=CANDIDATES)
+    name, reason = ranked[-1]
+    assert name == "all-to-all"
+    assert isinstance(reason, str)
+    assert "heads" in reason
+    times = [sum(f.time_s for f in found) for _, found in ranked[:-1] if not isinstance(found, str)]
+    assert times == sorted(times)
+    assert len(times) == len(CANDIDATES) - 1
