@@ -7,15 +7,17 @@ before that is `skew`: it waits for a late peer, not for the network.
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from burst_rt.errors import InputError
 from burst_rt.scheduler.graph import Graph
-from burst_rt.scheduler.verify import match_messages
+from burst_rt.scheduler.verify import Endpoint, match_messages
 
-__all__ = ["Idle", "Span", "Trace", "exposed"]
+__all__ = ["Idle", "Span", "Trace", "Wait", "exposed", "waits"]
 
 
 class Span(NamedTuple):
@@ -61,8 +63,41 @@ class Idle(NamedTuple):
     total_s: float
 
 
+class Wait(NamedTuple):
+    """A rank's compute lane stood still, from started_s to ended_s.
+
+    on_wire: a transfer it needed was on the wire (exposed communication); else a peer had not yet come to it (skew). task: the exchange
+    that ended the wait, as far as one did; peer: the rank whose message that was.
+    """
+
+    started_s: float
+    ended_s: float
+    on_wire: bool
+    task: int
+    peer: int
+
+
 def exposed(graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_lane: str = "compute") -> list[Idle]:
     """Idle time of each rank's compute lane over one run, split into exposed communication and skew.
+
+    `graphs[r]` and `traces[r]` belong to rank r; every task of the graph must have its span.
+    """
+    spans = [list(trace) for trace in traces]
+    found = waits(graphs, spans, match_messages(graphs), compute_lane)
+    return [
+        Idle(
+            sum(w.ended_s - w.started_s for w in own if w.on_wire),
+            sum(w.ended_s - w.started_s for w in own if not w.on_wire),
+            max(s.ended_s for s in trace) - min(s.issued_s for s in trace),
+        )
+        for own, trace in zip(found, spans, strict=True)
+    ]
+
+
+def waits(
+    graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], matched: Mapping[Endpoint, Endpoint], compute_lane: str = "compute"
+) -> list[list[Wait]]:
+    """When each rank's compute lane stood still for a message, and for which. `matched` is what `match_messages` says of these graphs.
 
     `graphs[r]` and `traces[r]` belong to rank r; every task of the graph must have its span.
     """
@@ -71,19 +106,33 @@ def exposed(graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_l
         if len(known) != len(graph.tasks):
             raise InputError(f"exposed: rank {graph.rank} has {len(known)} spans for {len(graph.tasks)} tasks; trace the whole run")
     # A receive is on the wire from the moment both sides are posted until it ends.
-    posted: list[dict[int, float]] = [{} for _ in graphs]
-    for end, source in match_messages(graphs).items():
+    posted: list[dict[int, tuple[float, int]]] = [{} for _ in graphs]
+    for end, source in matched.items():
         both = max(spans[end.rank][end.task].issued_s, spans[source.rank][source.task].issued_s)
-        posted[end.rank][end.task] = max(both, posted[end.rank].get(end.task, 0.0))
+        posted[end.rank][end.task] = max((both, source.rank), posted[end.rank].get(end.task, (0.0, -1)))
     result = []
     for graph, known in zip(graphs, spans, strict=True):
+        own = posted[graph.rank]
         start, stop = min(s.issued_s for s in known.values()), max(s.ended_s for s in known.values())
         gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in known.values() if s.lane == compute_lane))
-        wire = _union((posted[graph.rank][t], known[t].ended_s) for t in posted[graph.rank])
-        early = _union((known[t].issued_s, posted[graph.rank][t]) for t in posted[graph.rank])
-        on_wire = _overlap(gaps, wire)
-        result.append(Idle(on_wire, max(0.0, _overlap(gaps, _union([*wire, *early])) - on_wire), stop - start))
+        wire = _union((both, known[t].ended_s) for t, (both, _) in own.items())
+        early = _union((known[t].issued_s, both) for t, (both, _) in own.items())
+        arrivals = sorted((known[t].ended_s, t, peer) for t, (_, peer) in own.items())
+        meetings = sorted((both, t, peer) for t, (both, peer) in own.items())
+        found = [Wait(*piece, True, *_ending(piece, arrivals)) for piece in _cut(gaps, wire)]
+        # Late peers count only where nothing is on the wire.
+        alone = _cut(_cut(gaps, early), _gaps(start, stop, wire))
+        found += [Wait(*piece, False, *_ending(piece, meetings)) for piece in alone]
+        result.append(sorted(found))
     return result
+
+
+def _ending(piece: _Interval, moments: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
+    """The task and peer of the last moment within the piece; else of the first one after it."""
+    i = bisect_right(moments, (piece[1], sys.maxsize, 0))
+    if i == len(moments) or (i > 0 and moments[i - 1][0] > piece[0]):
+        i -= 1
+    return moments[i][1:]
 
 
 _Interval = tuple[float, float]
@@ -110,13 +159,15 @@ def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
     return merged
 
 
-def _overlap(first: Sequence[_Interval], second: Sequence[_Interval]) -> float:
-    total, j = 0.0, 0
+def _cut(first: Sequence[_Interval], second: Sequence[_Interval]) -> list[_Interval]:
+    """What is in both."""
+    both: list[_Interval] = []
+    j = 0
     for begin, end in first:
         while j < len(second) and second[j][1] <= begin:
             j += 1
         i = j
         while i < len(second) and second[i][0] < end:
-            total += min(end, second[i][1]) - max(begin, second[i][0])
+            both.append((max(begin, second[i][0]), min(end, second[i][1])))
             i += 1
-    return total
+    return both

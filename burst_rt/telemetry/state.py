@@ -1,0 +1,426 @@
+"""The one model of a job: fed with messages, live by the hub or replayed from a record, and asked by every viewer.
+
+`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer, in the types of `views`. Nothing here waits, starts
+threads or touches a socket; one thread uses a State at a time. Its size is bounded (see `history` and `timeline`): what is older is only in
+a record.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from burst_rt.scheduler import Span
+from burst_rt.telemetry.history import History
+from burst_rt.telemetry.messages import (
+    Bye,
+    Call,
+    Counters,
+    FromRank,
+    Group,
+    Heartbeat,
+    Hello,
+    Item,
+    Note,
+    Plan,
+    Presence,
+    Report,
+    Sample,
+    Severity,
+    Source,
+    hop_of,
+)
+from burst_rt.telemetry.timeline import Kept, Recent, Together, spans_of, together
+from burst_rt.telemetry.views import (
+    EventView,
+    FlowView,
+    JobView,
+    PlanView,
+    ProgressView,
+    RankView,
+    SeriesView,
+    Snapshot,
+    SourceView,
+    SpanView,
+    TimelineView,
+    WaitView,
+)
+
+__all__ = ["SILENT_S", "State"]
+
+# Four heartbeats missed.
+SILENT_S = 2.0
+# Spans of all ranks together.
+_SPAN_BYTES = 32 << 20
+_MAX_EVENTS = 1000
+_SHOWN_EVENTS = 100
+_MAX_PLANS = 64  # of a rank
+_MAX_METRICS = 64  # of a source: a job may report what it likes
+_DECODED_PLANS = 128
+_WHOLE_CALLS = 64  # kept worked out, and at most so many for one timeline
+JOB = "job"
+
+
+@dataclass
+class _Rank:
+    """What is known of one rank."""
+
+    hello: Hello
+    recent: Recent
+    status: str = "live"
+    status_since_s: float = 0.0
+    heard_s: float = 0.0
+    offset_s: float | None = None
+    beat: Heartbeat = field(default_factory=lambda: Heartbeat(0.0, 0.0, -1.0, "", -1, "", 0.0))
+    counters: Counters = field(default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0))
+    counted: bool = False
+    exit_code: int | None = None
+    # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
+    plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
+
+    def at(self, rank_s: float) -> float:
+        """A time of the rank's clock as the hub's."""
+        return rank_s + (self.offset_s or 0.0)
+
+    @property
+    def source(self) -> str:
+        return f"rank:{self.hello.rank}"
+
+
+@dataclass
+class _Source:
+    """What is known of something sampled."""
+
+    info: Source
+    history: History
+    at_s: float = 0.0
+    values: dict[str, float] = field(default_factory=dict)
+    details: dict[str, list[float]] = field(default_factory=dict)
+
+
+class State:
+    """See the module. began_at_s: when the hub began (epoch). record: where it is recorded, for viewers. replayed: it is being replayed."""
+
+    def __init__(self, began_at_s: float, *, record: str = "", replayed: bool = False) -> None:
+        self.began_at_s = began_at_s
+        self.record = record
+        self.replayed = replayed
+        self.now_s = 0.0
+        self.revision = 0  # grows with every message: a viewer can tell whether anything is new
+        self.ranks: dict[int, _Rank] = {}
+        self.sources: dict[str, _Source] = {}
+        self.groups: dict[str, Group] = {}
+        self.events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
+        self._num_events = 0
+        self._progress = ProgressView(None, 0, {})
+        self._decoded: OrderedDict[tuple[int, int], Plan] = OrderedDict()
+        self._whole: OrderedDict[tuple[str, int], Together | None] = OrderedDict()
+
+    def apply(self, at_s: float, rank: int, message: Item) -> None:
+        """Takes one message that the hub had at `at_s` (seconds since it began) from `rank` (-1: the hub itself)."""
+        self.revision += 1
+        self.now_s = max(self.now_s, at_s)
+        if isinstance(message, Presence):
+            self._presence(at_s, message)
+        elif isinstance(message, Hello):
+            self._hello(at_s, message)
+        elif rank in self.ranks:
+            self._from_rank(at_s, self.ranks[rank], message)
+
+    def advance(self, now_s: float) -> None:
+        """Time has passed: notices ranks that have been silent for 2 s."""
+        self.now_s = max(self.now_s, now_s)
+        for number, rank in self.ranks.items():
+            if rank.status == "live" and self.now_s - rank.heard_s > SILENT_S:
+                self.revision += 1
+                text = f"rank {number} has been silent for {self.now_s - rank.heard_s:.1f} s; {self._doing(rank)}"
+                self._set_status(rank, "silent", Severity.WARNING, text)
+
+    def events_after(self, number: int) -> list[EventView]:
+        """Events with a higher number, oldest first."""
+        newer = self._num_events - number
+        return list(islice(self.events, max(0, len(self.events) - newer), None)) if newer > 0 else []
+
+    # What viewers ask.
+
+    def snapshot(self) -> Snapshot:
+        """The present."""
+        ranks = [self._rank_view(number, self.ranks[number]) for number in sorted(self.ranks)]
+        first = next(iter(self.ranks.values()), None)
+        job = JobView(
+            self.began_at_s,
+            self.now_s,
+            first.hello.world_size if first else 0,
+            first.hello.command if first else "",
+            first.hello.package if first else "",
+            self.record,
+            sum(rank.dropped for rank in ranks),
+            self.replayed,
+        )
+        sources = [self._source_view(source) for source in self.sources.values()]
+        plans = [view for number in sorted(self.ranks) for view, _ in self.ranks[number].plans.values()]
+        events = list(islice(self.events, max(0, len(self.events) - _SHOWN_EVENTS), None))
+        return Snapshot(self.revision, job, self._progress, ranks, sources, plans, events)
+
+    def series(
+        self, source: str, metrics: Sequence[str] = (), since_s: float = -600.0, until_s: float | None = None, limit: int = 2000
+    ) -> SeriesView:
+        """A window of a source's metrics (none named: all), at most `limit` rows. Negative times count back from now."""
+        since, until = self._window(since_s, until_s)
+        known = self.sources.get(source)
+        if known is None:
+            return SeriesView(source, [], {})
+        times, values = known.history.window(since, until, metrics, limit)
+        plain = {name: [None if v != v else v for v in column.tolist()] for name, column in values.items()}
+        return SeriesView(source, times.tolist(), plain)
+
+    def timeline(self, since_s: float = -10.0, until_s: float | None = None, ranks: Iterable[int] = (), limit: int = 2000) -> TimelineView:
+        """Tasks of a window (none named: of all ranks), at most `limit`, the newest. Negative times count back from now."""
+        since, until = self._window(since_s, until_s)
+        wanted = [number for number in (sorted(ranks) or sorted(self.ranks)) if number in self.ranks]
+        calls = heapq.merge(*(self._newest_first(number, since, until) for number in wanted), key=lambda item: item[:2])
+        view = TimelineView(since, until, [], [], [], 0, 0)
+        seen: dict[tuple[str, int], Together | None] = {}
+        for _, number, call in calls:
+            plan = self.plan(number, call.plan)
+            if plan is None or len(view.spans) + call.num_spans > limit:
+                view.left_out += call.num_spans
+                continue
+            key = (call.group, call.number)
+            view.spans += [_span_view(number, call, plan, span) for span in spans_of(plan, call)]
+            if key not in seen and len(seen) < _WHOLE_CALLS:
+                seen[key] = self.whole_call(*key)
+        for (group, call_number), whole in seen.items():
+            if whole is not None:
+                view.complete += 1
+                _add_joint(view, self.groups[group].ranks, call_number, whole, set(wanted))
+        view.spans.reverse()
+        return view
+
+    def _newest_first(self, number: int, since_s: float, until_s: float) -> Iterator[tuple[float, int, Kept]]:
+        for call in self.ranks[number].recent.newest_first(since_s, until_s):
+            yield -call.ended_s, number, call
+
+    def plan(self, rank: int, number: int) -> Plan | None:
+        """A rank's plan with its tasks, if it is known."""
+        key = (rank, number)
+        plan = self._decoded.get(key)
+        if plan is None:
+            known = self.ranks[rank].plans.get(number) if rank in self.ranks else None
+            if known is None:
+                return None
+            plan = self._decoded[key] = msgspec.msgpack.decode(zlib.decompress(known[1]), type=Plan)
+            if len(self._decoded) > _DECODED_PLANS:
+                self._decoded.popitem(last=False)
+        return plan
+
+    def whole_call(self, group: str, number: int) -> Together | None:
+        """A call on all ranks of its group; None where spans of some are missing. By place in the group."""
+        key = (group, number)
+        if key in self._whole:
+            return self._whole[key]
+        members = self.groups[group].ranks if group in self.groups else []
+        calls = [self.ranks[rank].recent.get(group, number) if rank in self.ranks else None for rank in members]
+        here = [call for call in calls if call is not None]
+        if not here or len(here) < len(members):
+            return None  # may still come
+        plans = [self.plan(rank, call.plan) for rank, call in zip(members, here, strict=True)]
+        known = [plan for plan in plans if plan is not None]
+        whole = together(known, here) if len(known) == len(plans) else None
+        self._whole[key] = whole
+        if len(self._whole) > _WHOLE_CALLS:
+            self._whole.popitem(last=False)
+        return whole
+
+    # What messages do.
+
+    def _hello(self, at_s: float, hello: Hello) -> None:
+        limit = _SPAN_BYTES // max(1, hello.world_size, len(self.ranks))
+        rank = self.ranks[hello.rank] = _Rank(hello, Recent(limit), status_since_s=at_s, heard_s=at_s)
+        for number in [key for key in self._decoded if key[0] == hello.rank]:
+            del self._decoded[number]
+        source = Source(rank.source, "process", hello.host, [], {"pid": str(hello.pid)})
+        self.sources[rank.source] = _Source(source, History(hello.sample_hz))
+        self._event(hello.rank, Severity.INFO, "joined", f"rank {hello.rank} of {hello.world_size} on {hello.host}, {hello.device}")
+
+    def _presence(self, at_s: float, seen: Presence) -> None:
+        rank = self.ranks.get(seen.rank)
+        if rank is None:
+            self._event(seen.rank, Severity.WARNING, seen.status, seen.text)
+        elif rank.status != "left":
+            text = f"rank {seen.rank} lost: {seen.text}; {self._doing(rank)}"
+            self._set_status(rank, "lost", Severity.ERROR, text)
+
+    def _from_rank(self, at_s: float, rank: _Rank, message: FromRank) -> None:
+        rank.heard_s = at_s
+        number = rank.hello.rank
+        if rank.status == "silent":
+            self._set_status(rank, "live", Severity.INFO, f"rank {number} is back", kind="back")
+        match message:
+            case Heartbeat():
+                rank.beat = message
+                rank.offset_s = message.offset_s if message.rtt_s >= 0 else at_s - message.sent_s
+            case Sample():
+                self._sample(rank, message)
+            case Call():
+                start, end = rank.at(message.started_s), rank.at(message.ended_s)
+                rank.recent.add(Kept(message.group, message.number, message.plan, start, end, message.wait_s, message.spans))
+            case Counters():
+                self._count(rank, message)
+            case Plan():
+                self._add_plan(rank, message)
+            case Group():
+                self.groups[message.name] = message
+            case Source():
+                known = self.sources.get(message.name)
+                if known is None:
+                    self.sources[message.name] = _Source(message, History(rank.hello.sample_hz))
+                else:
+                    known.info = message
+            case Report():
+                self._report(rank, message)
+            case Note():
+                self._event(number, message.severity, message.kind, message.text)
+            case Bye():
+                rank.exit_code = message.code
+                severity = Severity.INFO if message.code == 0 else Severity.WARNING
+                self._set_status(rank, "left", severity, f"rank {number} left with exit code {message.code}")
+            case Hello():
+                raise AssertionError("a hello has its own way in")
+
+    def _sample(self, rank: _Rank, sample: Sample) -> None:
+        source = self.sources.get(sample.source)
+        if source is None:
+            return
+        if sample.values:
+            at_s = max(rank.at(sample.at_s), source.at_s)
+            self._add(source, at_s, sample.values)
+        if sample.details:
+            source.details = sample.details
+
+    def _add(self, source: _Source, at_s: float, values: dict[str, float]) -> None:
+        names = source.history.metrics
+        if len(names) + len(values) > _MAX_METRICS:
+            values = {name: value for name, value in values.items() if name in names}
+        source.at_s = max(at_s, source.at_s)
+        source.values |= values
+        source.history.add(source.at_s, values)
+
+    def _count(self, rank: _Rank, new: Counters) -> None:
+        old, rank.counters = rank.counters, new
+        elapsed_s = new.at_s - old.at_s
+        # The first says how much there was before; a rate needs two.
+        if rank.counted and elapsed_s > 0:
+            transfer_s = new.transfer_s - old.transfer_s
+            rates = {
+                "flops_per_s": (_flops(new) - _flops(old)) / elapsed_s,
+                "sent_bytes_per_s": (_sent(new) - _sent(old)) / elapsed_s,
+                "calls_per_s": (new.calls - old.calls) / elapsed_s,
+                "compute_percent": min(100.0, 100 * (new.compute_s - old.compute_s) / elapsed_s),
+                "wait_percent": min(100.0, 100 * (new.wait_s - old.wait_s) / elapsed_s),
+            }
+            if transfer_s > 0:
+                rates["overlap_percent"] = min(100.0, 100 * (new.overlap_s - old.overlap_s) / transfer_s)
+            self._add(self.sources[rank.source], rank.at(new.at_s), rates)
+        rank.counted = True
+
+    def _add_plan(self, rank: _Rank, plan: Plan) -> None:
+        number = rank.hello.rank
+        view = PlanView(number, plan.number, plan.group, plan.kind, len(plan.tasks), plan.explain, plan.predicted_s)
+        rank.plans[plan.number] = (view, zlib.compress(msgspec.msgpack.encode(plan), 1))
+        self._decoded.pop((number, plan.number), None)
+        if len(rank.plans) > _MAX_PLANS:
+            rank.plans.popitem(last=False)
+        if number == min(self.ranks):
+            self._event(number, Severity.INFO, "plan", f"{plan.kind}: {len(plan.tasks)} tasks on rank {number}")
+
+    def _report(self, rank: _Rank, report: Report) -> None:
+        at_s = rank.at(report.at_s)
+        if JOB not in self.sources:
+            self.sources[JOB] = _Source(Source(JOB, "job", rank.hello.host, [], {}), History())
+        values = {name: value for name, value in report.values.items() if np.isfinite(value)}
+        self._add(self.sources[JOB], at_s, values)
+        self._progress = ProgressView(at_s, report.step, self._progress.values | values)
+
+    def _set_status(self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = "") -> None:
+        rank.status, rank.status_since_s = status, self.now_s
+        self._event(rank.hello.rank, severity, kind or status, text)
+
+    def _event(self, rank: int, severity: Severity, kind: str, text: str) -> None:
+        self._num_events += 1
+        self.events.append(EventView(self._num_events, self.now_s, rank, severity, kind, text))
+
+    def _doing(self, rank: _Rank) -> str:
+        """What a rank did when it was last heard of."""
+        beat = rank.beat
+        if beat.call < 0:
+            return "it was in no call"
+        for_s = self.now_s - rank.at(beat.since_s)
+        return f"it was in call {beat.call}, {beat.doing or 'between tasks'}, for {for_s:.1f} s"
+
+    def _window(self, since_s: float, until_s: float | None) -> tuple[float, float]:
+        since, until = since_s, self.now_s if until_s is None else until_s
+        return since if since >= 0 else max(0.0, self.now_s + since), until if until >= 0 else self.now_s + until
+
+    def _rank_view(self, number: int, rank: _Rank) -> RankView:
+        hello, beat, counts = rank.hello, rank.beat, rank.counters
+        busy = beat.call >= 0
+        overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
+        return RankView(
+            number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status, rank.status_since_s, rank.exit_code,
+            beat.group, beat.call, hop_of(beat.doing), beat.doing, rank.at(beat.since_s) if busy else 0.0, rank.heard_s,
+            rank.offset_s or 0.0, beat.rtt_s,
+            counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped, counts.lanes,
+        )  # fmt: skip
+
+    def _source_view(self, source: _Source) -> SourceView:
+        info = source.info
+        users = [
+            number
+            for number, rank in self.ranks.items()
+            if info.name in (rank.source, rank.hello.gpu) or (info.kind == "host" and info.host == rank.hello.host)
+        ]
+        return SourceView(
+            info.name, info.kind, info.host, users, info.about, source.at_s, list(source.history.metrics), source.values, source.details
+        )
+
+
+def _flops(counters: Counters) -> int:
+    return sum(lane.flops for lane in counters.lanes.values())
+
+
+def _sent(counters: Counters) -> int:
+    lane = counters.lanes.get("network")
+    return lane.size_bytes if lane else 0
+
+
+def _span_view(rank: int, call: Kept, plan: Plan, s: Span) -> SpanView:
+    task = plan.tasks[s.task]
+    return SpanView(
+        rank, call.group, call.number, plan.kind, s.task, s.name, s.lane, task.op, task.hop, s.issued_s, s.started_s, s.ended_s,
+        s.size_bytes, s.flops,
+    )  # fmt: skip
+
+
+def _add_joint(view: TimelineView, members: Sequence[int], call: int, whole: Together, wanted: set[int]) -> None:
+    """Adds the waits and the messages of a call that is whole."""
+    for place, own in enumerate(whole.waits):
+        if members[place] in wanted:
+            for wait in own:
+                task = whole.graphs[place].tasks[wait.task].name
+                cause = "exposed" if wait.on_wire else "skew"
+                view.waits.append(WaitView(members[place], call, cause, wait.started_s, wait.ended_s, members[wait.peer], task))
+    known = [{span.task: span for span in trace} for trace in whole.traces]
+    for end, source in whole.matched.items():
+        sender, receiver = members[source.rank], members[end.rank]
+        if sender in wanted and receiver in wanted:
+            sent, received = known[source.rank][source.task], known[end.rank][end.task]
+            size = whole.graphs[end.rank].tasks[end.task].recvs[end.number].size_bytes
+            view.flows.append(FlowView(call, sender, source.task, sent.issued_s, receiver, end.task, received.ended_s, size))
