@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -32,16 +32,20 @@ from burst_rt.contract import Agreement, CallSpec, digest_of
 from burst_rt.drivers import BaseDriver, Progress, Watch
 from burst_rt.drivers.device import Event
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost, Stalled
-from burst_rt.joining import LocalRank, join
+from burst_rt.joining import LocalRank, agent_key, join
 from burst_rt.kernels import PARTIALS, sum_dtype
 from burst_rt.machine import Machine
 from burst_rt.pipeline import Pipeline
 from burst_rt.scheduler import Engine, Graph, Lane, Schedule, Span, Trace, check_world, run
 from burst_rt.sharding import ContextLayout
+from burst_rt.telemetry.describe import describe
+from burst_rt.telemetry.joining import farewell, follow, leave
 from burst_rt.transport import ControlGroup, LocalTransport, LocalWorld, Memory, Pending
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from burst_rt.telemetry.calls import CallLog
 
 __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "current_context", "init", "run_local"]
 
@@ -85,6 +89,8 @@ class Context:
         partials: str,
         check_finite: bool,
     ) -> None:
+        self.log: CallLog | None = None  # for telemetry
+        self.agent_key: object = None
         self.rank = control.rank
         self.world_size = control.size
         self.device = machine.device
@@ -193,6 +199,8 @@ class Context:
         self.watch.say_left(code)
         if self._broken is None:
             self.transport.close()
+        if self.log is not None:
+            leave(self.agent_key, self.log, code)
 
     # What follows is for the package itself.
 
@@ -255,20 +263,26 @@ class Context:
         memory: Mapping[int, Memory],
         opening: Agreement,
         progress: Progress | None = None,
-        takes: Callable[[], str] | None = None,
+        plan: Plan | None = None,
     ) -> tuple[BaseDriver, Event | None]:
-        """Runs a schedule on this rank's driver; also says after which event of the device its memory is free. Collective."""
-        trace = Trace()
+        """Runs a schedule (that of `plan`, or a custom one) on this rank's driver; also says after which event of the device its memory is
+        free. Collective."""
+        trace, log = Trace(), self.log
+        takes = partial(_takes, plan) if plan else None
         driver = self.machine.driver(
             schedule, ops=ops, memory=memory, watch=self.watch, opening=opening, timeout_s=self.timeout_s, stall_s=self.stall_s,
             trace=trace, takes=takes,
         )  # fmt: skip
         if progress:
             progress.driver = driver
+        if log is not None:
+            log.began(self._number, driver)
         try:
             run(Engine(schedule), driver)
         except ContractMismatch:
             self.machine.join(driver)
+            if log is not None:
+                log.abandoned()
             raise  # nothing was sent
         except BaseException as error:
             # Messages may be under way: their memory must outlive this call, and no later call may be confused by them.
@@ -280,6 +294,8 @@ class Context:
             raise
         free = self.machine.join(driver)
         driver.forget()
+        if log is not None:
+            log.ended(schedule, driver, partial(describe, plan, self.device, self.rank))
         self.last_run = (schedule.graph, driver)
         return driver, free
 
@@ -299,7 +315,7 @@ class Context:
             description, digest = _describe(plan.key, spec.scale, spec.return_lse)
             agreement = Agreement(self.control, self._number, description, digest)
             try:
-                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, lambda: _takes(plan))
+                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, plan)
             except ContractMismatch:
                 self._settle(agreement)
             self.machine.give_back(plan, bound.slots, free)
@@ -386,6 +402,7 @@ def init(
     kernel: str = "auto",
     partials: str = "exact",
     check_finite: bool = False,
+    telemetry: bool | None = None,
 ) -> Context:
     """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at most `timeout_s`.
 
@@ -404,7 +421,7 @@ def init(
             raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
     if partials not in PARTIALS:
         raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
-    machine, control = join(comm, str(device), transport, timeout_s)
+    machine, control, wishes = join(comm, str(device), transport, timeout_s, telemetry)
     ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
     ctx.agree(
         {
@@ -417,6 +434,13 @@ def init(
             "device": machine.device.type,
         }
     )
+
+    def gather(mine: bytes) -> list[bytes]:
+        pending = ctx.collective({"call": "init: telemetry"}, lambda: control.allgather(mine))
+        return pending.result()
+
+    ctx.agent_key = agent_key(comm)
+    ctx.log = follow(ctx.agent_key, ctx.rank, wishes, machine.transport_name, machine.reason, gather)
     return ctx
 
 
@@ -518,6 +542,7 @@ def _leave() -> None:
     code = 0 if failure is None else _exit_code(failure)
     for ctx in contexts:
         ctx.close(code)
+    farewell(code, failure)
     mpi = sys.modules.get("mpi4py.MPI")
     if failure is not None and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
         sys.stdout.flush()

@@ -21,6 +21,7 @@ import torch
 from burst_rt.drivers import Watch
 from burst_rt.errors import ConfigError, ContractMismatch
 from burst_rt.machine import Machine
+from burst_rt.telemetry.joining import Wish, wish
 from burst_rt.transport import ControlGroup, LocalWorld, Transport
 from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
 from burst_rt.transport.probe import remembered
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "LocalRank", "Taken", "choose_transport", "describe_choice", "join",
-    "ranks_per_node", "resolve_device",
+    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "LocalRank", "Taken", "agent_key", "choose_transport",
+    "describe_choice", "join", "ranks_per_node", "resolve_device",
 ]  # fmt: skip
 
 TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
@@ -77,8 +78,11 @@ class Taken(NamedTuple):
     reason: str
 
 
-def join(comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout_s: float) -> tuple[Machine, ControlGroup]:
-    """This rank's machine and control group. Collective over `comm`; blocks at most `timeout_s` for each step.
+def join(
+    comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout_s: float, telemetry: bool | None = None
+) -> tuple[Machine, ControlGroup, list[Wish]]:
+    """This rank's machine and control group, and what all ranks wish of telemetry. Collective over `comm`; blocks at most `timeout_s` for
+    each step.
 
     Raises ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
     """
@@ -92,7 +96,9 @@ def join(comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout
         if transport not in TRANSPORTS:
             raise ConfigError(f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}")
         where = resolve_device(device)
-        mine = asdict(_facts(where, threads=isinstance(comm, LocalRank))) | {"asked": transport}
+        facts = _facts(where, threads=isinstance(comm, LocalRank))
+        wished = wish(telemetry, agent_key(comm), _place_in_job(comm), facts.host, str(where), facts.gpu, _pci_address(where))
+        mine = asdict(facts) | {"asked": transport, "telemetry": asdict(wished)}
     except ConfigError as error:
         # Not raised yet: the others are waiting, and are to raise the same.
         mine = {"error": error.message}
@@ -105,15 +111,37 @@ def join(comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout
     asked = [word.pop("asked") for word in said]
     if len(set(asked)) > 1:
         raise ContractMismatch(f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask for the same")
+    wishes = [Wish(**word.pop("telemetry")) for word in said]
     ranks = [Facts(**word) for word in said]
     taken, per_node = choose_transport(transport, ranks), ranks_per_node([rank.host for rank in ranks])
     if taken.name != "nccl":
-        return Machine(where, taken, host, ranks_per_node=per_node), control
+        return Machine(where, taken, host, ranks_per_node=per_node), control, wishes
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, timeout_s, "init")
     wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, timeout_s, lambda: torch.cuda.set_device(where))
-    return Machine(where, taken, None, wire, ranks_per_node=per_node), control
+    return Machine(where, taken, None, wire, ranks_per_node=per_node), control, wishes
+
+
+def agent_key(comm: MPI.Comm | LocalRank | None) -> object:
+    """Whose telemetry agent it is: this process's, or that of a rank that is a thread of it."""
+    return (id(comm.world), comm.rank) if isinstance(comm, LocalRank) else None
+
+
+def _place_in_job(comm: MPI.Comm | LocalRank | None) -> tuple[int, int]:
+    """This rank's number in the job, and how many there are; `comm` may be a part of it."""
+    if isinstance(comm, LocalRank):
+        return comm.rank, comm.world.size
+    mpi = sys.modules.get("mpi4py.MPI")
+    return (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size) if mpi is not None else (0, 1)
+
+
+def _pci_address(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    known = torch.cuda.get_device_properties(device)
+    parts = [getattr(known, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return "" if None in parts else "{:08x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def resolve_device(name: str) -> torch.device:

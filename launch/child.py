@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     except SystemExit as stop:
         _leave(RankReport(rank, time.time(), _exit_code(stop), kind="SystemExit"), job_dir)
     except BaseException as error:  # noqa: BLE001 - the one place where any failure of the program ends the job
-        _leave(_describe(error, rank), job_dir)
+        _leave(_describe(error, rank), job_dir, error)
     else:
         _leave(RankReport(rank, time.time(), 0), job_dir)
 
@@ -103,7 +103,7 @@ def _program_frames(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _leave(report: RankReport, job_dir: Path | None) -> None:
+def _leave(report: RankReport, job_dir: Path | None, error: BaseException | None = None) -> None:
     reported = False
     if job_dir is not None:
         with contextlib.suppress(OSError):
@@ -111,6 +111,10 @@ def _leave(report: RankReport, job_dir: Path | None) -> None:
             reported = True
     if not report.failed:
         return
+    # Telemetry, where the program has any, hears why; a light import stays light.
+    telemetry = sys.modules.get("burst_rt.telemetry.joining")
+    if telemetry is not None:
+        telemetry.farewell(report.exit_code, error)
     if report.traceback:
         # The launcher prints the whole traceback of the failure that matters last; here one line says that this rank is gone.
         print(_headline(report) if reported else report.traceback, file=sys.stderr)

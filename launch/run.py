@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,9 @@ import psutil
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, primary_failure, read_reports
-from burst_rt.launch.where import VARIABLES, machine_options
+from burst_rt.launch.where import VARIABLES, machine_options, telemetry_options
+from burst_rt.telemetry.starting import start_hub
+from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
 __all__ = ["MpiLauncher", "command", "find_launcher", "kill_job", "launch", "num_usable_cores"]
 
@@ -40,6 +42,8 @@ _ENDING_DEADLINE_S = 4.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set inside an allocation of a batch system, whose count of slots is then the truth.
 _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+# Arguments of mpirun that may put ranks on other hosts.
+_HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,11 @@ class MpiLauncher:
     family: str
     version: str
 
-    def command(self, program: Sequence[str], num_ranks: int, mpi_args: Sequence[str] = ()) -> list[str]:
-        """The command line that runs `program` on `num_ranks` ranks; `mpi_args` go to mpirun as they are."""
+    def command(self, program: Sequence[str], num_ranks: int, mpi_args: Sequence[str] = (), exported: Iterable[str] = ()) -> list[str]:
+        """The command line that runs `program` on `num_ranks` ranks; `mpi_args` go to mpirun as they are, `exported` are variables that
+        ranks on other hosts need too."""
         # Open MPI takes the environment along on this host only, MPICH's launcher everywhere.
-        exports = [part for name in self._exported() for part in ("-x", name)] if self.family == "Open MPI" else []
+        exports = [part for name in (*self._exported(), *exported) for part in ("-x", name)] if self.family == "Open MPI" else []
         return [str(self.path), "-n", str(num_ranks), *exports, *mpi_args, *program]
 
     @staticmethod
@@ -128,10 +133,10 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         job_dir = Path(folder)
         started_at_s = time.time()
-        with _forward_signals() as stop:
+        with _forward_signals() as stop, _telemetry(mpi_args) as told:
             mpirun = subprocess.Popen(
-                launcher.command(program, num_ranks, mpi_args),
-                env=launcher.environment(num_ranks, threads, job_dir),
+                launcher.command(program, num_ranks, mpi_args, told),
+                env=launcher.environment(num_ranks, threads, job_dir) | told,
                 stdin=subprocess.DEVNULL,
                 # A group of its own: Ctrl-C must reach it once, through us, and not a second time from the terminal.
                 process_group=0,
@@ -146,6 +151,26 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
         text, exit_code = _verdict(job_dir, num_ranks, started_at_s, mpirun.returncode)
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code
+
+
+@contextmanager
+def _telemetry(mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
+    """The job's hub, where telemetry is asked for, and what its ranks need to find it."""
+    settings = read_settings()
+    if not settings.asked or settings.address:
+        yield {}
+        return
+    one_host = not any(name in os.environ for name in _BATCH_VARIABLES) and not any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
+    try:
+        hub = start_hub(one_host=one_host, record=settings.record, held=True)
+    except (ConfigError, OSError) as error:
+        print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)
+        yield {TELEMETRY_VARIABLE: "0"}
+        return
+    try:
+        yield hub.environment()
+    finally:
+        hub.release()
 
 
 def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
@@ -283,6 +308,7 @@ def _silent_text(silent: Sequence[int], num_ranks: int, code: int) -> str:
     help="OpenMP threads per rank. Default: what OMP_NUM_THREADS says, else cores / ranks.",
 )
 @machine_options
+@telemetry_options
 @click.option("--mpi-arg", "mpi_args", multiple=True, metavar="ARG", help="Pass ARG on to mpirun; may be given again.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 def command(num_ranks: int, threads: int | None, mpi_args: tuple[str, ...], program: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""`--device` and `--transport`, as every command that starts ranks has them: they go to the ranks by environment.
+"""`--device`, `--transport`, `--telemetry`, `--record`, as every command that starts ranks has them: they go to ranks by environment.
 
 `burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they work for any program.
 """
@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["VARIABLES", "machine_options"]
+from burst_rt.telemetry.wire import RECORD_VARIABLE, TELEMETRY_VARIABLE
+
+__all__ = ["VARIABLES", "machine_options", "telemetry_options"]
 
 # Those of burst_rt.joining, which needs torch.
 VARIABLES = {"device": "BURST_RT_DEVICE", "transport": "BURST_RT_TRANSPORT"}
@@ -23,6 +25,34 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def _export(_: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value is not None and parameter.name is not None:
         os.environ[VARIABLES[parameter.name]] = value
+
+
+def _ask(_: click.Context, parameter: click.Parameter, value: bool | str | None) -> None:
+    if value:
+        # An address may be there already: of the hub of whoever started this.
+        os.environ.setdefault(TELEMETRY_VARIABLE, "1")
+        if parameter.name == "record":
+            os.environ[RECORD_VARIABLE] = os.path.abspath(str(value))
+
+
+def telemetry_options(command: _F) -> _F:
+    """Adds `--telemetry` and `--record` to a command; they go into the environment, and so to the ranks it starts."""
+    telemetry = click.option(
+        "--telemetry",
+        is_flag=True,
+        expose_value=False,
+        callback=_ask,
+        help="Watch ranks, GPUs and transfers; ranks lost are named at once.",
+    )
+    record = click.option(
+        "--record",
+        type=click.Path(dir_okay=False),
+        metavar="FILE",
+        expose_value=False,
+        callback=_ask,
+        help="Record all of that; see `burst-rt trace`.",
+    )
+    return telemetry(record(command))
 
 
 def machine_options(command: _F) -> _F:

@@ -24,7 +24,7 @@ from burst_rt.scheduler.loop import Driver, run
 from burst_rt.scheduler.payload import BusyPart, EmptyPart, reference
 from burst_rt.scheduler.policy import Policy, critical_path, program_order
 from burst_rt.scheduler.simulate import Deadlock, RankTime, Rotated, Simulated, simulate
-from burst_rt.scheduler.trace import Idle, Span, Trace, Wait, exposed, waits
+from burst_rt.scheduler.trace import Idle, Span, Trace, Wait, exposed, overlap, waits
 from burst_rt.scheduler.verify import check_graph, check_messages, check_world, match_messages
 
 __all__ = [
@@ -32,6 +32,6 @@ __all__ = [
     "Abort", "Buffer", "BusyPart", "Cost", "Deadlock", "Driver", "EmptyPart", "Engine", "Event", "Faults", "Finish", "Graph",
     "GraphBuilder", "Hardware", "Idle", "Instruction", "Issue", "Lane", "Loss", "Message", "Op", "Part", "PeerLost", "Policy", "RankTime",
     "Rehearsal", "Rotated", "Schedule", "Simulated", "Span", "Stall", "State", "Task", "TaskDone", "TaskFailed", "Trace", "Wait",
-    "check_graph", "check_messages", "check_world", "critical_path", "exposed", "load_hardware", "match_messages", "program_order",
-    "reference", "rehearse", "run", "simulate", "verdict", "waits",
+    "check_graph", "check_messages", "check_world", "critical_path", "exposed", "load_hardware", "match_messages", "overlap",
+    "program_order", "reference", "rehearse", "run", "simulate", "verdict", "waits",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from burst_rt.errors import InputError
 from burst_rt.scheduler.graph import Graph
 from burst_rt.scheduler.verify import Endpoint, match_messages
 
-__all__ = ["Idle", "Span", "Trace", "Wait", "exposed", "waits"]
+__all__ = ["Idle", "Span", "Trace", "Wait", "exposed", "overlap", "waits"]
 
 
 class Span(NamedTuple):
@@ -92,6 +92,19 @@ def exposed(graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_l
         )
         for own, trace in zip(found, spans, strict=True)
     ]
+
+
+def overlap(trace: Iterable[Span], compute_lane: str = "compute", network_lane: str = "network") -> tuple[float, float]:
+    """Seconds in which at least one of a rank's transfers was under way, and in how many of them its compute lane was busy."""
+    busy: list[_Interval] = []
+    moving: list[_Interval] = []
+    for span in trace:
+        if span.lane == compute_lane:
+            busy.append((span.started_s, span.ended_s))
+        elif span.lane == network_lane:
+            moving.append((span.started_s, span.ended_s))
+    transfers = _union(moving)
+    return sum(end - begin for begin, end in transfers), sum(end - begin for begin, end in _cut(transfers, _union(busy)))
 
 
 def waits(

@@ -149,21 +149,7 @@ class Explanation:
     backward: Plan | None
 
     def __str__(self) -> str:
-        lines = []
-        for name, plan in (("forward", self.forward), ("backward", self.backward)):
-            if plan is None:
-                continue
-            choice, memory = plan.choice, plan.memory()
-            others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
-            lines += [
-                f"{name}: strategy {choice.strategy}; {choice.program}",
-                f"  bytes all ranks send: {others}; this rank sends {plan.bytes_sent():,}",
-                f"  kernel {plan.kernel.name}: {plan.picked.reason}",
-                f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots {memory.slots:,}, sums {memory.sums:,}, "
-                f"copies {memory.copies:,}, scratch {memory.scratch:,})",
-                f"  {len(plan.graph.tasks)} tasks on this rank",
-            ]
-        return "\n".join(lines)
+        return "\n".join(plan.explain() for plan in (self.forward, self.backward) if plan is not None)
 
 
 def explain(

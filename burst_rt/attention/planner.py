@@ -96,6 +96,21 @@ class Plan:
         """Bytes this rank sends in one run: the sum over the graph's messages."""
         return sum(m.size_bytes for task in self.graph.tasks for m in task.sends)
 
+    def explain(self) -> str:
+        """In words: what this direction does and why, what it sends, what memory it takes."""
+        choice, memory = self.choice, self.memory()
+        others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
+        return "\n".join(
+            (
+                f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; {choice.program}",
+                f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
+                f"  kernel {self.kernel.name}: {self.picked.reason}",
+                f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots {memory.slots:,}, sums {memory.sums:,}, "
+                f"copies {memory.copies:,}, scratch {memory.scratch:,})",
+                f"  {len(self.graph.tasks)} tasks on this rank",
+            )
+        )
+
     def memory(self) -> Memory:
         """What one run takes, in bytes."""
         held = self.choice.program.footprint(self.rank)

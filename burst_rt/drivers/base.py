@@ -111,6 +111,20 @@ class BaseDriver:
     def settle(self, timeout_s: float) -> None:
         """After the run: waits until its trace is complete, at most `timeout_s`."""
 
+    def settled(self) -> bool:
+        """Whether the trace of the run is complete. Never blocks; any thread may ask after the run."""
+        return True
+
+    def doing(self) -> tuple[str, float] | None:
+        """The task that runs or is waited for, and since when; None between tasks. Any thread may ask."""
+        task = self._running or self._control
+        if task is None:
+            still_open = list(self._num_open)
+            if not still_open:
+                return None
+            task = self._graph.tasks[still_open[0]]
+        return task.name, self._issued_s.get(task.id, 0.0)
+
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`."""
         if self._transport is not None:

@@ -11,6 +11,7 @@ outputs are there and memory may be reused.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ class CudaDriver(BaseDriver):
         self._held: list[Task] = []  # exchanges of the host that wait for the caller's stream
         self._caller_done = False
         self._failed = False
+        self._resolving = threading.Lock()  # the trace may be wanted by the caller and by telemetry
         self._opened_s = time.perf_counter()
         self._opened = device.record(device.caller())
 
@@ -83,10 +85,15 @@ class CudaDriver(BaseDriver):
     def settle(self, timeout_s: float) -> None:
         """See `BaseDriver.settle`. Blocks; raises Stalled."""
         backoff = Backoff()
-        while not self._resolve():
+        while not self.settled():
             if backoff.elapsed_s() > timeout_s:
                 raise self._stalled(next(iter(self._issued.values())).task, backoff.elapsed_s())
             backoff.pause()
+
+    def settled(self) -> bool:
+        """See `BaseDriver.settled`."""
+        with self._resolving:
+            return self._resolve()
 
     def _resolve(self) -> bool:
         """Adds the spans of device tasks to the trace once all have ended; False until then.

@@ -204,10 +204,12 @@ class Note(_Message, tag="note"):
 
 
 class Bye(_Message, tag="bye"):
-    """The last message of a rank that ends by itself; its exit code. Without it a connection that ends is a rank lost."""
+    """The last message of a rank that ends by itself: its exit code, and why where it failed. A connection that ends without is a rank
+    lost."""
 
     at_s: float
     code: int
+    text: str = ""
 
 
 FromRank: TypeAlias = Hello | Heartbeat | Group | Plan | Call | Counters | Source | Sample | Report | Note | Bye

@@ -63,9 +63,13 @@ _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
 _MAX_PLANS = 64  # of a rank
 _MAX_METRICS = 64  # of a source: a job may report what it likes
+_RATE_OVER_S = 0.05
 _DECODED_PLANS = 128
 _WHOLE_CALLS = 64  # kept worked out, and at most so many for one timeline
 JOB = "job"
+
+# Of a rank in no call.
+_NOWHERE = Heartbeat(0.0, 0.0, -1.0, "", -1, "", 0.0)
 
 
 @dataclass
@@ -78,9 +82,9 @@ class _Rank:
     status_since_s: float = 0.0
     heard_s: float = 0.0
     offset_s: float | None = None
-    beat: Heartbeat = field(default_factory=lambda: Heartbeat(0.0, 0.0, -1.0, "", -1, "", 0.0))
+    beat: Heartbeat = _NOWHERE
     counters: Counters = field(default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0))
-    counted: bool = False
+    base: Counters | None = None  # what rates count from
     exit_code: int | None = None
     # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
     plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
@@ -290,8 +294,11 @@ class State:
                 self._event(number, message.severity, message.kind, message.text)
             case Bye():
                 rank.exit_code = message.code
-                severity = Severity.INFO if message.code == 0 else Severity.WARNING
-                self._set_status(rank, "left", severity, f"rank {number} left with exit code {message.code}")
+                if message.code == 0:
+                    rank.beat = _NOWHERE
+                severity = Severity.INFO if message.code == 0 else Severity.ERROR
+                why = f": {message.text}" if message.text else ""
+                self._set_status(rank, "left", severity, f"rank {number} left with exit code {message.code}{why}")
             case Hello():
                 raise AssertionError("a hello has its own way in")
 
@@ -314,10 +321,11 @@ class State:
         source.history.add(source.at_s, values)
 
     def _count(self, rank: _Rank, new: Counters) -> None:
-        old, rank.counters = rank.counters, new
+        rank.counters = new
+        # The first says how much there was before; a rate needs two, some way apart.
+        old = rank.base or new
         elapsed_s = new.at_s - old.at_s
-        # The first says how much there was before; a rate needs two.
-        if rank.counted and elapsed_s > 0:
+        if elapsed_s >= _RATE_OVER_S:
             transfer_s = new.transfer_s - old.transfer_s
             rates = {
                 "flops_per_s": (_flops(new) - _flops(old)) / elapsed_s,
@@ -329,7 +337,8 @@ class State:
             if transfer_s > 0:
                 rates["overlap_percent"] = min(100.0, 100 * (new.overlap_s - old.overlap_s) / transfer_s)
             self._add(self.sources[rank.source], rank.at(new.at_s), rates)
-        rank.counted = True
+        if rank.base is None or elapsed_s >= _RATE_OVER_S:
+            rank.base = new
 
     def _add_plan(self, rank: _Rank, plan: Plan) -> None:
         number = rank.hello.rank

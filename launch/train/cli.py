@@ -14,7 +14,7 @@ import click
 
 from burst_rt.launch.train.config import DTYPES, LAYOUTS, STRATEGIES, ProgressMode, RunOptions, TrainConfig
 from burst_rt.launch.train.relaunch import chosen_options, relaunch
-from burst_rt.launch.where import machine_options
+from burst_rt.launch.where import machine_options, telemetry_options
 
 __all__ = ["command"]
 
@@ -63,6 +63,7 @@ _D = TrainConfig()
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the run. [default: runs/train-TIME]", show_default=False)
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its last checkpoint; options left out are taken from it.")
 @machine_options
+@telemetry_options
 @click.option("--progress", type=click.Choice(["auto", "bar", "lines", "none"]), default="auto", help="How progress is shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print nothing but the summary, as one JSON object.")
 @click.pass_context

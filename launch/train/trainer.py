@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from burst_rt import telemetry
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest
 from burst_rt.launch.train.config import TrainConfig
@@ -71,13 +72,16 @@ class Trainer:
                 f"step {step}: training diverged (loss {loss_sum / num_tokens}, gradients {grad_norm}); choose a smaller --lr."
             )
         step_s = time.monotonic() - started_s
+        loss, tokens_per_s = loss_sum / num_tokens, num_tokens / step_s
+        if mesh.world.rank == 0:
+            telemetry.report(step, loss=loss, tokens_per_s=tokens_per_s, grad_norm=grad_norm, step_s=step_s)
         return StepRecord(
             step=step,
-            loss=loss_sum / num_tokens,
+            loss=loss,
             lr=lr,
             grad_norm=grad_norm,
             step_s=step_s,
-            tokens_per_s=num_tokens / step_s,
+            tokens_per_s=tokens_per_s,
             wait_fraction=wait_s / mesh.world.world_size / step_s,
             bytes_sent=round(bytes_sent),
         )

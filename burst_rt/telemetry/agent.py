@@ -1,0 +1,275 @@
+"""A rank's side: one thread that tells the hub what the rank does, and what its machine measures.
+
+Whatever happens to the hub or to a sampler, the rank goes on: queues are bounded, sending never waits, what finds no room is dropped and
+counted, and when the hub is gone the thread ends. Five times a second it wakes, gathers, and sends all in one go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from burst_rt.telemetry.calls import CallLog, Totals
+from burst_rt.telemetry.host import HostSampler, ProcessSampler
+from burst_rt.telemetry.messages import (
+    Bye,
+    Call,
+    FromRank,
+    Group,
+    Heartbeat,
+    Hello,
+    Notice,
+    Plan,
+    Pong,
+    Report,
+    Severity,
+    ToRank,
+)
+from burst_rt.telemetry.nvml import GpuId, NvmlThread
+from burst_rt.telemetry.wire import Frames, connect, frame
+
+__all__ = ["Agent"]
+
+_HEARTBEAT_S = 0.5
+_CONNECT_DEADLINE_S = 5.0
+# Of the hub's answers the one with the shortest way tells most; a clock may drift, so old ones do not count.
+_MAX_PINGS = 20
+# Pings one after another at the start: the first call may begin at once.
+_FIRST_PINGS = 5
+_FIRST_PING_DEADLINE_S = 0.2
+# Messages of other threads that wait; bytes that wait for the socket: above the first no more spans, above the second nothing.
+_MAX_WAITING = 1000
+_SPANS_UP_TO_BYTES = 2 << 20
+_UP_TO_BYTES = 8 << 20
+# In one go: a thread that computes long in Python keeps the interpreter from the rank's own.
+_MAX_CALLS_A_TICK = 64
+# The last words, when the rank ends.
+_BYE_DEADLINE_S = 0.5
+
+_log = logging.getLogger("burst_rt.telemetry")
+_LEVELS = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING, Severity.ERROR: logging.ERROR}
+
+
+class Agent:
+    """One per rank. hello: who it is. gpus: of the ranks of this host, where this one samples them (None: another one does)."""
+
+    def __init__(self, address: str, hello: Hello, gpus: list[GpuId] | None) -> None:
+        self.address = address
+        self.secret = hello.secret
+        self.hello = hello
+        self.totals = Totals()
+        self.num_dropped = 0
+        self.alive = True
+        self._gpus = gpus
+        self._logs: list[CallLog] = []
+        self._groups: dict[str, int] = {}
+        self._waiting: deque[FromRank] = deque()
+        self._wake = threading.Event()
+        self._ending = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._unsent: deque[bytes] = deque()
+        self._unsent_bytes = 0
+        self._pings: deque[tuple[float, float]] = deque(maxlen=_MAX_PINGS)  # rtt, offset
+        self._thread_s = 0.0
+        self._nvml: NvmlThread | None = None
+        self._thread = threading.Thread(target=self._main, name="burst_rt telemetry", daemon=True)
+        self._thread.start()
+
+    # For the rank's own threads. None of these waits.
+
+    def follow(self, ranks: list[int], transport: str, reason: str) -> CallLog:
+        """The log of a new context of these ranks of the job."""
+        name = f"{ranks[0]}-{ranks[-1]}" if ranks == list(range(ranks[0], ranks[0] + len(ranks))) else ",".join(map(str, ranks))
+        again = self._groups[name] = self._groups.get(name, -1) + 1
+        group = Group(f"{name} #{again}" if again else name, ranks, transport, reason)
+        log = CallLog(group, self.totals)
+        self._logs.append(log)
+        self.put(group)
+        return log
+
+    def unfollow(self, log: CallLog) -> None:
+        """Its context is closed; what it still holds is sent."""
+        if log in self._logs:
+            log.closed = True
+
+    def report(self, step: int, values: dict[str, float]) -> None:
+        """Something the job says of itself."""
+        self.put(Report(time.perf_counter(), step, values))
+
+    def put(self, message: FromRank) -> None:
+        """Queues a message; drops it where there is no room."""
+        if self.alive and len(self._waiting) < _MAX_WAITING:
+            self._waiting.append(message)
+        else:
+            self.num_dropped += 1
+
+    def close(self, code: int, text: str = "") -> None:
+        """The rank ends: says so, and waits at most half a second for that to be sent."""
+        if not self.alive or self._ending:
+            return
+        self._waiting.append(Bye(time.perf_counter(), code, text))
+        self._ending = True
+        self._wake.set()
+        self._thread.join(_BYE_DEADLINE_S)
+        self.alive = False
+
+    # The agent's thread.
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except OSError as error:
+            _log.info("rank %d: the telemetry hub is gone: %s", self.hello.rank, error)
+        except Exception:  # noqa: BLE001  (telemetry never fails a run)
+            _log.warning("rank %d: telemetry ends here", self.hello.rank, exc_info=True)
+        finally:
+            self.alive = False
+            if self._nvml is not None:
+                self._nvml.stop()
+            self._waiting.clear()
+            for log in self._logs:
+                log.stop()
+
+    def _run(self) -> None:
+        period_s = 1.0 / self.hello.sample_hz
+        with connect(self.address, _CONNECT_DEADLINE_S) as self._socket:
+            self._frames = Frames()
+            self._send_now(self.hello)
+            self._measure_clock()
+            samplers = self._open_samplers()
+            self._socket.setblocking(False)
+            beat_at_s = wake_at_s = time.perf_counter()
+            while not self._ending:
+                now_s = time.perf_counter()
+                self._receive()
+                if now_s >= beat_at_s:
+                    self._queue(self._heartbeat(now_s))
+                    beat_at_s = now_s + _HEARTBEAT_S
+                for sampler in samplers:
+                    sampler()
+                self._gather()
+                self._send()
+                # A tick that came late is not made up for.
+                wake_at_s = max(wake_at_s + period_s, time.perf_counter())
+                self._wake.wait(wake_at_s - time.perf_counter())
+            self._gather()
+            self._socket.settimeout(_BYE_DEADLINE_S)
+            self._socket.sendall(b"".join(self._unsent))
+
+    def _open_samplers(self) -> list[Callable[[], None]]:
+        process = ProcessSampler(f"rank:{self.hello.rank}")
+        # Its first sample would say what starting cost.
+        self._sampled_s = time.perf_counter(), time.thread_time()
+
+        def own() -> None:
+            at_s, used_s = self._sampled_s
+            self._sampled_s = time.perf_counter(), time.thread_time()
+            percent = 100 * (self._sampled_s[1] - used_s) / max(1e-6, self._sampled_s[0] - at_s)
+            self._queue(process.sample(percent + (self._nvml.percent if self._nvml else 0.0)))
+
+        if self._gpus is None:
+            return [own]
+        host = HostSampler(self.hello.host)
+        self._queue(host.source())
+        self._nvml = NvmlThread(self.put, self._gpus, self.hello.host, self.hello.sample_hz)
+
+        def shared() -> None:
+            self._queue(host.sample())
+
+        return [own, shared, self._nvml.look_after]
+
+    def _measure_clock(self) -> None:
+        """Some pings in a row, so that the first spans already have the hub's time."""
+        self._socket.settimeout(_FIRST_PING_DEADLINE_S)
+        for _ in range(_FIRST_PINGS):
+            num = len(self._pings)
+            self._send_now(self._heartbeat(time.perf_counter()))
+            try:
+                while len(self._pings) == num:
+                    self._handle(self._socket.recv(1 << 16))
+            except TimeoutError:
+                return
+        self._send_now(self._heartbeat(time.perf_counter()))
+
+    def _heartbeat(self, now_s: float) -> Heartbeat:
+        rtt_s, offset_s = min(self._pings, default=(-1.0, 0.0))
+        group, doing = "", (-1, "", 0.0)
+        for log in self._logs:
+            here = log.doing()
+            if here[0] >= 0:
+                group, doing = log.group.name, here
+        return Heartbeat(now_s, offset_s, rtt_s, group, *doing)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._handle(self._socket.recv(1 << 16))
+        except BlockingIOError:
+            return
+
+    def _handle(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        for payload in self._frames.feed(data):
+            message: ToRank = msgspec.msgpack.decode(payload, type=ToRank)
+            if isinstance(message, Pong):
+                self._pings.append((now_s - message.sent_s, message.hub_s - (message.sent_s + now_s) / 2))
+            elif isinstance(message, Notice):
+                _log.log(_LEVELS[message.severity], "%s", message.text)
+
+    def _gather(self) -> None:
+        """What has happened since the last time, into frames."""
+        while self._waiting:
+            message = self._waiting.popleft()
+            if isinstance(message, Bye):
+                self._drain()
+                self._count()
+            self._queue(message)
+        self._drain()
+        self._count()
+
+    def _count(self) -> None:
+        self._queue(self.totals.message(self.num_dropped + sum(log.num_dropped for log in self._logs)))
+
+    def _drain(self) -> None:
+        for log in list(self._logs):
+            taken = 0
+            while taken < _MAX_CALLS_A_TICK and (messages := log.take()):
+                taken += 1
+                for message in messages:
+                    self._queue(message)
+            if log.closed and not taken:
+                self._logs.remove(log)
+                self.num_dropped += log.num_dropped
+
+    def _queue(self, message: FromRank) -> None:
+        limit = _SPANS_UP_TO_BYTES if isinstance(message, Call) else _UP_TO_BYTES
+        if self._unsent_bytes > limit and not isinstance(message, (Plan, Group, Bye)):
+            self.num_dropped += 1
+            return
+        data = frame(self._encoder.encode(message))
+        self._unsent.append(data)
+        self._unsent_bytes += len(data)
+
+    def _send(self) -> None:
+        """As much as the socket takes now."""
+        if not self._unsent:
+            return
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self._unsent.append(data[sent:])
+        self._unsent_bytes = len(data) - sent
+
+    def _send_now(self, message: FromRank) -> None:
+        self._socket.sendall(frame(self._encoder.encode(message)))

@@ -1,0 +1,84 @@
+"""Samples of a host and of a rank's own process, from psutil: the same shape as a GPU's, for machines with and without one."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from burst_rt.telemetry.messages import Sample, Source
+
+__all__ = ["HostSampler", "ProcessSampler"]
+
+# Threads are read one file each: not at every sample.
+_THREADS_EVERY_S = 1.0
+
+
+class HostSampler:
+    """Cores, memory and network of this host."""
+
+    def __init__(self, host: str) -> None:
+        self._name = f"host:{host}"
+        self._host = host
+        psutil.cpu_percent(percpu=True)  # the first says nothing
+        self._at_s, self._sent, self._received = time.perf_counter(), *_network()
+
+    def source(self) -> Source:
+        """What is sampled."""
+        memory = psutil.virtual_memory()
+        about = {"cores": str(psutil.cpu_count()), "memory_bytes": str(memory.total)}
+        metrics = ["cpu_percent", "cpu_most_percent", "host_memory_used_bytes", "net_tx_bytes_per_s", "net_rx_bytes_per_s"]
+        return Source(self._name, "host", self._host, metrics, about)
+
+    def sample(self) -> Sample:
+        """Since the last one. Does not block."""
+        cores = psutil.cpu_percent(percpu=True)
+        memory = psutil.virtual_memory()
+        now_s, sent, received = time.perf_counter(), *_network()
+        elapsed_s = max(1e-6, now_s - self._at_s)
+        values = {
+            "cpu_percent": sum(cores) / max(1, len(cores)),
+            "cpu_most_percent": max(cores, default=0.0),
+            "host_memory_used_bytes": float(memory.total - memory.available),
+            "net_tx_bytes_per_s": max(0, sent - self._sent) / elapsed_s,
+            "net_rx_bytes_per_s": max(0, received - self._received) / elapsed_s,
+        }
+        self._at_s, self._sent, self._received = now_s, sent, received
+        return Sample(self._name, now_s, values, {"core_percent": cores})
+
+
+class ProcessSampler:
+    """CPU, memory and threads of this process."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._process = psutil.Process()
+        self._at_s = time.perf_counter()
+        self._busy_s = time.process_time()
+        self._threads_at_s = 0.0
+        self._threads: dict[int, float] = {}
+
+    def sample(self, telemetry_percent: float) -> Sample:
+        """Since the last one; telemetry_percent: what its own threads took. Does not block."""
+        now_s, busy_s = time.perf_counter(), time.process_time()
+        values = {
+            "process_percent": 100 * (busy_s - self._busy_s) / max(1e-6, now_s - self._at_s),
+            "rss_bytes": float(self._process.memory_info().rss),
+            "telemetry_percent": telemetry_percent,
+        }
+        self._at_s, self._busy_s = now_s, busy_s
+        details = {}
+        since_s = now_s - self._threads_at_s
+        if since_s >= _THREADS_EVERY_S:
+            threads = {t.id: t.user_time + t.system_time for t in self._process.threads()}
+            if self._threads:
+                details["thread_percent"] = [100 * (took - self._threads.get(i, 0.0)) / since_s for i, took in sorted(threads.items())]
+            values["num_threads"] = float(len(threads))
+            self._threads, self._threads_at_s = threads, now_s
+        return Sample(self._source, now_s, values, details)
+
+
+def _network() -> tuple[int, int]:
+    # The loopback carries what ranks of one host send each other by sockets; here the question is what leaves the host.
+    counters = {name: c for name, c in psutil.net_io_counters(pernic=True).items() if name != "lo"}
+    return sum(c.bytes_sent for c in counters.values()), sum(c.bytes_recv for c in counters.values())

@@ -1,0 +1,268 @@
+"""The hub: one process per job that all ranks are connected to. It feeds the model (`state`), keeps the record, and answers viewers.
+
+`python -m burst_rt.telemetry.hub`, started by `starting.start_hub`; settings come by environment and arguments, the address goes out as one
+line on its standard output. It ends with the job: when its last rank has gone, and whoever started it too. A rank whose connection ends
+without a `Bye` is lost, and the hub knows within milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from burst_rt.errors import ProtocolError
+from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Heartbeat, Hello, Notice, Pong, Presence, Severity, ToRank
+from burst_rt.telemetry.record import Recorder
+from burst_rt.telemetry.state import State
+from burst_rt.telemetry.views import EventView, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.wire import SECRET_VARIABLE, Frames, frame
+
+__all__ = ["Hub", "main"]
+
+_TICK_S = 0.25
+# Nobody has come yet, or the last has gone: ranks start at different times. A starter that held on knows that the job is over.
+_EMPTY_S = 60.0
+_LINGER_S = 1.0
+# A stranger has so long to say the secret; a connection has so much room for answers.
+_SECRET_DEADLINE_S = 5.0
+_MAX_UNREAD_BYTES = 64 << 20
+_MAX_CONNECTIONS = 8192
+
+_log = logging.getLogger("burst_rt.telemetry")
+_LEVELS = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING, Severity.ERROR: logging.ERROR}
+
+
+class Hub:
+    """The model, the record and the connections. `notify`: warnings also go to the log of the first rank."""
+
+    def __init__(self, secret: str, recorder: Recorder | None, record: str = "", *, notify: bool = False) -> None:
+        self.state = State(time.time(), record=record)
+        self.recorder = recorder
+        self.notify = notify
+        self._began_s = time.perf_counter()
+        self._secret = secret
+        self._logged = 0
+        self.connections: set[_Connection] = set()
+        self.ranks: dict[int, _Connection] = {}
+        self.ever = False
+        self.empty_since_s = 0.0
+
+    def now_s(self) -> float:
+        """Seconds since the hub began."""
+        return time.perf_counter() - self._began_s
+
+    def knows(self, secret: str) -> bool:
+        """Whether it is the job's secret."""
+        return hmac.compare_digest(secret.encode(), self._secret.encode())
+
+    def apply(self, rank: int, message: FromRank | Presence, payload: bytes | None = None) -> None:
+        """One message into the model, the record and the log."""
+        now_s = self.now_s()
+        self.state.apply(now_s, rank, message)
+        if self.recorder is not None:
+            if isinstance(message, Hello):
+                # The secret is nobody's business later.
+                payload = msgspec.msgpack.encode(msgspec.structs.replace(message, secret=""))
+            if payload is None:
+                self.recorder.add_message(now_s, rank, message)
+            else:
+                self.recorder.add(now_s, rank, payload)
+        self._log_events()
+
+    def answer(self, ask: Ask) -> Snapshot | SeriesView | TimelineView | list[SeriesView]:
+        """What a viewer asked for. Raises ProtocolError for what there is not."""
+        state = self.state
+        state.advance(self.now_s())
+        match ask.what:
+            case "snapshot":
+                return state.snapshot()
+            case "series":
+                return [state.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit) for name in ask.sources or state.sources]
+            case "timeline":
+                return state.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
+        raise ProtocolError(f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, series and timeline")
+
+    def tick(self) -> None:
+        """Notices silence, writes the record."""
+        self.state.advance(self.now_s())
+        self._log_events()
+        if self.recorder is not None:
+            self.recorder.flush()
+
+    def _log_events(self) -> None:
+        for event in self.state.events_after(self._logged):
+            self._logged = event.number
+            _log.log(_LEVELS[event.severity], "%.3f s rank %d %s: %s", event.at_s, event.rank, event.kind, event.text)
+            if self.notify and event.severity is not Severity.INFO:
+                self._tell(event)
+
+    def _tell(self, event: EventView) -> None:
+        for number in sorted(self.ranks):
+            if number != event.rank:
+                self.ranks[number].send(Notice(event.severity, f"{event.at_s:.3f} s {event.text}"))
+                return
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: of a rank once it has said `Hello`, of a viewer once it has asked with the secret."""
+
+    decoder = msgspec.msgpack.Decoder(FromRank | Ask)
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._frames = Frames()
+        self._transport: asyncio.Transport | None = None
+        self.since_s = hub.now_s()
+        self.known = False
+        self.rank: int | None = None
+        self._left = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if len(self._hub.connections) >= _MAX_CONNECTIONS:
+            transport.abort()
+        self._hub.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for payload in self._frames.feed(data):
+                self._receive(payload)
+        except (ProtocolError, msgspec.DecodeError) as error:
+            _log.warning("rank %s sent what is no message and is not heard any more: %s", self.rank, error)
+            self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        hub = self._hub
+        hub.connections.discard(self)
+        hub.empty_since_s = hub.now_s()
+        if self.rank is None or hub.ranks.get(self.rank) is not self:
+            return
+        del hub.ranks[self.rank]
+        if not self._left:
+            text = "its connection ended without a word" if error is None else f"its connection broke ({error})"
+            hub.apply(-1, Presence(self.rank, "lost", text))
+
+    def send(self, message: ToRank) -> None:
+        """To a rank; one that does not read hears nothing."""
+        if self._transport is not None and self._transport.get_write_buffer_size() < 1 << 16:
+            self._transport.write(frame(msgspec.msgpack.encode(message)))
+
+    def abort(self) -> None:
+        """Ends the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _receive(self, payload: bytes) -> None:
+        message = self.decoder.decode(payload)
+        hub = self._hub
+        if isinstance(message, Ask):
+            self._trust(message.secret)
+            self._answer(message)
+        elif isinstance(message, Hello):
+            self._trust(message.secret)
+            if message.version != VERSION:
+                raise ProtocolError(f"telemetry: rank {message.rank} speaks version {message.version}, this hub {VERSION}")
+            self.rank = message.rank
+            hub.ranks[self.rank] = self
+            hub.ever = True
+            hub.apply(self.rank, message)
+        elif self.rank is not None:
+            hub.apply(self.rank, message, payload)
+            if isinstance(message, Heartbeat):
+                self.send(Pong(message.sent_s, hub.now_s()))
+            elif isinstance(message, Bye):
+                self._left = True
+        else:
+            raise ProtocolError("telemetry: a stranger that does not say who it is")
+
+    def _trust(self, secret: str) -> None:
+        if not self.known and not self._hub.knows(secret):
+            raise ProtocolError("telemetry: a stranger with a wrong secret")
+        self.known = True
+
+    def _answer(self, ask: Ask) -> None:
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
+            raise ProtocolError("telemetry: a viewer that does not read its answers")
+        self._transport.write(frame(msgspec.json.encode(self._hub.answer(ask))))
+
+
+async def serve(hub: Hub, listen: str, folder: Path, held: bool) -> None:
+    """Serves until the job has ended. held: whoever started the hub holds its standard input open, and the hub stays while it does."""
+    loop = asyncio.get_running_loop()
+    if listen == "unix":
+        path = folder / "hub"
+        server = await loop.create_unix_server(lambda: _Connection(hub), path, backlog=512)
+        address = f"unix:{path}"
+    else:
+        server = await loop.create_server(lambda: _Connection(hub), listen, 0, backlog=512)
+        name = listen if listen != "0.0.0.0" else socket.gethostname()
+        address = f"tcp:{name}:{server.sockets[0].getsockname()[1]}"
+    ended = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    released = asyncio.Event()
+    if held:
+        os.set_blocking(0, False)
+        loop.add_reader(0, released.set)
+    else:
+        released.set()
+    print(address, flush=True)
+    # Whoever started the hub has read all there is to read.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    async with server:
+        while not ended.is_set() and not _over(hub, released.is_set(), held):
+            await asyncio.sleep(_TICK_S)
+            hub.tick()
+            for stranger in [c for c in hub.connections if not c.known and hub.now_s() - c.since_s > _SECRET_DEADLINE_S]:
+                stranger.abort()
+
+
+def _over(hub: Hub, released: bool, held: bool) -> bool:
+    alone_s = hub.now_s() - hub.empty_since_s
+    return released and not hub.connections and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="The telemetry hub of one job; started by burst_rt itself.")
+    parser.add_argument("--listen", default="unix", help='"unix", or the address to listen on with TCP')
+    parser.add_argument("--record", default="")
+    parser.add_argument("--held", action="store_true", help="stay while standard input is open")
+    parser.add_argument("--log", action="store_true", help="log to standard error; else warnings go to the first rank's log")
+    options = parser.parse_args()
+    from burst_rt import __version__
+
+    level = os.environ.get("BURST_RT_LOG", "warning").upper()
+    logging.basicConfig(format="burst-rt: %(message)s", level=level if options.log else logging.CRITICAL)
+    hub = Hub(os.environ.pop(SECRET_VARIABLE, ""), None, options.record, notify=not options.log)
+    if options.record:
+        try:
+            hub.recorder = Recorder(Path(options.record), hub.state.began_at_s, __version__)
+        except OSError as error:
+            _log.error("0.000 s rank -1 record: cannot write %s: %s", options.record, error)
+            hub.state.record = ""
+    folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
+    try:
+        asyncio.run(serve(hub, options.listen, folder, options.held))
+    finally:
+        if hub.recorder is not None:
+            hub.recorder.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

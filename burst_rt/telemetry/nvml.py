@@ -1,0 +1,352 @@
+"""Samples of NVIDIA GPUs, from NVML (package nvidia-ml-py, module pynvml; docs.nvidia.com/deploy/nvml-api), on a thread of their own.
+
+What a chip or driver has is found out once, reading by reading; what it has not is left out. NVML may be missing, fail at any call, hang,
+or say what cannot be: then there are no figures, an event says why, and nothing else changes. GPUs are found by UUID, or by PCI address,
+never by CUDA's numbers, which need not be NVML's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from burst_rt.telemetry.messages import FromRank, Note, Sample, Severity, Source
+from burst_rt.telemetry.metrics import plausible, throttle_reasons
+
+__all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
+
+# A call that takes longer hangs, for the log; it is waited for all the same, by nobody but this thread.
+_SLOW_S = 5.0
+# A reading that fails so often in a row is given up.
+_MAX_FAILURES = 10
+_PROCESSES_EVERY_S = 1.0
+# Of nvmlFieldValue_t: all links together.
+_ALL_LINKS = 0xFFFFFFFF
+# Clocks of these reasons are as they should be.
+_HEALTHY_REASONS = 0x1 | 0x2 | 0x10 | 0x100
+
+_log = logging.getLogger("burst_rt.telemetry")
+
+
+class GpuId(NamedTuple):
+    """A GPU as a rank knows it: UUID (with or without "GPU-"), and PCI address "domain:bus:device.0" in hexadecimal, each "" if unknown."""
+
+    uuid: str
+    pci: str
+
+
+def gpu_source(uuid: str) -> str:
+    """The name of a GPU's source."""
+    return f"gpu:{uuid.removeprefix('GPU-')}" if uuid else ""
+
+
+class _Unsupported(Exception):
+    """This chip or driver does not have it."""
+
+
+# Says what it reads now; counters whose rate is wanted need two.
+_Reading = Callable[[], dict[str, float]]
+
+
+class _Gpu:
+    """One GPU: what it has, and how to read it."""
+
+    def __init__(self, nvml: Any, handle: Any, source: str) -> None:  # pynvml has no types
+        self.nvml = nvml
+        self.handle = handle
+        self.source = source
+        self.total_bytes = float("inf")
+        self.details: dict[str, list[float]] = {}
+        self._first: dict[str, float] = {}
+        self._last: dict[str, tuple[float, float]] = {}
+        self._processes_at_s = 0.0
+        self._num_processes = 0
+        self._num_xid = 0
+        self.notes: list[tuple[Severity, str, str]] = []
+        self._throttled = 0
+        readings: tuple[_Reading, ...] = (
+            self._utilisation, self._memory, self._power, self._energy, self._temperature, self._memory_temperature, self._sm_clock,
+            self._memory_clock, self._throttle, self._pcie_counters, self._nvlink, self._processes, self._ecc, self._xid, self._gpm,
+        )  # fmt: skip
+        self._prepared: dict[str, Any] = {}
+        self.readings = [reading for reading in readings if self._has(reading)]
+        if self._pcie_counters not in self.readings and self._has(self._pcie_throughput):
+            self.readings.append(self._pcie_throughput)
+        self.failures = dict.fromkeys(self.readings, 0)
+
+    def _has(self, reading: _Reading) -> bool:
+        try:
+            reading()
+        except (self.nvml.NVMLError, _Unsupported):
+            return False
+        return True
+
+    def read(self) -> dict[str, float]:
+        """All readings that work now and make sense."""
+        values: dict[str, float] = {}
+        for reading in list(self.readings):
+            try:
+                values |= reading()
+                self.failures[reading] = 0
+            except (self.nvml.NVMLError, _Unsupported) as error:
+                self.failures[reading] += 1
+                if self.failures[reading] == 1:
+                    self.notes.append((Severity.WARNING, "nvml", f"{self.source}: {reading.__name__[1:]}: {error}"))
+                if self.failures[reading] >= _MAX_FAILURES:
+                    self.readings.remove(reading)
+        return values
+
+    def _field(self, number: int, scope: int = 0) -> float:
+        value = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(number, scope)])[0]
+        if value.nvmlReturn:
+            raise _Unsupported(f"field {number}")
+        kinds = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+        if value.valueType >= len(kinds):
+            raise _Unsupported(f"field {number} of type {value.valueType}")
+        return float(getattr(value.value, kinds[value.valueType]))
+
+    def _since_start(self, name: str, value: float) -> float:
+        return value - self._first.setdefault(name, value)
+
+    def _rate(self, name: str, value: float) -> dict[str, float]:
+        now_s = time.perf_counter()
+        last, self._last[name] = self._last.get(name), (now_s, value)
+        # Counters may wrap.
+        return {name: (value - last[1]) / (now_s - last[0])} if last and value >= last[1] and now_s > last[0] else {}
+
+    def _utilisation(self) -> dict[str, float]:
+        rates = self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
+        return {"sm_percent": float(rates.gpu), "memory_busy_percent": float(rates.memory)}
+
+    def _memory(self) -> dict[str, float]:
+        memory = self.nvml.nvmlDeviceGetMemoryInfo(self.handle)
+        self.total_bytes = float(memory.total)
+        return {"memory_used_bytes": float(memory.used)}
+
+    def _power(self) -> dict[str, float]:
+        return {"power_w": self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3}
+
+    def _energy(self) -> dict[str, float]:
+        return {"energy_j": self._since_start("energy", self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) / 1e3)}
+
+    def _temperature(self) -> dict[str, float]:
+        return {"temperature_c": float(self.nvml.nvmlDeviceGetTemperature(self.handle, self.nvml.NVML_TEMPERATURE_GPU))}
+
+    def _memory_temperature(self) -> dict[str, float]:
+        return {"memory_temperature_c": self._field(self.nvml.NVML_FI_DEV_MEMORY_TEMP)}
+
+    def _sm_clock(self) -> dict[str, float]:
+        return {"sm_clock_mhz": float(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))}
+
+    def _memory_clock(self) -> dict[str, float]:
+        return {"memory_clock_mhz": float(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_MEM))}
+
+    def _throttle(self) -> dict[str, float]:
+        try:
+            bits = int(self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
+        except self.nvml.NVMLError:  # drivers before 535 know it by its older name
+            bits = int(self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle))
+        unhealthy = bits & ~_HEALTHY_REASONS
+        if unhealthy & ~self._throttled and plausible("throttle_bits", float(bits)):
+            self.notes.append((Severity.WARNING, "throttle", f"{self.source} is held back: {', '.join(throttle_reasons(unhealthy))}"))
+        self._throttled = unhealthy
+        return {"throttle_bits": float(bits)}
+
+    def _pcie_counters(self) -> dict[str, float]:
+        sent = self._field(self.nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES)
+        received = self._field(self.nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES)
+        return self._rate("pcie_tx_bytes_per_s", sent) | self._rate("pcie_rx_bytes_per_s", received)
+
+    def _pcie_throughput(self) -> dict[str, float]:
+        # NVML watches the link for 20 ms for each; in KB/s.
+        sent, received = (
+            self.nvml.nvmlDeviceGetPcieThroughput(self.handle, way)
+            for way in (self.nvml.NVML_PCIE_UTIL_TX_BYTES, self.nvml.NVML_PCIE_UTIL_RX_BYTES)
+        )
+        return {"pcie_tx_bytes_per_s": 1e3 * sent, "pcie_rx_bytes_per_s": 1e3 * received}
+
+    def _nvlink(self) -> dict[str, float]:
+        # In KiB.
+        sent = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS)
+        received = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS)
+        return self._rate("nvlink_tx_bytes_per_s", sent) | self._rate("nvlink_rx_bytes_per_s", received)
+
+    def _processes(self) -> dict[str, float]:
+        now_s = time.perf_counter()
+        if now_s - self._processes_at_s > _PROCESSES_EVERY_S:
+            found = self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
+            self._processes_at_s, self._num_processes = now_s, len(found)
+            self.details = {
+                "process_pid": [float(p.pid) for p in found],
+                "process_bytes": [float(p.usedGpuMemory or 0) for p in found],
+            }
+        return {"num_processes": float(self._num_processes)}
+
+    def _ecc(self) -> dict[str, float]:
+        nvml = self.nvml
+        kinds = {"ecc_corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "ecc_uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}
+        counts = {}
+        for name, kind in kinds.items():
+            before = self._last.get(name, (0.0, 0.0))[1]
+            count = self._since_start(name, float(nvml.nvmlDeviceGetTotalEccErrors(self.handle, kind, nvml.NVML_VOLATILE_ECC)))
+            if count > before and name == "ecc_uncorrected":
+                self.notes.append((Severity.ERROR, "ecc", f"{self.source}: memory errors that could not be corrected: {count:g}"))
+            self._last[name] = (0.0, count)
+            counts[name] = count
+        return counts
+
+    def _xid(self) -> dict[str, float]:
+        nvml = self.nvml
+        if "xid" not in self._prepared:
+            self._prepared["xid"] = events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(self.handle, nvml.nvmlEventTypeXidCriticalError, events)
+        try:
+            while self._num_xid < 1000:
+                event = nvml.nvmlEventSetWait_v2(self._prepared["xid"], 0)
+                self._num_xid += 1
+                self.notes.append((Severity.ERROR, "xid", f"{self.source}: XID {event.eventData} (docs.nvidia.com/deploy/xid-errors)"))
+        except nvml.NVMLError as error:
+            if error.value != nvml.NVML_ERROR_TIMEOUT:
+                raise
+        return {"num_xid": float(self._num_xid)}
+
+    def _gpm(self) -> dict[str, float]:
+        nvml = self.nvml
+        names = {
+            "gpm_sm_percent": nvml.NVML_GPM_METRIC_SM_UTIL,
+            "gpm_occupancy_percent": nvml.NVML_GPM_METRIC_SM_OCCUPANCY,
+            "gpm_tensor_percent": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+            "gpm_dram_percent": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+        }
+        if "gpm" not in self._prepared:
+            if not nvml.nvmlGpmQueryDeviceSupport(self.handle).isSupportedDevice:
+                raise _Unsupported("GPM")
+            self._prepared["gpm"] = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+            nvml.nvmlGpmSampleGet(self.handle, self._prepared["gpm"][1])
+            return {}
+        before, now = self._prepared["gpm"] = self._prepared["gpm"][::-1]
+        nvml.nvmlGpmSampleGet(self.handle, now)
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(names)
+        asked.sample1, asked.sample2 = before, now
+        for i, number in enumerate(names.values()):
+            asked.metrics[i].metricId = number
+        nvml.nvmlGpmMetricsGet(asked)
+        return {name: float(asked.metrics[i].value) for i, name in enumerate(names) if not asked.metrics[i].nvmlReturn}
+
+
+class NvmlSampler:
+    """The GPUs of this host that `wanted` names (none named: all). Raises pynvml.NVMLError where there is no NVML."""
+
+    def __init__(self, wanted: Sequence[GpuId], host: str) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self.host = host
+        self.driver = str(pynvml.nvmlSystemGetDriverVersion())
+        self.gpus: list[_Gpu] = []
+        self.sources: list[Source] = []
+        self._doubted: set[tuple[str, str]] = set()
+        uuids = {gpu.uuid.removeprefix("GPU-"): gpu for gpu in wanted if gpu.uuid}
+        addresses = {gpu.pci.lower(): gpu for gpu in wanted if gpu.pci}
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            uuid = str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
+            address = _pci_address(pynvml, handle)
+            rank_gpu = uuids.get(uuid) or addresses.get(address)
+            if wanted and rank_gpu is None:
+                continue
+            # By the name that its rank gives it.
+            name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
+            gpu = _Gpu(pynvml, handle, name)
+            about = {"name": str(pynvml.nvmlDeviceGetName(handle)), "driver": self.driver, "pci": address, "index": str(i)}
+            if gpu.total_bytes != float("inf"):
+                about["memory_bytes"] = str(int(gpu.total_bytes))
+            self.gpus.append(gpu)
+            self.sources.append(Source(name, "gpu", host, sorted(gpu.read()), about))
+
+    def sample(self) -> list[Sample | Note]:
+        """Every GPU once, and what is worth an event. Blocks as long as NVML does."""
+        messages: list[Sample | Note] = []
+        for gpu in self.gpus:
+            values = gpu.read()
+            at_s = time.perf_counter()
+            good = {name: value for name, value in values.items() if plausible(name, value)}
+            if good.get("memory_used_bytes", 0.0) > gpu.total_bytes:
+                del good["memory_used_bytes"]
+            for name in values.keys() - good.keys():
+                if (gpu.source, name) not in self._doubted:
+                    self._doubted.add((gpu.source, name))
+                    text = f"{gpu.source}: {name} = {values[name]:g} cannot be and is left out"
+                    messages.append(Note(at_s, Severity.WARNING, "nvml", text))
+            messages += [Note(at_s, *note) for note in gpu.notes]
+            gpu.notes.clear()
+            messages.append(Sample(gpu.source, at_s, good, gpu.details))
+        return messages
+
+
+class NvmlThread:
+    """Samples in a thread of its own, so that a driver that hangs keeps nobody waiting. `put` takes the messages."""
+
+    def __init__(self, put: Callable[[FromRank], None], wanted: Sequence[GpuId], host: str, rate_hz: float) -> None:
+        self.percent = 0.0  # of a core
+        self._put = put
+        self._wanted = wanted
+        self._host = host
+        self._period_s = 1.0 / rate_hz
+        self._asked_s: float | None = None
+        self._told = False
+        self._stopped = threading.Event()
+        threading.Thread(target=self._main, name="burst_rt nvml", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the thread after the call under way; does not wait for it."""
+        self._stopped.set()
+
+    def look_after(self) -> None:
+        """For another thread, now and then: says when NVML has hung for 5 s, and when it is back."""
+        asked_s = self._asked_s
+        if asked_s is not None and not self._told and time.perf_counter() - asked_s > _SLOW_S:
+            self._told = True
+            self._note(Severity.WARNING, f"{self._host}: NVML has not answered for {_SLOW_S:g} s; no figures of GPUs until it does")
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001  (a library's, of any kind: figures end, the rank goes on)
+            if type(error).__name__.startswith("NVMLError_LibraryNotFound") or isinstance(error, ImportError):
+                _log.debug("no NVML on %s: %s", self._host, error)
+            else:
+                self._note(Severity.WARNING, f"{self._host}: no figures of GPUs from here on: {type(error).__name__}: {error}")
+
+    def _run(self) -> None:
+        self._asked_s = time.perf_counter()
+        sampler = NvmlSampler(self._wanted, self._host)
+        for source in sampler.sources:
+            self._put(source)
+        while sampler.gpus and not self._stopped.is_set():
+            began_s, used_s = time.perf_counter(), time.thread_time()
+            self._asked_s = began_s
+            for message in sampler.sample():
+                self._put(message)
+            self._asked_s = None
+            if self._told:
+                self._told = False
+                self._note(Severity.INFO, f"{self._host}: NVML answers again")
+            took_s = time.perf_counter() - began_s
+            self.percent = 100 * (time.thread_time() - used_s) / max(self._period_s, took_s)
+            self._stopped.wait(max(0.0, self._period_s - took_s))
+
+    def _note(self, severity: Severity, text: str) -> None:
+        self._put(Note(time.perf_counter(), severity, "nvml", text))
+
+
+def _pci_address(nvml: Any, handle: Any) -> str:
+    try:
+        info = nvml.nvmlDeviceGetPciInfo(handle)
+    except nvml.NVMLError:
+        return ""
+    return f"{info.domain:08x}:{info.bus:02x}:{info.device:02x}.0"

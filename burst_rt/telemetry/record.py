@@ -1,0 +1,123 @@
+"""Records: all messages of a job in a file, in the order the hub had them, to be replayed or made into a trace.
+
+The file is a line of magic and then frames (`wire`): a `RecordHeader`, and `Recorded` entries. It is appended to as the job runs, so a
+record whose writer was killed is whole but for its last moment. What cannot be written (a full disk) ends the record, never the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from burst_rt.errors import InputError, ProtocolError
+from burst_rt.telemetry.messages import VERSION, Item, Recorded, RecordHeader
+from burst_rt.telemetry.state import State
+from burst_rt.telemetry.wire import Frames, frame
+
+__all__ = ["Record", "Recorder", "replay"]
+
+_MAGIC = b"burst_rt record\n"
+_CHUNK_BYTES = 1 << 20
+
+_log = logging.getLogger("burst_rt.telemetry.record")
+
+
+class _Packed(msgspec.Struct, array_like=True):
+    """A `Recorded` whose message is still as it came."""
+
+    at_s: float
+    rank: int
+    message: msgspec.Raw
+
+
+class Recorder:
+    """Writes a record. Raises OSError where the file cannot be made; later failures end the record and are logged."""
+
+    def __init__(self, path: Path, began_at_s: float, package: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        # A pipe or a device would make the hub wait.
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._held: list[bytes] = [_MAGIC, frame(self._encoder.encode(RecordHeader(VERSION, package, began_at_s)))]
+        self.flush()
+
+    def add(self, at_s: float, rank: int, payload: bytes) -> None:
+        """Adds a message as it came."""
+        if self._file is not None:
+            self._held.append(frame(self._encoder.encode(_Packed(at_s, rank, msgspec.Raw(payload)))))
+
+    def add_message(self, at_s: float, rank: int, message: Item) -> None:
+        """Adds a message of the hub's own."""
+        self.add(at_s, rank, self._encoder.encode(message))
+
+    def flush(self) -> None:
+        """Writes what has been added."""
+        if self._file is None or not self._held:
+            return
+        data, self._held = b"".join(self._held), []
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            _log.warning("the record %s ends here: %s", self._path, error)
+            os.close(self._file)
+            self._file = None
+
+    def close(self) -> None:
+        """Writes the rest."""
+        self.flush()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class Record:
+    """Reads a record: `header`, and its entries in order by iterating (again and again). Raises InputError where it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = self._read_header()
+
+    def __iter__(self) -> Iterator[Recorded]:
+        decoder = msgspec.msgpack.Decoder(Recorded)
+        payloads = self._payloads()
+        next(payloads, None)
+        for payload in payloads:
+            try:
+                yield decoder.decode(payload)
+            except msgspec.ValidationError:
+                continue  # of a newer version: what is known is still worth reading
+
+    def _read_header(self) -> RecordHeader:
+        try:
+            header = msgspec.msgpack.decode(next(self._payloads(), b""), type=RecordHeader)
+        except (OSError, msgspec.DecodeError, ProtocolError) as error:
+            raise InputError(f"{self.path} is not a record of a run: {error}. Make one with `burst-rt run --record FILE`") from error
+        if header.version > VERSION:
+            raise InputError(f"{self.path} was recorded by a newer burst_rt ({header.package}); this one reads version {VERSION}")
+        return header
+
+    def _payloads(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ProtocolError("it does not begin as one")
+            frames = Frames()
+            while data := file.read(_CHUNK_BYTES):
+                yield from frames.feed(data)
+
+
+def replay(record: Record, until_s: float | None = None) -> State:
+    """The state as it was `until_s` seconds after the hub began (None: at the end)."""
+    state = State(record.header.began_at_s, record=str(record.path), replayed=True)
+    for entry in record:
+        if until_s is not None and entry.at_s > until_s:
+            state.advance(until_s)
+            break
+        state.advance(entry.at_s)
+        state.apply(entry.at_s, entry.rank, entry.message)
+    return state

@@ -1,0 +1,105 @@
+"""Starting a job's hub: a fresh interpreter in a session of its own, without MPI's variables, and holding none of a rank's descriptors.
+
+mpirun waits for every process that holds a rank's standard output, and an MPI program started with a rank's variables would join the job.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from burst_rt.errors import ConfigError
+from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
+
+__all__ = ["RunningHub", "scrubbed", "start_hub"]
+
+_READY_DEADLINE_S = 15.0
+_END_DEADLINE_S = 3.0
+# Of Open MPI, PMIx, MPICH and Intel MPI; and batch systems' that make a process look like a rank.
+_MPI_PREFIXES = ("OMPI_", "OPAL_", "PMIX_", "PMI_", "PRTE_", "MPI_", "MPIR_", "MPICH_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_", "SLURM_")
+
+
+@dataclass
+class RunningHub:
+    """A hub that listens."""
+
+    address: str
+    secret: str
+    _process: subprocess.Popen[bytes]
+
+    def environment(self) -> dict[str, str]:
+        """What ranks need to find it."""
+        return {TELEMETRY_VARIABLE: self.address, SECRET_VARIABLE: self.secret}
+
+    def release(self) -> None:
+        """Lets a held hub end with its last rank; waits a little for that, so that its record is whole."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        kind, _, path = self.address.partition(":")
+        if kind == "unix":
+            # A hub that was killed has left it.
+            shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+
+    def forget(self) -> None:
+        """The hub outlives this process, which is not to wait for it."""
+        self._process.returncode = 0
+
+
+def scrubbed(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The environment without what makes a process a rank, and without settings of telemetry."""
+    own = (TELEMETRY_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE)
+    return {name: value for name, value in environment if not name.startswith(_MPI_PREFIXES) and name not in own}
+
+
+def start_hub(*, one_host: bool, record: str = "", held: bool = False) -> RunningHub:
+    """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError where it does not.
+
+    one_host: all ranks are on this host (a Unix socket); else it listens with TCP on all interfaces, behind the job's secret. record: a
+    file. held: it lives at least as long as this process does or until `release`, and logs to this process's standard error; else it ends
+    with its last rank.
+    """
+    secret = secrets.token_urlsafe(24)
+    command = [sys.executable, "-P", "-m", "burst_rt.telemetry.hub", "--listen", "unix" if one_host else "0.0.0.0"]
+    command += ["--record", os.path.abspath(record)] if record else []
+    command += ["--held", "--log"] if held else []
+    process = subprocess.Popen(
+        command,
+        env=scrubbed(os.environ.items()) | {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE if held else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if held else subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    address = _read_line(process)
+    if not address:
+        process.kill()
+        process.wait()
+        raise ConfigError(f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; try: {' '.join(command)}")
+    return RunningHub(address, secret, process)
+
+
+def _read_line(process: subprocess.Popen[bytes]) -> str:
+    """The first line of its output; "" where it ends or says nothing in time."""
+    assert process.stdout is not None
+    said = b""
+    deadline_s = time.monotonic() + _READY_DEADLINE_S
+    with selectors.DefaultSelector() as selector, process.stdout as out:
+        selector.register(out, selectors.EVENT_READ)
+        while not said.endswith(b"\n") and selector.select(max(0.0, deadline_s - time.monotonic())):
+            piece = os.read(out.fileno(), 4096)
+            if not piece:
+                return ""
+            said += piece
+    return said.decode().strip() if said.endswith(b"\n") else ""

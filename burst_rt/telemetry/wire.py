@@ -1,0 +1,91 @@
+"""How messages travel: frames on a stream socket, a length of four bytes (little endian) and then so many bytes. Bounded.
+
+An address is "unix:PATH" (one host) or "tcp:HOST:PORT"; whoever connects says the job's secret first. `read_settings` is what the
+environment asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from burst_rt.errors import InputError, ProtocolError
+
+__all__ = ["RECORD_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "Frames", "Settings", "connect", "frame", "read_settings"]
+
+# "1": on; an address: on, with a hub that runs already; "0" or nothing: off.
+TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"
+SECRET_VARIABLE = "BURST_RT_TELEMETRY_SECRET"
+# A file to record to; asks for telemetry.
+RECORD_VARIABLE = "BURST_RT_RECORD"
+
+_LENGTH = 4
+# A plan of thousands of tasks takes half a megabyte.
+_MAX_FRAME_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """asked: telemetry is wanted. address, secret: of a hub that runs, else "". record: a file, else ""."""
+
+    asked: bool
+    address: str = ""
+    secret: str = ""
+    record: str = ""
+
+
+def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
+    """What the environment asks for."""
+    word, record = environment.get(TELEMETRY_VARIABLE, ""), environment.get(RECORD_VARIABLE, "")
+    if word in ("0", "off", "no") or not (word or record):
+        return Settings(False)
+    address = word if word.startswith(("unix:", "tcp:")) else ""
+    return Settings(True, address, environment.get(SECRET_VARIABLE, ""), record)
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload with its length before it."""
+    return len(payload).to_bytes(_LENGTH, "little") + payload
+
+
+class Frames:
+    """Cuts what arrives into payloads."""
+
+    def __init__(self, max_bytes: int = _MAX_FRAME_BYTES) -> None:
+        self._held = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Payloads that are complete now. Raises ProtocolError for a frame larger than any there is."""
+        self._held += data
+        while len(self._held) >= _LENGTH:
+            size = int.from_bytes(self._held[:_LENGTH], "little")
+            if size > self._max_bytes:
+                raise ProtocolError(f"telemetry: a frame of {size:,} bytes, expected at most {self._max_bytes:,}: not a burst_rt peer")
+            if len(self._held) < _LENGTH + size:
+                return
+            payload = bytes(self._held[_LENGTH : _LENGTH + size])
+            del self._held[: _LENGTH + size]
+            yield payload
+
+
+def connect(address: str, timeout_s: float) -> socket.socket:
+    """A connected socket. Blocks at most `timeout_s`. Raises OSError, InputError for what is no address."""
+    kind, _, rest = address.partition(":")
+    if kind == "unix" and rest:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.settimeout(timeout_s)
+        try:
+            peer.connect(rest)
+        except OSError:
+            peer.close()
+            raise
+        return peer
+    host, _, port = rest.rpartition(":")
+    if kind != "tcp" or not host or not port.isdigit():
+        raise InputError(f"telemetry: expected an address unix:PATH or tcp:HOST:PORT, got {address!r}")
+    peer = socket.create_connection((host, int(port)), timeout_s)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer
