@@ -20,6 +20,7 @@ _COMMANDS = {
     "eval": ("burst_rt.launch.train.evaluate:command", "Measure the perplexity of a checkpoint."),
     "draw": ("burst_rt.launch.draw:command", "Draw the ring and a timeline of this machine's ranks."),
     "bench": ("burst_rt.launch.bench.cli:command", "Run the project's benchmarks on this machine."),
+    "trace": ("burst_rt.launch.trace:command", "A recorded run as a trace for Perfetto, or its longest stalls and why."),
     "doctor": ("burst_rt.launch.doctor:command", "Say what this machine has for a job and what to do about what is missing."),
 }
 

@@ -104,14 +104,14 @@ class Hub:
     def _log_events(self) -> None:
         for event in self.state.events_after(self._logged):
             self._logged = event.number
-            _log.log(_LEVELS[event.severity], "%.3f s rank %d %s: %s", event.at_s, event.rank, event.kind, event.text)
+            _log.log(_LEVELS[event.severity], "%s", event.line)
             if self.notify and event.severity is not Severity.INFO:
                 self._tell(event)
 
     def _tell(self, event: EventView) -> None:
         for number in sorted(self.ranks):
             if number != event.rank:
-                self.ranks[number].send(Notice(event.severity, f"{event.at_s:.3f} s {event.text}"))
+                self.ranks[number].send(Notice(event.severity, event.line))
                 return
 
 
@@ -252,7 +252,7 @@ def main() -> None:
         try:
             hub.recorder = Recorder(Path(options.record), hub.state.began_at_s, __version__)
         except OSError as error:
-            _log.error("0.000 s rank -1 record: cannot write %s: %s", options.record, error)
+            _log.error("0.000 s job record: cannot write %s: %s", options.record, error)
             hub.state.record = ""
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
     try:

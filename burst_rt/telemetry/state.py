@@ -141,10 +141,10 @@ class State:
     def advance(self, now_s: float) -> None:
         """Time has passed: notices ranks that have been silent for 2 s."""
         self.now_s = max(self.now_s, now_s)
-        for number, rank in self.ranks.items():
+        for rank in self.ranks.values():
             if rank.status == "live" and self.now_s - rank.heard_s > SILENT_S:
                 self.revision += 1
-                text = f"rank {number} has been silent for {self.now_s - rank.heard_s:.1f} s; {self._doing(rank)}"
+                text = f"nothing heard for {self.now_s - rank.heard_s:.1f} s; {self._doing(rank)}"
                 self._set_status(rank, "silent", Severity.WARNING, text)
 
     def events_after(self, number: int) -> list[EventView]:
@@ -252,21 +252,20 @@ class State:
             del self._decoded[number]
         source = Source(rank.source, "process", hello.host, [], {"pid": str(hello.pid)})
         self.sources[rank.source] = _Source(source, History(hello.sample_hz))
-        self._event(hello.rank, Severity.INFO, "joined", f"rank {hello.rank} of {hello.world_size} on {hello.host}, {hello.device}")
+        self._event(hello.rank, Severity.INFO, "joined", f"of {hello.world_size}, on {hello.host}, {hello.device}")
 
     def _presence(self, at_s: float, seen: Presence) -> None:
         rank = self.ranks.get(seen.rank)
         if rank is None:
             self._event(seen.rank, Severity.WARNING, seen.status, seen.text)
         elif rank.status != "left":
-            text = f"rank {seen.rank} lost: {seen.text}; {self._doing(rank)}"
-            self._set_status(rank, "lost", Severity.ERROR, text)
+            self._set_status(rank, "lost", Severity.ERROR, f"{seen.text}; {self._doing(rank)}")
 
     def _from_rank(self, at_s: float, rank: _Rank, message: FromRank) -> None:
         rank.heard_s = at_s
         number = rank.hello.rank
         if rank.status == "silent":
-            self._set_status(rank, "live", Severity.INFO, f"rank {number} is back", kind="back")
+            self._set_status(rank, "live", Severity.INFO, "heard again", kind="back")
         match message:
             case Heartbeat():
                 rank.beat = message
@@ -298,7 +297,7 @@ class State:
                     rank.beat = _NOWHERE
                 severity = Severity.INFO if message.code == 0 else Severity.ERROR
                 why = f": {message.text}" if message.text else ""
-                self._set_status(rank, "left", severity, f"rank {number} left with exit code {message.code}{why}")
+                self._set_status(rank, "left", severity, f"exit code {message.code}{why}")
             case Hello():
                 raise AssertionError("a hello has its own way in")
 

@@ -103,7 +103,7 @@ class PlanView(msgspec.Struct):
 
 class EventView(msgspec.Struct):
     """Something that happened. number: counts up from 1. rank: -1 for the whole job. kind: "joined", "lost", "silent", "back", "left",
-    "plan", "report", "xid", "throttle", "nvml" and so on."""
+    "plan", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has all of it."""
 
     number: int
     at_s: float
@@ -111,6 +111,11 @@ class EventView(msgspec.Struct):
     severity: Severity
     kind: str
     text: str
+
+    @property
+    def line(self) -> str:
+        """One line for a log: time and rank first."""
+        return f"{self.at_s:.3f} s {f'rank {self.rank}' if self.rank >= 0 else 'job'} {self.kind}: {self.text}"
 
 
 class Snapshot(msgspec.Struct):
