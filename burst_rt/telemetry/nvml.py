@@ -99,6 +99,13 @@ class _Gpu:
                     self.readings.remove(reading)
         return values
 
+    def sensible(self, values: dict[str, float]) -> dict[str, float]:
+        """Those values that can be."""
+        good = {name: value for name, value in values.items() if plausible(name, value)}
+        if good.get("memory_used_bytes", 0.0) > self.total_bytes:
+            del good["memory_used_bytes"]
+        return good
+
     def _field(self, number: int, scope: int = 0) -> float:
         value = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(number, scope)])[0]
         if value.nvmlReturn:
@@ -246,7 +253,7 @@ class NvmlSampler:
 
         pynvml.nvmlInit()
         self.host = host
-        self.driver = str(pynvml.nvmlSystemGetDriverVersion())
+        self.driver = _words(pynvml, pynvml.nvmlSystemGetDriverVersion)
         self.gpus: list[_Gpu] = []
         self.sources: list[Source] = []
         self._doubted: set[tuple[str, str]] = set()
@@ -254,7 +261,7 @@ class NvmlSampler:
         addresses = {gpu.pci.lower(): gpu for gpu in wanted if gpu.pci}
         for i in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
-            uuid = str(pynvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
+            uuid = _words(pynvml, pynvml.nvmlDeviceGetUUID, handle).removeprefix("GPU-")
             address = _pci_address(pynvml, handle)
             rank_gpu = uuids.get(uuid) or addresses.get(address)
             if wanted and rank_gpu is None:
@@ -262,11 +269,11 @@ class NvmlSampler:
             # By the name that its rank gives it.
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
             gpu = _Gpu(pynvml, handle, name)
-            about = {"name": str(pynvml.nvmlDeviceGetName(handle)), "driver": self.driver, "pci": address, "index": str(i)}
+            about = {"name": _words(pynvml, pynvml.nvmlDeviceGetName, handle), "driver": self.driver, "pci": address, "index": str(i)}
             if gpu.total_bytes != float("inf"):
                 about["memory_bytes"] = str(int(gpu.total_bytes))
             self.gpus.append(gpu)
-            self.sources.append(Source(name, "gpu", host, sorted(gpu.read()), about))
+            self.sources.append(Source(name, "gpu", host, sorted(gpu.sensible(gpu.read())), about))
 
     def sample(self) -> list[Sample | Note]:
         """Every GPU once, and what is worth an event. Blocks as long as NVML does."""
@@ -274,9 +281,7 @@ class NvmlSampler:
         for gpu in self.gpus:
             values = gpu.read()
             at_s = time.perf_counter()
-            good = {name: value for name, value in values.items() if plausible(name, value)}
-            if good.get("memory_used_bytes", 0.0) > gpu.total_bytes:
-                del good["memory_used_bytes"]
+            good = gpu.sensible(values)
             for name in values.keys() - good.keys():
                 if (gpu.source, name) not in self._doubted:
                     self._doubted.add((gpu.source, name))
@@ -321,6 +326,8 @@ class NvmlThread:
                 _log.debug("no NVML on %s: %s", self._host, error)
             else:
                 self._note(Severity.WARNING, f"{self._host}: no figures of GPUs from here on: {type(error).__name__}: {error}")
+        finally:
+            self._asked_s = None
 
     def _run(self) -> None:
         self._asked_s = time.perf_counter()
@@ -342,6 +349,14 @@ class NvmlThread:
 
     def _note(self, severity: Severity, text: str) -> None:
         self._put(Note(time.perf_counter(), severity, "nvml", text))
+
+
+def _words(nvml: Any, read: Callable[..., object], *handle: object) -> str:
+    """A name that NVML has for something; "" where it has none or it is no text."""
+    try:
+        return str(read(*handle))
+    except (nvml.NVMLError, UnicodeDecodeError):
+        return ""
 
 
 def _pci_address(nvml: Any, handle: Any) -> str:
