@@ -48,6 +48,7 @@ _SPANS_UP_TO_BYTES = 2 << 20
 _UP_TO_BYTES = 8 << 20
 # In one go: a thread that computes long in Python keeps the interpreter from the rank's own.
 _MAX_CALLS_A_TICK = 64
+_RESEND_S = 0.02
 # The last words, when the rank ends.
 _BYE_DEADLINE_S = 0.5
 
@@ -156,10 +157,16 @@ class Agent:
                 self._send()
                 # A tick that came late is not made up for.
                 wake_at_s = max(wake_at_s + period_s, time.perf_counter())
-                self._wake.wait(wake_at_s - time.perf_counter())
+                self._wait_until(wake_at_s)
             self._gather()
             self._socket.settimeout(_BYE_DEADLINE_S)
             self._socket.sendall(b"".join(self._unsent))
+
+    def _wait_until(self, wake_at_s: float) -> None:
+        """Sends what the socket had no room for, now and then, until it is time."""
+        while (left_s := wake_at_s - time.perf_counter()) > 0 and not self._ending:
+            self._wake.wait(min(left_s, _RESEND_S) if self._unsent else left_s)
+            self._send()
 
     def _open_samplers(self) -> list[Callable[[], None]]:
         process = ProcessSampler(f"rank:{self.hello.rank}")

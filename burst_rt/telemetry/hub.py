@@ -141,7 +141,8 @@ class _Connection(asyncio.Protocol):
             for payload in self._frames.feed(data):
                 self._receive(payload)
         except (ProtocolError, msgspec.DecodeError) as error:
-            _log.warning("rank %s sent what is no message and is not heard any more: %s", self.rank, error)
+            who = "somebody" if self.rank is None else f"rank {self.rank}"
+            _log.warning("%.3f s %s is not heard any more: %s", self._hub.now_s(), who, error)
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:

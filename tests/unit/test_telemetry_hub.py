@@ -1,0 +1,271 @@
+"""Agents and hubs as they run: real processes and sockets. Whatever happens to the hub, ranks go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import psutil
+import pytest
+import torch
+from telemetry_feed import beat, hello
+
+import burst_rt
+from burst_rt.errors import ConfigError, InputError, ProtocolError
+from burst_rt.telemetry import joining
+from burst_rt.telemetry.agent import Agent
+from burst_rt.telemetry.calls import CallLog, Totals
+from burst_rt.telemetry.messages import VERSION, FromRank, Group, Note, Severity
+from burst_rt.telemetry.starting import RunningHub, scrubbed, start_hub
+from burst_rt.telemetry.viewer import Viewer
+from burst_rt.telemetry.views import Snapshot
+from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
+
+_DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def hub() -> Iterator[RunningHub]:
+    running = start_hub(one_host=True, held=True)
+    yield running
+    running.release()
+
+
+def _wait_until(viewer: Viewer, there: Callable[[Snapshot], bool]) -> Snapshot:
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while not there(shown := viewer.snapshot()):
+        assert time.monotonic() < deadline_s, shown
+        time.sleep(0.02)
+    return shown
+
+
+def _rank(running: RunningHub, rank: int, world_size: int = 2, secret: str | None = None) -> socket.socket:
+    """A rank's connection, by hand."""
+    connection = connect(running.address, _DEADLINE_S)
+    said = msgspec.structs.replace(hello(rank, world_size), secret=secret or running.secret)
+    _say(connection, said)
+    return connection
+
+
+def _say(connection: socket.socket, message: FromRank) -> None:
+    connection.sendall(frame(msgspec.msgpack.encode(message)))
+
+
+def _attend(ctx: burst_rt.Context, steps: int) -> None:
+    layout = ctx.layout(64 * ctx.world_size)
+    q = torch.randn(1, layout.shard_len, 2, 16, requires_grad=True)
+    for step in range(steps):
+        out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+        if ctx.rank == 0:
+            burst_rt.telemetry.report(step, loss=1.0)
+
+
+def test_ranks_that_are_threads_show_calls_and_leave(hub: RunningHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in hub.environment().items():
+        monkeypatch.setenv(name, value)
+    burst_rt.run_local(3, lambda ctx: _attend(ctx, 5))
+    with Viewer(hub.address, hub.secret) as viewer:
+        shown = _wait_until(viewer, lambda s: len(s.ranks) == 3 and all(r.status == "left" for r in s.ranks))
+        assert [(r.rank, r.calls, r.exit_code, r.dropped) for r in shown.ranks] == [(rank, 10, 0, 0) for rank in range(3)]
+        assert {r.lanes["network"].tasks > 0 for r in shown.ranks} == {True}
+        assert shown.progress.step == 4
+        assert {p.kind for p in shown.plans} == {"forward", "backward"}
+        assert "strategy" in shown.plans[0].explain
+        assert "layout zigzag, 192 tokens" in shown.plans[0].explain
+        view = viewer.timeline(0.0, limit=100_000)
+        assert (view.complete, view.left_out) == (10, 0)
+        assert len(view.flows) > 0
+        assert all(s.issued_s <= s.started_s <= s.ended_s for s in view.spans)
+        assert {"rank:0", "host:" + socket.gethostname(), "job"} <= {s.name for s in shown.sources}
+        (series,) = viewer.series(["rank:0"], ["rss_bytes"])
+        assert series.values["rss_bytes"][0] > 1e6  # type: ignore[operator]  # the first row has it
+
+
+def test_telemetry_is_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
+    assert burst_rt.run_local(2, lambda ctx: ctx.log) == [None, None]
+    assert read_settings({}) == read_settings({"BURST_RT_TELEMETRY": "0", "BURST_RT_RECORD": "x"})
+    assert read_settings({"BURST_RT_RECORD": "x"}).asked
+    settings = read_settings({"BURST_RT_TELEMETRY": "unix:/tmp/x", "BURST_RT_TELEMETRY_SECRET": "s"})
+    assert (settings.asked, settings.address, settings.secret) == (True, "unix:/tmp/x", "s")
+    burst_rt.telemetry.report(1, loss=1.0)  # nobody listens: nothing happens
+
+
+def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
+    world = burst_rt.context.LocalWorld(1)
+    with burst_rt.init(burst_rt.LocalRank(world, 0), telemetry=True) as ctx:
+        _attend(ctx, 1)
+        agent = joining._agents[id(world), 0]
+        with Viewer(agent.address, agent.secret) as viewer:
+            _wait_until(viewer, lambda s: bool(s.ranks))
+        (process,) = [p for p in psutil.process_iter(["cmdline"]) if _listens(p, agent.address)]
+    process.wait(_DEADLINE_S)  # it ends with its last rank
+
+
+def _listens(process: psutil.Process, address: str) -> bool:
+    if "burst_rt.telemetry.hub" not in (process.info["cmdline"] or []):
+        return False
+    return any(c.laddr == address.removeprefix("unix:") for c in process.net_connections("unix"))
+
+
+def test_a_wrong_report_is_the_callers_mistake(hub: RunningHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in hub.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def wrong(ctx: burst_rt.Context) -> None:
+        burst_rt.telemetry.report(1, loss="low")  # type: ignore[arg-type]
+
+    with pytest.raises(InputError, match=r"expected numbers, got \{'loss': 'low'\}"):
+        burst_rt.run_local(1, wrong)
+
+
+def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:
+    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as other:
+        connection = _rank(hub, 1)
+        _say(connection, beat(1, 0.0, number=4, doing="hop 1 q1 kv0"))
+        _wait_until(viewer, lambda s: len(s.ranks) == 2 and s.ranks[1].call == 4)
+        connection.close()
+        closed_s = time.monotonic()
+        shown = _wait_until(viewer, lambda s: s.ranks[1].status == "lost")
+        assert time.monotonic() - closed_s < 0.1
+        assert "it was in call 4, hop 1 q1 kv0, for" in shown.events[-1].text
+        assert shown.ranks[0].status == "live"
+        other.close()
+
+
+def test_a_silent_rank_is_noticed(hub: RunningHub) -> None:
+    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0):
+        shown = _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].status == "silent")
+        assert "nothing heard for 2." in shown.events[-1].text
+
+
+def test_strangers_are_not_heard(hub: RunningHub) -> None:
+    with Viewer(hub.address, "wrong") as viewer, pytest.raises(ConfigError, match="another secret"):
+        viewer.snapshot()
+    for first in (frame(b"\xc1"), b"GET / HTTP/1.1\r\n\r\n", frame(msgspec.msgpack.encode(beat(0, 0.0)))):
+        with connect(hub.address, _DEADLINE_S) as stranger:
+            stranger.sendall(first)
+            assert stranger.recv(100) == b""
+    for said in (hello(0, 1), msgspec.structs.replace(hello(0, 1), secret=hub.secret, version=VERSION + 1)):
+        with connect(hub.address, _DEADLINE_S) as stranger:
+            _say(stranger, said)
+            assert stranger.recv(100) == b""
+    with Viewer(hub.address, hub.secret) as viewer:
+        assert viewer.snapshot().ranks == []
+
+
+def test_over_tcp_with_the_secret() -> None:
+    running = start_hub(one_host=False, held=True)
+    try:
+        assert running.address.startswith("tcp:")
+        with Viewer(f"tcp:127.0.0.1:{running.address.rpartition(':')[2]}", running.secret) as viewer:
+            assert viewer.snapshot().ranks == []
+        with pytest.raises(InputError, match="expected an address"):
+            connect("tcp:nowhere", 1.0)
+    finally:
+        running.release()
+
+
+def _agent(running: RunningHub) -> Agent:
+    return Agent(running.address, msgspec.structs.replace(hello(0, 1), secret=running.secret), None)
+
+
+def test_clocks_are_aligned(hub: RunningHub) -> None:
+    agent = _agent(hub)
+    with Viewer(hub.address, hub.secret) as viewer:
+        shown = _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].rtt_s > 0)
+        (rank,) = shown.ranks
+        # On one host both read the same clock: what the hub has counted since it began, this process reads too.
+        asked_s = time.perf_counter()
+        now_s = viewer.snapshot().job.now_s
+        answered_s = time.perf_counter()
+        assert asked_s + rank.offset_s - rank.rtt_s <= now_s <= answered_s + rank.offset_s + rank.rtt_s
+    agent.close(0)
+
+
+def test_a_hub_that_is_killed_ends_telemetry_and_nothing_else(hub: RunningHub) -> None:
+    agent = _agent(hub)
+    log = agent.follow([0], "local", "a test")
+    with Viewer(hub.address, hub.secret) as viewer:
+        _wait_until(viewer, lambda s: bool(s.ranks))
+    os.kill(hub._process.pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while agent.alive:
+        assert time.monotonic() < deadline_s
+        agent.report(1, {"loss": 1.0})
+        time.sleep(0.01)
+    agent.report(2, {"loss": 1.0})
+    agent.unfollow(log)
+    started_s = time.monotonic()
+    agent.close(0)
+    assert time.monotonic() - started_s < 0.1
+
+
+def test_a_hub_that_does_not_read_makes_nobody_wait(hub: RunningHub) -> None:
+    """Messages pile up to a bound, then they are dropped and counted."""
+    agent = _agent(hub)
+    with Viewer(hub.address, hub.secret) as viewer:
+        _wait_until(viewer, lambda s: bool(s.ranks))
+        os.kill(hub._process.pid, signal.SIGSTOP)
+        try:
+            slowest_s = 0.0
+            for _ in range(3000):
+                started_s = time.perf_counter()
+                agent.put(Note(0.0, Severity.INFO, "test", "x" * 20_000))
+                slowest_s = max(slowest_s, time.perf_counter() - started_s)
+            time.sleep(0.5)
+            assert slowest_s < 0.05
+            assert agent._unsent_bytes < 9 << 20
+        finally:
+            os.kill(hub._process.pid, signal.SIGCONT)
+        assert agent.num_dropped >= 1000
+        _wait_until(viewer, lambda s: s.ranks[0].dropped >= 1000)
+    agent.close(0)
+
+
+def test_a_hub_that_cannot_start_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("burst_rt.telemetry.starting.sys.executable", "/bin/false")
+    with pytest.raises(ConfigError, match="did not start"):
+        start_hub(one_host=True)
+    monkeypatch.setenv("BURST_RT_TELEMETRY", "1")
+    assert burst_rt.run_local(2, lambda ctx: ctx.log) == [None, None]
+    assert "no telemetry" in caplog.text
+
+
+def test_a_hub_starts_without_mpi_variables() -> None:
+    kept = scrubbed({"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "SLURM_PROCID": "1", "PATH": "/bin", "BURST_RT_RECORD": "x"}.items())
+    assert kept == {"PATH": "/bin"}
+
+
+def test_frames_are_cut_whatever_the_pieces_and_bounded() -> None:
+    frames = Frames()
+    data = frame(b"one") + frame(b"") + frame(b"three")
+    assert [p for i in range(len(data)) for p in frames.feed(data[i : i + 1])] == [b"one", b"", b"three"]
+    with pytest.raises(ProtocolError, match="not a burst_rt peer"):
+        list(Frames().feed(b"\xff\xff\xff\xff"))
+
+
+def test_counts_miss_nothing_when_spans_are_dropped() -> None:
+    """The agent does not come to take the calls: their spans are bounded, the counts go on."""
+    totals = Totals()
+    with burst_rt.init() as ctx:
+        ctx.log = log = CallLog(Group("0-0", [0], "local", ""), totals)
+        _attend(ctx, 200)
+        counted = totals.message(log.num_dropped)
+        ctx.log = None
+        spans = ctx.stats()
+    assert (counted.calls, counted.dropped) == (400, 144)
+    graph_tasks = 2 * 200
+    assert counted.lanes["control"].tasks == graph_tasks
+    assert counted.compute_s == pytest.approx(spans.compute_s)
+    assert log.doing() == (-1, "", 0.0)
+    assert [type(message).__name__ for message in log.take()] == ["Plan", "Call"]
+    assert [type(message).__name__ for message in log.take()] == ["Plan", "Call"]  # the first backward
+    assert [type(message).__name__ for message in log.take()] == ["Call"]

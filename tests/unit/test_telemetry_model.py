@@ -1,0 +1,226 @@
+"""The model that all viewers ask: what it makes of messages, and that it stays bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+import pytest
+from telemetry_feed import arrive, beat, call, counters, gpu_sample, offset_s
+
+from burst_rt.telemetry.history import FULL_S, History
+from burst_rt.telemetry.messages import Bye, FromRank, Note, Presence, Report, Sample, Severity
+from burst_rt.telemetry.metrics import METRICS, plausible, throttle_reasons
+from burst_rt.telemetry.state import State
+from burst_rt.telemetry.timeline import Kept, Recent
+from burst_rt.telemetry.views import Snapshot, TimelineView
+
+
+def _job(world_size: int = 2, *, gpu: bool = False) -> State:
+    state = State(1e9)
+    for rank in range(world_size):
+        _feed(state, rank, arrive(rank, world_size, gpu=gpu))
+    return state
+
+
+def _feed(state: State, rank: int, messages: Iterable[FromRank], at_s: float = 0.0) -> None:
+    for message in messages:
+        state.apply(at_s, rank, message)
+
+
+# By hand: rank 0's message is on the wire from 0 to 0.3, rank 1's from 0.1 (when rank 1 posts) to 0.5.
+_TIMES_0 = ((0.0, 0.0, 0.5), (0.0, 0.0, 0.2), (0.2, 0.5, 0.6))
+_TIMES_1 = ((0.0, 0.0, 0.2), (0.0, 0.0, 0.3), (0.2, 0.3, 0.4))
+
+
+def test_a_call_of_all_ranks_tells_who_waited_for_whom() -> None:
+    state = _job()
+    state.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
+    view = state.timeline(0.0, 20.0)
+    assert (len(view.spans), view.complete, view.waits) == (3, 0, [])  # the other rank's part may still come
+    state.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
+    view = state.timeline(0.0, 20.0)
+    assert (len(view.spans), view.complete, view.left_out) == (6, 1, 0)
+    first = next(s for s in view.spans if s.rank == 1 and s.task == 2)
+    assert (first.name, first.lane, first.hop, first.call, first.kind) == ("hop 1 q0 kv1", "compute", 1, 7, "forward")
+    assert first.started_s == pytest.approx(10.4)
+    # Rank 0 has nothing to do from 0.2 to 0.5 while rank 1's message, posted at 0.1, is on the wire. Rank 1 never waits.
+    (wait,) = view.waits
+    assert (wait.rank, wait.cause, wait.peer, wait.task) == (0, "exposed", 1, "hop 0")
+    assert (wait.started_s, wait.ended_s) == (pytest.approx(10.2), pytest.approx(10.5))
+    assert [(f.sender, f.receiver, f.size_bytes) for f in sorted(view.flows, key=lambda f: f.sender)] == [(0, 1, 1000), (1, 0, 1000)]
+
+
+def test_a_late_peer_is_skew() -> None:
+    state = _job()
+    state.apply(1.0, 0, call(0, 7, 10.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.1), (0.1, 0.5, 0.6)))
+    state.apply(1.0, 1, call(1, 7, 10.4, (0.0, 0.0, 0.1), (0.0, 0.0, 0.1), (0.1, 0.1, 0.2)))
+    waits = [w for w in state.timeline(0.0, 20.0).waits if w.rank == 0]
+    assert [w.cause for w in waits] == ["skew", "exposed"]
+    assert [w.ended_s - w.started_s for w in waits] == [pytest.approx(0.3, abs=1e-5), pytest.approx(0.1, abs=1e-5)]
+
+
+def test_a_timeline_is_cut_to_its_limit_and_says_so() -> None:
+    state = _job()
+    for number in range(10):
+        state.apply(1.0, 0, call(0, number, 10.0 + number, *_TIMES_0))
+    view = state.timeline(0.0, 30.0, ranks=[0], limit=6)
+    assert {s.call for s in view.spans} == {8, 9}
+    assert view.left_out == 24
+    assert view.spans == sorted(view.spans, key=lambda s: s.call)
+    assert state.timeline(12.0, 13.2, ranks=[0]).spans[0].call == 2
+
+
+def test_counts_become_rates() -> None:
+    state = _job()
+    state.apply(1.0, 0, counters(0, 1.0, 2))
+    state.apply(3.0, 0, counters(0, 3.0, 4))
+    (rank,) = (r for r in state.snapshot().ranks if r.rank == 0)
+    assert (rank.calls, rank.lanes["network"].size_bytes, rank.overlap) == (4, 4000, pytest.approx(0.75))
+    values = state.series("rank:0").values
+    assert {name: column[-1] for name, column in values.items()} == {
+        "flops_per_s": 20.0, "sent_bytes_per_s": 1000.0, "calls_per_s": 1.0, "compute_percent": 50.0,
+        "wait_percent": pytest.approx(10.0), "overlap_percent": pytest.approx(75.0),
+    }  # fmt: skip
+
+
+def test_a_lost_rank_is_named_with_what_it_did() -> None:
+    state = _job()
+    _feed(state, 1, [beat(1, 4.0, number=3, doing="hop 2", since_s=3.0)], at_s=4.0)
+    state.advance(4.5)
+    state.apply(4.5, -1, Presence(1, "lost", "its connection ended without a word"))
+    rank = state.snapshot().ranks[1]
+    assert (rank.status, rank.call, rank.doing, rank.hop, rank.doing_since_s) == ("lost", 3, "hop 2", 2, pytest.approx(3.0))
+    event = state.snapshot().events[-1]
+    assert event.severity is Severity.ERROR
+    assert event.line == "4.500 s rank 1 lost: its connection ended without a word; it was in call 3, hop 2, for 1.5 s"
+
+
+def test_a_silent_rank_is_noticed_and_comes_back() -> None:
+    state = _job()
+    state.advance(1.9)
+    assert {r.status for r in state.snapshot().ranks} == {"live"}
+    state.advance(2.1)
+    assert {r.status for r in state.snapshot().ranks} == {"silent"}
+    _feed(state, 0, [beat(0, 2.2)], at_s=2.2)
+    assert [r.status for r in state.snapshot().ranks] == ["live", "silent"]
+    assert [e.kind for e in state.snapshot().events[-3:]] == ["silent", "silent", "back"]
+
+
+def test_a_rank_that_says_goodbye_is_not_lost() -> None:
+    state = _job()
+    state.apply(5.0, 0, Bye(5.0, 0))
+    state.apply(5.0, 1, Bye(5.0, 1, "KeyError: 'x'"))
+    state.apply(5.1, -1, Presence(0, "lost", "its connection ended"))
+    state.advance(60.0)
+    assert [(r.status, r.exit_code, r.call) for r in state.snapshot().ranks] == [("left", 0, -1), ("left", 1, -1)]
+    assert state.snapshot().events[-1].text == "exit code 1: KeyError: 'x'"
+
+
+def test_reports_notes_and_sources_are_shown() -> None:
+    state = _job(gpu=True)
+    state.apply(1.0, 0, gpu_sample(0, 1.0, 700.0))
+    state.apply(1.0, 0, Report(1.0 - offset_s(0), 12, {"loss": 2.5, "tokens_per_s": 1e4}))
+    state.apply(1.1, 0, Report(1.1 - offset_s(0), 13, {"loss": float("nan")}))
+    state.apply(1.2, 1, Note(1.2, Severity.ERROR, "xid", "gpu:1: XID 79"))
+    shown = state.snapshot()
+    assert (shown.progress.step, shown.progress.values) == (13, {"loss": 2.5, "tokens_per_s": 1e4})
+    sources = {source.name: source for source in shown.sources}
+    assert sources["gpu:0"].values["power_w"] == 700.0
+    assert sources["gpu:0"].ranks == [0]
+    assert sources["job"].kind == "job"
+    assert [(e.rank, e.kind, e.text) for e in shown.events][-1] == (1, "xid", "gpu:1: XID 79")
+    assert state.events_after(shown.events[-2].number) == shown.events[-1:]
+    assert state.events_after(shown.events[-1].number) == []
+    assert shown.plans[0].explain == "ring-kv, zigzag"
+
+
+def test_views_go_through_json() -> None:
+    state = _job()
+    state.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
+    state.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
+    for view, kind in ((state.snapshot(), Snapshot), (state.timeline(0.0, 20.0), TimelineView)):
+        assert msgspec.json.decode(msgspec.json.encode(view), type=kind) == view
+
+
+def test_messages_of_unknown_ranks_and_plans_do_no_harm() -> None:
+    state = _job()
+    state.apply(1.0, 9, beat(1, 1.0))
+    state.apply(1.0, 0, Sample("gpu:none", 1.0, {"power_w": 1.0}))
+    state.apply(1.0, 0, msgspec.structs.replace(call(0, 1, 1.0, *_TIMES_0), plan=99))
+    state.apply(1.0, 0, msgspec.structs.replace(call(0, 2, 1.0, *_TIMES_0), spans=b"seven"))
+    state.apply(1.0, -1, Presence(17, "lost", "who was that"))
+    assert [s.rank for s in state.timeline(0.0, 9.0).spans] == []
+    assert state.series("nobody").times == []
+
+
+def test_a_history_is_exact_for_ten_minutes_and_thinned_after() -> None:
+    history = History(rows_per_s=5.0)
+    for i in range(5 * 3600):
+        history.add(i / 5, {"x": float(i)} | ({"late": 1.0} if i > 17_000 else {}))
+    times, values = history.window(3600 - FULL_S, 3600, max_rows=5000)
+    assert len(times) == 3000
+    assert np.array_equal(values["x"], np.arange(15_000, 18_000, dtype=np.float32))
+    assert np.isnan(values["late"][0])
+    assert values["late"][-1] == 1.0
+    # Before that a mean of 5 s: 25 rows.
+    times, values = history.window(0.0, 2900.0, ["x"], max_rows=10_000)
+    assert len(times) == 580
+    assert values["x"][100] == pytest.approx(25 * 100 + 12)
+    assert np.all(np.diff(times) > 0)
+    times, _ = history.window(0.0, 3600.0, ["x"], max_rows=500)
+    assert len(times) <= 500
+
+
+def test_a_history_of_days_takes_no_more() -> None:
+    history = History(rows_per_s=0.1)
+    sizes = []
+    for i in range(0, 40_000, 10):
+        history.add(float(i * 6), {"x": 1.0})
+        sizes.append(history.size_bytes)
+    assert sizes[-1] == sizes[len(sizes) // 2]
+    times, _ = history.window(0.0, 1e9)
+    assert times[0] > 0  # the first day is gone
+
+
+def test_recent_calls_are_bounded_by_time_and_by_size() -> None:
+    recent = Recent(10_000)
+    for i in range(200):
+        recent.add(Kept("g", i, 0, i, i + 0.5, 0.0, bytes(160)))
+    assert recent.size_bytes <= 10_000
+    kept = [c.number for c in recent.newest_first(0.0, 1e9)]
+    assert kept[0] == 199
+    assert recent.get("g", 199) is not None
+    assert recent.get("g", kept[-1] - 1) is None
+    recent.add(Kept("g", 500, 0, 1000.0, 1001.0, 0.0, b""))
+    assert [c.number for c in recent.newest_first(0.0, 1e9)] == [500]
+    recent.add(Kept("g", 501, 0, 1002.0, 1003.0, 0.0, bytes(20_000)))  # more than there is room for
+    assert (list(recent.newest_first(0.0, 1e9)), recent.size_bytes) == ([], 0)
+
+
+def test_the_model_of_64_ranks_stays_within_its_bound() -> None:
+    """A quarter of an hour of four ranks at full rate; it grows with ranks, not with time. `burst-rt bench telemetry` does the hour."""
+    state = _job(4, gpu=True)
+    sizes = []
+    for i in range(5 * 900):
+        at_s = i / 5
+        for rank in range(4):
+            state.apply(at_s, rank, gpu_sample(rank, at_s, 500.0))
+            state.apply(at_s, rank, counters(rank, at_s, i))
+            state.apply(at_s, rank, call(rank, i, at_s, *_TIMES_0, group="0-3"))
+        if i % 300 == 0:
+            sizes.append(sum(s.history.size_bytes for s in state.sources.values()))
+    assert sizes[-1] < 1.1 * sizes[-4]
+    # The rest of the 100 MB is for spans (24 MB), plans and Python's own.
+    assert 16 * sizes[-1] < 60e6
+
+
+def test_metrics_have_ranges_and_reasons_have_words() -> None:
+    assert plausible("power_w", 700.0)
+    assert not plausible("power_w", -1.0)
+    assert not plausible("sm_percent", 101.0)
+    assert not plausible("whatever", float("nan"))
+    assert plausible("whatever", -5.0)
+    assert throttle_reasons(0x4 | 0x40) == ["power cap", "hardware thermal slowdown"]
+    assert all(metric.low < metric.high and metric.label for metric in METRICS.values())
