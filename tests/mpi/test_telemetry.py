@@ -1,0 +1,146 @@
+"""Telemetry of real jobs: what it says when a rank is killed, and that nothing of its own, however broken, hurts a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from jobs import run_job
+from standin import build_standin, with_standin
+
+from burst_rt.launch.run import kill_job
+from burst_rt.telemetry.messages import Bye
+from burst_rt.telemetry.record import Record, replay
+from burst_rt.telemetry.views import Snapshot
+
+_TESTS = Path(__file__).parents[1]
+_PROGRAM = Path(__file__).parent / "programs" / "watched.py"
+_DEADLINE_S = 60.0
+
+
+def test_a_killed_rank_is_named_with_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.record"
+    monkeypatch.setenv("BURST_RT_RECORD", str(path))
+    job = run_job(_PROGRAM, 4, ["rank", "1"], cwd=tmp_path, timeout_s=_DEADLINE_S)
+    assert job.exit_code != 0, job.text
+    record = Record(path)
+    shown = replay(record).snapshot()
+    lost = [event for event in shown.events if event.kind == "lost"]
+    assert lost[0].rank == 2, shown.events
+    killed_at_s = float((tmp_path / "ended_at").read_text(encoding="utf-8"))
+    assert record.header.began_at_s + lost[0].at_s - killed_at_s < 2.0
+    # The run's last words say it too.
+    assert f"burst-rt: {lost[0].line}" in job.err.splitlines(), job.text
+    rank = shown.ranks[2]
+    assert (rank.status, shown.job.world_size, len(shown.ranks)) == ("lost", 4, 4)
+    assert rank.calls > 0
+    assert rank.lanes["network"].size_bytes > 0
+    assert shown.plans
+
+
+def test_a_hub_that_is_killed_in_mid_run_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_RT_TELEMETRY", "1")
+    started_s = time.monotonic()
+    job = run_job(_PROGRAM, 4, ["hub", "1"], bare=True, cwd=tmp_path, timeout_s=_DEADLINE_S)
+    assert job.exit_code == 0, job.text
+    assert "right" in job.out, job.text
+    assert (tmp_path / "ended_at").exists()
+    assert time.monotonic() - started_s < _DEADLINE_S
+    assert "Traceback" not in job.err, job.text
+
+
+class _Run(NamedTuple):
+    """A process that has ended."""
+
+    exit_code: int
+    out: str
+    err: str
+    took_s: float
+    shown: Snapshot
+
+
+# What goes wrong with NVML, as settings of the stand-in; "absent": there is no library.
+_TROUBLES: dict[str, Mapping[str, str]] = {
+    "none": {},
+    "absent": {},
+    "fails at a later call": {"STANDIN_FAIL_AFTER": "150"},
+    "hangs for 30 s": {"STANDIN_HANG_AFTER": "150"},
+    "garbage": {"STANDIN_GARBAGE": "1"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Run]]:
+    """A process for each trouble, all at once: most of their time is starting."""
+    library = build_standin(tmp_path_factory.mktemp("nvml"))
+    folders = {trouble: tmp_path_factory.mktemp("run") for trouble in _TROUBLES}
+    started_s = time.monotonic()
+    processes = {}
+    for trouble, settings in _TROUBLES.items():
+        nvml = folders[trouble] if trouble == "absent" else library
+        if trouble == "absent":
+            (nvml / "libnvidia-ml.so.1").write_text("no library", encoding="utf-8")
+        environment = with_standin(nvml, BURST_RT_RECORD=str(folders[trouble] / "record"), OMP_NUM_THREADS="1", **settings)
+        environment["PYTHONPATH"] = os.pathsep.join([str(_TESTS), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        processes[trouble] = subprocess.Popen(
+            [sys.executable, str(_PROGRAM), "nobody", "1.5"],
+            cwd=folders[trouble],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    ended = {}
+    try:
+        for trouble, process in processes.items():
+            out, err = process.communicate(timeout=_DEADLINE_S)
+            took_s = time.monotonic() - started_s
+            ended[trouble] = _Run(process.returncode, out, err, took_s, _shown(folders[trouble] / "record"))
+        yield ended
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                kill_job(process)
+                process.wait()
+
+
+def _shown(path: Path) -> Snapshot:
+    """The end of a record, once the hub has written it."""
+    deadline_s = time.monotonic() + 5.0
+    while not any(isinstance(entry.message, Bye) for entry in Record(path)):
+        assert time.monotonic() < deadline_s, "the hub does not end its record"
+        time.sleep(0.05)
+    return replay(Record(path)).snapshot()
+
+
+@pytest.mark.parametrize("trouble", _TROUBLES)
+def test_a_run_ends_right_whatever_nvml_does(runs: dict[str, _Run], trouble: str) -> None:
+    run = runs[trouble]
+    assert run.exit_code == 0, run.err
+    assert "right" in run.out
+    assert "Traceback" not in run.err
+    assert run.took_s < 25.0  # not the 30 s that a driver hangs
+    (rank,) = run.shown.ranks
+    assert (rank.status, rank.exit_code) == ("left", 0)
+    assert rank.calls > 10
+
+
+def test_figures_of_gpus_come_through_or_an_event_says_why_not(runs: dict[str, _Run]) -> None:
+    gpus = {trouble: {s.name: s for s in run.shown.sources if s.kind == "gpu"} for trouble, run in runs.items()}
+    said = {trouble: [e.text for e in run.shown.events if e.kind == "nvml"] for trouble, run in runs.items()}
+    assert gpus["none"]["gpu:0000-1"].values["power_w"] == 123.456
+    assert said["none"] == []
+    assert (gpus["absent"], said["absent"]) == ({}, [])
+    assert any("GPU is lost" in text for text in said["fails at a later call"])
+    assert gpus["garbage"]["gpu:0000-0"].values["sm_clock_mhz"] == 1980
+    assert "power_w" not in gpus["garbage"]["gpu:0000-0"].values
+    assert any("power_w" in text and "cannot be" in text for text in said["garbage"])
+    # What came before the driver hung is there.
+    assert gpus["hangs for 30 s"]["gpu:0000-0"].values["temperature_c"] == 55
