@@ -83,7 +83,10 @@ def exposed(graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_l
     `graphs[r]` and `traces[r]` belong to rank r; every task of the graph must have its span.
     """
     spans = [list(trace) for trace in traces]
-    found = waits(graphs, spans, match_messages(graphs), compute_lane)
+    for graph, known in zip(graphs, spans, strict=True):
+        if len({span.task for span in known}) != len(graph.tasks):
+            raise InputError(f"exposed: rank {graph.rank} has {len(known)} spans for {len(graph.tasks)} tasks; trace the whole run")
+    found = waits(spans, match_messages(graphs), compute_lane)
     return [
         Idle(
             sum(w.ended_s - w.started_s for w in own if w.on_wire),
@@ -107,25 +110,19 @@ def overlap(trace: Iterable[Span], compute_lane: str = "compute", network_lane: 
     return sum(end - begin for begin, end in transfers), sum(end - begin for begin, end in _cut(transfers, _union(busy)))
 
 
-def waits(
-    graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], matched: Mapping[Endpoint, Endpoint], compute_lane: str = "compute"
-) -> list[list[Wait]]:
-    """When each rank's compute lane stood still for a message, and for which. `matched` is what `match_messages` says of these graphs.
+def waits(traces: Sequence[Iterable[Span]], matched: Mapping[Endpoint, Endpoint], compute_lane: str = "compute") -> list[list[Wait]]:
+    """When each rank's compute lane stood still for a message, and for which. `matched` is what `match_messages` says of the graphs.
 
-    `graphs[r]` and `traces[r]` belong to rank r; every task of the graph must have its span.
+    `traces[r]` belongs to rank r and has a span of every task.
     """
     spans: list[Mapping[int, Span]] = [{span.task: span for span in trace} for trace in traces]
-    for graph, known in zip(graphs, spans, strict=True):
-        if len(known) != len(graph.tasks):
-            raise InputError(f"exposed: rank {graph.rank} has {len(known)} spans for {len(graph.tasks)} tasks; trace the whole run")
     # A receive is on the wire from the moment both sides are posted until it ends.
-    posted: list[dict[int, tuple[float, int]]] = [{} for _ in graphs]
+    posted: list[dict[int, tuple[float, int]]] = [{} for _ in spans]
     for end, source in matched.items():
         both = max(spans[end.rank][end.task].issued_s, spans[source.rank][source.task].issued_s)
         posted[end.rank][end.task] = max((both, source.rank), posted[end.rank].get(end.task, (0.0, -1)))
     result = []
-    for graph, known in zip(graphs, spans, strict=True):
-        own = posted[graph.rank]
+    for known, own in zip(spans, posted, strict=True):
         start, stop = min(s.issued_s for s in known.values()), max(s.ended_s for s in known.values())
         gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in known.values() if s.lane == compute_lane))
         wire = _union((both, known[t].ended_s) for t, (both, _) in own.items())

@@ -104,7 +104,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
         for wait in waits:
             name = "exposed" if wait.on_wire else "skew"
             thread = rows.place(rank, "waits", wait.started_s, wait.ended_s)
-            about = {"task": call.whole.graphs[place].tasks[wait.task].name, "peer": call.members[wait.peer]}
+            about = {"task": call.whole.plans[place].tasks[wait.task].name, "peer": call.members[wait.peer]}
             yield _slice(rank, thread, name, name, wait.started_s, wait.ended_s, about)
     for number, (end, source) in enumerate(call.whole.matched.items()):
         sender, receiver = (call.members[source.rank], source.task), (call.members[end.rank], end.task)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from burst_rt.scheduler import Graph
+from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.messages import Call, Group, Heartbeat, Plan
 from burst_rt.telemetry.record import Record
-from burst_rt.telemetry.timeline import Kept, Together, graph_of, together
+from burst_rt.telemetry.timeline import Kept, Together, match_plans, together
 
 __all__ = ["CallOfAll", "calls_of"]
 
@@ -37,18 +37,19 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
     """The calls of a record, about in the order in which they ended."""
     groups: dict[str, list[int]] = {}
     plans: dict[tuple[int, int], Plan] = {}
-    graphs: dict[tuple[int, int], Graph] = {}
+    fitted: dict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = {}
     offsets: dict[int, float] = {}
     waiting: OrderedDict[tuple[str, int], CallOfAll] = OrderedDict()
 
     def finished(call: CallOfAll) -> CallOfAll:
         if len(call.ranks) == len(call.members):
-            keys = [(rank, call.ranks[rank][1].plan) for rank in call.members]
-            for place, key in enumerate(keys):
-                if key not in graphs:
-                    graphs[key] = graph_of(plans[key], place, len(keys))
             whole = [call.ranks[rank] for rank in call.members]
-            call.whole = together([plan for plan, _ in whole], [kept for _, kept in whole], [graphs[key] for key in keys])
+            own = [plan for plan, _ in whole]
+            key = tuple((rank, plan.number) for rank, plan in zip(call.members, own, strict=True))
+            if key not in fitted:
+                fitted[key] = match_plans(own)
+            matched = fitted[key]
+            call.whole = together(own, [kept for _, kept in whole], matched) if matched is not None else None
         return call
 
     for entry in record:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from burst_rt.scheduler import Span
+from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.history import History
 from burst_rt.telemetry.messages import (
     Bye,
@@ -37,7 +39,7 @@ from burst_rt.telemetry.messages import (
     Source,
     hop_of,
 )
-from burst_rt.telemetry.timeline import Kept, Recent, Together, spans_of, together
+from burst_rt.telemetry.timeline import Kept, Recent, Together, match_plans, spans_of, together
 from burst_rt.telemetry.views import (
     EventView,
     FlowView,
@@ -58,14 +60,18 @@ __all__ = ["SILENT_S", "State"]
 # Four heartbeats missed.
 SILENT_S = 2.0
 # Spans of all ranks together.
-_SPAN_BYTES = 24 << 20
+_SPAN_BYTES = 20 << 20
 _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
 _MAX_PLANS = 64  # of a rank
 _MAX_METRICS = 64  # of a source: a job may report what it likes
 _RATE_OVER_S = 0.05
-_DECODED_PLANS = 128
-_WHOLE_CALLS = 64  # kept worked out, and at most so many for one timeline
+_DECODED_PLANS = 32
+# Sets of plans, one a rank, whose messages have been matched.
+_MATCHED = 4
+# Calls of all ranks are worked out when somebody looks: at most so many spans at a time; what comes of it is kept, up to so many entries.
+_JOINT_SPANS = 20_000
+_JOINT_ENTRIES = 50_000
 JOB = "job"
 
 # Of a rank in no call.
@@ -109,6 +115,13 @@ class _Source:
     details: dict[str, list[float]] = field(default_factory=dict)
 
 
+class _Joint(NamedTuple):
+    """What a call of all ranks tells."""
+
+    waits: list[WaitView]
+    flows: list[FlowView]
+
+
 class State:
     """See the module. began_at_s: when the hub began (epoch). record: where it is recorded, for viewers. replayed: it is being replayed."""
 
@@ -125,7 +138,10 @@ class State:
         self._num_events = 0
         self._progress = ProgressView(None, 0, {})
         self._decoded: OrderedDict[tuple[int, int], Plan] = OrderedDict()
-        self._whole: OrderedDict[tuple[str, int], Together | None] = OrderedDict()
+        self._matched: OrderedDict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = OrderedDict()
+        self._joint: OrderedDict[tuple[str, int], _Joint] = OrderedDict()
+        self._num_joint = 0
+        self._joint_spans = 0
 
     def apply(self, at_s: float, rank: int, message: Item) -> None:
         """Takes one message that the hub had at `at_s` (seconds since it began) from `rank` (-1: the hub itself)."""
@@ -191,7 +207,8 @@ class State:
         wanted = [number for number in (sorted(ranks) or sorted(self.ranks)) if number in self.ranks]
         calls = heapq.merge(*(self._newest_first(number, since, until) for number in wanted), key=lambda item: item[:2])
         view = TimelineView(since, until, [], [], [], 0, 0)
-        seen: dict[tuple[str, int], Together | None] = {}
+        seen: dict[tuple[str, int], _Joint | None] = {}
+        self._joint_spans = 0
         for _, number, call in calls:
             plan = self.plan(number, call.plan)
             if plan is None or len(view.spans) + call.num_spans > limit:
@@ -199,12 +216,14 @@ class State:
                 continue
             key = (call.group, call.number)
             view.spans += [_span_view(number, call, plan, span) for span in spans_of(plan, call)]
-            if key not in seen and len(seen) < _WHOLE_CALLS:
-                seen[key] = self.whole_call(*key)
-        for (group, call_number), whole in seen.items():
-            if whole is not None:
+            if key not in seen:
+                seen[key] = self._joint_call(*key)
+        shown = set(wanted)
+        for joint in seen.values():
+            if joint is not None:
                 view.complete += 1
-                _add_joint(view, self.groups[group].ranks, call_number, whole, set(wanted))
+                view.waits += [wait for wait in joint.waits if wait.rank in shown]
+                view.flows += [flow for flow in joint.flows if flow.sender in shown and flow.receiver in shown]
         view.spans.reverse()
         return view
 
@@ -225,23 +244,35 @@ class State:
                 self._decoded.popitem(last=False)
         return plan
 
-    def whole_call(self, group: str, number: int) -> Together | None:
-        """A call on all ranks of its group; None where spans of some are missing. By place in the group."""
+    def _joint_call(self, group: str, number: int) -> _Joint | None:
+        """A call on all ranks of its group; None where spans of some are missing, or enough has been worked out for one view."""
         key = (group, number)
-        if key in self._whole:
-            return self._whole[key]
+        if key in self._joint:
+            return self._joint[key]
         members = self.groups[group].ranks if group in self.groups else []
         calls = [self.ranks[rank].recent.get(group, number) if rank in self.ranks else None for rank in members]
         here = [call for call in calls if call is not None]
-        if not here or len(here) < len(members):
-            return None  # may still come
+        self._joint_spans += sum(call.num_spans for call in here)
+        if not here or len(here) < len(members) or self._joint_spans > _JOINT_SPANS:
+            return None
         plans = [self.plan(rank, call.plan) for rank, call in zip(members, here, strict=True)]
         known = [plan for plan in plans if plan is not None]
-        whole = together(known, here) if len(known) == len(plans) else None
-        self._whole[key] = whole
-        if len(self._whole) > _WHOLE_CALLS:
-            self._whole.popitem(last=False)
-        return whole
+        matched = self._match(members, known) if len(known) == len(plans) else None
+        whole = together(known, here, matched) if matched is not None else None
+        joint = self._joint[key] = _join(members, number, whole)
+        self._num_joint += 1 + len(joint.waits) + len(joint.flows)
+        while self._num_joint > _JOINT_ENTRIES:
+            _, old = self._joint.popitem(last=False)
+            self._num_joint -= 1 + len(old.waits) + len(old.flows)
+        return joint
+
+    def _match(self, members: Sequence[int], plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
+        key = tuple((rank, plan.number) for rank, plan in zip(members, plans, strict=True))
+        if key not in self._matched:
+            self._matched[key] = match_plans(plans)
+            if len(self._matched) > _MATCHED:
+                self._matched.popitem(last=False)
+        return self._matched[key]
 
     # What messages do.
 
@@ -417,18 +448,20 @@ def _span_view(rank: int, call: Kept, plan: Plan, s: Span) -> SpanView:
     )  # fmt: skip
 
 
-def _add_joint(view: TimelineView, members: Sequence[int], call: int, whole: Together, wanted: set[int]) -> None:
-    """Adds the waits and the messages of a call that is whole."""
-    for place, own in enumerate(whole.waits):
-        if members[place] in wanted:
-            for wait in own:
-                task = whole.graphs[place].tasks[wait.task].name
-                cause = "exposed" if wait.on_wire else "skew"
-                view.waits.append(WaitView(members[place], call, cause, wait.started_s, wait.ended_s, members[wait.peer], task))
+def _join(members: Sequence[int], call: int, whole: Together | None) -> _Joint:
+    """The waits and the messages of a call; none where it cannot be told."""
+    joint = _Joint([], [])
+    if whole is None:
+        return joint
+    for rank, plan, waits in zip(members, whole.plans, whole.waits, strict=True):
+        for wait in waits:
+            cause = "exposed" if wait.on_wire else "skew"
+            joint.waits.append(WaitView(rank, call, cause, wait.started_s, wait.ended_s, members[wait.peer], plan.tasks[wait.task].name))
     known = [{span.task: span for span in trace} for trace in whole.traces]
     for end, source in whole.matched.items():
-        sender, receiver = members[source.rank], members[end.rank]
-        if sender in wanted and receiver in wanted:
-            sent, received = known[source.rank][source.task], known[end.rank][end.task]
-            size = whole.graphs[end.rank].tasks[end.task].recvs[end.number].size_bytes
-            view.flows.append(FlowView(call, sender, source.task, sent.issued_s, receiver, end.task, received.ended_s, size))
+        sent, received = known[source.rank][source.task], known[end.rank][end.task]
+        size = whole.plans[end.rank].tasks[end.task].recvs[end.number][2]
+        joint.flows.append(
+            FlowView(call, members[source.rank], source.task, sent.issued_s, members[end.rank], end.task, received.ended_s, size)
+        )
+    return joint

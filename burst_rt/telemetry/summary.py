@@ -97,7 +97,7 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> list[Stall]:
 
 def _wire(call: CallOfAll, place: int, task: int, peer: int) -> str:
     assert call.whole is not None
-    size = sum(m.size_bytes for m in call.whole.graphs[place].tasks[task].recvs)
+    size = sum(size for _, _, size in call.whole.plans[place].tasks[task].recvs)
     span = next(s for s in call.whole.traces[place] if s.task == task)
     took_s = max(1e-9, span.ended_s - span.started_s)
     return f"{span.name!r} from rank {call.members[peer]} was on the wire: {size:,} bytes in {took_s * 1e3:.1f} ms"
@@ -110,7 +110,7 @@ def _late(call: CallOfAll, place: int, task: int, peer: int, started_s: float, e
     def shared_s(span: Span) -> float:
         return min(span.ended_s, ended_s) - max(span.started_s, started_s)
 
-    name = call.whole.graphs[place].tasks[task].name
+    name = call.whole.plans[place].tasks[task].name
     busy = max((s for s in call.whole.traces[peer] if s.lane == "compute"), key=shared_s, default=None)
     doing = f"still in {busy.name!r}" if busy is not None and shared_s(busy) > 0 else "not there yet"
     return f"rank {call.members[peer]} was {doing}, and had not come to {name!r}"

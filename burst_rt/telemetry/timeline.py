@@ -18,7 +18,7 @@ from burst_rt.scheduler import Cost, Graph, Lane, Message, Op, Span, Task, Wait,
 from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.messages import Plan
 
-__all__ = ["KEPT_S", "SPAN", "Kept", "Recent", "Together", "graph_of", "spans_of", "together"]
+__all__ = ["KEPT_S", "SPAN", "Kept", "Recent", "Together", "match_plans", "spans_of", "together"]
 
 KEPT_S = 60.0
 # Seconds after the call's start: exact to 0.1 us in a call of a second, to 10 us in one of a minute and a half.
@@ -78,15 +78,23 @@ class Recent:
 
 
 class Together(NamedTuple):
-    """One call on all ranks of its group. waits: by rank of the group. matched: each receive's send. traces: by rank of the group."""
+    """One call on all ranks of its group. matched: each receive's send. plans, traces, waits: by rank of the group."""
 
     matched: Mapping[Endpoint, Endpoint]
-    graphs: Sequence[Graph]
+    plans: Sequence[Plan]
     traces: Sequence[Sequence[Span]]
     waits: Sequence[Sequence[Wait]]
 
 
-def graph_of(plan: Plan, place: int, world_size: int) -> Graph:
+def match_plans(plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
+    """Each receive's send in the plans of all ranks of a group, in their order; None where they do not fit each other."""
+    try:
+        return match_messages([_graph(plan, place, len(plans)) for place, plan in enumerate(plans)])
+    except BurstError:
+        return None
+
+
+def _graph(plan: Plan, place: int, world_size: int) -> Graph:
     """A graph with the tasks of a plan, as far as telemetry knows them: no memory, no edges."""
     tasks = tuple(
         Task(
@@ -115,12 +123,9 @@ def _unpack(raw: bytes) -> npt.NDArray[np.void]:
     return np.frombuffer(raw[: len(raw) // SPAN.itemsize * SPAN.itemsize], SPAN)
 
 
-def together(plans: Sequence[Plan], calls: Sequence[Kept], graphs: Sequence[Graph] | None = None) -> Together | None:
-    """A call of all ranks of a group, in their order; None where spans are missing or the plans do not fit each other."""
-    graphs = graphs or [graph_of(plan, place, len(plans)) for place, plan in enumerate(plans)]
+def together(plans: Sequence[Plan], calls: Sequence[Kept], matched: Mapping[Endpoint, Endpoint]) -> Together | None:
+    """A call of all ranks of a group, in their order, whose messages are `matched`; None where spans are missing."""
     traces = [spans_of(plan, call) for plan, call in zip(plans, calls, strict=True)]
-    try:
-        matched = match_messages(graphs)
-        return Together(matched, graphs, traces, waits(graphs, traces, matched))
-    except BurstError:
+    if any(len({span.task for span in trace}) != len(plan.tasks) for plan, trace in zip(plans, traces, strict=True)):
         return None
+    return Together(matched, plans, traces, waits(traces, matched))

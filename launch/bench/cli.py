@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,6 +57,29 @@ def tune(head_dims: tuple[int, ...], dtype: str, repeats: int, limit_s: float, o
     from burst_rt.launch.bench.tune import main
 
     main(head_dims, dtype, repeats, limit_s, out)
+
+
+@command.command()
+@click.option("-n", "--num-ranks", default=2, show_default=True, help="Ranks of the job.")
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(["step", "memory"]), help="Only these parts; may be repeated. Default: both."
+)
+@click.option("--repeats", default=20, show_default=True, help="Rounds of each side.")
+@click.option("--tokens", default=4096, show_default=True, help="Of a step, over all ranks.")
+@click.option("--minutes", default=60, show_default=True, help="How long 64 ranks are watched, for the hub's memory.")
+@_OUT
+def telemetry(num_ranks: int, parts: tuple[str, ...], repeats: int, tokens: int, minutes: int, out: Path | None) -> None:
+    """What telemetry costs: a step with and without it, and the hub's memory for 64 ranks over an hour."""
+    from burst_rt.launch.run import launch
+
+    code = 0
+    if "step" in (parts or ("step",)):
+        argv = ["-m", "burst_rt.launch.bench.telemetry", "--repeats", str(repeats), "--tokens", str(tokens)]
+        code = launch([*argv, *(["--out", str(out.absolute())] if out else [])], num_ranks=num_ranks, threads=1)
+    if "memory" in (parts or ("memory",)):
+        command = [sys.executable, "-P", "-m", "burst_rt.launch.bench.hub", "--seconds", str(60 * minutes)]
+        code = code or subprocess.run([*command, *(["--out", str(out.absolute())] if out else [])], check=False).returncode
+    sys.exit(code)
 
 
 @command.command("all")

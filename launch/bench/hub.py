@@ -1,0 +1,118 @@
+"""What the hub takes: its model, fed what 64 ranks send in an hour, with no ranks behind it. Started by `burst-rt bench telemetry`, in a
+process that has imported what a hub has."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+
+import burst_rt.telemetry.hub  # noqa: F401  (what a hub imports counts as idle)
+from burst_rt.launch.bench.report import Cell, publish
+from burst_rt.telemetry.messages import (
+    VERSION,
+    Call,
+    Counters,
+    FromRank,
+    Group,
+    Heartbeat,
+    Hello,
+    LaneCounters,
+    Plan,
+    Sample,
+    Source,
+    TaskInfo,
+)
+from burst_rt.telemetry.state import State
+from burst_rt.telemetry.timeline import SPAN
+
+__all__ = ["main"]
+
+_RANKS = 64
+_RATE_HZ = 5
+# As many tasks as a ring of 64 has in one direction; five calls a second are those of a large model's layers.
+_TASKS = 190
+_CALL_S = 0.2
+_GPU_METRICS = 21
+
+
+def main(seconds: int, out: Path | None) -> None:
+    """The hub's model, fed what 64 ranks send in an hour; prints its memory beyond what it takes idle."""
+    process = psutil.Process()
+    decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+    encoder = msgspec.msgpack.Encoder()
+    state = State(time.time())
+    idle = process.memory_info().rss
+    rows: list[dict[str, Cell]] = []
+    started_s, num_messages = time.perf_counter(), 0
+    marks = {seconds // 6, seconds // 2, seconds}
+    for second in range(seconds + 1):
+        for rank in range(_RANKS):
+            for at_s, message in _second(rank, second):
+                # As it comes from a socket: encoded, decoded.
+                state.apply(at_s, rank, decoder.decode(encoder.encode(message)))
+                num_messages += 1
+        state.advance(float(second))
+        if second in marks:
+            view = state.snapshot()
+            timeline = state.timeline(-10.0)
+            took_s = time.perf_counter() - started_s
+            rows.append(
+                {
+                    "minutes": second / 60, "messages": num_messages, "us a message": took_s / num_messages * 1e6,
+                    "hub MB beyond idle": (process.memory_info().rss - idle) / 1e6, "spans shown": len(timeline.spans),
+                    "ranks shown": len(view.ranks),
+                }
+            )  # fmt: skip
+    publish(
+        f"telemetry: the hub's model with {_RANKS} ranks", rows, out, f"idle: {idle / 1e6:.0f} MB; 5 samples/s of a GPU and a rank each"
+    )
+
+
+def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
+    """What a rank says in a second."""
+    name = f"0-{_RANKS - 1}"
+    if second == 0:
+        yield 0.0, Hello(VERSION, "", rank, _RANKS, rank % 8, f"host{rank // 8}", rank, "cuda:0", f"gpu:{rank}", "train", "0.1", _RATE_HZ)
+        yield 0.0, Group(name, list(range(_RANKS)), "nccl", "a GPU each")
+        yield 0.0, Source(f"gpu:{rank}", "gpu", f"host{rank // 8}", [], {"name": "a GPU"})
+        for number in range(2):
+            yield 0.0, Plan(number, name, "forward", [_task(rank, i) for i in range(_TASKS)], "ring-kv, zigzag", None)
+    for half in range(2):
+        at_s = second + half / 2
+        yield at_s, Heartbeat(at_s, 0.0, 1e-4, name, second, f"hop {second % 60}", at_s)
+    values = {f"metric_{i}": float(second + i) for i in range(_GPU_METRICS)}
+    for i in range(_RATE_HZ):
+        at_s = second + i / _RATE_HZ
+        calls = second * _RATE_HZ + i
+        yield at_s, Sample(f"gpu:{rank}", at_s, values)
+        yield at_s, Sample(f"rank:{rank}", at_s, {"process_percent": 99.0, "rss_bytes": 1e9, "telemetry_percent": 0.3})
+        lanes = {lane: LaneCounters(95 * calls, calls << 20, calls << 30) for lane in ("compute", "network")}
+        yield at_s, Counters(at_s, calls, calls, 0.9 * calls, 0.1 * calls, calls, 0.5 * calls, 0.4 * calls, lanes, 0)
+        yield at_s, Call(name, calls, calls % 2, at_s, at_s + _CALL_S, 0.1, 0.01, _SPANS)
+
+
+def _task(rank: int, number: int) -> TaskInfo:
+    hop = number // 3
+    if number % 3:
+        return TaskInfo(
+            f"hop {hop} q{rank} kv{(rank - hop) % _RANKS}.{number % 3 - 1}", "compute", "forward", hop, 1 << 20, 1 << 30, True, [], []
+        )
+    messages = [[((rank + way) % _RANKS, hop * 3, 1 << 20)] * 4 for way in (1, -1)]
+    return TaskInfo(f"hop {hop}", "network", "exchange", hop, 4 << 20, 0, True, *messages)
+
+
+_SPANS = np.array([(i, i / 1e3, i / 1e3, (i + 1) / 1e3) for i in range(_TASKS)], SPAN).tobytes()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=int, default=3600)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    main(options.seconds, options.out)
