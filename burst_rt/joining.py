@@ -140,8 +140,9 @@ def _pci_address(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     known = torch.cuda.get_device_properties(device)
-    parts = [getattr(known, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return "" if None in parts else "{:08x}:{:02x}:{:02x}.0".format(*parts)
+    # Older versions of torch do not say.
+    domain, bus, slot = (int(getattr(known, name, -1)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+    return "" if min(domain, bus, slot) < 0 else f"{domain:08x}:{bus:02x}:{slot:02x}.0"
 
 
 def resolve_device(name: str) -> torch.device:

@@ -125,4 +125,5 @@ def _mean(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Of each column what is there; NaN where nothing is."""
     there = ~np.isnan(rows)
     with np.errstate(invalid="ignore"):
-        return (np.where(there, rows, 0).sum(0) / there.sum(0)).astype(np.float32)
+        mean: npt.NDArray[np.float32] = (np.where(there, rows, 0).sum(0) / there.sum(0)).astype(np.float32)
+    return mean

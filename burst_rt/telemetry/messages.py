@@ -46,7 +46,7 @@ class Severity(StrEnum):
     ERROR = "error"
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True):
+class _Message(msgspec.Struct, array_like=True):
     pass
 
 

@@ -24,6 +24,7 @@ from burst_rt.telemetry.starting import RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.viewer import Viewer
 from burst_rt.telemetry.views import Snapshot
 from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
+from burst_rt.transport import LocalWorld
 
 _DEADLINE_S = 10.0
 
@@ -61,7 +62,7 @@ def _attend(ctx: burst_rt.Context, steps: int) -> None:
     for step in range(steps):
         out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
         assert isinstance(out, torch.Tensor)
-        out.sum().backward()  # type: ignore[no-untyped-call]
+        out.sum().backward()
         if ctx.rank == 0:
             burst_rt.telemetry.report(step, loss=1.0)
 
@@ -99,7 +100,7 @@ def test_telemetry_is_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
-    world = burst_rt.context.LocalWorld(1)
+    world = LocalWorld(1)
     with burst_rt.init(burst_rt.LocalRank(world, 0), telemetry=True) as ctx:
         _attend(ctx, 1)
         agent = joining._agents[id(world), 0]
@@ -112,7 +113,7 @@ def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(monkeypatch: pyte
 def _listens(process: psutil.Process, address: str) -> bool:
     if "burst_rt.telemetry.hub" not in (process.info["cmdline"] or []):
         return False
-    return any(c.laddr == address.removeprefix("unix:") for c in process.net_connections("unix"))
+    return any(str(c.laddr) == address.removeprefix("unix:") for c in process.net_connections("unix"))
 
 
 def test_a_wrong_report_is_the_callers_mistake(hub: RunningHub, monkeypatch: pytest.MonkeyPatch) -> None:

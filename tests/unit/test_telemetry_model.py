@@ -48,7 +48,7 @@ def test_a_call_of_all_ranks_tells_who_waited_for_whom() -> None:
     # Rank 0 has nothing to do from 0.2 to 0.5 while rank 1's message, posted at 0.1, is on the wire. Rank 1 never waits.
     (wait,) = view.waits
     assert (wait.rank, wait.cause, wait.peer, wait.task) == (0, "exposed", 1, "hop 0")
-    assert (wait.started_s, wait.ended_s) == (pytest.approx(10.2), pytest.approx(10.5))
+    assert [wait.started_s, wait.ended_s] == pytest.approx([10.2, 10.5])
     assert [(f.sender, f.receiver, f.size_bytes) for f in sorted(view.flows, key=lambda f: f.sender)] == [(0, 1, 1000), (1, 0, 1000)]
 
 
@@ -77,7 +77,8 @@ def test_counts_become_rates() -> None:
     state.apply(1.0, 0, counters(0, 1.0, 2))
     state.apply(3.0, 0, counters(0, 3.0, 4))
     (rank,) = (r for r in state.snapshot().ranks if r.rank == 0)
-    assert (rank.calls, rank.lanes["network"].size_bytes, rank.overlap) == (4, 4000, pytest.approx(0.75))
+    assert (rank.calls, rank.lanes["network"].size_bytes) == (4, 4000)
+    assert rank.overlap == pytest.approx(0.75)
     values = state.series("rank:0").values
     assert {name: column[-1] for name, column in values.items()} == {
         "flops_per_s": 20.0, "sent_bytes_per_s": 1000.0, "calls_per_s": 1.0, "compute_percent": 50.0,
@@ -91,7 +92,8 @@ def test_a_lost_rank_is_named_with_what_it_did() -> None:
     state.advance(4.5)
     state.apply(4.5, -1, Presence(1, "lost", "its connection ended without a word"))
     rank = state.snapshot().ranks[1]
-    assert (rank.status, rank.call, rank.doing, rank.hop, rank.doing_since_s) == ("lost", 3, "hop 2", 2, pytest.approx(3.0))
+    assert (rank.status, rank.call, rank.doing, rank.hop) == ("lost", 3, "hop 2", 2)
+    assert rank.doing_since_s == pytest.approx(3.0)
     event = state.snapshot().events[-1]
     assert event.severity is Severity.ERROR
     assert event.line == "4.500 s rank 1 lost: its connection ended without a word; it was in call 3, hop 2, for 1.5 s"

@@ -142,12 +142,12 @@ def test_a_summary_names_the_longest_stalls_and_their_cause(path: Path) -> None:
     found = summarise(Record(path))
     assert found.incomplete == 1
     first = found.ranks[0]
-    assert (first.calls, first.total_s, first.compute_s) == (2, pytest.approx(1.4), pytest.approx(0.6, rel=1e-5))
+    assert [first.calls, first.total_s, first.compute_s] == pytest.approx([2, 1.4, 0.6], rel=1e-5)
     # Call 7: 10.2 to 10.5. Call 8: rank 1 comes at 12.5, then 0.2 s on the wire.
     assert first.exposed_s == pytest.approx(0.5, rel=1e-5)
     assert first.skew_s == pytest.approx(0.3, rel=1e-5)
     assert first.late_s == pytest.approx(0.3, rel=1e-5)
-    assert (first.transfer_s, first.hidden_s) == (pytest.approx(1.2), pytest.approx(0.4))
+    assert [first.transfer_s, first.hidden_s] == pytest.approx([1.2, 0.4])
     causes = [stall.cause for stall in found.stalls]
     assert "rank 1 entered the call 500.0 ms later" in causes
     assert "rank 1 was not there yet, and had not come to 'hop 0'" in causes
