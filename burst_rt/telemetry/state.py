@@ -60,7 +60,7 @@ __all__ = ["SILENT_S", "State"]
 # Four heartbeats missed.
 SILENT_S = 2.0
 # Spans of all ranks together.
-_SPAN_BYTES = 20 << 20
+_SPAN_BYTES = 16 << 20
 _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
 _MAX_PLANS = 64  # of a rank

@@ -214,7 +214,7 @@ def test_the_model_of_64_ranks_stays_within_its_bound() -> None:
         if i % 300 == 0:
             sizes.append(sum(s.history.size_bytes for s in state.sources.values()))
     assert sizes[-1] < 1.1 * sizes[-4]
-    # The rest of the 100 MB is for spans (24 MB), plans and Python's own.
+    # The rest of the 100 MB is for spans (16 MB), plans and Python's own.
     assert 16 * sizes[-1] < 60e6
 
 
