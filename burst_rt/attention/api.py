@@ -158,6 +158,7 @@ class Explanation:
             lines += [
                 f"{name}: strategy {choice.strategy}; {choice.program}",
                 f"  bytes all ranks send: {others}; this rank sends {plan.bytes_sent():,}",
+                *([f"  forecast: {', '.join(f'{name} {s:.3g} s' for name, s in choice.seconds.items())}"] if choice.seconds else []),
                 f"  kernel {plan.kernel.name}: {plan.picked.reason}",
                 f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots {memory.slots:,}, sums {memory.sums:,}, "
                 f"copies {memory.copies:,}, scratch {memory.scratch:,})",

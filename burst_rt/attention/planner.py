@@ -15,11 +15,13 @@ from typing import NamedTuple, cast
 
 import torch
 
+from burst_rt.attention.forecast import FORECAST_UP_TO, fastest
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Choice, choose
 from burst_rt.kernels import Kernel, Picked, Work, pick
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Part, Schedule, check_graph, check_messages, check_world
+from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["Memory", "Plan", "PlanKey", "Planner"]
 
@@ -114,12 +116,14 @@ class Planner:
         lanes: tuple[Lane, ...] = HOST_LANES,
         lower: Callable[[Graph], Graph] = lambda graph: graph,
         ranks_per_node: int = 1,
+        hardware: Hardware | None = None,
         capacity: int = 64,
     ) -> None:
         self._rank = rank
         self._lanes = lanes
         self._lower = lower
         self._ranks_per_node = ranks_per_node
+        self._hardware = hardware
         self._capacity = capacity
         self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
 
@@ -135,8 +139,11 @@ class Planner:
         return plan
 
     def _make(self, key: PlanKey) -> Plan:
-        choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
         world = key.problem.world_size
+        if key.strategy == "auto" and self._hardware is not None and 1 < world <= FORECAST_UP_TO:
+            choice = fastest(key.problem, self._hardware, forward=key.forward, ranks_per_node=self._ranks_per_node)
+        else:
+            choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
 
         def graph(rank: int) -> Graph:
             return choice.program.graph(rank % world, self._lanes)
