@@ -19,6 +19,9 @@ _COMMANDS = {
     "train": ("burst_rt.launch.train.cli:command", "Train a byte-level language model with the sequence split over ranks."),
     "eval": ("burst_rt.launch.train.evaluate:command", "Measure the perplexity of a checkpoint."),
     "draw": ("burst_rt.launch.draw:command", "Draw the ring and a timeline of this machine's ranks."),
+    "plan": ("burst_rt.launch.plan.cli:plan", "Compare strategies for a model on a machine that need not be there."),
+    "simulate": ("burst_rt.launch.plan.cli:simulate", "Time, communication and memory of one strategy on such a machine."),
+    "calibrate": ("burst_rt.launch.plan.cli:calibrate", 'Measure this machine, for plan, simulate and strategy="auto".'),
     "bench": ("burst_rt.launch.bench.cli:command", "Run the project's benchmarks on this machine."),
     "doctor": ("burst_rt.launch.doctor:command", "Say what this machine has for a job and what to do about what is missing."),
 }

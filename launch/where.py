@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["VARIABLES", "machine_options"]
+__all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options"]
+
+# Set for the ranks where the person who started them has a terminal; under mpirun a rank cannot tell.
+TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
 # Those of burst_rt.joining, which needs torch.
 VARIABLES = {"device": "BURST_RT_DEVICE", "transport": "BURST_RT_TRANSPORT"}

@@ -57,8 +57,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on. rates: by the operation's name ("forward" and "backward" are tiles of attention, "linear" matrix
-    products), and "default" for all others. Where a program has a kernel of its own, "forward-untiled" goes before "forward"."""
+    """What a rank computes on.
+
+    rates: by the operation's name ("forward" and "backward" are tiles of attention, "linear" matrix products). Others with arithmetic to
+    do go at "linear" too, where there is such a rate; all else goes at "default". Where a program has a kernel of its own,
+    "forward-untiled" goes before "forward".
+    """
 
     memory_bytes: int
     rates: Mapping[str, Rate]
@@ -66,8 +70,8 @@ class Device:
     def seconds(self, task: Task, kernel: str | None = None) -> float:
         """Seconds the device takes for a task that has it to itself. kernel: the one that belongs to the program, if one does."""
         name = "" if task.op is None else task.op.name
-        rate = self.rates.get(f"{name}-{kernel}") or self.rates.get(name) or self.rates["default"]
-        return rate.seconds(task.cost)
+        names = (f"{name}-{kernel}", name, *(["linear"] if task.cost.flops else []), "default")
+        return next(self.rates[name] for name in names if name in self.rates).seconds(task.cost)
 
 
 @dataclass(frozen=True)
@@ -131,13 +135,14 @@ class Hardware:
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """The shipped machine of that name ("a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"), or the one in the TOML file at that path.
 
-    A name with a suffix or a folder in it is a path. Raises InputError for an unknown name or a file that is not there, ConfigError for
-    a file that does not say what it has to.
+    The beginning of a name is enough where no other begins so ("h100"). Raises InputError for an unknown name or a file that is not there,
+    ConfigError for a file that does not say what it has to.
     """
     path = Path(name_or_path)
     shipped = {file.name.removesuffix(".toml"): file for file in resources.files(__package__).joinpath("hardware").iterdir()}
-    if str(name_or_path) in shipped:
-        return parse_hardware(shipped[str(name_or_path)].read_text(encoding="utf-8"), f"{name_or_path}.toml")
+    meant = [name for name in shipped if name.startswith(str(name_or_path))] if str(name_or_path) else []
+    if len(meant) == 1:
+        return parse_hardware(shipped[meant[0]].read_text(encoding="utf-8"), f"{meant[0]}.toml")
     if not path.is_file():
         raise InputError(f"hardware: expected one of {sorted(shipped)} or the path of a TOML file, got {str(name_or_path)!r}")
     return parse_hardware(path.read_text(encoding="utf-8"), str(path))

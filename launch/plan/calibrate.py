@@ -12,7 +12,6 @@ On CPUs the file says that as many ranks as measured have a core each, and that 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -22,8 +21,9 @@ import torch
 
 import burst_rt
 from burst_rt.launch.bench.report import machine, median
+from burst_rt.launch.bench.timing import progress, slowest_s
 from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
-from burst_rt.scheduler import Cost, Graph, GraphBuilder
+from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
 
 __all__ = ["Calibration", "main"]
@@ -41,8 +41,9 @@ _RANKS_A_CORE = 8
 class Calibration:
     """One rank of the measuring job. Every method is collective."""
 
-    def __init__(self, ctx: burst_rt.Context, *, heads: int, head_dim: int, dtype: torch.dtype, repeats: int) -> None:
+    def __init__(self, ctx: burst_rt.Context, *, heads: int, head_dim: int, dtype: torch.dtype, repeats: int, max_tokens: int) -> None:
         self.ctx = ctx
+        self.max_tokens = max_tokens
         self.heads, self.head_dim, self.dtype, self.repeats = heads, head_dim, dtype, repeats
         self.per_node = ctx.machine.ranks_per_node
 
@@ -53,7 +54,7 @@ class Calibration:
             if strategy == "all-to-all" and self.heads % self.ctx.world_size:
                 continue
             say(f"tiles and sums of {strategy}")
-            for tokens in sizes:
+            for tokens in (size for size in sizes if size <= self.max_tokens):
                 for causal in (False, True):
                     samples += self.attention(strategy, tokens, causal)
         say("matrix products")
@@ -90,7 +91,7 @@ class Calibration:
             x, weight = (torch.randn(n, width, device=self.ctx.device).to(self.dtype) for n in (rows, width))
             cost = Cost(2 * rows * width * width)
             for repeat in range(self.repeats + 1):
-                took = self.slowest_s(lambda x=x, weight=weight: x @ weight)  # type: ignore[misc]
+                took = slowest_s(self.ctx, lambda x=x, weight=weight: x @ weight)  # type: ignore[misc]
                 if repeat:
                     yield Sample("linear", cost, took)
 
@@ -102,24 +103,13 @@ class Calibration:
         def seconds(size_bytes: int) -> float:
             pipeline = self.ctx.pipeline(lambda r: _exchange(r, self.ctx, step, ring, size_bytes))
             buffers = {name: torch.empty(size_bytes, dtype=torch.uint8, device=self.ctx.device) for name in ("out", "in")}
-            took = [self.slowest_s(lambda: pipeline.run(buffers=buffers, ops={})) for _ in range(4 * self.repeats + 1)]
+            took = [slowest_s(self.ctx, lambda: pipeline.run(buffers=buffers, ops={})) for _ in range(4 * self.repeats + 1)]
             return median(took[1:])
 
         assert first + ring <= self.ctx.world_size
         nothing = self.ctx.pipeline(lambda r: _nothing(r, self.ctx))
-        idle_s = median([self.slowest_s(lambda: nothing.run(buffers={}, ops={"wait": lambda: None})) for _ in range(4 * self.repeats)])
+        idle_s = median([slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None})) for _ in range(4 * self.repeats)])
         return fit_link({size: max(seconds(size) - idle_s, 1e-7) for size in _MESSAGE_BYTES})
-
-    def slowest_s(self, fn: Callable[[], object]) -> float:
-        """Runs `fn` on every rank from a common start; the longest time."""
-        took = torch.zeros(self.ctx.world_size, dtype=torch.float64)
-        self.ctx.all_reduce(took)
-        start = time.perf_counter()
-        fn()
-        if self.ctx.device.type == "cuda":
-            torch.cuda.synchronize(self.ctx.device)
-        took[self.ctx.rank] = time.perf_counter() - start
-        return float(self.ctx.all_reduce(took).max())
 
     def _name(self) -> str:
         chip = torch.cuda.get_device_name(self.ctx.device) if self.ctx.device.type == "cuda" else machine()["cpu"]
@@ -136,7 +126,7 @@ class Calibration:
         return Node(_RANKS_A_CORE * self.per_node, link, cores=self.per_node)
 
 
-def _samples(ranks: Sequence[tuple[Graph, Sequence[object]]], suffix: str) -> Iterator[Sample]:
+def _samples(ranks: Sequence[tuple[Graph, Sequence[Span]]], suffix: str) -> Iterator[Sample]:
     for graph, spans in ranks:
         for span in spans:
             task = graph.tasks[span.task]
@@ -156,7 +146,7 @@ def _exchange(rank: int, ctx: burst_rt.Context, step: int, ring: int, size_bytes
 
 def _nothing(rank: int, ctx: burst_rt.Context) -> Graph:
     g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
-    g.compute("wait", op=burst_rt.scheduler.Op("wait"), writes=[g.buffer("nothing")])
+    g.compute("wait", op=Op("wait"), writes=[g.buffer("nothing")])
     return g.build()
 
 
@@ -167,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dim", type=int, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], required=True)
     parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
     with burst_rt.init() as ctx:
@@ -174,10 +165,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise burst_rt.errors.InputError("calibrate: links need at least 2 ranks, got 1; use -n 2 or more")
         torch.manual_seed(ctx.rank)
         first = ctx.rank == 0
-        calibration = Calibration(
-            ctx, heads=options.heads, head_dim=options.head_dim, dtype=getattr(torch, options.dtype), repeats=options.repeats
-        )
-        found = calibration.hardware(lambda what: print(f"measuring {what}", flush=True) if first else None)
+        shape = {"heads": options.heads, "head_dim": options.head_dim, "dtype": getattr(torch, options.dtype)}
+        calibration = Calibration(ctx, **shape, repeats=options.repeats, max_tokens=options.max_tokens)
+        with progress(first, len(_STRATEGIES) + 2) as step:
+            found = calibration.hardware(step)
         if first:
             made = ", ".join(f"{name} {value}" for name, value in machine().items())
             about = f"{options.heads} heads x {options.head_dim}, {options.dtype}"

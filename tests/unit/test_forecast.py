@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from graphs import problem
 
-from burst_rt.attention.forecast import CANDIDATES, fastest, forecast, memory_bytes, rank_forecasts, schedules_of
+from burst_rt.attention.forecast import CANDIDATES, fastest, forecast, memory_bytes, rank_forecasts, schedules_of, untiled_bytes
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
+from burst_rt.kernels.naive import UntiledKernel
 from burst_rt.scheduler import Schedule
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
 from burst_rt.scheduler.simulate import Rotated, simulate
@@ -106,3 +108,10 @@ def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
     assert sizes["all-to-all"].memory_bytes > sizes["ring-kv"].memory_bytes
     assert fastest(given, machine, forward=False, ranks_per_node=1).strategy == "all-to-all"
     assert fastest(given, small, forward=False, ranks_per_node=1).strategy != "all-to-all"
+
+
+def test_the_untiled_kernel_takes_as_much_as_forecasts_say() -> None:
+    program = choose(_problem(4), "burst-untiled", forward=True).program
+    tile = program.footprint(1).tile
+    batch, heads, kv_heads, head_dim, q_len, kv_len = tile
+    assert untiled_bytes(program, 1) == UntiledKernel().scratch_bytes(True, batch, heads, kv_heads, head_dim, torch.bfloat16, q_len, kv_len)

@@ -56,10 +56,10 @@ def test_figures_that_tell_the_shipped_machines_apart() -> None:
     assert machine.nics is not None
     assert machine.nics.count * machine.nics.link.bytes_per_s * 8 == 8 * 400e9
     assert load_hardware("h200-sxm").device.rates["forward"].bytes_per_s == 4.8e12
-    # PCIe has no link but the bus, and all peers meet in its root.
+    # PCIe has no link but the bus, on which all eight meet.
     pcie = load_hardware("a100-pcie").node
     assert pcie.host_link is None
-    assert pcie.switch is not None
+    assert pcie.link.efficiency < 0.5 < load_hardware("a100-sxm").node.link.efficiency
 
 
 @pytest.mark.parametrize("machine", [_BARE, _FULL, *map(load_hardware, _SHIPPED)], ids=lambda machine: machine.name)
@@ -80,6 +80,12 @@ def test_a_task_takes_launch_plus_arithmetic_plus_memory() -> None:
     assert [_BARE.device.seconds(task) for task in tasks] == [1e-6 + 10.0, 1e-6 + 50.0, 10.0]
     # A kernel of the program's own, where the machine knows it.
     assert [_BARE.device.seconds(task, "untiled") for task in tasks] == [1e-6 + 6.0, 1e-6 + 50.0, 10.0]
+
+
+def test_the_beginning_of_a_name_is_enough_where_it_is_one_machines() -> None:
+    assert load_hardware("h100") == load_hardware("h100-sxm")
+    with pytest.raises(InputError, match="got 'a100'"):
+        load_hardware("a100")
 
 
 def test_an_unknown_name_is_refused() -> None:
