@@ -26,8 +26,12 @@ help: ## this list
 run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 	$(BIN)/burst-rt train -n 2
 
+# What needs no MPI job of its own runs a test on each core.
+PARALLEL := -n logical --maxprocesses 8
+
 test: $(ALL) ## all tests
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
+	$(BIN)/pytest --ignore tests/unit --ignore tests/sim
 
 check: lint types unit ## ruff, mypy and the unit tests
 
@@ -44,7 +48,7 @@ types: $(ALL) ## mypy, strict, on the package and on the tests
 	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache/tests ../../tests
 
 unit: $(ALL) ## the tests that need no MPI job
-	$(BIN)/pytest tests/unit tests/sim
+	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
 
 bench: $(ALL) ## all benchmarks of the project, on this machine
 	$(BIN)/burst-rt bench all

@@ -103,7 +103,7 @@ class Context:
         self.transport = machine.ends
         self.control = control
         self.watch = Watch(control)
-        self.planner = Planner(self.rank, machine.lanes, machine.lower, machine.ranks_per_node)
+        self.planner = Planner(self.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware)
         self.last_run: tuple[Graph, BaseDriver] | None = None
         self._poison = os.environ.get("BURST_RT_POISON") == "1"
         self._number = 0

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from burst_rt.calibrated import find_hardware
 from burst_rt.drivers import Watch
 from burst_rt.errors import ConfigError, ContractMismatch
 from burst_rt.machine import Machine
+from burst_rt.scheduler.hardware import parse_hardware
 from burst_rt.telemetry.joining import Wish, wish
 from burst_rt.transport import ControlGroup, LocalWorld, Transport
 from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
@@ -99,6 +101,9 @@ def join(
         facts = _facts(where, threads=isinstance(comm, LocalRank))
         wished = wish(telemetry, agent_key(comm), _place_in_job(comm), facts.host, str(where), facts.gpu, _pci_address(where))
         mine = asdict(facts) | {"asked": transport, "telemetry": asdict(wished)}
+        # One machine file for all, or they would plan differently.
+        planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
+        mine["hardware"] = planned.to_toml() if planned else ""
     except ConfigError as error:
         # Not raised yet: the others are waiting, and are to raise the same.
         mine = {"error": error.message}
@@ -109,18 +114,20 @@ def join(
         if "error" in word:
             raise ConfigError(word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}", rank=control.rank, peer=peer)
     asked = [word.pop("asked") for word in said]
+    text, *_ = [word.pop("hardware") for word in said]
+    hardware = parse_hardware(text, "of rank 0") if text else None
     if len(set(asked)) > 1:
         raise ContractMismatch(f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask for the same")
     wishes = [Wish(**word.pop("telemetry")) for word in said]
     ranks = [Facts(**word) for word in said]
     taken, per_node = choose_transport(transport, ranks), ranks_per_node([rank.host for rank in ranks])
     if taken.name != "nccl":
-        return Machine(where, taken, host, ranks_per_node=per_node), control, wishes
+        return Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware), control, wishes
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, timeout_s, "init")
     wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, timeout_s, lambda: torch.cuda.set_device(where))
-    return Machine(where, taken, None, wire, ranks_per_node=per_node), control, wishes
+    return Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware), control, wishes
 
 
 def agent_key(comm: MPI.Comm | LocalRank | None) -> object:

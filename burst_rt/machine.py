@@ -21,6 +21,7 @@ from burst_rt.drivers.device import Device, Event, TorchDevice
 from burst_rt.drivers.pool import SlotPool
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
+from burst_rt.scheduler.hardware import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 
@@ -31,7 +32,7 @@ _T = TypeVar("_T")
 
 class Machine:
     """See the module's table. taken: the transport's name and why; transport: of the host, or None with NCCL; wire: NCCL, or None.
-    ranks_per_node: ranks of a host, where all hosts have as many; else 1."""
+    ranks_per_node: ranks of a host, where all hosts have as many; else 1. hardware: what to plan with, if there is a file for it."""
 
     def __init__(
         self,
@@ -40,11 +41,13 @@ class Machine:
         transport: Transport | None,
         wire: OrderedTransport | None = None,
         ranks_per_node: int = 1,
+        hardware: Hardware | None = None,
     ) -> None:
         self.device = device
         self.transport_name, self.reason = taken
         self.transport = transport
         self.ranks_per_node = ranks_per_node
+        self.hardware = hardware
         self.wire = wire
         self._streams: Device | None = TorchDevice(device) if device.type == "cuda" else None
         self._pool = SlotPool(self._streams) if self._streams else None

@@ -26,7 +26,7 @@ import psutil
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, primary_failure, read_reports
-from burst_rt.launch.where import VARIABLES, machine_options, telemetry_options
+from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
 from burst_rt.telemetry.starting import start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
@@ -80,6 +80,8 @@ class MpiLauncher:
         for name in _THREAD_VARIABLES:
             if threads is not None or name not in environment:
                 environment[name] = str(threads if threads is not None else max(1, num_usable_cores() // num_ranks))
+        if sys.stderr.isatty():
+            environment[TERMINAL_VARIABLE] = "1"
         if job_dir is not None:
             environment[JOB_DIR_VARIABLE] = str(job_dir)
         return environment

@@ -13,7 +13,10 @@ import click
 
 from burst_rt.telemetry.wire import RECORD_VARIABLE, TELEMETRY_VARIABLE
 
-__all__ = ["VARIABLES", "machine_options", "telemetry_options"]
+__all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
+
+# Set for the ranks where the person who started them has a terminal; under mpirun a rank cannot tell.
+TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
 # Those of burst_rt.joining, which needs torch.
 VARIABLES = {"device": "BURST_RT_DEVICE", "transport": "BURST_RT_TRANSPORT"}

@@ -18,7 +18,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from types import UnionType
@@ -27,7 +27,7 @@ from typing import Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_h
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.scheduler.graph import Cost, Task
 
-__all__ = ["Device", "Duplex", "Hardware", "Link", "Nics", "Node", "Rate", "Switch", "load_hardware"]
+__all__ = ["Device", "Duplex", "Hardware", "Link", "Nics", "Node", "Rate", "Switch", "load_hardware", "parse_hardware"]
 
 # full: each direction has its own bytes_per_s; half: both share it.
 Duplex: TypeAlias = Literal["full", "half"]
@@ -37,37 +37,41 @@ Duplex: TypeAlias = Literal["full", "half"]
 class Rate:
     """How long an operation takes: launch_s + (flops / flops_per_s + bytes / bytes_per_s) / efficiency seconds.
 
-    masked: operations under a mask take 1 / masked of the time of others, since kernels also compute cells that it hides (None: as long).
+    None: its flops, or its bytes, take no time of their own. masked: operations under a mask go at this fraction of the rate of others,
+    since kernels also compute cells that it hides (None: as fast).
     """
 
     launch_s: float
-    flops_per_s: float
-    bytes_per_s: float
-    efficiency: float
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    efficiency: float = 1.0
     masked: float | None = None
 
     def seconds(self, cost: Cost) -> float:
         """Seconds a task of this cost takes."""
         flops = cost.flops + (cost.masked_flops * (1 / self.masked - 1) if self.masked else 0.0)
-        return self.launch_s + (flops / self.flops_per_s + cost.size_bytes / self.bytes_per_s) / self.efficiency
+        arithmetic = flops / self.flops_per_s if self.flops_per_s else 0.0
+        memory = cost.size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+        return self.launch_s + (arithmetic + memory) / self.efficiency
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on. Operations named "forward", "backward" (tiles of attention) and "linear" (matrix products) go at rates of
-    their own, all others at `default`."""
+    """What a rank computes on.
+
+    rates: by the operation's name ("forward" and "backward" are tiles of attention, "linear" matrix products). Others with arithmetic to
+    do go at "linear" too, where there is such a rate; all else goes at "default". Where a program has a kernel of its own,
+    "forward-untiled" goes before "forward".
+    """
 
     memory_bytes: int
-    forward: Rate
-    backward: Rate
-    linear: Rate
-    default: Rate
+    rates: Mapping[str, Rate]
 
-    def seconds(self, task: Task) -> float:
-        """Seconds the device takes for a task that has it to itself."""
+    def seconds(self, task: Task, kernel: str | None = None) -> float:
+        """Seconds the device takes for a task that has it to itself. kernel: the one that belongs to the program, if one does."""
         name = "" if task.op is None else task.op.name
-        rates = {"forward": self.forward, "backward": self.backward, "linear": self.linear}
-        return rates.get(name, self.default).seconds(task.cost)
+        names = (f"{name}-{kernel}", name, *(["linear"] if task.cost.flops else []), "default")
+        return next(self.rates[name] for name in names if name in self.rates).seconds(task.cost)
 
 
 @dataclass(frozen=True)
@@ -131,19 +135,21 @@ class Hardware:
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """The shipped machine of that name ("a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"), or the one in the TOML file at that path.
 
-    A name with a suffix or a folder in it is a path. Raises InputError for an unknown name or a file that is not there, ConfigError for
-    a file that does not say what it has to.
+    The beginning of a name is enough where no other begins so ("h100"). Raises InputError for an unknown name or a file that is not there,
+    ConfigError for a file that does not say what it has to.
     """
     path = Path(name_or_path)
     shipped = {file.name.removesuffix(".toml"): file for file in resources.files(__package__).joinpath("hardware").iterdir()}
-    if str(name_or_path) in shipped:
-        return _parse(shipped[str(name_or_path)].read_text(encoding="utf-8"), f"{name_or_path}.toml")
+    meant = [name for name in shipped if name.startswith(str(name_or_path))] if str(name_or_path) else []
+    if len(meant) == 1:
+        return parse_hardware(shipped[meant[0]].read_text(encoding="utf-8"), f"{meant[0]}.toml")
     if not path.is_file():
         raise InputError(f"hardware: expected one of {sorted(shipped)} or the path of a TOML file, got {str(name_or_path)!r}")
-    return _parse(path.read_text(encoding="utf-8"), str(path))
+    return parse_hardware(path.read_text(encoding="utf-8"), str(path))
 
 
-def _parse(text: str, where: str) -> Hardware:
+def parse_hardware(text: str, where: str) -> Hardware:
+    """The machine in a TOML text; `where` names it in errors. Raises ConfigError."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -167,11 +173,11 @@ def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
                 f"hardware file {where}: unknown field {_join(at, name)!r}; expected {sorted(known)}; remove it or correct its name"
             )
     values = {}
-    for name in known:
+    for name, field in known.items():
         kinds = get_args(hints[name]) if get_origin(hints[name]) is UnionType else (hints[name],)
         if name in table:
             values[name] = _value(kinds[0], table[name], where, _join(at, name))
-        elif len(kinds) == 1:
+        elif field.default is MISSING:
             raise ConfigError(f"hardware file {where}: {_join(at, name)!r} is missing; expected {_say(kinds[0])}, got nothing; add it")
     return cls(**values)
 
@@ -180,6 +186,10 @@ def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
 def _value(kind: type[object], value: object, where: str, at: str) -> object:
     if is_dataclass(kind):
         return _table(kind, value, where, at)
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, Mapping) or "default" not in value:
+            raise _wrong(where, at, "tables, one of them 'default'", value)
+        return {name: _table(get_args(kind)[1], of, where, _join(at, name)) for name, of in value.items()}
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise _wrong(where, at, _say(kind), value)
@@ -215,12 +225,17 @@ def _join(at: str, name: str) -> str:
 
 
 def _lines(table: object, at: str) -> list[str]:
-    assert is_dataclass(table)
+    if isinstance(table, Mapping):
+        items = list(table.items())
+    else:
+        assert is_dataclass(table)
+        items = [(field.name, getattr(table, field.name)) for field in fields(table)]
     plain, nested = [], []
-    for field in fields(table):
-        value = getattr(table, field.name)
+    for name, value in items:
         if is_dataclass(value):
-            nested += ["", f"[{_join(at, field.name)}]", *_lines(value, _join(at, field.name))]
+            nested += ["", f"[{_join(at, name)}]", *_lines(value, _join(at, name))]
+        elif isinstance(value, Mapping):
+            nested += _lines(value, _join(at, name))
         elif value is not None:
-            plain.append(f"{field.name} = {json.dumps(value, ensure_ascii=False)}")
+            plain.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
     return [*plain, *nested] if at else [*plain, *nested, ""]

@@ -139,16 +139,13 @@ class BurstAttentionFunction(torch.autograd.Function):
     handle: of a `CallSpec`, from `handle_of`. Collective, forward and backward. lse is differentiable. Deterministic.
     """
 
+    # No `setup_context`: with it torch inspects the signature anew in every call, which takes longer than all the rest of `apply`.
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the forward op."""
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the forward op; saves q, k, v, out, lse."""
         out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+        _setup(ctx, (q, k, v, handle), (out, lse))
         return out, lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Saves q, k, v, out, lse."""
-        _setup(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -1,7 +1,7 @@
 """Forecasts: what a strategy would take on a machine, from its graphs and a simulated run. Pure Python: no device, no MPI, no torch.
 
 The time is that of `scheduler.simulate` with the machine's `Hardware`; bytes and memory are counted from the graphs themselves. What is
-left out: the tile kernels' scratch (small, and the kernel's own business), and whatever else lives on the device.
+left out: the scratch of kernels that work in tiles (small, and the kernel's own business), and whatever else lives on the device.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from burst_rt.scheduler.hardware import Hardware
 from burst_rt.scheduler.simulate import Rotated, simulate
 from burst_rt.scheduler.trace import exposed
 
-__all__ = ["CANDIDATES", "Forecast", "forecast", "rank_forecasts", "schedules_of"]
+__all__ = ["CANDIDATES", "FORECAST_UP_TO", "Forecast", "fastest", "forecast", "rank_forecasts", "schedules_of", "untiled_bytes"]
 
 # What a planner weighs against each other; the paper's baselines are for comparing only.
 CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "all-to-all", "hybrid")
+# In larger worlds a forecast takes longer than a call may wait for its plan.
+FORECAST_UP_TO = 64
+# What the "untiled" kernel holds of a tile at once.
+_SCORE_MATRICES = 6
+# Closer forecasts than this are equal: then the fewer bytes are taken.
+_SAME = 0.02
 # Of larger worlds no spans are kept: idle time is then not told apart into transfers and late peers.
 _SPANS_UP_TO = 16
 
@@ -44,10 +50,30 @@ class Forecast:
     fits: bool
 
 
-def forecast(problem: Problem, strategy: str, hardware: Hardware, *, forward: bool) -> Forecast:
-    """Simulates one direction. Raises InputError for a strategy that this problem does not allow."""
-    choice = choose(problem, strategy, forward=forward, ranks_per_node=min(hardware.node.ranks, problem.world_size))
-    return of_choice(choice, hardware)
+def forecast(problem: Problem, strategy: str, hardware: Hardware, *, forward: bool, ranks_per_node: int | None = None) -> Forecast:
+    """Simulates one direction. ranks_per_node: as for `choose`; None: as many as the machine's nodes have.
+
+    Raises InputError for a strategy that this problem does not allow.
+    """
+    per_node = ranks_per_node or min(hardware.node.ranks, problem.world_size)
+    return of_choice(choose(problem, strategy, forward=forward, ranks_per_node=per_node), hardware)
+
+
+def fastest(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int) -> Choice:
+    """The program that is forecast to be done first, of those that fit into memory (of all, if none does)."""
+    found: list[tuple[Choice, Forecast]] = []
+    for strategy in CANDIDATES:
+        try:
+            choice = choose(problem, strategy, forward=forward, ranks_per_node=ranks_per_node)
+        except InputError:
+            continue  # not for this problem
+        if all(choice.program != other.program for other, _ in found):
+            found.append((choice, of_choice(choice, hardware)))
+    able = [each for each in found if each[1].fits] or found
+    limit_s = min(about.time_s for _, about in able) * (1 + _SAME)
+    taken, _ = min((each for each in able if each[1].time_s <= limit_s), key=lambda each: each[1].sent_bytes)
+    candidates = {label: size for choice, _ in found for label, size in choice.candidates.items()}
+    return taken._replace(candidates=candidates, seconds={choice.strategy: about.time_s for choice, about in found})
 
 
 def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
@@ -56,7 +82,8 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
     world = program.problem.world_size
     schedules = schedules_of(program)
     in_detail = world <= _SPANS_UP_TO
-    run = simulate(schedules, hardware, spans=in_detail)
+    device = hardware.device
+    run = simulate(schedules, hardware, seconds=lambda task: device.seconds(task, choice.kernel), spans=in_detail)
     if in_detail:
         graphs = [program.graph(rank) for rank in range(world)]
         exposed_s = max(idle.exposed_s for idle in exposed(graphs, run.spans))
@@ -64,8 +91,10 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
         exposed_s = max(rank.idle_s for rank in run.ranks)
     firsts = [(rank, given.schedule.graph if isinstance(given, Rotated) else given.graph) for rank, given in enumerate(schedules)]
     memory = max(memory_bytes(program, rank, graph) for rank, graph in (firsts[:1] if isinstance(schedules[-1], Rotated) else firsts))
+    if choice.kernel == "untiled":
+        memory += max(untiled_bytes(program, rank) for rank in range(world))
     sent = max(rank.sent_bytes for rank in run.ranks)
-    return Forecast(choice.strategy, program.forward, run.end_s, exposed_s, sent, memory, memory <= hardware.device.memory_bytes)
+    return Forecast(choice.strategy, program.forward, run.end_s, exposed_s, sent, memory, memory <= device.memory_bytes)
 
 
 def rank_forecasts(
@@ -103,6 +132,12 @@ def memory_bytes(program: Program, rank: int, graph: Graph) -> int:
     held = program.footprint(rank)
     slots = sum(part.size_bytes for part in graph.parts if part.id in graph.written and not part.initialised)
     return tensors + held.sums + held.copies + slots
+
+
+def untiled_bytes(program: Program, rank: int) -> int:
+    """What a tile takes that is not worked in fast memory: whole matrices of scores."""
+    batch, num_heads, _, _, q_len, kv_len = program.footprint(rank).tile
+    return _SCORE_MATRICES * program.problem.sum_bytes * batch * num_heads * q_len * kv_len
 
 
 def _all_alike(program: Program) -> bool:

@@ -15,11 +15,13 @@ from typing import NamedTuple, cast
 
 import torch
 
+from burst_rt.attention.forecast import FORECAST_UP_TO, fastest
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Choice, choose
 from burst_rt.kernels import Kernel, Picked, Work, pick
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Part, Schedule, check_graph, check_messages, check_world
+from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["Memory", "Plan", "PlanKey", "Planner"]
 
@@ -104,6 +106,7 @@ class Plan:
             (
                 f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; {choice.program}",
                 f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
+                *([f"  forecast: {', '.join(f'{name} {s:.3g} s' for name, s in choice.seconds.items())}"] if choice.seconds else []),
                 f"  kernel {self.kernel.name}: {self.picked.reason}",
                 f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots {memory.slots:,}, sums {memory.sums:,}, "
                 f"copies {memory.copies:,}, scratch {memory.scratch:,})",
@@ -129,12 +132,14 @@ class Planner:
         lanes: tuple[Lane, ...] = HOST_LANES,
         lower: Callable[[Graph], Graph] = lambda graph: graph,
         ranks_per_node: int = 1,
+        hardware: Hardware | None = None,
         capacity: int = 64,
     ) -> None:
         self._rank = rank
         self._lanes = lanes
         self._lower = lower
         self._ranks_per_node = ranks_per_node
+        self._hardware = hardware
         self._capacity = capacity
         self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
 
@@ -150,8 +155,11 @@ class Planner:
         return plan
 
     def _make(self, key: PlanKey) -> Plan:
-        choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
         world = key.problem.world_size
+        if key.strategy == "auto" and self._hardware is not None and 1 < world <= FORECAST_UP_TO:
+            choice = fastest(key.problem, self._hardware, forward=key.forward, ranks_per_node=self._ranks_per_node)
+        else:
+            choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
 
         def graph(rank: int) -> Graph:
             return choice.program.graph(rank % world, self._lanes)

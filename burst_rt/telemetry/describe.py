@@ -1,4 +1,4 @@
-"""A plan in words, and how long a simulated run of it takes on a machine like this one, where such a machine is known."""
+"""A plan in words, and how long it should take where a machine like this one is known: forecast by the planner, or simulated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def describe(plan: Plan | None, device: torch.device, rank: int) -> Described:
         f"({problem.num_kv_heads} kv), batch {problem.batch}, {plan.key.dtype}, {problem.mask!r}"
     )
     machine = machine_like(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if rank == 0 and machine is not None and problem.world_size <= _PREDICT_UP_TO:
+    if plan.choice.seconds:
+        predicted_s = plan.choice.seconds.get(plan.choice.strategy)
+    elif rank == 0 and machine is not None and problem.world_size <= _PREDICT_UP_TO:
         from burst_rt.attention.forecast import of_choice
 
         predicted_s = of_choice(plan.choice, load_hardware(machine)).time_s

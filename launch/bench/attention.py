@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import burst_rt
 from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.bench.timing import slowest_s
 from burst_rt.scheduler import exposed
 
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
@@ -38,21 +39,11 @@ class Bench:
         self.max_tokens = max_tokens
         torch.manual_seed(0)
 
-    def slowest_s(self, fn: Callable[[], object] | None) -> float:
-        """Runs `fn` on every rank that has one, from a common start; the longest time."""
-        took = torch.zeros(self.ctx.world_size, dtype=torch.float64)
-        self.ctx.all_reduce(took)
-        start = time.perf_counter()
-        if fn is not None:
-            fn()
-        took[self.ctx.rank] = time.perf_counter() - start
-        return float(self.ctx.all_reduce(took).max())
-
     def alone_s(self, fn: Callable[[], object]) -> float:
         """Runs `fn` on rank 0 with as many threads as there are ranks, while the others sleep."""
         torch.set_num_threads(self.ctx.world_size)
         try:
-            return self.slowest_s(fn if self.ctx.rank == 0 else None)
+            return slowest_s(self.ctx, fn if self.ctx.rank == 0 else None)
         finally:
             torch.set_num_threads(1)
 
@@ -63,9 +54,9 @@ class Bench:
 
         together: `theirs` is distributed as well, and runs on every rank.
         """
-        their_s: Callable[[Callable[[], object]], float] = self.slowest_s if together else self.alone_s
-        self.slowest_s(ours), their_s(theirs)
-        pairs = [(self.slowest_s(ours), their_s(theirs)) for _ in range(self.repeats)]
+        their_s = partial(slowest_s, self.ctx) if together else self.alone_s
+        slowest_s(self.ctx, ours), their_s(theirs)
+        pairs = [(slowest_s(self.ctx, ours), their_s(theirs)) for _ in range(self.repeats)]
         our_s, other_s = median([a for a, _ in pairs]), median([b for _, b in pairs])
         return our_s, other_s, other_s / our_s, median([b / a for a, b in pairs])
 
@@ -195,9 +186,10 @@ class Bench:
         os.environ["BURST_RT_POISON"] = "1"
         with burst_rt.init(timeout_s=1200, stall_s=120) as ctx:
             del os.environ["BURST_RT_POISON"]
-            _memory(ctx, 4096, torch.bfloat16)  # the first call also fills MPI's own buffers
             rows: Rows = []
             for dtype in (torch.float32, torch.bfloat16):
+                # A first call also fills MPI's own buffers, and brings in the pages of the code it runs.
+                _memory(ctx, 4096, dtype)
                 for tokens in (8192, 16384, 32768, 65536):
                     if tokens <= self.max_tokens:
                         rows.extend(_memory(ctx, tokens, dtype))

@@ -82,14 +82,90 @@ def telemetry(num_ranks: int, parts: tuple[str, ...], repeats: int, tokens: int,
     sys.exit(code)
 
 
+_TOKENS = click.option("--tokens", multiple=True, type=click.IntRange(64), help="Lengths of the whole sequence; may be repeated.")
+_WORLDS = click.option("-n", "--num-ranks", "worlds", multiple=True, type=click.IntRange(1), help="Ranks; may be repeated.")
+_REPEATS = click.option("--repeats", default=5, show_default=True, help="Runs of each side; medians are reported.")
+
+
+@command.command()
+@_WORLDS
+@_TOKENS
+@click.option("--heads", default=2, show_default=True, type=click.IntRange(1))
+@machine_options
+@_REPEATS
+@_OUT
+def predict(worlds: tuple[int, ...], tokens: tuple[int, ...], heads: int, repeats: int, out: Path | None) -> None:
+    """Forecast against measured: forward and backward of every strategy, by the file of `burst-rt calibrate`.
+
+    Default: 2 ranks, 4K to 32K tokens. With more ranks than cores (-n 4), what shares a core is forecast too.
+    """
+    for num_ranks in worlds or (2,):
+        _strategies("predict", num_ranks, tokens or (4096, 8192, 16384, 32768), ["--heads", str(heads)], repeats, out)
+
+
+@command.command()
+@_WORLDS
+@_TOKENS
+@click.option("--heads", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--group", "groups", multiple=True, type=click.IntRange(1), help="Query heads a key/value head. [default: 1, 4]")
+@machine_options
+@_REPEATS
+@_OUT
+def strategies(
+    worlds: tuple[int, ...], tokens: tuple[int, ...], heads: int, groups: tuple[int, ...], repeats: int, out: Path | None
+) -> None:
+    """All strategies against each other, full and causal, and how the planner's choice stands among them.
+
+    Default: 2 and 4 ranks, 2K to 8K tokens.
+    """
+    shape = ["--heads", str(heads), "--groups", *(str(group) for group in groups or (1, 4))]
+    for num_ranks in worlds or (2, 4):
+        _strategies("compare", num_ranks, tokens or (2048, 4096, 8192), shape, repeats, out)
+
+
+@command.command()
+@_WORLDS
+@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(64), help="Of the sequence; weak: half a rank.")
+@click.option("--heads", default=4, show_default=True, type=click.IntRange(1))
+@machine_options
+@_REPEATS
+@_OUT
+def scaling(worlds: tuple[int, ...], tokens: int, heads: int, repeats: int, out: Path | None) -> None:
+    """One sequence over more and more ranks (strong), and sequences that grow with them (weak); forward + backward, full and causal.
+
+    Work grows with the square of the sequence: in the weak series a rank's work grows with the ranks, and the efficiency allows for it.
+    """
+    from burst_rt.launch.bench.scaling import main
+
+    main(worlds or (1, 2, 4), tokens, heads, repeats, out)
+
+
+@command.command()
+@_OUT
+def paper(out: Path | None) -> None:
+    """The BurstAttention paper's figures, and what the simulator makes of them (arXiv 2403.09347). Measures nothing."""
+    from burst_rt.launch.plan.paper import main
+
+    main(out)
+
+
+def _strategies(part: str, num_ranks: int, tokens: tuple[int, ...], shape: list[str], repeats: int, out: Path | None) -> None:
+    from burst_rt.launch.run import launch
+
+    options = [*shape, "--repeats", str(repeats)] + (["--out", str(out.absolute())] if out else [])
+    lengths = ["--tokens", *(str(n) for n in tokens)]
+    code = launch(["-m", "burst_rt.launch.bench.strategies", part, *lengths, *options], num_ranks=num_ranks)
+    if code:
+        sys.exit(code)
+
+
 @command.command("all")
 @click.pass_context
 @_OUT
 def every(ctx: click.Context, out: Path | None) -> None:
-    """All of them, with their defaults (about half an hour)."""
-    ctx.invoke(engine, out=out)
-    ctx.invoke(attention, out=out)
-    ctx.invoke(aot, out=out)
+    """All of them that need no GPU, with their defaults (an hour or two)."""
+    for each in (engine, attention, strategies, predict, scaling, paper, aot):
+        ctx.invoke(each, out=out)
 
 
 @command.command()

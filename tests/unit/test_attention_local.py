@@ -397,10 +397,11 @@ def test_explain_says_what_was_chosen_and_why() -> None:
 
     even, grouped = burst_rt.run_local(2, explain)[0]
     e = 32 * 4 * 128
-    assert "backward: strategy burst, q, dout, rows, dq travel" in even
+    assert "forward: strategy ring-kv; k, v travel" in even
+    assert "backward: strategy burst; q, dout, rows, dq travel" in even
     assert f"ring-kv {2 * 12 * e:,}" in even
     assert f"burst {2 * (8 * e + 8 * e // 128):,}; this rank sends {8 * e + 8 * e // 128:,}" in even
-    assert "backward: strategy ring-kv, k, v, dk, dv travel" in grouped
+    assert "backward: strategy ring-kv; k, v, dk, dv travel" in grouped
     assert f"ring-kv {2 * 12 * e // 2:,}" in grouped
     assert "kernel cpu" in even
 

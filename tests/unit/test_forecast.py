@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from graphs import problem
 
-from burst_rt.attention.forecast import CANDIDATES, forecast, memory_bytes, rank_forecasts, schedules_of
+from burst_rt.attention.forecast import CANDIDATES, fastest, forecast, memory_bytes, rank_forecasts, schedules_of, untiled_bytes
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
+from burst_rt.kernels.naive import UntiledKernel
 from burst_rt.scheduler import Schedule
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
 from burst_rt.scheduler.simulate import Rotated, simulate
@@ -18,9 +22,8 @@ _GIB = 1 << 30
 
 
 def _machine(flops_per_s: float, masked: float | None = None) -> Hardware:
-    tiles = Rate(launch_s=0.0, flops_per_s=flops_per_s, bytes_per_s=1e30, efficiency=1.0, masked=masked)
-    rest = Rate(launch_s=0.0, flops_per_s=1e30, bytes_per_s=1e30, efficiency=1.0)
-    return Hardware("test", Device(_GIB, tiles, tiles, rest, rest), Node(8, _WIRE))
+    tiles = Rate(launch_s=0.0, flops_per_s=flops_per_s, masked=masked)
+    return Hardware("test", Device(_GIB, {"forward": tiles, "backward": tiles, "default": Rate(launch_s=0.0)}), Node(8, _WIRE))
 
 
 def _problem(world: int, seq_len: int = 4096, mask: Mask | None = None, kv_heads: int = 8) -> Problem:
@@ -80,3 +83,35 @@ def test_what_does_not_fit_is_ranked_behind_what_does_and_what_is_refused_last()
     times = [sum(f.time_s for f in found) for _, found in ranked[:-1] if not isinstance(found, str)]
     assert times == sorted(times)
     assert len(times) == len(CANDIDATES) - 1
+
+
+def test_the_fastest_is_taken_and_of_equals_the_one_that_sends_least() -> None:
+    # Nothing to hide transfers behind: what is on the wire decides. Grouped heads make K and V the smaller side.
+    hasty = _machine(1e16)
+    for given, wanted in ((_problem(4), "all-to-all"), (_problem(4, kv_heads=1), "ring-kv")):
+        taken = fastest(given, hasty, forward=False, ranks_per_node=1)
+        assert taken.strategy == wanted
+        assert taken.seconds is not None
+        assert taken.seconds[wanted] == min(taken.seconds.values())
+    # All is hidden: equal times, fewest bytes.
+    slow = fastest(_problem(4, kv_heads=1), _machine(1e9), forward=True, ranks_per_node=1)
+    assert slow.seconds is not None
+    assert max(slow.seconds.values()) < min(slow.seconds.values()) * 1.02
+    assert slow.program.wire_bytes() == min(slow.candidates.values())
+
+
+def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
+    given = _problem(4, seq_len=1 << 15)
+    machine = _machine(1e16)
+    sizes = {name: forecast(given, name, machine, forward=False) for name in ("all-to-all", "ring-kv")}
+    small = replace(machine, device=replace(machine.device, memory_bytes=sizes["ring-kv"].memory_bytes))
+    assert sizes["all-to-all"].memory_bytes > sizes["ring-kv"].memory_bytes
+    assert fastest(given, machine, forward=False, ranks_per_node=1).strategy == "all-to-all"
+    assert fastest(given, small, forward=False, ranks_per_node=1).strategy != "all-to-all"
+
+
+def test_the_untiled_kernel_takes_as_much_as_forecasts_say() -> None:
+    program = choose(_problem(4), "burst-untiled", forward=True).program
+    tile = program.footprint(1).tile
+    batch, heads, kv_heads, head_dim, q_len, kv_len = tile
+    assert untiled_bytes(program, 1) == UntiledKernel().scratch_bytes(True, batch, heads, kv_heads, head_dim, torch.bfloat16, q_len, kv_len)

@@ -16,9 +16,13 @@ from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node, Rate
 _SHIPPED = ["a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"]
 _RATE = Rate(launch_s=1e-6, flops_per_s=1e12, bytes_per_s=1e11, efficiency=0.5)
 _LINK = Link(latency_s=0.0, bytes_per_s=1e10, efficiency=0.75, duplex="half")
-_BARE = Hardware(
-    'a "bare" machine', Device(1 << 30, _RATE, replace(_RATE, efficiency=0.1), _RATE, replace(_RATE, launch_s=0.0)), Node(2, _LINK)
-)
+_RATES = {
+    "forward": _RATE,
+    "forward-untiled": replace(_RATE, flops_per_s=None),
+    "backward": replace(_RATE, efficiency=0.1),
+    "default": replace(_RATE, launch_s=0.0),
+}
+_BARE = Hardware('a "bare" machine', Device(1 << 30, _RATES), Node(2, _LINK))
 _FULL = replace(_BARE, node=Node(4, _LINK, 2, Switch(2, 3e9, 1.0), _LINK, replace(_LINK, duplex="full")), nics=Nics(2, _LINK))
 
 
@@ -41,21 +45,21 @@ def test_a_shipped_machine_loads(name: str) -> None:
     machine = load_hardware(name)
     assert machine.name == name
     assert machine.device.memory_bytes >= 80e9
-    assert machine.device.forward.efficiency > machine.device.backward.efficiency
+    assert machine.device.rates["forward"].efficiency > machine.device.rates["backward"].efficiency
 
 
 def test_figures_that_tell_the_shipped_machines_apart() -> None:
     # H100: 1,979 TFLOP/s with sparsity; NVLink 900 GB/s both ways; eight cards of 400 Gb/s.
     machine = load_hardware("h100-sxm")
-    assert machine.device.forward.flops_per_s == 1979e12 / 2
+    assert machine.device.rates["forward"].flops_per_s == 1979e12 / 2
     assert machine.node.link.bytes_per_s == 900e9 / 2
     assert machine.nics is not None
     assert machine.nics.count * machine.nics.link.bytes_per_s * 8 == 8 * 400e9
-    assert load_hardware("h200-sxm").device.forward.bytes_per_s == 4.8e12
-    # PCIe has no link but the bus, and all peers meet in its root.
+    assert load_hardware("h200-sxm").device.rates["forward"].bytes_per_s == 4.8e12
+    # PCIe has no link but the bus, on which all eight meet.
     pcie = load_hardware("a100-pcie").node
     assert pcie.host_link is None
-    assert pcie.switch is not None
+    assert pcie.link.efficiency < 0.5 < load_hardware("a100-sxm").node.link.efficiency
 
 
 @pytest.mark.parametrize("machine", [_BARE, _FULL, *map(load_hardware, _SHIPPED)], ids=lambda machine: machine.name)
@@ -72,8 +76,16 @@ def test_a_task_takes_launch_plus_arithmetic_plus_memory() -> None:
     for name in ("forward", "backward", "add"):
         g.compute(name, Op(name), writes=[out], cost=Cost(flops=2 * 10**12, size_bytes=3 * 10**11))
     # 2 s of arithmetic and 3 s of memory, at half the nominal rate, or a tenth.
-    times = [_BARE.device.seconds(task) for task in g.build().tasks]
-    assert times == [1e-6 + 10.0, 1e-6 + 50.0, 10.0]
+    tasks = g.build().tasks
+    assert [_BARE.device.seconds(task) for task in tasks] == [1e-6 + 10.0, 1e-6 + 50.0, 10.0]
+    # A kernel of the program's own, where the machine knows it.
+    assert [_BARE.device.seconds(task, "untiled") for task in tasks] == [1e-6 + 6.0, 1e-6 + 50.0, 10.0]
+
+
+def test_the_beginning_of_a_name_is_enough_where_it_is_one_machines() -> None:
+    assert load_hardware("h100") == load_hardware("h100-sxm")
+    with pytest.raises(InputError, match="got 'a100'"):
+        load_hardware("a100")
 
 
 def test_an_unknown_name_is_refused() -> None:
@@ -94,7 +106,9 @@ def test_an_unknown_name_is_refused() -> None:
         ("efficiency = 0.75", 'efficiency = "0.75"', "node.link.efficiency: expected a number, got '0.75'"),
         ("latency_s = 0.0", "latency_s = -0.5", r"node.link.latency_s: expected at least 0, got -0\.5"),
         ('duplex = "half"', 'duplex = "both"', "node.link.duplex: expected 'full' or 'half', got 'both'"),
-        ("[device.backward]", "[device.sideways]", "unknown field 'device.sideways'"),
+        ("[device.rates.backward]", "[device.backward]", "unknown field 'device.backward'"),
+        ("[device.rates.default]", "[device.rates.other]", "device.rates: expected tables, one of them 'default', got"),
+        ("launch_s = 1e-06", "", "'device.rates.forward.launch_s' is missing; expected a number"),
         ("[node]", "[[node]]", "node: expected a table"),
         ("[node]", "[node", "expected TOML"),
         ("name =", "nome =", "unknown field 'nome'"),

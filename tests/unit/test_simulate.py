@@ -34,7 +34,7 @@ from burst_rt.transport.staged import staged
 _WORK = Op("work")
 # A task's flops are the seconds it takes.
 _SECOND_A_FLOP = Rate(launch_s=0.0, flops_per_s=1.0, bytes_per_s=float("inf"), efficiency=1.0)
-_DEVICE = Device(1, *[_SECOND_A_FLOP] * 4)
+_DEVICE = Device(1, {"default": _SECOND_A_FLOP})
 
 
 def _link(bytes_per_s: float, latency_s: float = 0.0) -> Link:

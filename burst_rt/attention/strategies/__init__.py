@@ -19,7 +19,7 @@ Pure Python: neither torch nor MPI, so that planning and simulating need only Py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import gcd
 from typing import NamedTuple
 
@@ -43,13 +43,14 @@ _SIDES = {"ring-kv": False, "burst": True}
 class Choice(NamedTuple):
     """The program taken, the strategy's name, and the bytes all ranks together would send with each candidate.
 
-    kernel: the tile kernel that belongs to the strategy, if one does.
+    kernel: the tile kernel that belongs to the strategy, if one does. seconds: what each candidate was forecast to take, where one was.
     """
 
     program: Program
     strategy: str
     candidates: dict[str, int]
     kernel: str | None = None
+    seconds: Mapping[str, float] | None = None
 
 
 def check_name(strategy: object) -> tuple[str, int | None]:
@@ -90,7 +91,8 @@ def _programs(problem: Problem, name: str, size: int | None, forward: bool, rank
         return
     for way, route in _routes(problem, name, size or ranks_per_node):
         if forward:
-            yield way or name, forward_ring(problem, route)
+            # The forward of `burst` is that of `ring-kv`; `auto` calls it so.
+            yield way or name.replace("auto", "ring-kv"), forward_ring(problem, route)
             continue
         for side, queries in _SIDES.items():
             yield _label(way, side), backward_ring(problem, queries_travel=queries, route=route)

@@ -121,8 +121,10 @@ class _HybridBuilder:
 
     def build(self) -> Graph:
         self.inner.agree()
-        if not self.hybrid.forward and self.hybrid.shard_len("rows", self.rank):
-            self.g.compute("delta", Op("delta", (0,)), accumulates=[self.local["rows"]])
+        rows = 0 if self.hybrid.forward else self.hybrid.shard_len("rows", self.rank)
+        if rows:
+            cost = Cost(0, 2 * rows * self.hybrid.problem.q_token_bytes)
+            self.g.compute("delta", Op("delta", (0,)), accumulates=[self.local["rows"]], cost=cost)
         # Tags 0 and 1; the ring's own begin at its `tags_per_hop`, which is more.
         self._spread(self.hybrid.gathered, gather=True)
         self.inner.go_round()

@@ -198,7 +198,8 @@ class RingBuilder:
         lengths = [len(block) for block in blocks] if self.ring.queries_travel else [sum(map(len, blocks))]
         for part, length in enumerate(lengths):
             if length:
-                self.g.compute(f"delta {part}", Op("delta", (part,)), accumulates=[rows[part]])
+                cost = Cost(0, 2 * length * self.ring.problem.q_token_bytes)
+                self.g.compute(f"delta {part}", Op("delta", (part,)), accumulates=[rows[part]], cost=cost)
 
     def go_round(self) -> None:
         """All hops, and the sums home."""
@@ -212,7 +213,8 @@ class RingBuilder:
         for block in range(len(self.ring.travelling[self.rank])):
             self._bring_home(block)
         if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
-            self.g.compute("finish", Op("finish"), accumulates=[self.home_sums["state"]])
+            cost = Cost(0, sum(map(len, self.ring.resident[self.rank])) * self.ring.problem.q_sum_bytes)
+            self.g.compute("finish", Op("finish"), accumulates=[self.home_sums["state"]], cost=cost)
 
     def _owner(self, hop: int, block: int) -> int:
         return self.route.owner(self.rank, hop, block)
@@ -259,7 +261,8 @@ class RingBuilder:
         sums = self.sum_slots[hop % 2] if hop else self.own_sums
         if hop and ring.starts[owner][block] == hop:
             for name, _ in ring.sums:
-                self.g.compute(f"zero {name}{block}", Op("zero", (sums[name][block].id,)), writes=[sums[name][block]])
+                part = sums[name][block]
+                self.g.compute(f"zero {name}{block}", Op("zero", (part.id,)), writes=[part], cost=Cost(0, part.size_bytes))
         pieces = self.tiles.get((hop, block))
         if pieces is None:
             return
@@ -289,9 +292,10 @@ class RingBuilder:
         """Adds the sums that arrived with the last hop to the owner's own."""
         if not self._started(self.rank, block, self.world - 1):
             return
-        for name, _ in self.ring.sums:
+        for name, size in self.ring.sums:
             own, arrived = self.own_sums[name][block], self.sum_slots[self.world % 2][name][block]
-            self.g.compute(f"home {name}{block}", Op("add", (own.id, arrived.id)), reads=[arrived], accumulates=[own])
+            cost = Cost(0, 3 * len(self.ring.travelling[self.rank][block]) * size)
+            self.g.compute(f"home {name}{block}", Op("add", (own.id, arrived.id)), reads=[arrived], accumulates=[own], cost=cost)
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies.program import Footprint
 from burst_rt.attention.strategies.ring import Ring, RingBuilder
 from burst_rt.attention.strategies.routes import OneRing
-from burst_rt.scheduler import HOST_LANES, Graph, GraphBuilder, Lane, Op
+from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Op
 
 __all__ = ["RingNaive", "ring_naive"]
 
@@ -47,14 +47,17 @@ class RingNaive:
         if any(self.problem.q_blocks[rank]):
             if not self.forward:
                 first.deltas()
-            g.compute("blank", Op("blank"), writes=[scores])
+            g.compute("blank", Op("blank"), writes=[scores], cost=Cost(0, self.score_bytes(rank)))
         first.go_round()
         if self.forward and any(self.problem.q_blocks[rank]):
-            g.compute("softmax", Op("softmax"), accumulates=[scores, rest[0].home_sums["state"]])
+            # Read for the maximum, read and written for the exponential, read for the sum.
+            cost = Cost(0, 4 * self.score_bytes(rank))
+            g.compute("softmax", Op("softmax"), accumulates=[scores, rest[0].home_sums["state"]], cost=cost)
         for builder in rest:
             builder.go_round()
         if self.forward and any(self.problem.q_blocks[rank]):
-            g.compute("finish", Op("finish"), accumulates=[rest[0].home_sums["state"]])
+            cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.q_sum_bytes)
+            g.compute("finish", Op("finish"), accumulates=[rest[0].home_sums["state"]], cost=cost)
         return g.build()
 
     def wire_bytes(self) -> int:
@@ -75,11 +78,13 @@ class RingNaive:
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`: scores of whole rows among the sums."""
-        problem = self.problem
         inner = self.rounds[-1].footprint(rank)
-        q_len = sum(map(len, problem.q_blocks[rank]))
-        scores = problem.batch * problem.num_heads * q_len * problem.kv_layout.seq_len * problem.sum_bytes
-        return Footprint(inner.sums + scores, 2 * inner.copies, inner.tile)
+        return Footprint(inner.sums + self.score_bytes(rank), 2 * inner.copies, inner.tile)
+
+    def score_bytes(self, rank: int) -> int:
+        """Whole rows of scores of the rank's queries."""
+        problem = self.problem
+        return problem.batch * problem.num_heads * problem.q_layout.shard_len(rank) * problem.kv_layout.seq_len * problem.sum_bytes
 
     def __str__(self) -> str:
         return "; then ".join(map(str, self.rounds)) + "; whole rows of scores are kept"

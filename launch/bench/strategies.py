@@ -1,0 +1,202 @@
+"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`; start it through those commands.
+
+All strategies of one point run in turn, round after round, so that the machine's noise hits them alike. A time is that of the slowest rank
+from a common start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import burst_rt
+from burst_rt.attention.forecast import CANDIDATES, fastest, forecast
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies import choose
+from burst_rt.calibrated import HARDWARE_VARIABLE, calibrated_path
+from burst_rt.launch.bench.plots import draw_bars, draw_scatter
+from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.bench.timing import progress, slowest_s
+from burst_rt.scheduler.hardware import Hardware
+
+__all__ = ["main"]
+
+# The paper's baselines are compared and forecast, but never taken by themselves.
+_BASELINES = ("ring-naive", "burst-untiled")
+
+
+class Point(NamedTuple):
+    """One shape of a call, in float32, batch 1."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} {'causal' if self.causal else 'full'} {self.heads}/{self.kv_heads}"
+
+
+class Bench:
+    """One rank of the job."""
+
+    def __init__(self, ctx: burst_rt.Context, repeats: int) -> None:
+        self.ctx = ctx
+        self.repeats = repeats
+        torch.manual_seed(ctx.rank)
+
+    def measure(self, point: Point, strategies: Sequence[str], step: Callable[[str], None]) -> dict[str, tuple[float, float]]:
+        """Median seconds of forward and backward of each strategy that this problem allows."""
+        layout = self.ctx.layout(point.tokens)
+        q, dout = (torch.randn(1, layout.shard_len, point.heads, point.head_dim, device=self.ctx.device) for _ in range(2))
+        k, v = (torch.randn(1, layout.shard_len, point.kv_heads, point.head_dim, device=self.ctx.device) for _ in range(2))
+        for x in (q, k, v):
+            x.requires_grad_()
+        took: dict[str, list[tuple[float, float]]] = {}
+        allowed = [name for name in strategies if self._allowed(point, name)]
+        for repeat in range(self.repeats + 1):
+            for name in allowed:
+                step(f"{point}, {name}")
+                kept: list[torch.Tensor] = []
+
+                def forward(name: str = name, kept: list[torch.Tensor] = kept) -> None:
+                    out = burst_rt.burst_attention(q, k, v, causal=point.causal, layout=layout, strategy=name)
+                    assert isinstance(out, torch.Tensor)
+                    kept.append(out)
+
+                forward_s = slowest_s(self.ctx, forward)
+                backward_s = slowest_s(self.ctx, lambda kept=kept: torch.autograd.grad(kept[0], (q, k, v), dout))  # type: ignore[misc]
+                if repeat:
+                    took.setdefault(name, []).append((forward_s, backward_s))
+        return {name: (median([f for f, _ in times]), median([b for _, b in times])) for name, times in took.items()}
+
+    def _allowed(self, point: Point, strategy: str) -> bool:
+        try:
+            choose(self.problem(point), strategy, forward=True, ranks_per_node=self.ctx.machine.ranks_per_node)
+        except burst_rt.errors.InputError:
+            return False
+        return True
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine file this job plans with. Raises ConfigError where there is none."""
+        found = self.ctx.machine.hardware
+        if found is None:
+            raise burst_rt.errors.ConfigError(
+                f"no machine file: {calibrated_path(self.ctx.device.type)} is not there; run `burst-rt calibrate` first, or set "
+                f"{HARDWARE_VARIABLE} to a file"
+            )
+        return found
+
+    def problem(self, point: Point) -> Problem:
+        """The call as the planner sees it."""
+        layout = self.ctx.layout(point.tokens).map
+        mask = burst_rt.Causal() if point.causal else burst_rt.Full()
+        return Problem(layout, layout, mask, 1, point.heads, point.kv_heads, point.head_dim, 4, 4, (True, True, True))
+
+    def predict(self, points: Sequence[Point], step: Callable[[str], None]) -> Iterator[dict[str, Cell]]:
+        """Forecast beside measured, one row a strategy, point and direction."""
+        for point in points:
+            measured = self.measure(point, (*CANDIDATES, *_BASELINES), step)
+            for name, times in measured.items():
+                for forward, seconds in zip((True, False), times, strict=True):
+                    per_node = self.ctx.machine.ranks_per_node
+                    expected = forecast(self.problem(point), name, self.hardware, forward=forward, ranks_per_node=per_node).time_s
+                    yield {
+                        "tokens": point.tokens, "mask": "causal" if point.causal else "full", "strategy": name,
+                        "direction": "forward" if forward else "backward", "measured s": seconds, "forecast s": expected,
+                        "error %": 100 * (expected / seconds - 1),
+                    }  # fmt: skip
+
+    def compare(self, points: Sequence[Point], step: Callable[[str], None]) -> Iterator[dict[str, Cell]]:
+        """All strategies side by side, and how much slower than the fastest measured the planner's choice is."""
+        for point in points:
+            measured = self.measure(point, CANDIDATES, step)
+            total = {name: sum(times) for name, times in measured.items()}
+            # Each direction is planned by itself.
+            taken = [self._taken(point, forward) for forward in (True, False)]
+            chosen_s = sum(measured[name][direction] for direction, name in enumerate(taken))
+            best_s = sum(min(times[direction] for times in measured.values()) for direction in (0, 1))
+            row: dict[str, Cell] = {"ranks": self.ctx.world_size, "tokens": point.tokens, "mask": "causal" if point.causal else "full"}
+            row["heads"] = f"{point.heads}/{point.kv_heads}"
+            yield (
+                row
+                | {name: total.get(name) for name in CANDIDATES}
+                | {"auto takes": ", ".join(taken), "slower %": 100 * (chosen_s / best_s - 1)}
+            )
+
+    def time(self, points: Sequence[Point], step: Callable[[str], None]) -> Iterator[dict[str, Cell]]:
+        """`auto` alone: forward + backward."""
+        for point in points:
+            (times,) = self.measure(point, ("auto",), step).values()
+            yield {"tokens": point.tokens, "mask": "causal" if point.causal else "full", "seconds": sum(times)}
+
+    def _taken(self, point: Point, forward: bool) -> str:
+        """What `auto` takes, by the name it is measured under."""
+        problem, per_node = self.problem(point), self.ctx.machine.ranks_per_node
+        program = fastest(problem, self.hardware, forward=forward, ranks_per_node=per_node).program
+        for name in CANDIDATES:
+            try:
+                if choose(problem, name, forward=forward, ranks_per_node=per_node).program == program:
+                    return name
+            except burst_rt.errors.InputError:
+                continue
+        raise burst_rt.errors.InternalError(f"bench strategies: {program} is none of the candidates")
+
+
+def _grid(options: argparse.Namespace) -> list[Point]:
+    groups = [(options.heads, options.heads // group) for group in options.groups]
+    return [Point(n, h, kv, options.head_dim, causal) for n in options.tokens for h, kv in groups for causal in (False, True)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one part; rank 0 prints and writes."""
+    parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.strategies")
+    parser.add_argument("part", choices=["predict", "compare", "time"])
+    parser.add_argument("--tokens", type=int, nargs="+", required=True)
+    parser.add_argument("--groups", type=int, nargs="+", default=[1])
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
+        bench, points = Bench(ctx, options.repeats), _grid(options)
+        ranks = f"{ctx.world_size} ranks"
+        strategies = {"predict": (*CANDIDATES, *_BASELINES), "compare": CANDIDATES, "time": ("auto",)}[options.part]
+        with progress(ctx.rank == 0, len(points) * len(strategies) * (options.repeats + 1)) as step:
+            rows = list(getattr(bench, options.part)(points, step))
+        if ctx.rank:
+            return
+        if options.part == "time":
+            options.out.write_text(json.dumps(rows))
+            return
+        png = options.out.with_suffix(f".{options.part}-{ctx.world_size}.png") if options.out else None
+        if options.part == "predict":
+            errors = sorted(abs(float(row["error %"])) for row in rows)
+            note = f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %; medians of {options.repeats}, interleaved"
+            publish(f"forecast against measured, {ranks}, {options.heads} heads x {options.head_dim}", rows, options.out, note)
+            if png:
+                draw_scatter(png, rows, "measured s", "forecast s", by="strategy", title=f"forecast and measured, {ranks}")
+            return
+        within = sum(float(row["slower %"]) <= 5 for row in rows) / len(rows)
+        note = f"auto within 5 % of the fastest at {100 * within:.0f} % of {len(rows)} points; medians of {options.repeats}, interleaved"
+        publish(f"strategies, forward + backward in seconds, {ranks}, heads x {options.head_dim}", rows, options.out, note)
+        if png:
+            draw_bars(
+                png,
+                rows,
+                CANDIDATES,
+                label=lambda row: f"{row['tokens']:,} {row['mask']} {row['heads']}",
+                title=f"strategies, {ranks}, seconds",
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""How benchmarks of several ranks take times, and show how far along they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+import burst_rt
+from burst_rt.launch.where import TERMINAL_VARIABLE
+
+__all__ = ["progress", "slowest_s"]
+
+
+def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
+    """Runs `fn` on every rank that has one, from a common start; the longest time. Collective."""
+    took = torch.zeros(ctx.world_size, dtype=torch.float64)
+    ctx.all_reduce(took)
+    start = time.perf_counter()
+    if fn is not None:
+        fn()
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize(ctx.device)
+    took[ctx.rank] = time.perf_counter() - start
+    return float(ctx.all_reduce(took).max())
+
+
+@contextmanager
+def progress(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
+    """Yields what to call at the beginning of each of `total` steps. A bar on rank 0's terminal, or nothing."""
+    on_terminal = shown and TERMINAL_VARIABLE in os.environ
+    console = Console(stderr=True, force_terminal=True, width=100) if on_terminal else Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not on_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def step(what: str) -> None:
+            bar.update(task, description=what, advance=1)
+
+        yield step

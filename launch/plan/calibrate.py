@@ -1,0 +1,181 @@
+"""The ranks' side of `burst-rt calibrate`: this machine measured as the simulator sees it.
+
+* devices: the strategies themselves run at several sizes, full and causal, and every task of their traces is a sample (`fit`). All ranks
+  compute at once, so that what they share (memory, power) is in the rates.
+* matrix products, by a product of a typical shape.
+* links: exchanges of messages of several sizes between neighbours, all ranks at once, both directions at once; between ranks of a host
+  and, if there are several hosts, between hosts.
+
+On CPUs the file says that as many ranks as measured have a core each, and that more of them on the host would share those.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+import psutil
+import torch
+
+import burst_rt
+from burst_rt.launch.bench.report import machine, median
+from burst_rt.launch.bench.timing import progress, slowest_s
+from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
+from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
+from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
+
+__all__ = ["Calibration", "main"]
+
+# Tokens of a rank, and the strategies whose operations are sampled. Those that keep whole matrices of scores are sampled at few tokens.
+_TOKENS = (256, 512, 1024, 2048)
+_FEW_TOKENS = (256, 512, 1024)
+_STRATEGIES = {"ring-kv": _TOKENS, "burst": _TOKENS, "all-to-all": _FEW_TOKENS, "burst-untiled": _FEW_TOKENS, "ring-naive": _FEW_TOKENS}
+_MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_LINEAR = ((256, 512), (512, 1024), (1024, 1024), (2048, 1024))  # rows, width
+# A host with more ranks than were measured: they share the cores of these.
+_RANKS_A_CORE = 8
+
+
+class Calibration:
+    """One rank of the measuring job. Every method is collective."""
+
+    def __init__(self, ctx: burst_rt.Context, *, heads: int, head_dim: int, dtype: torch.dtype, repeats: int, max_tokens: int) -> None:
+        self.ctx = ctx
+        self.max_tokens = max_tokens
+        self.heads, self.head_dim, self.dtype, self.repeats = heads, head_dim, dtype, repeats
+        self.per_node = ctx.machine.ranks_per_node
+
+    def hardware(self, say: Callable[[str], None]) -> Hardware:
+        """The machine. Takes a minute or two on a CPU; `say` hears what is being measured."""
+        samples: list[Sample] = []
+        for strategy, sizes in _STRATEGIES.items():
+            if strategy == "all-to-all" and self.heads % self.ctx.world_size:
+                continue
+            say(f"tiles and sums of {strategy}")
+            for tokens in (size for size in sizes if size <= self.max_tokens):
+                for causal in (False, True):
+                    samples += self.attention(strategy, tokens, causal)
+        say("matrix products")
+        samples += self.products()
+        say("links")
+        inside = self.link(1, self.per_node) if self.per_node > 1 else None
+        outside = self.link(self.per_node, self.ctx.world_size) if self.ctx.world_size > self.per_node else None
+        link = inside or outside
+        assert link is not None
+        nics = None if outside is None else Nics(self.per_node, outside)
+        return Hardware(self._name(), Device(self._memory_bytes(), fit_rates(samples)), self._node(link, nics), nics)
+
+    def attention(self, strategy: str, tokens: int, causal: bool) -> Iterator[Sample]:
+        """Every task of both directions, from the traces of all ranks."""
+        layout = self.ctx.layout(tokens * self.ctx.world_size, "zigzag" if causal else "contiguous")
+        shape = (1, layout.shard_len, self.heads, self.head_dim)
+        q, k, v, dout = (torch.randn(shape, device=self.ctx.device).to(self.dtype) for _ in range(4))
+        for x in (q, k, v):
+            x.requires_grad_()
+        suffix = "-untiled" if strategy == "burst-untiled" else ""
+        for repeat in range(self.repeats + 1):
+            out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
+            assert isinstance(out, torch.Tensor)
+            for backward in (False, True):
+                if backward:
+                    torch.autograd.grad(out, (q, k, v), dout)
+                ranks = self.ctx.gather_last_run()
+                if repeat:
+                    yield from _samples(ranks, suffix)
+
+    def products(self) -> Iterator[Sample]:
+        """Matrix products on this rank, while the others do the same."""
+        for rows, width in _LINEAR:
+            x, weight = (torch.randn(n, width, device=self.ctx.device).to(self.dtype) for n in (rows, width))
+            cost = Cost(2 * rows * width * width)
+            for repeat in range(self.repeats + 1):
+                took = slowest_s(self.ctx, lambda x=x, weight=weight: x @ weight)  # type: ignore[misc]
+                if repeat:
+                    yield Sample("linear", cost, took)
+
+    def link(self, step: int, ring: int) -> Link:
+        """The link to the rank `step` further on, in rings of `ring` neighbouring ranks."""
+        rank = self.ctx.rank
+        first = rank - rank % ring
+
+        def seconds(size_bytes: int) -> float:
+            pipeline = self.ctx.pipeline(lambda r: _exchange(r, self.ctx, step, ring, size_bytes))
+            buffers = {name: torch.empty(size_bytes, dtype=torch.uint8, device=self.ctx.device) for name in ("out", "in")}
+            took = [slowest_s(self.ctx, lambda: pipeline.run(buffers=buffers, ops={})) for _ in range(4 * self.repeats + 1)]
+            return median(took[1:])
+
+        assert first + ring <= self.ctx.world_size
+        nothing = self.ctx.pipeline(lambda r: _nothing(r, self.ctx))
+        idle_s = median([slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None})) for _ in range(4 * self.repeats)])
+        return fit_link({size: max(seconds(size) - idle_s, 1e-7) for size in _MESSAGE_BYTES})
+
+    def _name(self) -> str:
+        chip = torch.cuda.get_device_name(self.ctx.device) if self.ctx.device.type == "cuda" else machine()["cpu"]
+        return f"{chip}, measured with {self.ctx.world_size} ranks over {self.ctx.machine.transport_name}"
+
+    def _memory_bytes(self) -> int:
+        if self.ctx.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.ctx.device).total_memory)
+        return int(psutil.virtual_memory().total) // self.per_node
+
+    def _node(self, link: Link, nics: Nics | None) -> Node:
+        if self.ctx.device.type == "cuda" or nics is not None:
+            return Node(self.per_node, link)
+        return Node(_RANKS_A_CORE * self.per_node, link, cores=self.per_node)
+
+
+def _samples(ranks: Sequence[tuple[Graph, Sequence[Span]]], suffix: str) -> Iterator[Sample]:
+    for graph, spans in ranks:
+        for span in spans:
+            task = graph.tasks[span.task]
+            if task.op is not None and task.lane == "compute":
+                name = task.op.name + (suffix if task.op.name in ("forward", "backward") else "")
+                yield Sample(name, task.cost, span.ended_s - span.started_s)
+
+
+def _exchange(rank: int, ctx: burst_rt.Context, step: int, ring: int, size_bytes: int) -> Graph:
+    g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
+    out, into = (g.buffer(name, size_bytes=size_bytes, initialised=name == "out") for name in ("out", "in"))
+    first = rank - rank % ring
+    after, before = (first + (rank - first + way) % ring for way in (step, -step))
+    g.exchange("exchange", sends=[(out, after)], recvs=[(into, before)], tag=0)
+    return g.build()
+
+
+def _nothing(rank: int, ctx: burst_rt.Context) -> Graph:
+    g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
+    g.compute("wait", op=Op("wait"), writes=[g.buffer("nothing")])
+    return g.build()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, and writes the file on rank 0."""
+    parser = argparse.ArgumentParser(prog="burst_rt.launch.plan.calibrate")
+    parser.add_argument("--heads", type=int, required=True)
+    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    with burst_rt.init() as ctx:
+        if ctx.world_size < 2:
+            raise burst_rt.errors.InputError("calibrate: links need at least 2 ranks, got 1; use -n 2 or more")
+        torch.manual_seed(ctx.rank)
+        first = ctx.rank == 0
+        shape = {"heads": options.heads, "head_dim": options.head_dim, "dtype": getattr(torch, options.dtype)}
+        calibration = Calibration(ctx, **shape, repeats=options.repeats, max_tokens=options.max_tokens)
+        with progress(first, len(_STRATEGIES) + 2) as step:
+            found = calibration.hardware(step)
+        if first:
+            made = ", ".join(f"{name} {value}" for name, value in machine().items())
+            about = f"{options.heads} heads x {options.head_dim}, {options.dtype}"
+            head = f"# Made by `burst-rt calibrate` on {date.today().isoformat()}: {about}.\n# {made}\n\n"
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(head + found.to_toml(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

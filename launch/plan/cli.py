@@ -1,0 +1,241 @@
+"""`burst-rt simulate`, `burst-rt plan` and `burst-rt calibrate`: their options and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from burst_rt.attention.forecast import CANDIDATES
+from burst_rt.calibrated import calibrated_path
+from burst_rt.errors import InputError
+from burst_rt.launch.plan.model import (
+    MASKS,
+    Model,
+    ModelForecast,
+    Phase,
+    fewest_ranks,
+    forecast_model,
+    parse_model,
+    published_mask,
+    tile_of,
+)
+from burst_rt.launch.where import machine_options
+from burst_rt.layers import TENSOR_PARALLEL
+from burst_rt.scheduler.hardware import Hardware, load_hardware
+
+__all__ = ["calibrate", "parse_tokens", "plan", "simulate"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_STRATEGIES = (*CANDIDATES, *TENSOR_PARALLEL)
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens: "131072", "128K" or "1M" (1,024 and 1,024 x 1,024). Raises InputError."""
+    number, unit = text[:-1], text[-1:].upper()
+    if unit not in ("K", "M"):
+        number, unit = text, ""
+    if not number.isdecimal() or not int(number):
+        raise InputError(f"--seq: expected a number of tokens such as 131072, 128K or 1M, got {text!r}")
+    return int(number) * {"": 1, "K": 1 << 10, "M": 1 << 20}[unit]
+
+
+def _about(phase: str) -> Callable[[_F], _F]:
+    """The options that say what is computed where."""
+    options = [
+        click.option("--hardware", required=True, help="A machine: a100-pcie, a100-sxm, h100-sxm, h200-sxm, or the path of a file."),
+        click.option("--model", "model_text", default="llama-7b", show_default=True, help="llama-7b, llama-13b, or layers=32,dim=4096,..."),
+        click.option("--world", type=click.IntRange(1), required=True, help="Ranks, one device each."),
+        click.option("--nodes", type=click.IntRange(1), help="Spread the ranks over so many nodes. [default: full nodes]"),
+        click.option("--seq", "seq_text", required=True, help="Tokens of one sequence: 131072, 128K, 1M."),
+        click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once."),
+        click.option(
+            "--phase",
+            type=click.Choice(["first-token", "train"]),
+            default=phase,
+            show_default=True,
+            help="Forward, or a step of training.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    ]
+
+    def add(command: _F) -> _F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@_about("first-token")
+@click.option("--strategy", required=True, help=f"{', '.join(_STRATEGIES)}, ring-naive, burst-untiled; hybrid:N, two-level:N.")
+@click.option(
+    "--mask",
+    type=click.Choice(["published", *MASKS]),
+    default="published",
+    show_default=True,
+    help="What attention computes. published: as the BurstAttention paper compares, its rings everything, others the causal half.",
+)
+def simulate(
+    hardware: str,
+    model_text: str,
+    world: int,
+    nodes: int | None,
+    seq_text: str,
+    batch: int,
+    phase: Phase,
+    as_json: bool,
+    strategy: str,
+    mask: str,
+) -> None:
+    """Simulate a model on a machine that need not be there: time, communication and memory under one strategy.
+
+    One layer's task graphs of all ranks run under a virtual clock; a model takes as many times as long as it has layers. Example:
+
+    burst-rt simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence --world 8 --seq 128K --json
+    """
+    model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
+    taken = published_mask(strategy) if mask == "published" else mask
+    found = forecast_model(model, strategy, world, parse_tokens(seq_text), machine, phase, mask=taken, batch=batch)
+    if as_json:
+        print(json.dumps(_described(model, machine, world, seq_text, batch) | found.to_json()))
+    else:
+        _print([found], _title(model, machine, world, seq_text, phase))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@_about("train")
+@click.option("--mask", type=click.Choice(list(MASKS)), default="causal", show_default=True)
+def plan(
+    hardware: str, model_text: str, world: int, nodes: int | None, seq_text: str, batch: int, phase: Phase, as_json: bool, mask: str
+) -> None:
+    """Compare all strategies for a model on a machine, and say which to take, how many ranks it needs, and how large tiles are.
+
+    Example: burst-rt plan --world 64 --nodes 8 --hardware h100 --model llama-7b --seq 1M
+    """
+    model, machine, seq_len = parse_model(model_text), _spread(load_hardware(hardware), world, nodes), parse_tokens(seq_text)
+    found: list[ModelForecast] = []
+    refused: dict[str, str] = {}
+    with _progress(_STRATEGIES) as strategies:
+        for strategy in strategies:
+            try:
+                found.append(forecast_model(model, strategy, world, seq_len, machine, phase, mask=mask, batch=batch))
+            except InputError as error:
+                refused[strategy] = error.message
+    found.sort(key=lambda f: (f.out_of_memory, f.time_s or 0.0, f.sent_bytes))
+    best = found[0] if found and not found[0].out_of_memory else None
+    fewest = fewest_ranks(
+        model, best.strategy if best else "burst", seq_len, machine, phase, mask=mask, batch=batch, up_to=max(world, 4096)
+    )
+    tile = tile_of(model, best.strategy, world, seq_len, machine, mask=mask, batch=batch) if best else None
+    why = _why(found, best, fewest, tile)
+    if as_json:
+        answer = _described(model, machine, world, seq_text, batch) | {"phase": phase, "mask": mask}
+        answer |= {"take": best.strategy if best else None, "why": why, "fewest_ranks": fewest, "tile": tile}
+        print(json.dumps(answer | {"strategies": [f.to_json() for f in found], "refused": refused}))
+        return
+    _print(found, _title(model, machine, world, seq_text, phase))
+    for strategy, reason in refused.items():
+        print(f"{strategy}: not for this: {reason}")
+    print(why)
+
+
+def _why(found: list[ModelForecast], best: ModelForecast | None, fewest: int | None, tile: tuple[int, int] | None) -> str:
+    ranks = "no number of ranks up to 512 holds it" if fewest is None else f"it needs at least {fewest} ranks"
+    if best is None or best.time_s is None:
+        return f"Take none: nothing fits into a device's memory; with {'burst' if fewest else 'burst, too,'} {ranks}."
+    others = [f for f in found[1:] if f.time_s is not None]
+    ahead = f", {others[0].time_s / best.time_s:.2f} times as fast as {others[0].strategy}" if others and others[0].time_s else ""
+    size = f" Its tiles are {tile[0]:,} queries x {tile[1]:,} keys; the kernel cuts them into its own blocks." if tile else ""
+    return f"Take {best.strategy}: {best.time_s:.3g} s{ahead}; {ranks}.{size}"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-n", "--num-ranks", default=2, show_default=True, type=click.IntRange(2), help="Ranks that measure, all at once.")
+@click.option("--heads", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(16, 256))
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Runs of each size; medians are taken.")
+@click.option("--max-tokens", default=2048, show_default=True, type=click.IntRange(256), help="Of a rank, in the largest call measured.")
+@machine_options
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write. [default: the one that jobs plan with]")
+def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: int, max_tokens: int, out: Path | None) -> None:
+    """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
+
+    Takes a minute or two, in which nothing else should run. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes them ignore
+    it, BURST_RT_HARDWARE=FILE take another.
+    """
+
+    from burst_rt.joining import DEVICE_VARIABLE, resolve_device
+    from burst_rt.launch.run import launch
+
+    path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
+    sizes = ["--heads", str(heads), "--head-dim", str(head_dim), "--dtype", dtype, "--repeats", str(repeats)]
+    sizes += ["--max-tokens", str(max_tokens), "--out", str(path.absolute())]
+    code = launch(["-m", "burst_rt.launch.plan.calibrate", *sizes], num_ranks=num_ranks)
+    if code:
+        sys.exit(code)
+    found = load_hardware(path.absolute())
+    table = Table("operation", "launch us", "GFLOP/s", "under a mask", "GB/s", title=found.name, title_justify="left")
+    for name, rate in found.device.rates.items():
+        cells = (rate.launch_s * 1e6, rate.flops_per_s and rate.flops_per_s / 1e9, rate.masked, rate.bytes_per_s and rate.bytes_per_s / 1e9)
+        table.add_row(name, *("-" if cell is None else f"{cell:,.3g}" for cell in cells))
+    link = found.node.link
+    Console().print(table)
+    print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way\nwrote {path}")
+
+
+def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:
+    if nodes is None:
+        return hardware
+    if world % nodes:
+        raise InputError(f"--nodes: {world} ranks do not spread evenly over {nodes} nodes")
+    return replace(hardware, node=replace(hardware.node, ranks=world // nodes))
+
+
+def _described(model: Model, hardware: Hardware, world: int, seq_text: str, batch: int) -> dict[str, object]:
+    sizes = {"model": model.name, "world": world, "seq": parse_tokens(seq_text), "batch": batch}
+    return sizes | {"hardware": hardware.name, "ranks_per_node": min(world, hardware.node.ranks)}
+
+
+def _title(model: Model, hardware: Hardware, world: int, seq_text: str, phase: str) -> str:
+    nodes = -(-world // hardware.node.ranks)
+    return f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {world} ranks on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
+
+
+def _print(found: list[ModelForecast], title: str) -> None:
+    table = Table("strategy", "mask", "time s", "idle s", "sent GB", "memory GB", "activations", title=title, title_justify="left")
+    for column in table.columns[2:6]:
+        column.justify = "right"
+    for f in found:
+        kept = "" if f.phase != "train" else "computed again" if f.recompute else "kept"
+        time = "out of memory" if f.time_s is None else f"{f.time_s:,.3f}"
+        table.add_row(f.strategy, f.mask, time, f"{f.exposed_s:,.3f}", f"{f.sent_bytes / 1e9:,.1f}", f"{f.memory_bytes / 1e9:,.1f}", kept)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print("time: of one phase; idle, sent, memory: of the worst rank")
+
+
+@contextmanager
+def _progress(strategies: tuple[str, ...]) -> Iterator[Iterator[str]]:
+    """Yields the strategies; shows on a terminal how far along they are."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("simulating", total=len(strategies))
+
+        def each() -> Iterator[str]:
+            for strategy in strategies:
+                bar.update(task, description=strategy)
+                yield strategy
+                bar.advance(task)
+
+        yield each()

@@ -1,0 +1,114 @@
+"""Looking ahead from the command line: the paper's figures from its three calibration rows, out-of-memory rows, models by their sizes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from burst_rt.errors import InputError
+from burst_rt.launch.main import cli
+from burst_rt.launch.plan.cli import parse_tokens
+from burst_rt.launch.plan.model import MODELS, fewest_ranks, forecast_model, parse_model, published_mask, tile_of
+from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
+from burst_rt.layers import LayerShape
+from burst_rt.scheduler.hardware import load_hardware
+
+_LLAMA = MODELS["llama-7b"]
+_A100 = load_hardware("a100-pcie")
+
+
+def test_the_models_are_as_large_as_they_are_called() -> None:
+    assert _LLAMA.num_weights == pytest.approx(6.7e9, rel=0.01)
+    assert MODELS["llama-13b"].num_weights == pytest.approx(13e9, rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", FIRST_TOKEN_S)
+def test_the_papers_first_token_latencies_come_out(tokens: int) -> None:
+    for strategy, seconds in zip(STRATEGIES, FIRST_TOKEN_S[tokens], strict=True):
+        found = forecast_model(_LLAMA, strategy, 8, tokens, _A100, "first-token", mask=published_mask(strategy))
+        assert found.time_s == pytest.approx(seconds, rel=0.15), strategy
+
+
+@pytest.mark.parametrize(("strategy", "first"), OUT_OF_MEMORY.items())
+def test_what_the_paper_ran_out_of_memory_with_does_so_here(strategy: str, first: int) -> None:
+    for tokens in FIRST_TOKEN_S:
+        found = forecast_model(_LLAMA, strategy, 8, tokens, _A100, "first-token", mask="full")
+        assert found.out_of_memory is (tokens >= first)
+        assert (found.time_s is None) is found.out_of_memory
+
+
+def test_a_training_step_is_a_forward_and_a_backward_and_sums_gradients() -> None:
+    first = forecast_model(_LLAMA, "burst", 8, 32768, _A100, "first-token")
+    step = forecast_model(_LLAMA, "burst", 8, 32768, _A100, "train")
+    assert first.time_s is not None
+    assert step.time_s is not None
+    assert step.time_s > 3 * first.time_s
+    weights = _LLAMA.num_layers * _LLAMA.layer.num_weights() * 2
+    assert step.sent_bytes - first.sent_bytes > 2 * 7 / 8 * weights
+    assert not step.recompute
+    # Longer sequences: activations no longer fit, and the forward is done again.
+    assert forecast_model(_LLAMA, "burst", 8, 131072, _A100, "train").recompute
+
+
+def test_the_fewest_ranks_hold_the_model_and_half_as_many_do_not() -> None:
+    fewest = fewest_ranks(_LLAMA, "burst", 1 << 18, _A100, "train")
+    assert fewest is not None
+    assert not forecast_model(_LLAMA, "burst", fewest, 1 << 18, _A100, "train").out_of_memory
+    assert forecast_model(_LLAMA, "burst", fewest // 2, 1 << 18, _A100, "train").out_of_memory
+    # A model that is too large for a device stays so: every rank of a ring holds all weights.
+    huge = parse_model("layers=200,dim=8192,heads=64,kv_heads=8,ffn=28672")
+    assert fewest_ranks(huge, "burst", 1 << 15, _A100, "train") is None
+
+
+def test_the_tile_is_a_block_of_the_ring_and_the_shard_at_home() -> None:
+    assert tile_of(_LLAMA, "ring-kv", 8, 1 << 17, _A100) == (1 << 14, 1 << 13)
+
+
+def test_a_model_by_its_sizes() -> None:
+    model = parse_model("layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256")
+    assert model.layer == LayerShape(4096, 32, 8, 128, 14336)
+    assert model.num_weights == pytest.approx(8.03e9, rel=0.01)
+    for wrong in ("gpt", "layers=32", "layers=x,dim=1,heads=1,ffn=1", "layers=0,dim=4,heads=1,ffn=1"):
+        with pytest.raises(InputError, match="model: "):
+            parse_model(wrong)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("131072", 1 << 17), ("128K", 1 << 17), ("1m", 1 << 20)])
+def test_tokens(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "K", "0", "-1", "1.5K", "1G"])
+def test_tokens_that_are_none(text: str) -> None:
+    with pytest.raises(InputError, match="--seq"):
+        parse_tokens(text)
+
+
+def test_simulate_prints_json() -> None:
+    argv = "simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence --world 8 --seq 131072 --phase first-token"
+    done = CliRunner().invoke(cli, [*argv.split(), "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["time_s"] == pytest.approx(28.73, rel=0.15)
+    assert (said["world"], said["seq"], said["mask"], said["out_of_memory"]) == (8, 131072, "causal", False)
+    assert "tensor-parallel+sequence" in CliRunner().invoke(cli, argv.split()).stdout
+
+
+def test_plan_says_what_to_take_and_why() -> None:
+    argv = "plan --world 4 --nodes 2 --hardware h100 --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
+    done = CliRunner().invoke(cli, [*argv.split(), "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    times = [s["time_s"] for s in said["strategies"] if s["time_s"] is not None]
+    assert times == sorted(times)
+    assert said["take"] == said["strategies"][0]["strategy"]
+    assert said["fewest_ranks"] == 1
+    assert said["ranks_per_node"] == 2
+    assert "4 must divide the kv heads, got 6" in said["refused"]["all-to-all"]
+    printed = CliRunner().invoke(cli, argv.split()).stdout
+    assert f"Take {said['take']}" in printed
+    assert "tiles are" in printed
+    with pytest.raises(InputError, match="4 ranks do not spread evenly over 3 nodes"):
+        CliRunner().invoke(cli, [*argv.replace("--nodes 2", "--nodes 3").split()], catch_exceptions=False)
