@@ -7,6 +7,7 @@ counted, and when the hub is gone the thread ends. Five times a second it wakes,
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import deque
@@ -70,6 +71,8 @@ class Agent:
         self._logs: list[CallLog] = []
         self._groups: dict[str, int] = {}
         self._waiting: deque[FromRank] = deque()
+        self._connection: socket.socket | None = None
+        self._frames = Frames()
         self._wake = threading.Event()
         self._ending = False
         self._encoder = msgspec.msgpack.Encoder()
@@ -119,6 +122,12 @@ class Agent:
         self._thread.join(_BYE_DEADLINE_S)
         self.alive = False
 
+    def forked(self) -> None:
+        """This is a child of the rank's process, without its threads: lets go of the connection."""
+        self.alive = False
+        if self._connection is not None:
+            self._connection.close()
+
     # The agent's thread.
 
     def _main(self) -> None:
@@ -138,8 +147,8 @@ class Agent:
 
     def _run(self) -> None:
         period_s = 1.0 / self.hello.sample_hz
-        with connect(self.address, _CONNECT_DEADLINE_S) as self._socket:
-            self._frames = Frames()
+        self._connection = connect(self.address, _CONNECT_DEADLINE_S)
+        with self._connection as self._socket:
             self._send_now(self.hello)
             self._measure_clock()
             samplers = self._open_samplers()

@@ -104,6 +104,13 @@ def farewell(code: int, error: BaseException | None = None) -> None:
     _agents.clear()
 
 
+def _forked() -> None:
+    """In a child of this process (a data loader's worker): the connection is the parent's, and must end with it."""
+    for agent in _agents.values():
+        agent.forked()
+    _agents.clear()
+
+
 def report(step: int = 0, **values: float) -> None:
     """Tells viewers how the job is doing: `report(step, loss=..., tokens_per_s=...)`, and any other number by its name.
 
@@ -150,3 +157,6 @@ def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -
 def _in_a_line(error: BaseException) -> str:
     text = error.message if isinstance(error, BurstError) else str(error)
     return f"{type(error).__name__}: {text}".splitlines()[0][:300]
+
+
+os.register_at_fork(after_in_child=_forked)

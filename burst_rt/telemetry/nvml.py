@@ -23,6 +23,8 @@ _SLOW_S = 5.0
 # A reading that fails so often in a row is given up.
 _MAX_FAILURES = 10
 _PROCESSES_EVERY_S = 1.0
+# Counters are not kept up to date by the microsecond.
+_RATE_OVER_S = 0.005
 # Of nvmlFieldValue_t: all links together.
 _ALL_LINKS = 0xFFFFFFFF
 # Clocks of these reasons are as they should be.
@@ -120,9 +122,12 @@ class _Gpu:
 
     def _rate(self, name: str, value: float) -> dict[str, float]:
         now_s = time.perf_counter()
-        last, self._last[name] = self._last.get(name), (now_s, value)
+        last = self._last.get(name)
+        if last is not None and now_s - last[0] < _RATE_OVER_S:
+            return {}
+        self._last[name] = (now_s, value)
         # Counters may wrap.
-        return {name: (value - last[1]) / (now_s - last[0])} if last and value >= last[1] and now_s > last[0] else {}
+        return {name: (value - last[1]) / (now_s - last[0])} if last is not None and value >= last[1] else {}
 
     def _utilisation(self) -> dict[str, float]:
         rates = self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
@@ -269,6 +274,7 @@ class NvmlSampler:
             # By the name that its rank gives it.
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
             gpu = _Gpu(pynvml, handle, name)
+            time.sleep(_RATE_OVER_S)  # what has a rate has been read once
             about = {"name": _words(pynvml, pynvml.nvmlDeviceGetName, handle), "driver": self.driver, "pci": address, "index": str(i)}
             if gpu.total_bytes != float("inf"):
                 about["memory_bytes"] = str(int(gpu.total_bytes))

@@ -13,6 +13,9 @@ from fake_device import FakeDevice, FakeMessages, FakeWire, Part, Race
 from burst_rt.drivers import CudaDriver, Watch
 from burst_rt.errors import BurstError, DeviceError, Stalled
 from burst_rt.scheduler import CONTROL, DEVICE_LANES, NCCL_LANES, NETWORK, Engine, Graph, GraphBuilder, Lane, Op, Schedule, Trace, run
+from burst_rt.telemetry.calls import CallLog, Described, Totals
+from burst_rt.telemetry.messages import Call, Group, Plan
+from burst_rt.telemetry.timeline import SPAN
 from burst_rt.transport import LocalWorld
 
 _COPIES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))
@@ -187,6 +190,27 @@ def test_spans_of_device_tasks_come_when_they_have_ended() -> None:
     assert all(span.issued_s > 0 and span.ended_s >= span.started_s for span in spans.values())
     assert driver.compute_s >= 0
     assert NETWORK.name in {span.lane for span in spans.values()}
+
+
+def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -> None:
+    device = FakeDevice(3)
+    graph = random_graph(random.Random(3), DEVICE_LANES)
+    schedule = Schedule.of(graph)
+    log = CallLog(Group("0-2", [0, 1, 2], "mpi", ""), Totals())
+    driver = drive(device, graph)
+    log.began(5, driver)
+    log.ended(schedule, driver, lambda: Described("pipeline", "", None))
+    messages, polls = log.take(), 1
+    while not messages:
+        messages, polls = log.take(), polls + 1
+    assert polls > 1  # the device had not ended when it was first asked
+    plan, call = messages
+    assert isinstance(plan, Plan)
+    assert isinstance(call, Call)
+    assert [task.name for task in plan.tasks] == [task.name for task in graph.tasks]
+    assert len(call.spans) == SPAN.itemsize * len(graph.tasks)
+    assert log.totals.message(0).compute_s == driver.compute_s > 0
+    assert log.take() == []
 
 
 def test_a_task_that_fails_is_the_runs_error() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -189,6 +191,27 @@ def test_clocks_are_aligned(hub: RunningHub) -> None:
         answered_s = time.perf_counter()
         assert asked_s + rank.offset_s - rank.rtt_s <= now_s <= answered_s + rank.offset_s + rank.rtt_s
     agent.close(0)
+
+
+def test_a_child_of_the_rank_does_not_keep_its_connection(hub: RunningHub) -> None:
+    source = """
+import os, time
+import burst_rt
+with burst_rt.init() as ctx:
+    time.sleep(0.5)
+    if os.fork() == 0:
+        time.sleep(60)
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+    environment = dict(os.environ) | hub.environment()
+    with Viewer(hub.address, hub.secret) as viewer:
+        process = subprocess.Popen([sys.executable, "-P", "-c", source], env=environment, start_new_session=True)
+        try:
+            _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].status == "lost")
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def test_a_hub_that_is_killed_ends_telemetry_and_nothing_else(hub: RunningHub) -> None:
