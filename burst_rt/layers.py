@@ -1,7 +1,7 @@
 """One transformer layer spread over ranks, as plain numbers and graphs: what it sends, holds, and takes in the simulator. Pure Python.
 
-The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary positions, grouped key/value heads, SwiGLU
-and no biases. It is spread in one of these ways:
+The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary positions, grouped key/value heads,
+SwiGLU and no biases. It is spread in one of these ways:
 
 * "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the feed-forward's width are split, and every
   rank holds the whole sequence. An all-reduce after attention and after the feed-forward; in the backward before them.
@@ -14,15 +14,15 @@ and no biases. It is spread in one of these ways:
 
 Sums of activations and gradients travel in the inputs' type, as Megatron's do.
 
-These graphs are for `simulate`, `check_world` and counting bytes: attention's own tasks are in them, without the arguments that tell a driver
-which tensors to take. `tensor_parallel.py` runs the same layer on tensors. There autograd waits for each collective in turn, while here all
-that does not depend on it goes on: gradients of weights hide transfers, as in Megatron.
+These graphs are for `simulate`, `check_world` and counting bytes: attention's own tasks are in them, without the arguments that tell a
+driver which tensors to take. `tensor_parallel.py` runs the same layer on tensors. There autograd waits for each collective in turn, while
+here all that does not depend on it goes on: gradients of weights hide transfers, as in Megatron.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from burst_rt.attention.layouts import Layout, make_layout
@@ -108,7 +108,7 @@ class SpreadLayer:
     strategy: str
     batch: int = 1
     input_bytes: int = 2
-    mask: Mask = Causal()
+    mask: Mask = field(default_factory=Causal)
     kind: str = "zigzag"
     ranks_per_node: int = 1
 
