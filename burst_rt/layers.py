@@ -36,6 +36,8 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 __all__ = ["TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
 
 TENSOR_PARALLEL = ("tensor-parallel", "tensor-parallel+sequence")
+# Where collectives add up: beside the products, as those of NCCL do. On the compute lane a sum would wait for a long product to end.
+_SUMS = Lane("sums", max_in_flight=1)
 # The two halves of a layer, and their weights: the norm, what goes in, what comes out.
 HALVES = {"attention": ("attention_norm", "qkv", "out"), "feed_forward": ("feed_forward_norm", "gate_up", "down")}
 
@@ -222,7 +224,7 @@ class _Builder:
     def __init__(self, layer: SpreadLayer, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.layer, self.shape, self.rank, self.lanes = layer, layer.shape, rank, lanes
         self.rows, self.own_rows = layer.rows(rank), layer.own_rows(rank)
-        self.g = GraphBuilder(rank, layer.world_size, lanes)
+        self.g = GraphBuilder(rank, layer.world_size, (*lanes, _SUMS))
         self.tag = 0
         self.agreed = self.g.buffer("agreed")
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
@@ -284,7 +286,7 @@ class _Builder:
             f"{half} norm back", "norm", 4 * self.own_rows * self.shape.dim, reads=reads, writes=[self._own(dx)], accumulates=[norm_grad]
         )
         if norm_grad.name.endswith("summed"):
-            self.tag = all_reduce(self.g, norm_grad, tag=self.tag, reads=[self.agreed])
+            self.tag = all_reduce(self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
     # Buffers.
 
@@ -333,7 +335,7 @@ class _Builder:
     def _reduce(self, terms: Buffer) -> None:
         if self.layer.tensor_parallel:
             collective = reduce_scatter if self.layer.gathers else all_reduce
-            self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed])
+            self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
     def _product(
         self,
