@@ -79,10 +79,10 @@ class LayerShape:
 class LayerMemory(NamedTuple):
     """Bytes of one layer on one rank.
 
-    weights. gradients: of the weights. activations: what the forward keeps for the backward: x and its normed form, twice; q, k, v; the
-    output of attention with its lse; gate, up and their product. No matrix of scores. working: what is there for a while, in whichever
-    of attention and the products needs more: attention's slots, sums and copies; gathered inputs and unsummed outputs.
-    Inference holds weights and working only.
+    weights. gradients: of the weights. activations: what the backward needs of the forward and does not compute again: x and its normed
+    form, twice; q, k, v; the output of attention with its lse; gate, up and their product; no matrix of scores. (Autograd keeps a little
+    more, such as the gate's silu.) working: what is there for a while, in whichever of attention and the products needs more: attention's
+    slots, sums and copies; gathered inputs and unsummed outputs. Inference holds weights and working only.
     """
 
     weights: int
@@ -285,7 +285,7 @@ class _Builder:
         self._element(
             f"{half} norm back", "norm", 4 * self.own_rows * self.shape.dim, reads=reads, writes=[self._own(dx)], accumulates=[norm_grad]
         )
-        if norm_grad.name.endswith("summed"):
+        if self.layer.summed(half):
             self.tag = all_reduce(self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
     # Buffers.
