@@ -56,7 +56,7 @@ class Collectives:
 
     def reduce_scatter(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """This rank's [batch, lengths[rank], width] of the sum of every rank's [batch, sum(lengths), width], whose memory is used up."""
-        parts = [part.contiguous() for part in x.split(list(lengths), 1)]
+        parts: list[torch.Tensor] = [part.contiguous() for part in x.split(list(lengths), 1)]
         self._run("reduce_scatter", parts)
         return parts[self.context.rank]
 
@@ -224,13 +224,14 @@ class ParallelLayer(nn.Module):
         """The layer's output, shaped like x."""
         self._check(x)
         for half, inner in (("attention", self._attention), ("feed_forward", self._feed_forward)):
-            weights = {name: self.get_parameter(name) for name in HALVES[half]}
+            weights: dict[str, torch.Tensor] = {name: self.get_parameter(name) for name in HALVES[half]}
             shared = self.spec.summed(half)
             if shared:
-                weights.update(zip(shared, _Shared.apply(self.ring, *(weights[name] for name in shared)), strict=True))
+                same = _Shared.apply(self.ring, *(weights[name] for name in shared))  # type: ignore[no-untyped-call]
+                weights.update(zip(shared, same, strict=True))
             norm, into, out = weights.values()
-            wide = _In.apply(functional.rms_norm(x, norm.shape, norm, _EPS), into, self.spread)
-            x = x + _Out.apply(inner(wide), out, self.spread)
+            wide = _In.apply(functional.rms_norm(x, norm.shape, norm, _EPS), into, self.spread)  # type: ignore[no-untyped-call]
+            x = x + _Out.apply(inner(wide), out, self.spread)  # type: ignore[no-untyped-call]
         return x
 
     def _attention(self, qkv: torch.Tensor) -> torch.Tensor:

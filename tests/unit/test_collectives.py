@@ -16,7 +16,11 @@ from burst_rt.tensor_parallel import Collectives
 
 _WORLDS = (1, 2, 3, 4, 5)
 # Parts that are equal, that differ, and that are empty.
-_LENGTHS = {"equal": lambda rank: 3, "ragged": lambda rank: 2 + rank % 2, "one has all": lambda rank: 7 * (rank == 1)}
+_LENGTHS: dict[str, Callable[[int], int]] = {
+    "equal": lambda rank: 3,
+    "ragged": lambda rank: 2 + rank % 2,
+    "one has all": lambda rank: 7 * (rank == 1),
+}
 _COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
 
 

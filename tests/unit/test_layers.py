@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from burst_rt.attention.masks import Full
+from burst_rt.attention.masks import Causal, Full
 from burst_rt.attention.strategies import choose
 from burst_rt.errors import InputError
 from burst_rt.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
@@ -80,7 +80,7 @@ def test_a_starved_layer_takes_the_time_of_its_bytes(strategy: str) -> None:
 
 def test_causal_tiles_are_masked_in_every_strategy() -> None:
     for strategy in (*TENSOR_PARALLEL, "burst"):
-        full, causal = (SpreadLayer(_SHAPE, 64, 2, strategy, **mask) for mask in ({"mask": Full()}, {}))
+        full, causal = (SpreadLayer(_SHAPE, 64, 2, strategy, mask=mask) for mask in (Full(), Causal()))
         times = [
             simulate(layer.schedules(forward=True), _machine(1e6, 1e30, masked)).end_s for layer in (full, causal) for masked in (None, 0.5)
         ]

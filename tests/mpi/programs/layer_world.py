@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ def main() -> None:
     with burst_rt.init(timeout_s=60) as ctx:
         for strategy in (*TENSOR_PARALLEL, "burst", "all-to-all"):
             mine = json.dumps(spread(ctx, LayerCase(strategy))).encode()
-            pending = ctx.collective({"call": "outcomes"}, lambda mine=mine: ctx.control.allgather(mine))
+            pending = ctx.collective({"call": "outcomes"}, partial(ctx.control.allgather, mine))
             found[strategy] = [json.loads(outcome) for outcome in pending.result()]
         if ctx.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
