@@ -21,9 +21,9 @@ here all that does not depend on it goes on: gradients of weights hide transfers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from burst_rt.attention.layouts import Layout, make_layout
 from burst_rt.attention.masks import Causal, Mask
@@ -33,7 +33,9 @@ from burst_rt.collectives import all_gather, all_reduce, even_parts, reduce_scat
 from burst_rt.errors import InputError
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part, Rotated, Schedule
 
-__all__ = ["TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
+__all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
+
+_Parts: TypeAlias = "Iterable[Buffer | Part]"
 
 TENSOR_PARALLEL = ("tensor-parallel", "tensor-parallel+sequence")
 # Where collectives add up: beside the products, as those of NCCL do. On the compute lane a sum would wait for a long product to end.
@@ -240,9 +242,9 @@ class _Builder:
                 attention = _Inserted(self.g, self.layer.program(forward=True), self.rank, self.lanes)
                 self._element("rotate", "rotate", self._rotated(), reads=[wide], writes=attention.bound)
                 attention.insert(self.agreed)
-                narrow: Sequence[Buffer | Part] = attention.bound
+                narrow: list[Part] = attention.bound
             else:
-                narrow = [self.g.buffer("feed_forward narrow")]
+                narrow = [self.g.buffer("feed_forward narrow")[0]]
                 self._element("gate", "gate", 3 * self._ffn(), reads=[wide], writes=narrow)
             out = self._terms(f"{half} out")
             self._product(half, "out", reads=narrow, writes=[out])
@@ -281,10 +283,8 @@ class _Builder:
         self._product(half, "in", reads=[dwide], writes=[dnormed])
         self._reduce(dnormed)
         self._product(half, "in", reads=[dwide, *whole], accumulates=[grads])
-        reads = [self._own(dnormed), self._own(dout)]
-        self._element(
-            f"{half} norm back", "norm", 4 * self.own_rows * self.shape.dim, reads=reads, writes=[self._own(dx)], accumulates=[norm_grad]
-        )
+        own, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.shape.dim
+        self._element(f"{half} norm back", "norm", count, reads=own, writes=[self._own(dx)], accumulates=[norm_grad])
         if self.layer.summed(half):
             self.tag = all_reduce(self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
@@ -313,15 +313,11 @@ class _Builder:
         return [part * self.layer.input_bytes for part in even_parts(count, self.layer.world_size)]
 
     def _gradients(self, half: str) -> tuple[Buffer, Buffer]:
-        """Of the norm's weight and of the two products': one buffer where they are summed over the ranks alike."""
+        """Of the norm's weight and of the two products': one buffer where both are summed over the ranks, or neither is."""
         summed = self.layer.summed(half)
-        own = None if len(summed) == len(HALVES[half]) else self.g.buffer(f"{half} gradients", initialised=True)
-        sizes = self._evenly(self.shape.num_weights(*summed)) if summed else []
-        shared = self.g.buffer(f"{half} gradients summed", parts=len(sizes), size_bytes=sizes, initialised=True) if summed else None
-        norm, products = shared or own, own or shared
-        assert norm is not None
-        assert products is not None
-        return norm, products
+        sizes = self._evenly(self.shape.num_weights(*summed)) if summed else [0]
+        norm = self.g.buffer(f"{half} gradients", parts=len(sizes), size_bytes=sizes, initialised=True)
+        return norm, norm if len(summed) != 1 else self.g.buffer(f"{half} gradients of products", initialised=True)
 
     # Tasks.
 
@@ -337,31 +333,14 @@ class _Builder:
             collective = reduce_scatter if self.layer.gathers else all_reduce
             self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
-    def _product(
-        self,
-        half: str,
-        side: str,
-        *,
-        reads: Iterable[Buffer | Part],
-        writes: Iterable[Buffer | Part] = (),
-        accumulates: Iterable[Buffer | Part] = (),
-    ) -> None:
+    def _product(self, half: str, side: str, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()) -> None:
         """A product of all rows with one of the half's weights, or the gradient of that weight, which takes as long."""
         weight = HALVES[half][1 if side == "in" else 2]
         flops = 2 * self.rows * self.shape.num_weights(weight) // self.layer.share
         name = f"{weight} gradient" if accumulates else weight
         self.g.compute(name, Op("linear", (weight,)), reads=reads, writes=writes, accumulates=accumulates, cost=Cost(flops))
 
-    def _element(
-        self,
-        name: str,
-        op: str,
-        count: int,
-        *,
-        reads: Iterable[Buffer | Part],
-        writes: Iterable[Buffer | Part] = (),
-        accumulates: Iterable[Buffer | Part] = (),
-    ) -> None:
+    def _element(self, name: str, op: str, count: int, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()) -> None:
         """What only reads and writes memory: `count` numbers."""
         cost = Cost(0, count * self.layer.input_bytes)
         self.g.compute(name, Op(op), reads=reads, writes=writes, accumulates=accumulates, cost=cost)

@@ -64,7 +64,7 @@ class _Side:
 
 
 def measure(bench: Bench, shape: LayerShape, tokens: int, progress: Progress) -> Rows:
-    """All strategies on one sequence; those that this world does not allow with why."""
+    """All strategies on one sequence; those that this world does not allow without figures. The ring is always allowed."""
     dtype = torch.bfloat16 if bench.ctx.device.type == "cuda" else torch.float32
     sides: list[_Side] = []
     refused: dict[str, str] = {}
@@ -83,8 +83,12 @@ def measure(bench: Bench, shape: LayerShape, tokens: int, progress: Progress) ->
             side.run(bench)
             progress.advance(task)
     rows = [_row(side, tokens) for side in sides]
-    none = dict.fromkeys(list(rows[0])[2:-1]) if rows else {}
-    return [*rows, *({"tokens": tokens, "strategy": strategy, **none, "": why} for strategy, why in refused.items())]
+    none = dict.fromkeys(list(rows[0])[2:])
+    for strategy, why in refused.items():
+        if bench.ctx.rank == 0:
+            progress.console.print(f"left out: {why}", soft_wrap=True, markup=False, highlight=False)
+        rows.append({"tokens": tokens, "strategy": strategy, **none})
+    return rows
 
 
 def _row(side: _Side, tokens: int) -> dict[str, Cell]:
@@ -95,7 +99,7 @@ def _row(side: _Side, tokens: int) -> dict[str, Cell]:
     return {
         "tokens": tokens, "strategy": side.strategy, "forward s": median(forward), "backward s": median(backward), "layer s": layer_s,
         "tokens/s": tokens / layer_s, "sent MiB": side.sent / _MIB, "weights MiB": memory.weights / _MIB,
-        "activations MiB": memory.activations / _MIB, "working MiB": memory.working / _MIB, "": "",
+        "planned MiB": memory.total / _MIB,
     }  # fmt: skip
 
 
@@ -110,6 +114,8 @@ def draw(rows: Rows, path: Path, title: str) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), "o-", label=strategy)
     axes.set_xscale("log", base=2)
+    lengths = sorted({int(row["tokens"] or 0) for row in rows})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of the whole sequence")
     axes.set_ylabel("tokens/s, forward + backward")
@@ -141,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if bench.ctx.rank == 0:
         sizes = ", ".join(f"{name} {value:,}" for name, value in options.shape.items())
         title = f"one layer, forward + backward, causal: {sizes}; {bench.ctx.world_size} ranks"
-        publish(title, rows, options.out, f"medians of {options.repeats}, interleaved; bytes and memory of rank 0, memory as planned")
+        publish(title, rows, options.out, f"medians of {options.repeats}, interleaved; bytes and planned memory of rank 0")
         if options.plot:
             draw(rows, options.plot, f"One layer over {bench.ctx.world_size} ranks, dim {shape.dim:,}")
     bench.ctx.close()
