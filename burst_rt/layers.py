@@ -28,10 +28,10 @@ from typing import NamedTuple, TypeAlias
 from burst_rt.attention.layouts import Layout, make_layout
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import AGREE, Program, check_name, choose
+from burst_rt.attention.strategies import AGREE, Choice, Program, check_name, choose
 from burst_rt.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.errors import InputError
-from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part, Rotated, Schedule
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Hardware, Lane, Op, Part, Rotated, Schedule, simulate
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
 
@@ -163,13 +163,17 @@ class SpreadLayer:
         return names[:1] if self.gathers else () if self.tensor_parallel else names
 
     def program(self, *, forward: bool) -> Program:
+        """Attention's program; see `choice`."""
+        return self.choice(forward=forward).program
+
+    def choice(self, *, forward: bool) -> Choice:
         """Attention. Of tensor parallelism that of one rank: the whole sequence, its heads. Raises InputError as `choose` does."""
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
         heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
         sizes = (self.batch, heads, kv_heads, self.shape.head_dim, self.input_bytes, max(4, self.input_bytes))
         problem = Problem(layout, layout, self.mask, *sizes, (True, True, True))
         strategy = "ring-kv" if self.tensor_parallel else self.strategy
-        return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node).program
+        return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node)
 
     def graph(self, rank: int, *, forward: bool, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """One rank's graph of one direction."""
@@ -187,6 +191,11 @@ class SpreadLayer:
         if alike and self.world_size > 1:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
         return [schedule, *(Schedule.of(self.graph(rank, forward=forward)) for rank in range(1, self.world_size))]
+
+    def seconds(self, hardware: Hardware, *, forward: bool) -> float:
+        """What one direction takes on a machine: the end of a simulated run."""
+        kernel = self.choice(forward=forward).kernel
+        return simulate(self.schedules(forward=forward), hardware, seconds=lambda task: hardware.device.seconds(task, kernel)).end_s
 
     def sent_bytes(self, rank: int, *, forward: bool) -> int:
         """Bytes that a rank sends: with A = batch x seq_len x dim x input_bytes, W ranks and everything divisible

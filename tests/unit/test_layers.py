@@ -20,9 +20,9 @@ _SPLIT = ("ring-kv", "burst", "all-to-all", "two-level:1", "ring-naive")
 
 
 def _machine(flops_per_s: float, bytes_per_s: float, masked: float | None = None) -> Hardware:
-    work = Rate(launch_s=0.0, flops_per_s=flops_per_s, bytes_per_s=1e30, efficiency=1.0, masked=masked)
-    rest = Rate(launch_s=0.0, flops_per_s=1e30, bytes_per_s=1e30, efficiency=1.0)
-    return Hardware("test", Device(1 << 36, work, work, work, rest), Node(64, Link(0.0, bytes_per_s, 1.0, "full")))
+    work = Rate(launch_s=0.0, flops_per_s=flops_per_s, masked=masked)
+    rates = {"forward": work, "backward": work, "linear": work, "default": Rate(launch_s=0.0)}
+    return Hardware("test", Device(1 << 36, rates), Node(64, Link(0.0, bytes_per_s, 1.0, "full")))
 
 
 @pytest.mark.parametrize("strategy", [*TENSOR_PARALLEL, *_SPLIT])
@@ -67,23 +67,31 @@ def test_a_layer_takes_the_time_of_its_products_and_tiles(strategy: str) -> None
     cells = seq_len * seq_len * _SHAPE.num_heads * _SHAPE.head_dim
     slow = _machine(1e6, 1e30)
     for forward, flops in ((True, matrices + 4 * cells), (False, 2 * matrices + 10 * cells)):
-        assert simulate(layer.schedules(forward=forward), slow).end_s == pytest.approx(flops / world / 1e6, rel=1e-6)
+        assert layer.seconds(slow, forward=forward) == pytest.approx(flops / world / 1e6, rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", TENSOR_PARALLEL)
 def test_a_starved_layer_takes_the_time_of_its_bytes(strategy: str) -> None:
     layer = SpreadLayer(_SHAPE, 64, 4, strategy)
     for forward in (True, False):
-        took = simulate(layer.schedules(forward=forward), _machine(1e30, 1e6)).end_s
+        took = layer.seconds(_machine(1e30, 1e6), forward=forward)
         assert took == pytest.approx(layer.sent_bytes(0, forward=forward) / 1e6, rel=0.02)
+
+
+def test_a_strategy_with_a_kernel_of_its_own_takes_that_kernels_time() -> None:
+    machine = _machine(1e6, 1e30)
+    slower = replace(machine.device, rates={**machine.device.rates, "forward-untiled": Rate(launch_s=0.0, flops_per_s=1e5)})
+    tiled, untiled = (
+        SpreadLayer(_SHAPE, 64, 2, strategy).seconds(replace(machine, device=slower), forward=True)
+        for strategy in ("burst", "burst-untiled")
+    )
+    assert tiled < untiled
 
 
 def test_causal_tiles_are_masked_in_every_strategy() -> None:
     for strategy in (*TENSOR_PARALLEL, "burst"):
         full, causal = (SpreadLayer(_SHAPE, 64, 2, strategy, mask=mask) for mask in (Full(), Causal()))
-        times = [
-            simulate(layer.schedules(forward=True), _machine(1e6, 1e30, masked)).end_s for layer in (full, causal) for masked in (None, 0.5)
-        ]
+        times = [layer.seconds(_machine(1e6, 1e30, masked), forward=True) for layer in (full, causal) for masked in (None, 0.5)]
         assert times[0] == times[1]
         assert times[2] < times[3]
         assert times[2] < times[0]
@@ -106,11 +114,10 @@ def test_transfers_of_a_layer_hide_behind_gradients_of_weights() -> None:
     """The backward's all-reduces of tensor parallelism wait for nothing but their sums; the products beside them go on."""
     layer = SpreadLayer(_LARGE, 8192, 8, "tensor-parallel")
     machine = load_hardware("a100-sxm")
-    run = simulate(layer.schedules(forward=False), machine)
-    alone = sum(
-        machine.device.seconds(task) for task in layer.graph(0, forward=False).tasks if not task.is_exchange and task.op != ("agree", ())
+    alone = sum(machine.device.seconds(task) for task in layer.graph(0, forward=False).tasks if task.lane == "compute")
+    assert layer.seconds(machine, forward=False) < alone + layer.sent_bytes(0, forward=False) / (
+        machine.node.link.bytes_per_s * machine.node.link.efficiency
     )
-    assert run.end_s < alone + layer.sent_bytes(0, forward=False) / (machine.node.link.bytes_per_s * machine.node.link.efficiency)
 
 
 def test_memory_of_a_rank() -> None:
