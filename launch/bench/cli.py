@@ -192,24 +192,15 @@ def attention(num_ranks: int, parts: tuple[str, ...], repeats: int, max_tokens: 
 @click.option("--ffn-dim", default=1408, show_default=True, help="Width of the feed-forward.")
 @machine_options
 @click.option("--repeats", default=5, show_default=True, help="Runs of each strategy; medians are reported.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw tokens a second to this PNG.")
 @_OUT
-def layer(num_ranks: int, tokens: tuple[int, ...], repeats: int, plot: Path | None, out: Path | None, **sizes: int) -> None:
+def layer(num_ranks: int, tokens: tuple[int, ...], repeats: int, out: Path | None, **sizes: int) -> None:
     """One transformer layer over MPI ranks: a ring, all-to-all, and tensor parallelism without and with a split sequence."""
     from burst_rt.launch.run import launch
     from burst_rt.layers import LayerShape
 
     names = {"heads": "num_heads", "kv_heads": "num_kv_heads"}
     shape = LayerShape(**{names.get(name, name): size for name, size in sizes.items()})
-    options = [
-        "--shape",
-        json.dumps(vars(shape)),
-        "--repeats",
-        str(repeats),
-        *(word for length in tokens for word in ("--tokens", str(length))),
-    ]
-    options += [word for name, path in (("--out", out), ("--plot", plot)) if path for word in (name, str(path.absolute()))]
-    # Of the ranks each believes that it has a terminal.
-    options += ["--bar"] if sys.stderr.isatty() else []
+    options = ["--shape", json.dumps(vars(shape)), "--repeats", str(repeats), "--tokens", *(str(length) for length in tokens)]
+    options += ["--out", str(out.absolute())] if out else []
     if code := launch(["-m", "burst_rt.launch.bench.layer", *options], num_ranks=num_ranks, threads=1):
         sys.exit(code)

@@ -14,7 +14,7 @@ from jobs import run_job
 from layer_worlds import Outcome
 from tolerances import ERROR
 
-from burst_rt.layers import TENSOR_PARALLEL
+from burst_rt.launch.bench.layer import STRATEGIES
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -33,25 +33,22 @@ def test_every_result_is_that_of_the_whole_layer(num_ranks: int, tmp_path: Path)
 
 
 def test_the_benchmark_measures_every_strategy_and_says_which_cannot_be(tmp_path: Path) -> None:
-    out, plot = tmp_path / "layer.json", tmp_path / "layer.png"
-    sizes = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--ffn-dim", "33"]
-    files = ["--out", str(out), "--plot", str(plot)]
-    words = ["bench", "layer", "-n", "2", "--tokens", "40", "--tokens", "64", "--repeats", "1", *files, *sizes]
+    out = tmp_path / "layer.json"
+    sizes = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--ffn-dim"]
+    words = ["bench", "layer", "-n", "2", "--tokens", "40", "--tokens", "64", "--repeats", "1", "--out", str(out), *sizes]
     command = [sys.executable, "-P", "-m", "burst_rt.launch.main", *words]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(out.read_text(encoding="utf-8"))
-    assert "cpu" in results.pop("machine")
-    ((title, rows),) = results.items()
-    assert "2 ranks" in title
-    assert [(row["tokens"], row["strategy"]) for row in rows[:4]] == [(40, name) for name in ("burst", "all-to-all", *TENSOR_PARALLEL)]
-    assert len(rows) == 8
-    for row in rows:
-        if row["strategy"] in TENSOR_PARALLEL:
-            assert row["layer s"] is None
-            # Once for each length, by one rank.
-            assert done.stderr.count(f"left out: {row['strategy']}: the 2 ranks share ffn_dim") == 2
-        else:
-            assert min(row["forward s"], row["backward s"], row["tokens/s"], row["sent MiB"]) > 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for ffn_dim, strategies in (("48", STRATEGIES), ("33", STRATEGIES[:2])):
+        done = subprocess.run([*command, ffn_dim], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results = json.loads(out.read_text(encoding="utf-8"))
+        assert "cpu" in results.pop("machine")
+        (rows,) = (rows for title, rows in results.items() if f"ffn_dim {ffn_dim}; 2 ranks" in title)
+        assert [(row["tokens"], row["strategy"]) for row in rows] == [(n, strategy) for n in (40, 64) for strategy in strategies]
+        for row in rows:
+            assert min(row["forward s"], row["backward s"], row["tokens/s"], row["sent MiB"], row["planned MiB"]) > 0
             assert row["layer s"] == pytest.approx(row["forward s"] + row["backward s"])
-    assert plot.read_bytes().startswith(b"\x89PNG")
+        said = " ".join(done.stdout.split())
+        for strategy in STRATEGIES:
+            assert (f"left out: {strategy}: " in said) == (strategy not in strategies)
+    assert (tmp_path / "layer.layer-2.png").read_bytes().startswith(b"\x89PNG")
