@@ -77,6 +77,9 @@ def exposed(graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_l
         posted[end.rank][end.task] = max(both, posted[end.rank].get(end.task, 0.0))
     result = []
     for graph, known in zip(graphs, spans, strict=True):
+        if not known:
+            result.append(Idle(0.0, 0.0, 0.0))
+            continue
         start, stop = min(s.issued_s for s in known.values()), max(s.ended_s for s in known.values())
         gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in known.values() if s.lane == compute_lane))
         wire = _union((posted[graph.rank][t], known[t].ended_s) for t in posted[graph.rank])
