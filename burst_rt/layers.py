@@ -1,7 +1,7 @@
 """One transformer layer spread over ranks, as plain numbers and graphs: what it sends, holds, and takes in the simulator. Pure Python.
 
-The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary positions, grouped key/value heads, SwiGLU
-and no biases. It is spread in one of these ways:
+The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary positions, grouped key/value heads,
+SwiGLU and no biases. It is spread in one of these ways:
 
 * "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the feed-forward's width are split, and every
   rank holds the whole sequence. An all-reduce after attention and after the feed-forward; in the backward before them.
@@ -14,28 +14,32 @@ and no biases. It is spread in one of these ways:
 
 Sums of activations and gradients travel in the inputs' type, as Megatron's do.
 
-These graphs are for `simulate`, `check_world` and counting bytes: attention's own tasks are in them, without the arguments that tell a driver
-which tensors to take. `tensor_parallel.py` runs the same layer on tensors. There autograd waits for each collective in turn, while here all
-that does not depend on it goes on: gradients of weights hide transfers, as in Megatron.
+These graphs are for `simulate`, `check_world` and counting bytes: attention's own tasks are in them, without the arguments that tell a
+driver which tensors to take. `tensor_parallel.py` runs the same layer on tensors. There autograd waits for each collective in turn, while
+here all that does not depend on it goes on: gradients of weights hide transfers, as in Megatron.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from burst_rt.attention.layouts import Layout, make_layout
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import AGREE, Program, check_name, choose
+from burst_rt.attention.strategies import AGREE, Choice, Program, check_name, choose
 from burst_rt.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.errors import InputError
-from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part, Rotated, Schedule
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Hardware, Lane, Op, Part, Rotated, Schedule, simulate
 
-__all__ = ["TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
+__all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
+
+_Parts: TypeAlias = "Iterable[Buffer | Part]"
 
 TENSOR_PARALLEL = ("tensor-parallel", "tensor-parallel+sequence")
+# Where collectives add up: beside the products, as those of NCCL do. On the compute lane a sum would wait for a long product to end.
+_SUMS = Lane("sums", max_in_flight=1)
 # The two halves of a layer, and their weights: the norm, what goes in, what comes out.
 HALVES = {"attention": ("attention_norm", "qkv", "out"), "feed_forward": ("feed_forward_norm", "gate_up", "down")}
 
@@ -77,10 +81,10 @@ class LayerShape:
 class LayerMemory(NamedTuple):
     """Bytes of one layer on one rank.
 
-    weights. gradients: of the weights. activations: what the forward keeps for the backward: x and its normed form, twice; q, k, v; the
-    output of attention with its lse; gate, up and their product. No matrix of scores. working: what is there for a while, in whichever
-    of attention and the products needs more: attention's slots, sums and copies; gathered inputs and unsummed outputs.
-    Inference holds weights and working only.
+    weights. gradients: of the weights. activations: what the backward needs of the forward and does not compute again: x and its normed
+    form, twice; q, k, v; the output of attention with its lse; gate, up and their product; no matrix of scores. (Autograd keeps a little
+    more, such as the gate's silu.) working: what is there for a while, in whichever of attention and the products needs more: attention's
+    slots, sums and copies; gathered inputs and unsummed outputs. Inference holds weights and working only.
     """
 
     weights: int
@@ -108,7 +112,7 @@ class SpreadLayer:
     strategy: str
     batch: int = 1
     input_bytes: int = 2
-    mask: Mask = Causal()
+    mask: Mask = field(default_factory=Causal)
     kind: str = "zigzag"
     ranks_per_node: int = 1
 
@@ -159,13 +163,17 @@ class SpreadLayer:
         return names[:1] if self.gathers else () if self.tensor_parallel else names
 
     def program(self, *, forward: bool) -> Program:
+        """Attention's program; see `choice`."""
+        return self.choice(forward=forward).program
+
+    def choice(self, *, forward: bool) -> Choice:
         """Attention. Of tensor parallelism that of one rank: the whole sequence, its heads. Raises InputError as `choose` does."""
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
         heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
         sizes = (self.batch, heads, kv_heads, self.shape.head_dim, self.input_bytes, max(4, self.input_bytes))
         problem = Problem(layout, layout, self.mask, *sizes, (True, True, True))
         strategy = "ring-kv" if self.tensor_parallel else self.strategy
-        return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node).program
+        return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node)
 
     def graph(self, rank: int, *, forward: bool, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """One rank's graph of one direction."""
@@ -183,6 +191,11 @@ class SpreadLayer:
         if alike and self.world_size > 1:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
         return [schedule, *(Schedule.of(self.graph(rank, forward=forward)) for rank in range(1, self.world_size))]
+
+    def seconds(self, hardware: Hardware, *, forward: bool) -> float:
+        """What one direction takes on a machine: the end of a simulated run."""
+        kernel = self.choice(forward=forward).kernel
+        return simulate(self.schedules(forward=forward), hardware, seconds=lambda task: hardware.device.seconds(task, kernel)).end_s
 
     def sent_bytes(self, rank: int, *, forward: bool) -> int:
         """Bytes that a rank sends: with A = batch x seq_len x dim x input_bytes, W ranks and everything divisible
@@ -222,7 +235,7 @@ class _Builder:
     def __init__(self, layer: SpreadLayer, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.layer, self.shape, self.rank, self.lanes = layer, layer.shape, rank, lanes
         self.rows, self.own_rows = layer.rows(rank), layer.own_rows(rank)
-        self.g = GraphBuilder(rank, layer.world_size, lanes)
+        self.g = GraphBuilder(rank, layer.world_size, (*lanes, _SUMS))
         self.tag = 0
         self.agreed = self.g.buffer("agreed")
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
@@ -238,9 +251,9 @@ class _Builder:
                 attention = _Inserted(self.g, self.layer.program(forward=True), self.rank, self.lanes)
                 self._element("rotate", "rotate", self._rotated(), reads=[wide], writes=attention.bound)
                 attention.insert(self.agreed)
-                narrow: Sequence[Buffer | Part] = attention.bound
+                narrow: list[Part] = attention.bound
             else:
-                narrow = [self.g.buffer("feed_forward narrow")]
+                narrow = [self.g.buffer("feed_forward narrow")[0]]
                 self._element("gate", "gate", 3 * self._ffn(), reads=[wide], writes=narrow)
             out = self._terms(f"{half} out")
             self._product(half, "out", reads=narrow, writes=[out])
@@ -279,12 +292,10 @@ class _Builder:
         self._product(half, "in", reads=[dwide], writes=[dnormed])
         self._reduce(dnormed)
         self._product(half, "in", reads=[dwide, *whole], accumulates=[grads])
-        reads = [self._own(dnormed), self._own(dout)]
-        self._element(
-            f"{half} norm back", "norm", 4 * self.own_rows * self.shape.dim, reads=reads, writes=[self._own(dx)], accumulates=[norm_grad]
-        )
-        if norm_grad.name.endswith("summed"):
-            self.tag = all_reduce(self.g, norm_grad, tag=self.tag, reads=[self.agreed])
+        own, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.shape.dim
+        self._element(f"{half} norm back", "norm", count, reads=own, writes=[self._own(dx)], accumulates=[norm_grad])
+        if self.layer.summed(half):
+            self.tag = all_reduce(self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
     # Buffers.
 
@@ -311,15 +322,11 @@ class _Builder:
         return [part * self.layer.input_bytes for part in even_parts(count, self.layer.world_size)]
 
     def _gradients(self, half: str) -> tuple[Buffer, Buffer]:
-        """Of the norm's weight and of the two products': one buffer where they are summed over the ranks alike."""
+        """Of the norm's weight and of the two products': one buffer where both are summed over the ranks, or neither is."""
         summed = self.layer.summed(half)
-        own = None if len(summed) == len(HALVES[half]) else self.g.buffer(f"{half} gradients", initialised=True)
-        sizes = self._evenly(self.shape.num_weights(*summed)) if summed else []
-        shared = self.g.buffer(f"{half} gradients summed", parts=len(sizes), size_bytes=sizes, initialised=True) if summed else None
-        norm, products = shared or own, own or shared
-        assert norm is not None
-        assert products is not None
-        return norm, products
+        sizes = self._evenly(self.shape.num_weights(*summed)) if summed else [0]
+        norm = self.g.buffer(f"{half} gradients", parts=len(sizes), size_bytes=sizes, initialised=True)
+        return norm, norm if len(summed) != 1 else self.g.buffer(f"{half} gradients of products", initialised=True)
 
     # Tasks.
 
@@ -333,33 +340,16 @@ class _Builder:
     def _reduce(self, terms: Buffer) -> None:
         if self.layer.tensor_parallel:
             collective = reduce_scatter if self.layer.gathers else all_reduce
-            self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed])
+            self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
-    def _product(
-        self,
-        half: str,
-        side: str,
-        *,
-        reads: Iterable[Buffer | Part],
-        writes: Iterable[Buffer | Part] = (),
-        accumulates: Iterable[Buffer | Part] = (),
-    ) -> None:
+    def _product(self, half: str, side: str, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()) -> None:
         """A product of all rows with one of the half's weights, or the gradient of that weight, which takes as long."""
         weight = HALVES[half][1 if side == "in" else 2]
         flops = 2 * self.rows * self.shape.num_weights(weight) // self.layer.share
         name = f"{weight} gradient" if accumulates else weight
         self.g.compute(name, Op("linear", (weight,)), reads=reads, writes=writes, accumulates=accumulates, cost=Cost(flops))
 
-    def _element(
-        self,
-        name: str,
-        op: str,
-        count: int,
-        *,
-        reads: Iterable[Buffer | Part],
-        writes: Iterable[Buffer | Part] = (),
-        accumulates: Iterable[Buffer | Part] = (),
-    ) -> None:
+    def _element(self, name: str, op: str, count: int, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()) -> None:
         """What only reads and writes memory: `count` numbers."""
         cost = Cost(0, count * self.layer.input_bytes)
         self.g.compute(name, Op(op), reads=reads, writes=writes, accumulates=accumulates, cost=cost)

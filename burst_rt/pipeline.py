@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from burst_rt.drivers import Progress
-from burst_rt.errors import BurstError, InputError
+from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.scheduler import Graph, Schedule, Trace
 from burst_rt.transport import Memory
 
@@ -51,6 +51,10 @@ class Pipeline:
             if tensor is None or not tensor.is_contiguous() or tensor.nbytes < size:
                 got = "nothing" if tensor is None else f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
                 error = InputError(f"Pipeline.run: {part.name} must be a contiguous tensor of at least {size} bytes, got {got}")
+            elif tensor.device.type != "cpu" and self.context.machine.transport_name == "staged":
+                # Plans of attention are lowered to copies and chunks; a custom graph is run as it is.
+                why = f"Pipeline.run: {part.name} is on {tensor.device}, and custom pipelines are not staged"
+                error = ConfigError(f"{why}; use NCCL or an MPI that takes device memory (`burst-rt doctor`), or buffers on the CPU")
             else:
                 memory[part_id] = self.context.machine.memory(tensor)
         missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))

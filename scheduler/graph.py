@@ -216,7 +216,7 @@ class GraphBuilder:
         lane: str = COMPUTE.name,
     ) -> int:
         """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write, chained in program order."""
-        return self._add(name, lane, op, _ids(reads), _ids(writes), _ids(accumulates), (), (), cost)
+        return self._add(name, lane, op, self._ids(reads), self._ids(writes), self._ids(accumulates), (), (), cost)
 
     def exchange(
         self,
@@ -238,7 +238,7 @@ class GraphBuilder:
         if not outgoing and not incoming:
             raise InputError(f"GraphBuilder.exchange {name!r}: expected at least one send or receive, got none")
         # A part may be named by several messages (sent to two peers): an edge needs it once.
-        read = tuple(dict.fromkeys([*_ids(reads), *(m.part for m in outgoing)]))
+        read = tuple(dict.fromkeys([*self._ids(reads), *(m.part for m in outgoing)]))
         written = tuple(dict.fromkeys(m.part for m in incoming))
         if len(written) != len(incoming) or set(written) & set(read):
             raise InputError(f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, in one exchange")
@@ -266,9 +266,18 @@ class GraphBuilder:
             tuple(map(tuple, successors)),
         )
 
+    def _ids(self, accesses: Iterable[_Access]) -> tuple[int, ...]:
+        ids: dict[int, None] = {}
+        for access in accesses:
+            for part in access.parts if isinstance(access, Buffer) else (access,):
+                if part.id >= len(self._parts) or self._parts[part.id] is not part:
+                    raise InputError(f"GraphBuilder: {part.name} belongs to another builder; declare it with this one's `buffer`")
+                ids[part.id] = None
+        return tuple(ids)
+
     def _message(self, name: str, spec: _Send, tag: int) -> Message:
         access, peer = spec[0], spec[1]
-        ids = _ids([access])
+        ids = self._ids([access])
         if len(ids) != 1:
             raise InputError(f"GraphBuilder.exchange {name!r}: a message carries one part, got a buffer of {len(ids)}; name one part each")
         size = spec[2] if len(spec) == 3 else self._parts[ids[0]].size_bytes
@@ -311,11 +320,3 @@ class GraphBuilder:
         self._tasks.append(Task(task, name, lane, op, reads, writes, accumulates, sends, recvs, cost))
         self._predecessors.append(tuple(sorted(before)))
         return task
-
-
-def _ids(accesses: Iterable[_Access]) -> tuple[int, ...]:
-    ids: dict[int, None] = {}
-    for access in accesses:
-        for part in access.parts if isinstance(access, Buffer) else (access,):
-            ids[part.id] = None
-    return tuple(ids)

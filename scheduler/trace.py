@@ -91,7 +91,7 @@ def exposed(graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_l
         Idle(
             sum(w.ended_s - w.started_s for w in own if w.on_wire),
             sum(w.ended_s - w.started_s for w in own if not w.on_wire),
-            max(s.ended_s for s in trace) - min(s.issued_s for s in trace),
+            max((s.ended_s for s in trace), default=0.0) - min((s.issued_s for s in trace), default=0.0),
         )
         for own, trace in zip(found, spans, strict=True)
     ]
@@ -123,6 +123,9 @@ def waits(traces: Sequence[Iterable[Span]], matched: Mapping[Endpoint, Endpoint]
         posted[end.rank][end.task] = max((both, source.rank), posted[end.rank].get(end.task, (0.0, -1)))
     result = []
     for known, own in zip(spans, posted, strict=True):
+        if not known:
+            result.append([])
+            continue
         start, stop = min(s.issued_s for s in known.values()), max(s.ended_s for s in known.values())
         gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in known.values() if s.lane == compute_lane))
         wire = _union((both, known[t].ended_s) for t, (both, _) in own.items())

@@ -40,7 +40,8 @@ def burst_attention(
     mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq != Skv the last query stands at the
     last key: query i sees keys j <= i + Skv - Sq. kv_layout: where k and v differ from q in length or kind. scale: of the scores, default
     1 / sqrt(head_dim). strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "all-to-all", "hybrid[:N]" (see
-    `attention.strategies`), or "auto" ("ring-kv" or "burst", the fewer bytes; see `explain`). return_lse: also return lse.
+    `attention.strategies`), or "auto": what is forecast to be fastest where `burst-rt calibrate` has measured the machine (up to 64 ranks),
+    else "ring-kv" or "burst", the fewer bytes; see `explain`. return_lse: also return lse.
 
     Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for float64 inputs, else float32),
     differentiable. A query that sees no key gets out 0, lse -inf and zero gradients.
@@ -55,7 +56,8 @@ def burst_attention(
         return (out, lse) if return_lse else out
     try:
         spec = _make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v))
-        check_call(spec, q, k, v)
+        if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+            check_call(spec, q, k, v)  # raises; the op checks tensors itself, and nothing else gets as far as that
     except InputError as error:
         _refuse(error, layout, kv_layout)
     out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))  # type: ignore[no-untyped-call]

@@ -132,6 +132,8 @@ class CpuKernel:
     ) -> int:
         """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its own buffers."""
         size = sum_dtype(dtype).itemsize
+        if not forward:
+            head_dim += 1  # the channel more that some rows need
         kv_heads = min(num_kv_heads, torch.get_num_threads())
         q_part = batch * min(q_len, _Q_PART) * kv_heads * (num_heads // num_kv_heads) * head_dim * size
         kv_part = batch * min(kv_len, _KV_PART) * kv_heads * head_dim * size

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import burst_rt
+from burst_rt.launch.bench.plots import draw_bars
 from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import slowest_s
+from burst_rt.launch.bench.timing import progress, slowest_s
 from burst_rt.scheduler import exposed
 
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
@@ -351,12 +352,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     bench = Bench(options.repeats, options.max_tokens)
-    for part in options.part or TITLES:
-        rows: Rows = getattr(bench, part)()
-        if bench.ctx.rank == 0 and rows:
-            publish(
-                f"{TITLES[part]}, {bench.ctx.world_size} ranks x 1 thread", rows, options.out, f"medians of {options.repeats}, interleaved"
-            )
+    parts, first = options.part or list(TITLES), bench.ctx.rank == 0
+    with progress(first, len(parts)) as step:
+        for part in parts:
+            step(part)
+            rows: Rows = getattr(bench, part)()
+            if first and rows:
+                title = f"{TITLES[part]}, {bench.ctx.world_size} ranks x 1 thread"
+                publish(title, rows, options.out, f"medians of {options.repeats}, interleaved")
+                if options.out and part in ("speed", "bf16"):
+                    png = options.out.with_suffix(f".{part}.png")
+                    draw_bars(png, rows, ["ranks s", "torch s"], label=lambda row: f"{row['tokens']:,} {row['mask']}", title=title)
     bench.ctx.close()
 
 

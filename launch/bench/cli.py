@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -164,7 +165,7 @@ def _strategies(part: str, num_ranks: int, tokens: tuple[int, ...], shape: list[
 @_OUT
 def every(ctx: click.Context, out: Path | None) -> None:
     """All of them that need no GPU, with their defaults (an hour or two)."""
-    for each in (engine, attention, strategies, predict, scaling, paper, aot):
+    for each in (engine, attention, layer, strategies, predict, scaling, paper, aot):
         ctx.invoke(each, out=out)
 
 
@@ -201,4 +202,29 @@ def attention(num_ranks: int, parts: tuple[str, ...], repeats: int, max_tokens: 
 
     options = ["--repeats", str(repeats), "--max-tokens", str(max_tokens)] + (["--out", str(out.absolute())] if out else [])
     argv = ["-m", "burst_rt.launch.bench.attention", *options, *(word for part in parts for word in ("--part", part))]
-    sys.exit(launch(argv, num_ranks=num_ranks, threads=1))
+    if code := launch(argv, num_ranks=num_ranks, threads=1):
+        sys.exit(code)
+
+
+@command.command()
+@click.option("-n", "--num-ranks", default=2, show_default=True, help="Ranks, one thread each.")
+@click.option("--tokens", multiple=True, type=click.IntRange(min=1), default=(1024, 2048, 4096), show_default=True, help="May be repeated.")
+@click.option("--dim", default=512, show_default=True, help="Width of the residual stream.")
+@click.option("--heads", default=8, show_default=True, help="Query heads.")
+@click.option("--kv-heads", default=8, show_default=True, help="Key and value heads.")
+@click.option("--head-dim", default=64, show_default=True, help="Width of a head.")
+@click.option("--ffn-dim", default=1408, show_default=True, help="Width of the feed-forward.")
+@machine_options
+@click.option("--repeats", default=5, show_default=True, help="Runs of each strategy; medians are reported.")
+@_OUT
+def layer(num_ranks: int, tokens: tuple[int, ...], repeats: int, out: Path | None, **sizes: int) -> None:
+    """One transformer layer over MPI ranks: a ring, all-to-all, and tensor parallelism without and with a split sequence."""
+    from burst_rt.launch.run import launch
+    from burst_rt.layers import LayerShape
+
+    names = {"heads": "num_heads", "kv_heads": "num_kv_heads"}
+    shape = LayerShape(**{names.get(name, name): size for name, size in sizes.items()})
+    options = ["--shape", json.dumps(vars(shape)), "--repeats", str(repeats), "--tokens", *(str(length) for length in tokens)]
+    options += ["--out", str(out.absolute())] if out else []
+    if code := launch(["-m", "burst_rt.launch.bench.layer", *options], num_ranks=num_ranks, threads=1):
+        sys.exit(code)

@@ -20,8 +20,8 @@ def main(worlds: Sequence[int], tokens: int, heads: int, repeats: int, out: Path
     series = {"strong": dict.fromkeys(worlds, tokens), "weak": {n: tokens // 2 * n for n in worlds}}
     took: dict[tuple[int, int], dict[str, float]] = {}
     for num_ranks in worlds:
-        for row in _job(num_ranks, sorted({lengths[num_ranks] for lengths in series.values()}), heads, repeats):
-            took.setdefault((num_ranks, int(row["tokens"])), {})[str(row["mask"])] = float(row["seconds"])
+        for found in _job(num_ranks, sorted({lengths[num_ranks] for lengths in series.values()}), heads, repeats):
+            took.setdefault((num_ranks, int(found["tokens"])), {})[str(found["mask"])] = float(found["seconds"])
     for name, lengths in series.items():
         rows: list[dict[str, Cell]] = []
         first = worlds[0]

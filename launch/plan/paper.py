@@ -60,15 +60,15 @@ def main(out: Path | None) -> None:
         "simulated on a100-pcie; V1: tensor-parallel, V3: tensor-parallel+sequence, naive: ring-naive, untiled: burst-untiled",
     )
     tokens, world = _TRAINING
-    found = [forecast_model(model, name, world, tokens, hardware, "train", mask=mask) for name, mask in _TRAINED]
-    base = next(f for f in found if f.strategy == STRATEGIES[1])
+    trained = [forecast_model(model, name, world, tokens, hardware, "train", mask=mask) for name, mask in _TRAINED]
+    base = next(f for f in trained if f.strategy == STRATEGIES[1])
     rows = [
         {
             "strategy": f.strategy, "mask": f.mask, "step s": f.time_s, "times as fast as V3": (base.time_s or 0) / f.time_s,
             "sent GB": f.sent_bytes / 1e9, "less sent %": 100 * (1 - f.sent_bytes / base.sent_bytes), "memory GB": f.memory_bytes / 1e9,
             "activations": "computed again" if f.recompute else "kept",
         }
-        for f in found
+        for f in trained
         if f.time_s is not None
     ]  # fmt: skip
     publish(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burst_rt.launch.train.config import ModelConfig
+from burst_rt.rotary import rotate, rotations
 
 __all__ = ["Attend", "Decoder"]
 
@@ -40,7 +41,7 @@ class Decoder(nn.Module):
 
         `positions_S` are the tokens' global positions (int64), in the order of the tokens; `attend` must be causal in them.
         """
-        cos_SF, sin_SF = _rotations(positions_S, self.config)
+        cos_SF, sin_SF = (part.float() for part in rotations(positions_S, self.config.head_dim, self.config.rope_theta))
         x_BSD = self.embed(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD, cos_SF, sin_SF, attend)
@@ -80,7 +81,7 @@ class _Attention(nn.Module):
         q_BSHE = self.query(x_BSD).unflatten(-1, (self.heads, self.head_dim))
         k_BSGE = self.key(x_BSD).unflatten(-1, (self.kv_heads, self.head_dim))
         v_BSGE = self.value(x_BSD).unflatten(-1, (self.kv_heads, self.head_dim))
-        o_BSHE = attend(_rotate(q_BSHE, cos_SF, sin_SF), _rotate(k_BSGE, cos_SF, sin_SF), v_BSGE)
+        o_BSHE = attend(rotate(q_BSHE, cos_SF, sin_SF), rotate(k_BSGE, cos_SF, sin_SF), v_BSGE)
         y_BSD: Tensor = self.out(o_BSHE.flatten(-2))
         return y_BSD
 
@@ -109,18 +110,3 @@ class _Block(nn.Module):
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_SF, sin_SF, attend)
         y_BSD: Tensor = x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD))
         return y_BSD
-
-
-def _rotations(positions_S: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [tokens, head_dim / 2], fp32, of the rotary angles (RoFormer, arXiv 2104.09864)."""
-    # The angle is formed in fp64: at a position of a million, fp32 would be off by hundredths of a radian.
-    exponents_F = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions_S.device) / config.head_dim
-    angles_SF = positions_S.to(torch.float64)[:, None] * config.rope_theta**-exponents_F
-    return angles_SF.cos().float(), angles_SF.sin().float()
-
-
-def _rotate(x_BSHE: Tensor, cos_SF: Tensor, sin_SF: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of each head by the token's angles; the dtype stays."""
-    a_BSHF, b_BSHF = x_BSHE.chunk(2, dim=-1)
-    cos, sin = cos_SF[None, :, None, :], sin_SF[None, :, None, :]
-    return torch.cat((a_BSHF * cos - b_BSHF * sin, b_BSHF * cos + a_BSHF * sin), dim=-1).to(x_BSHE.dtype)

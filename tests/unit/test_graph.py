@@ -107,6 +107,16 @@ def test_accumulations_into_one_part_form_a_chain_in_program_order() -> None:
     assert g.build().predecessors == ((), (), *((i - 2,) for i in ids[2:]))
 
 
+def test_memory_of_another_builder_is_refused() -> None:
+    g, other = GraphBuilder(0, 2), GraphBuilder(0, 2)
+    g.buffer("x", size_bytes=4)
+    for foreign in (other.buffer("x", size_bytes=4), other.buffer("y", size_bytes=4)[0]):
+        with pytest.raises(InputError, match="belongs to another builder"):
+            g.compute("task", Op("op"), reads=[foreign])
+        with pytest.raises(InputError, match="belongs to another builder"):
+            g.exchange("hop", sends=[(foreign, 1)], tag=0)
+
+
 def test_naming_a_buffer_names_all_its_parts() -> None:
     g = GraphBuilder(0, 1)
     buffer = g.buffer("b", parts=3, size_bytes=(1, 2, 3))

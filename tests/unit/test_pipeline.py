@@ -71,6 +71,20 @@ def test_a_buffer_too_small_on_one_rank_is_refused_on_all() -> None:
         assert "there[0] must be a contiguous tensor of at least 64 bytes, got 60 bytes" in str(error)
 
 
+def test_device_memory_is_not_staged() -> None:
+    def call(ctx: Context) -> str:
+        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+        ctx.machine.transport_name = "staged"
+        # "meta" stands for a GPU: it is no CPU either.
+        buffers = {name: torch.zeros(16, device="meta" if ctx.rank else "cpu") for name in ("here", "there")}
+        with pytest.raises(ConfigError) as caught:
+            pipeline.run(buffers=buffers, ops={"add": lambda name: None})
+        return str(caught.value)
+
+    for message in burst_rt.run_local(2, call):
+        assert "rank 1: Pipeline.run: there[0] is on meta, and custom pipelines are not staged" in message
+
+
 def test_another_graph_on_one_rank_is_refused_on_all() -> None:
     for error in burst_rt.run_local(3, lambda ctx: failure(ctx, odd=True)):
         assert type(error) is ContractMismatch

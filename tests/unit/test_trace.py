@@ -128,3 +128,7 @@ def test_an_incomplete_trace_is_refused() -> None:
     whole = _spans(graphs[1], (0, 0, 1), (0, 0, 1), (0, 1, 2))
     with pytest.raises(InputError, match="rank 0 has 2 spans for 3 tasks"):
         exposed(graphs, [_spans(graphs[0], (0, 0, 1), (0, 0, 1)), whole])
+
+
+def test_a_rank_without_tasks_is_never_idle() -> None:
+    assert exposed([GraphBuilder(0, 1).build()], [[]]) == [Idle(0.0, 0.0, 0.0)]
