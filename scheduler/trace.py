@@ -121,7 +121,7 @@ def waits(traces: Sequence[Iterable[Span]], matched: Mapping[Endpoint, Endpoint]
     for end, source in matched.items():
         both = max(spans[end.rank][end.task].issued_s, spans[source.rank][source.task].issued_s)
         posted[end.rank][end.task] = max((both, source.rank), posted[end.rank].get(end.task, (0.0, -1)))
-    result = []
+    result: list[list[Wait]] = []
     for known, own in zip(spans, posted, strict=True):
         if not known:
             result.append([])
