@@ -444,7 +444,7 @@ def _span_view(rank: int, call: Kept, plan: Plan, s: Span) -> SpanView:
     task = plan.tasks[s.task]
     return SpanView(
         rank, call.group, call.number, plan.kind, s.task, s.name, s.lane, task.op, task.hop, s.issued_s, s.started_s, s.ended_s,
-        s.size_bytes, s.flops,
+        s.size_bytes, s.flops, call.plan, len(task.sends), len(task.recvs),
     )  # fmt: skip
 
 

@@ -139,7 +139,10 @@ class SeriesView(msgspec.Struct):
 
 
 class SpanView(msgspec.Struct, array_like=True):
-    """A task as it ran. In JSON an array in this order. call: number in its group; hop: -1 where it has none."""
+    """A task as it ran. In JSON an array in this order. call: number in its group; hop: -1 where it has none; plan: of the rank.
+
+    sends, receives: messages of the task.
+    """
 
     rank: int
     group: str
@@ -155,6 +158,9 @@ class SpanView(msgspec.Struct, array_like=True):
     ended_s: float
     size_bytes: int
     flops: int
+    plan: int
+    sends: int
+    receives: int
 
 
 class WaitView(msgspec.Struct, array_like=True):
