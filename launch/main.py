@@ -23,6 +23,8 @@ _COMMANDS = {
     "simulate": ("burst_rt.launch.plan.cli:simulate", "Time, communication and memory of one strategy on such a machine."),
     "calibrate": ("burst_rt.launch.plan.cli:calibrate", 'Measure this machine, for plan, simulate and strategy="auto".'),
     "bench": ("burst_rt.launch.bench.cli:command", "Run the project's benchmarks on this machine."),
+    "dashboard": ("burst_rt.launch.dashboard:command", "Show a running job, or a record, in a browser."),
+    "top": ("burst_rt.launch.top:command", "Show a running job, or a record, in this terminal."),
     "trace": ("burst_rt.launch.trace:command", "A recorded run as a trace for Perfetto, or its longest stalls and why."),
     "doctor": ("burst_rt.launch.doctor:command", "Say what this machine has for a job and what to do about what is missing."),
 }

@@ -164,11 +164,15 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
         return
     one_host = not any(name in os.environ for name in _BATCH_VARIABLES) and not any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
     try:
-        hub = start_hub(one_host=one_host, record=settings.record, held=True)
+        hub = start_hub(
+            one_host=one_host, record=settings.record, held=True, dashboard=settings.dashboard, metrics_port=settings.metrics_port
+        )
     except (ConfigError, OSError) as error:
         print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)
         yield {TELEMETRY_VARIABLE: "0"}
         return
+    for link in hub.links:
+        print(f"burst-rt: {link}", file=sys.stderr, flush=True)
     try:
         yield hub.environment()
     finally:

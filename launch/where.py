@@ -1,4 +1,4 @@
-"""`--device`, `--transport`, `--telemetry`, `--record`, as every command that starts ranks has them: they go to ranks by environment.
+"""`--device`, `--transport`, `--telemetry`, `--record`, `--dashboard`, as every command that starts ranks has them: they go to ranks by environment.
 
 `burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they work for any program.
 """
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from burst_rt.telemetry.wire import RECORD_VARIABLE, TELEMETRY_VARIABLE
+from burst_rt.telemetry.wire import DASHBOARD_VARIABLE, METRICS_VARIABLE, RECORD_VARIABLE, TELEMETRY_VARIABLE
 
 __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
 
@@ -30,16 +30,22 @@ def _export(_: click.Context, parameter: click.Parameter, value: str | None) -> 
         os.environ[VARIABLES[parameter.name]] = value
 
 
-def _ask(_: click.Context, parameter: click.Parameter, value: bool | str | None) -> None:
-    if value:
+def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str | None) -> None:
+    if value or value == 0 and parameter.name == "metrics_port":
         # An address may be there already: of the hub of whoever started this.
         os.environ.setdefault(TELEMETRY_VARIABLE, "1")
         if parameter.name == "record":
             os.environ[RECORD_VARIABLE] = os.path.abspath(str(value))
+        elif parameter.name == "dashboard":
+            os.environ.setdefault(DASHBOARD_VARIABLE, "1")
+        elif parameter.name == "dashboard_at":
+            os.environ[DASHBOARD_VARIABLE] = str(value)
+        elif parameter.name == "metrics_port":
+            os.environ[METRICS_VARIABLE] = str(value)
 
 
 def telemetry_options(command: _F) -> _F:
-    """Adds `--telemetry` and `--record` to a command; they go into the environment, and so to the ranks it starts."""
+    """Adds `--telemetry`, `--record` and the dashboard's options to a command; they go into the environment, and so to its ranks."""
     telemetry = click.option(
         "--telemetry",
         is_flag=True,
@@ -55,7 +61,25 @@ def telemetry_options(command: _F) -> _F:
         callback=_ask,
         help="Record all of that; see `burst-rt trace`.",
     )
-    return telemetry(record(command))
+    dashboard = click.option(
+        "--dashboard", is_flag=True, expose_value=False, callback=_ask, help="Show all of that in a browser: prints a link."
+    )
+    at = click.option(
+        "--dashboard-at",
+        metavar="[HOST:]PORT",
+        expose_value=False,
+        callback=_ask,
+        help="The dashboard's address. Another host than loopback lets others connect. [default: 127.0.0.1:8870, or a free port]",
+        show_default=False,
+    )
+    metrics = click.option(
+        "--metrics-port",
+        type=click.IntRange(0, 65535),
+        expose_value=False,
+        callback=_ask,
+        help="Serve Prometheus' /metrics on this loopback port, without a token.",
+    )
+    return telemetry(record(dashboard(at(metrics(command)))))
 
 
 def machine_options(command: _F) -> _F:

@@ -19,15 +19,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from burst_rt.errors import ProtocolError
+from burst_rt.errors import BurstError, ProtocolError
+from burst_rt.telemetry.jobs import announce
 from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Heartbeat, Hello, Notice, Pong, Presence, Severity, ToRank
 from burst_rt.telemetry.record import Recorder
 from burst_rt.telemetry.state import State
 from burst_rt.telemetry.views import EventView, SeriesView, Snapshot, TimelineView
 from burst_rt.telemetry.wire import SECRET_VARIABLE, Frames, frame
+
+if TYPE_CHECKING:
+    from burst_rt.dashboard.server import Served
 
 __all__ = ["Hub", "main"]
 
@@ -39,6 +44,8 @@ _LINGER_S = 1.0
 _SECRET_DEADLINE_S = 5.0
 _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
+# For viewers to be told that the job has ended.
+_CLOSING_S = 1.5
 
 _log = logging.getLogger("burst_rt.telemetry")
 _LEVELS = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING, Severity.ERROR: logging.ERROR}
@@ -52,7 +59,7 @@ class Hub:
         self.recorder = recorder
         self.notify = notify
         self._began_s = time.perf_counter()
-        self._secret = secret
+        self.secret = secret
         self._logged = 0
         self.connections: set[_Connection] = set()
         self.ranks: dict[int, _Connection] = {}
@@ -65,7 +72,7 @@ class Hub:
 
     def knows(self, secret: str) -> bool:
         """Whether it is the job's secret."""
-        return hmac.compare_digest(secret.encode(), self._secret.encode())
+        return hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def apply(self, rank: int, message: FromRank | Presence, payload: bytes | None = None) -> None:
         """One message into the model, the record and the log."""
@@ -201,7 +208,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(frame(msgspec.json.encode(self._hub.answer(ask))))
 
 
-async def serve(hub: Hub, listen: str, folder: Path, held: bool) -> None:
+async def serve(hub: Hub, listen: str, folder: Path, held: bool, dashboard: str = "", metrics_port: int | None = None) -> None:
     """Serves until the job has ended. held: whoever started the hub holds its standard input open, and the hub stays while it does."""
     loop = asyncio.get_running_loop()
     if listen == "unix":
@@ -220,7 +227,11 @@ async def serve(hub: Hub, listen: str, folder: Path, held: bool) -> None:
         loop.add_reader(0, released.set)
     else:
         released.set()
-    print(address, flush=True)
+    shown = _show(hub, dashboard, metrics_port)
+    showing = asyncio.create_task(shown.run()) if shown is not None else None
+    announced = _announce(address, hub)
+    # One line, told to whoever started the hub.
+    print("\t".join([address, *(shown.told if shown is not None else ())]), flush=True)
     # Whoever started the hub has read all there is to read.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     async with server:
@@ -229,11 +240,40 @@ async def serve(hub: Hub, listen: str, folder: Path, held: bool) -> None:
             hub.tick()
             for stranger in [c for c in hub.connections if not c.known and hub.now_s() - c.since_s > _SECRET_DEADLINE_S]:
                 stranger.abort()
+    if announced is not None:
+        announced.unlink(missing_ok=True)
+    if shown is not None and showing is not None:
+        shown.close()
+        await asyncio.wait([showing], timeout=_CLOSING_S)
+
+
+def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
+    """The dashboard, where it is asked for; without it telemetry goes on."""
+    if not dashboard and metrics_port is None:
+        return None
+    from burst_rt.dashboard.reader import StateReader
+    from burst_rt.dashboard.server import Served, Where
+
+    try:
+        return Served(StateReader(hub.state, hub.now_s), Where.parse(dashboard, metrics_port))
+    except BurstError as error:
+        _log.error("no dashboard: %s", error)
+        return None
+
+
+def _announce(address: str, hub: Hub) -> Path | None:
+    try:
+        return announce(address, hub.secret)
+    except (OSError, BurstError) as error:
+        _log.warning("this job cannot be found by --attach: %s", error)
+        return None
 
 
 def _over(hub: Hub, released: bool, held: bool) -> bool:
     alone_s = hub.now_s() - hub.empty_since_s
-    return released and not hub.connections and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
+    # Viewers do not hold up whoever holds the hub.
+    there = hub.ranks if held else hub.connections
+    return released and not there and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
 
 
 def main() -> None:
@@ -243,6 +283,8 @@ def main() -> None:
     parser.add_argument("--record", default="")
     parser.add_argument("--held", action="store_true", help="stay while standard input is open")
     parser.add_argument("--log", action="store_true", help="log to standard error; else warnings go to the first rank's log")
+    parser.add_argument("--dashboard", default="", help='"1", or [HOST:]PORT')
+    parser.add_argument("--metrics-port", type=int)
     options = parser.parse_args()
     from burst_rt import __version__
 
@@ -257,7 +299,7 @@ def main() -> None:
             hub.state.record = ""
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
     try:
-        asyncio.run(serve(hub, options.listen, folder, options.held))
+        asyncio.run(serve(hub, options.listen, folder, options.held, options.dashboard, options.metrics_port))
     finally:
         if hub.recorder is not None:
             hub.recorder.close()

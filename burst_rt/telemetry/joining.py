@@ -130,11 +130,14 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
     from burst_rt.telemetry.starting import start_hub
 
     try:
-        hub = start_hub(one_host=len({wished.host for wished in wishes}) == 1, record=settings.record)
+        one_host = len({wished.host for wished in wishes}) == 1
+        hub = start_hub(one_host=one_host, record=settings.record, dashboard=settings.dashboard, metrics_port=settings.metrics_port)
     except (BurstError, OSError) as error:
         _log.warning("no telemetry: %s", error)
         return b""
     hub.forget()
+    for link in hub.links:
+        print(f"burst-rt: {link}", file=sys.stderr, flush=True)
     return f"{hub.address} {hub.secret}".encode()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from burst_rt.errors import ConfigError
-from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
+from burst_rt.telemetry.wire import DASHBOARD_VARIABLE, METRICS_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
 
 __all__ = ["RunningHub", "scrubbed", "start_hub"]
 
@@ -28,10 +28,11 @@ _MPI_PREFIXES = ("OMPI_", "OPAL_", "PMIX_", "PMI_", "PRTE_", "MPI_", "MPIR_", "M
 
 @dataclass
 class RunningHub:
-    """A hub that listens."""
+    """A hub that listens. links: what it shows to people, in words: a dashboard, metrics."""
 
     address: str
     secret: str
+    links: list[str]
     _process: subprocess.Popen[bytes]
 
     def environment(self) -> dict[str, str]:
@@ -59,21 +60,23 @@ class RunningHub:
 
 def scrubbed(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The environment without what makes a process a rank, and without settings of telemetry."""
-    own = (TELEMETRY_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE)
+    own = (TELEMETRY_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE, DASHBOARD_VARIABLE, METRICS_VARIABLE)
     return {name: value for name, value in environment if not name.startswith(_MPI_PREFIXES) and name not in own}
 
 
-def start_hub(*, one_host: bool, record: str = "", held: bool = False) -> RunningHub:
+def start_hub(*, one_host: bool, record: str = "", held: bool = False, dashboard: str = "", metrics_port: str = "") -> RunningHub:
     """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError where it does not.
 
     one_host: all ranks are on this host (a Unix socket); else it listens with TCP on all interfaces, behind the job's secret. record: a
     file. held: it lives at least as long as this process does or until `release`, and logs to this process's standard error; else it ends
-    with its last rank.
+    with its last rank. dashboard: "1" or [HOST:]PORT; metrics_port: of `/metrics`; "" for none.
     """
     secret = secrets.token_urlsafe(24)
     command = [sys.executable, "-P", "-m", "burst_rt.telemetry.hub", "--listen", "unix" if one_host else "0.0.0.0"]
     command += ["--record", os.path.abspath(record)] if record else []
     command += ["--held", "--log"] if held else []
+    command += ["--dashboard", dashboard] if dashboard else []
+    command += ["--metrics-port", metrics_port] if metrics_port else []
     process = subprocess.Popen(
         command,
         env=scrubbed(os.environ.items()) | {SECRET_VARIABLE: secret, "OMP_NUM_THREADS": "1"},
@@ -82,12 +85,12 @@ def start_hub(*, one_host: bool, record: str = "", held: bool = False) -> Runnin
         stderr=None if held else subprocess.DEVNULL,
         start_new_session=True,
     )
-    address = _read_line(process)
+    address, *links = _read_line(process).split("\t")
     if not address:
         process.kill()
         process.wait()
         raise ConfigError(f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; try: {' '.join(command)}")
-    return RunningHub(address, secret, process)
+    return RunningHub(address, secret, links, process)
 
 
 def _read_line(process: subprocess.Popen[bytes]) -> str:

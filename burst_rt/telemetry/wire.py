@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 from burst_rt.errors import InputError, ProtocolError
 
-__all__ = ["RECORD_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "Frames", "Settings", "connect", "frame", "read_settings"]
+__all__ = ["DASHBOARD_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "Frames", "Settings", "connect", "frame", "read_settings"]
 
 # "1": on; an address: on, with a hub that runs already; "0" or nothing: off.
 TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"
 SECRET_VARIABLE = "BURST_RT_TELEMETRY_SECRET"
 # A file to record to; asks for telemetry.
 RECORD_VARIABLE = "BURST_RT_RECORD"
+# "1": a dashboard; [HOST:]PORT: there. And a port for `/metrics` alone. Both ask for telemetry.
+DASHBOARD_VARIABLE = "BURST_RT_DASHBOARD"
+METRICS_VARIABLE = "BURST_RT_METRICS_PORT"
 
 _LENGTH = 4
 # A plan of thousands of tasks takes half a megabyte.
@@ -28,21 +31,25 @@ _MAX_FRAME_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """asked: telemetry is wanted. address, secret: of a hub that runs, else "". record: a file, else ""."""
+    """asked: telemetry is wanted. address, secret: of a hub that runs, else "". record: a file, else "". dashboard, metrics_port: as in
+    the environment, else ""."""
 
     asked: bool
     address: str = ""
     secret: str = ""
     record: str = ""
+    dashboard: str = ""
+    metrics_port: str = ""
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """What the environment asks for."""
     word, record = environment.get(TELEMETRY_VARIABLE, ""), environment.get(RECORD_VARIABLE, "")
-    if word in ("0", "off", "no") or not (word or record):
+    shown, port = environment.get(DASHBOARD_VARIABLE, ""), environment.get(METRICS_VARIABLE, "")
+    if word in ("0", "off", "no") or not (word or record or shown or port):
         return Settings(False)
     address = word if word.startswith(("unix:", "tcp:")) else ""
-    return Settings(True, address, environment.get(SECRET_VARIABLE, ""), record)
+    return Settings(True, address, environment.get(SECRET_VARIABLE, ""), record, shown, port)
 
 
 def frame(payload: bytes) -> bytes:

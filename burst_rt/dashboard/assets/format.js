@@ -1,0 +1,59 @@
+// Numbers for people: three digits that matter, and a unit.
+
+const DECIMAL = ["", "k", "M", "G", "T", "P"];
+
+function scaled(value, step, names) {
+  let i = 0;
+  let size = Math.abs(value);
+  while (size >= step * 0.9995 && i < names.length - 1) { size /= step; i += 1; }
+  return [Math.sign(value) * size, names[i]];
+}
+
+function digits(value) {
+  const size = Math.abs(value);
+  return value.toFixed(size >= 100 || size === 0 ? 0 : size >= 10 ? 1 : 2);
+}
+
+export function count(value) {
+  const [size, prefix] = scaled(value, 1000, DECIMAL);
+  return prefix === "" ? (Number.isInteger(value) ? String(value) : digits(value)) : `${digits(size)} ${prefix}`;
+}
+
+export function bytes(value) {
+  const [size, unit] = scaled(value, 1000, ["B", "kB", "MB", "GB", "TB", "PB"]);
+  return `${unit === "B" ? Math.round(size) : digits(size)} ${unit}`;
+}
+
+export const rate = (value) => `${bytes(value)}/s`;
+export const percent = (value) => `${value < 9.95 && value > 0 ? value.toFixed(1) : Math.round(value)} %`;
+
+export function seconds(value) {
+  const size = Math.abs(value);
+  if (size === 0) return "0 s";
+  if (size < 1e-3) return `${digits(value * 1e6)} µs`;
+  if (size < 1) return `${digits(value * 1e3)} ms`;
+  return size < 100 ? `${digits(value)} s` : clock(value);
+}
+
+export function clock(value) {
+  const whole = Math.max(0, Math.floor(value));
+  const two = (n) => String(n).padStart(2, "0");
+  const hours = Math.floor(whole / 3600);
+  return `${hours ? `${hours}:` : ""}${hours ? two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)}:${two(whole % 60)}`;
+}
+
+// By the unit of a metric (telemetry/metrics.py).
+export function measure(value, unit) {
+  if (value == null || Number.isNaN(value)) return "";
+  switch (unit) {
+    case "%": return percent(value);
+    case "B": return bytes(value);
+    case "B/s": return rate(value);
+    case "s": return seconds(value);
+    case "W": return `${digits(value)} W`;
+    case "C": return `${Math.round(value)} °C`;
+    case "flop/s": return `${count(value)}${value >= 1000 ? "" : " "}flop/s`;
+    case "1": case "1/s": return Math.abs(value) < 100 && !Number.isInteger(value) ? Number(value.toPrecision(4)).toString() : count(value);
+    default: return `${count(value)} ${unit || ""}`.trim();
+  }
+}

@@ -1,0 +1,96 @@
+// Plots over time: one a metric, a line a GPU (or host, process, the job). Asked for every few seconds, at a bounded number of points.
+
+import { Chart } from "./chart.js";
+import { ask, el, panel, text } from "./dom.js";
+import { job, now } from "./live.js";
+
+const EVERY_MS = 4000;
+const POINTS = 300;
+const KINDS = [["gpu", "GPUs"], ["process", "Ranks"], ["host", "Hosts"], ["job", "Job"]];
+const RANGES = [[60, "1 min"], [600, "10 min"], [3600, "1 h"], [86400, "all"]];
+
+export class History {
+  constructor() {
+    this.kind = null;
+    this.range = 60;
+    this.charts = new Map();
+    this.kinds = el("select", { "aria-label": "What", onchange: () => { this.kind = this.kinds.value; this.one.value = ""; this.choose(); this.load(); } });
+    this.one = el("select", { "aria-label": "Which", onchange: () => this.load() });
+    this.ranges = RANGES.map(([range, name]) => el("button", { type: "button", onclick: () => { this.range = range; this.load(); } }, name));
+    this.grid = el("div", { class: "charts" });
+    this.none = el("p", { class: "empty" }, "Nothing measured yet.");
+    this.node = el("div", { class: "page" }, el("div", { class: "tools" }, this.kinds, this.one, ...this.ranges), this.none, this.grid);
+  }
+
+  show() {
+    this.visible = true;
+    this.load();
+  }
+
+  hide() {
+    this.visible = false;
+    clearTimeout(this.timer);
+  }
+
+  update() {
+    const there = KINDS.filter(([kind]) => job.present.sources.some((source) => source.kind === kind && source.metrics.length));
+    const known = there.map(([kind]) => kind).join();
+    if (known === this.known) return;
+    this.known = known;
+    this.kind = there.some(([kind]) => kind === this.kind) ? this.kind : there[0]?.[0];
+    this.kinds.replaceChildren(...there.map(([kind, name]) => el("option", { value: kind }, name)));
+    this.kinds.value = this.kind ?? "";
+    this.choose();
+    if (this.visible) this.load();
+  }
+
+  sources() {
+    return job.present.sources.filter((source) => source.kind === this.kind && source.metrics.length);
+  }
+
+  choose() {
+    const chosen = this.one.value;
+    this.one.replaceChildren(el("option", { value: "" }, "all"), ...this.sources().map((source) => el("option", { value: source.name }, title(source))));
+    this.one.value = chosen;
+  }
+
+  async load() {
+    clearTimeout(this.timer);
+    this.ranges.forEach((button, i) => button.setAttribute("aria-pressed", String(RANGES[i][0] === this.range)));
+    if (!this.visible) return;
+    if (job.present && this.kind && !document.hidden) {
+      const sources = this.sources().filter((source) => !this.one.value || source.name === this.one.value);
+      try {
+        this.draw(sources, await ask("series", { source: sources.map((source) => source.name), since: -this.range, limit: POINTS }));
+      } catch { /* the stream says when the job is gone */ }
+    }
+    if (job.state !== "ended") this.timer = setTimeout(() => this.load(), EVERY_MS);
+  }
+
+  draw(sources, views) {
+    const metrics = [...new Set(views.flatMap((view) => Object.keys(view.values)))].filter((name) => views.some((view) => view.values[name]?.some((v) => v != null)));
+    this.none.hidden = metrics.length > 0;
+    const names = new Map(sources.map((source) => [source.name, title(source)]));
+    const until = now();
+    const oldest = Math.min(until - 1, ...views.map((view) => view.times[0] ?? Infinity));
+    const since = Math.max(oldest, until - this.range);
+    for (const [metric, { panel: made }] of this.charts) if (!metrics.includes(metric)) { made.node.remove(); this.charts.delete(metric); }
+    for (const metric of metrics) {
+      let found = this.charts.get(metric);
+      if (!found) {
+        const chart = new Chart(job.metrics[metric]?.[0] ?? "");
+        found = { chart, panel: panel(metric.replaceAll("_", " "), job.metrics[metric]?.[1] ?? "", chart.node) };
+        this.charts.set(metric, found);
+        this.grid.append(found.panel.node);
+      }
+      const lines = views.filter((view) => view.values[metric]).map((view) => ({ name: names.get(view.source) ?? view.source, times: view.times, values: view.values[metric] }));
+      found.chart.set(lines, since, until);
+    }
+  }
+}
+
+function title(source) {
+  if (source.kind === "process") return source.name.replace(":", " ");
+  if (source.kind === "gpu") return `rank ${source.ranks.join(", ")} ${source.about.name ?? source.name}`;
+  return source.kind === "job" ? "job" : source.host;
+}

@@ -1,0 +1,107 @@
+// The job as the page knows it: the last present, short histories for small curves, events. Bounded, whatever the job does.
+
+import { ask } from "./dom.js";
+
+const POINTS = 240; // of a small curve: two minutes
+const EVENTS = 300;
+
+export class Curve {
+  constructor(size = POINTS) {
+    this.times = new Float64Array(size);
+    this.values = new Float32Array(size);
+    this.count = 0;
+  }
+
+  add(at, value) {
+    if (this.count && at <= this.times[(this.count - 1) % this.times.length]) return;
+    this.times[this.count % this.times.length] = at;
+    this.values[this.count % this.values.length] = value;
+    this.count += 1;
+  }
+
+  * [Symbol.iterator]() {
+    const size = this.times.length;
+    for (let i = Math.max(0, this.count - size); i < this.count; i += 1) yield [this.times[i % size], this.values[i % size]];
+  }
+}
+
+export const job = {
+  present: null, // what the stream last said
+  state: "waiting", // "live", "ended", "away"
+  events: [],
+  sources: new Map(),
+  metrics: {},
+  curves: new Map(), // "source metric"
+  readAt: 0,
+};
+
+export function curve(source, metric) {
+  const key = `${source} ${metric}`;
+  let found = job.curves.get(key);
+  if (!found) job.curves.set(key, found = new Curve());
+  return found;
+}
+
+// Seconds since the hub began, now.
+export function now() {
+  if (!job.present) return 0;
+  const told = job.present.job.now_s;
+  return job.state === "live" && !job.present.job.replayed ? told + (performance.now() - job.readAt) / 1000 : told;
+}
+
+const CURVED = { process: ["compute_percent", "sent_bytes_per_s", "process_percent"], gpu: ["sm_percent"], job: ["loss", "tokens_per_s"] };
+
+function take(present) {
+  job.present = present;
+  job.readAt = performance.now();
+  job.state = "live";
+  job.events.push(...present.events);
+  if (job.events.length > EVENTS) job.events.splice(0, job.events.length - EVENTS);
+  job.sources = new Map(present.sources.map((source) => [source.name, source]));
+  for (const source of present.sources) {
+    for (const metric of CURVED[source.kind] || []) if (metric in source.values) curve(source.name, metric).add(source.at_s, source.values[metric]);
+  }
+}
+
+// What was before the page was opened.
+async function before() {
+  for (const [kind, names] of Object.entries(CURVED)) {
+    const sources = job.present.sources.filter((source) => source.kind === kind).map((source) => source.name);
+    if (!sources.length) continue;
+    for (const view of await ask("series", { source: sources, metric: names, since: kind === "job" ? -1e9 : -120, limit: POINTS })) {
+      for (const name of names) {
+        const filled = new Curve();
+        view.times.forEach((at, i) => { if (view.values[name]?.[i] != null) filled.add(at, view.values[name][i]); });
+        for (const [at, value] of curve(view.source, name)) filled.add(at, value);
+        job.curves.set(`${view.source} ${name}`, filled);
+      }
+    }
+  }
+}
+
+export async function connect(changed) {
+  job.metrics = await ask("metrics");
+  let first = true;
+  const source = new EventSource("/api/events");
+  source.onmessage = (message) => {
+    const present = JSON.parse(message.data);
+    if (job.state === "away") job.events.length = 0; // a new stream tells all again
+    take(present);
+    if (first) {
+      first = false;
+      before().then(changed, () => {});
+    }
+    changed();
+  };
+  source.addEventListener("end", () => {
+    job.state = "ended";
+    source.close();
+    changed();
+  });
+  source.onerror = () => {
+    // The browser tries again by itself, unless it was refused.
+    job.state = job.present && job.present.ranks.every((rank) => rank.status !== "live") ? "ended" : "away";
+    if (job.state === "ended") source.close();
+    changed();
+  };
+}

@@ -1,0 +1,96 @@
+// The frame around the pages: which one is shown, the job's health, the theme, the keys.
+
+import { el, text, attribute } from "./dom.js";
+import { clock } from "./format.js";
+import { connect, job, now } from "./live.js";
+import { onTheme, toggleTheme } from "./theme.js";
+import { History } from "./history.js";
+import { JobPage } from "./job.js";
+import { Overview } from "./overview.js";
+import { Timeline } from "./timeline.js";
+import { Traffic } from "./traffic.js";
+
+const PAGES = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["history", "History", History],
+  ["traffic", "Traffic", Traffic], ["job", "Job", JobPage]];
+export const SIGNS = { live: "●", silent: "▲", lost: "✕", left: "○" };
+
+const main = document.getElementById("main");
+const made = new Map();
+let shown = null;
+
+const tabs = PAGES.map(([name, title]) => el("a", { href: `#${name}` }, title));
+document.getElementById("tabs").append(...tabs);
+
+function route() {
+  const wanted = location.hash.slice(1).split("?")[0];
+  const at = Math.max(0, PAGES.findIndex(([name]) => name === wanted));
+  const [name, title, Page] = PAGES[at];
+  tabs.forEach((tab, i) => (i === at ? tab.setAttribute("aria-current", "page") : tab.removeAttribute("aria-current")));
+  document.title = `${title} · burst_rt`;
+  if (!made.has(name)) made.set(name, new Page());
+  const page = made.get(name);
+  if (page === shown) return;
+  shown?.hide?.();
+  shown = page;
+  main.replaceChildren(page.node);
+  if (job.present) page.update();
+  page.show?.();
+}
+
+function health() {
+  const ranks = job.present.ranks;
+  const counts = { lost: 0, silent: 0, left: 0, live: 0 };
+  for (const rank of ranks) counts[rank.status] += 1;
+  const worst = ["lost", "silent", "live", "left"].find((status) => counts[status]) || "left";
+  const all = ranks.length === 1 ? "1 rank" : `${ranks.length} ranks`;
+  const words = worst === "live" || worst === "left" ? `${all} ${worst}` : `${counts[worst]} of ${all} ${worst}`;
+  return [worst, `${SIGNS[worst]} ${words}`];
+}
+
+function header() {
+  const { present } = job;
+  text(document.getElementById("command"), present.job.command);
+  const [status, words] = health();
+  const pill = document.getElementById("health");
+  text(pill, words);
+  attribute(pill, "class", `pill ${status}`);
+  text(document.getElementById("clock"), clock(now()));
+  const banner = document.getElementById("banner");
+  const record = present.job.record;
+  const again = record ? ` Look at it again with burst-rt dashboard --replay ${record}` : "";
+  const what = present.job.replayed ? "silent" : job.state === "ended" ? "left" : job.state === "away" ? "lost" : "";
+  const said = { silent: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}`,
+    left: `The job has ended; this is the last that was seen of it.${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
+  banner.hidden = !said;
+  text(banner, said);
+  attribute(banner, "class", what);
+}
+
+function changed() {
+  if (!job.present) return;
+  header();
+  shown?.update();
+}
+
+document.getElementById("theme").textContent = "◐";
+document.getElementById("theme").addEventListener("click", toggleTheme);
+const keys = document.getElementById("keys");
+document.getElementById("help").addEventListener("click", () => keys.showModal());
+onTheme(() => { if (job.present) shown?.update(true); });
+addEventListener("hashchange", route);
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
+  const at = Number(event.key) - 1;
+  if (PAGES[at]) location.hash = PAGES[at][0];
+  else if (event.key === "?") keys.showModal();
+  else shown?.key?.(event);
+});
+setInterval(() => { if (job.present) text(document.getElementById("clock"), clock(now())); }, 1000);
+
+route();
+connect(changed).catch(() => {
+  const banner = document.getElementById("banner");
+  banner.hidden = false;
+  banner.className = "lost";
+  banner.textContent = "The dashboard does not answer. Open the link that the run printed, or start it again.";
+});

@@ -1,0 +1,209 @@
+// The first page: the job in a row of figures, the ring, a card a rank, the loss, what happened.
+
+import { Chart } from "./chart.js";
+import { el, panel, text, attribute } from "./dom.js";
+import { bytes, clock, count, measure, percent, rate } from "./format.js";
+import { curve, job } from "./live.js";
+import { Ring } from "./ring.js";
+import { spark } from "./spark.js";
+import { colours } from "./theme.js";
+
+const SIGNS = { live: "●", silent: "▲", lost: "✕", left: "○" };
+const DENSE = 16; // more ranks than this get small cards
+const PREVIOUS_MS = 480; // curves change no faster than they are told
+
+export class Overview {
+  constructor() {
+    this.facts = new Facts();
+    this.ring = new Ring();
+    this.cards = new Map();
+    this.grid = el("div", { class: "cards" });
+    this.loss = new Chart("1");
+    this.events = el("ol", { class: "events" });
+    this.told = 0;
+    const ring = panel("Ring", "", this.ring.node, this.ring.legend);
+    this.ringNote = ring.hint;
+    ring.node.classList.add("ring");
+    const loss = panel("Loss", "", this.loss.node);
+    this.lossPanel = loss.node;
+    this.lossNote = loss.hint;
+    this.node = el("div", { class: "page overview" }, this.facts.node, ring.node, this.grid,
+      el("div", { class: "below" }, loss.node, panel("Events", "newest first", this.events).node));
+  }
+
+  update(repaint = false) {
+    const { present } = job;
+    this.facts.update(present);
+    this.ring.update(present);
+    this.grid.classList.toggle("dense", present.ranks.length > DENSE);
+    for (const rank of present.ranks) {
+      let card = this.cards.get(rank.rank);
+      if (!card) {
+        this.cards.set(rank.rank, card = new Card(rank.rank));
+        const after = [...this.cards.keys()].filter((other) => other < rank.rank).sort((a, b) => b - a)[0];
+        if (after === undefined) this.grid.prepend(card.node);
+        else this.cards.get(after).node.after(card.node);
+      }
+      card.update(rank, present, repaint);
+    }
+    this.lossPanel.hidden = !("loss" in present.progress.values);
+    if (!this.lossPanel.hidden) {
+      const points = [...curve("job", "loss")];
+      this.loss.set([{ name: "loss", times: points.map(([at]) => at), values: points.map(([, value]) => value) }]);
+      text(this.lossNote, `step ${present.progress.step}`);
+    }
+    this.tell();
+  }
+
+  show() { this.loss.draw(); }
+
+  tell() {
+    const newest = job.events.at(-1)?.number ?? 0;
+    if (newest === this.told) return;
+    this.told = newest;
+    const sign = { error: ["✕", "lost"], warning: ["▲", "silent"], info: ["·", "muted"] };
+    this.events.replaceChildren(...job.events.slice(-60).reverse().map((event) => el("li", {},
+      el("time", {}, clock(event.at_s)), el("b", { class: sign[event.severity][1], title: event.severity }, sign[event.severity][0]),
+      el("span", {}, event.text))));
+  }
+}
+
+function mean(values) {
+  const known = values.filter((value) => value != null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+}
+
+// The row of figures: those that this job has.
+class Facts {
+  constructor() {
+    this.node = el("dl", { class: "panel facts" });
+    this.cells = new Map();
+    this.order = "";
+  }
+
+  update(present) {
+    const values = present.progress.values;
+    const of = (metric) => present.ranks.map((rank) => (rank.status === "live" ? job.sources.get(rank.source)?.values[metric] : null));
+    const sum = (metric) => of(metric).reduce((total, value) => total + (value || 0), 0);
+    const facts = [];
+    if (present.progress.at_s != null) facts.push(["Step", count(present.progress.step), null, values.steps ? present.progress.step / values.steps : null]);
+    if ("loss" in values) facts.push(["Loss", values.loss.toFixed(3), curve("job", "loss")]);
+    if ("tokens_per_s" in values) facts.push(["Tokens/s", count(values.tokens_per_s), curve("job", "tokens_per_s")]);
+    const calls = mean(of("calls_per_s"));
+    if (calls != null) facts.push(["Calls/s on a rank", count(calls)]);
+    const compute = mean(of("compute_percent"));
+    if (compute != null) facts.push(["Computing", percent(compute)]);
+    const wait = mean(of("wait_percent"));
+    if (wait != null) facts.push(["Waiting for transfers", percent(wait)]);
+    const overlap = mean(present.ranks.map((rank) => rank.overlap));
+    if (overlap != null) facts.push(["Transfers hidden", percent(100 * overlap)]);
+    facts.push(["Sent, all ranks", rate(sum("sent_bytes_per_s"))]);
+    const flops = sum("flops_per_s");
+    if (flops) facts.push(["Compute", measure(flops, "flop/s")]);
+    const order = facts.map(([name]) => name).join();
+    if (order !== this.order) {
+      this.order = order;
+      this.cells = new Map(facts.map(([name, , line, part]) => {
+        const cell = { value: el("dd", {}), line: line ? el("canvas", { "aria-hidden": "true" }) : null, part: null };
+        const node = el("div", { class: "fact" }, el("dt", {}, name), cell.value, ...(cell.line ? [cell.line] : []));
+        if (part != null) {
+          cell.part = el("progress", { class: "bar-of", max: 1 });
+          node.append(cell.part);
+        }
+        cell.node = node;
+        return [name, cell];
+      }));
+      this.node.replaceChildren(...[...this.cells.values()].map((cell) => cell.node));
+    }
+    for (const [name, value, line, part] of facts) {
+      const cell = this.cells.get(name);
+      text(cell.value, value);
+      if (line) spark(cell.line, line, { colour: colours.accent });
+      if (cell.part) cell.part.value = part;
+    }
+  }
+}
+
+// One rank. Fields that its machine does not have are left out.
+class Card {
+  constructor(rank) {
+    this.name = el("b", {}, `rank ${rank}`);
+    this.doingAt = el("span", { class: "muted num" });
+    this.state = el("span", { class: "state" });
+    this.where = el("div", { class: "where" });
+    this.canvas = el("canvas", { role: "img", "aria-label": `rank ${rank}: computing, last two minutes` });
+    this.compute = el("i", { class: "compute" });
+    this.wait = el("i", { class: "wait" });
+    this.computes = el("span");
+    this.waits = el("span");
+    this.fields = el("dl");
+    this.values = new Map();
+    this.doing = el("div", { class: "doing" });
+    this.node = el("article", { class: "card", "data-rank": rank, "aria-label": `rank ${rank}` },
+      el("div", { class: "top" }, this.name, this.doingAt, this.state), this.where, this.canvas,
+      el("div", { class: "split", "aria-hidden": "true" }, this.compute, this.wait),
+      el("div", { class: "shares" }, this.computes, this.waits), this.fields, this.doing);
+    this.paintedAt = 0;
+  }
+
+  update(rank, present, repaint) {
+    const own = job.sources.get(rank.source)?.values ?? {};
+    const gpu = rank.gpu ? job.sources.get(rank.gpu) : null;
+    attribute(this.node, "class", `card ${rank.status}`);
+    attribute(this.state, "class", `state ${rank.status}`);
+    const since = rank.status === "live" ? "" : ` ${clock(Math.max(0, present.job.now_s - rank.status_since_s))}`;
+    const code = rank.status === "left" && rank.exit_code ? ` with ${rank.exit_code}` : "";
+    text(this.state, `${SIGNS[rank.status]} ${rank.status}${code}${since}`);
+    text(this.where, [rank.host, gpu?.about.name || rank.device, gpu ? rank.device : ""].filter(Boolean).join(" · "));
+    const live = rank.status === "live";
+    const compute = live ? own.compute_percent ?? 0 : 0;
+    const wait = live ? own.wait_percent ?? 0 : 0;
+    this.compute.style.width = `${compute}%`;
+    this.wait.style.width = `${wait}%`;
+    text(this.computes, `computing ${percent(compute)}`);
+    text(this.waits, `waiting ${percent(wait)}`);
+    for (const [name, value] of this.figures(rank, own, gpu, present)) this.field(name, value);
+    text(this.doing, live ? doing(rank, present) : rank.doing ? `last seen in call ${rank.call}: ${rank.doing}` : "");
+    const now = performance.now();
+    if (repaint || now - this.paintedAt > PREVIOUS_MS) {
+      this.paintedAt = now;
+      const line = curve(gpu ? rank.gpu : rank.source, gpu ? "sm_percent" : "compute_percent");
+      spark(this.canvas, line, { colour: live ? colours.compute : colours.left, low: 0, high: 100, fill: true, seconds: 120 });
+    }
+  }
+
+  * figures(rank, own, gpu, present) {
+    const v = gpu?.values ?? {};
+    if (gpu) {
+      yield ["GPU", measure(v.sm_percent, "%")];
+      yield ["memory", v.memory_used_bytes == null ? "" : bytes(v.memory_used_bytes)];
+      yield ["power", measure(v.power_w, "W")];
+      yield ["chip", measure(v.temperature_c, "C")];
+    } else {
+      yield ["core", measure(own.process_percent, "%")];
+      yield ["memory", measure(own.rss_bytes, "B")];
+    }
+    yield ["compute", own.flops_per_s == null ? "" : `${count(own.flops_per_s)}flop/s`];
+    yield ["sends", measure(own.sent_bytes_per_s, "B/s")];
+    const tokens = present.progress.values.tokens_per_s;
+    yield ["tokens/s", tokens == null ? "" : count(Math.round(tokens / Math.max(1, present.job.world_size))),
+      "the job's tokens a second, divided evenly over its ranks"];
+    yield ["calls", count(rank.calls)];
+  }
+
+  field(name, value) {
+    let cell = this.values.get(name);
+    if (!cell) {
+      if (!value) return;
+      this.values.set(name, cell = el("dd"));
+      this.fields.append(el("div", {}, el("dt", {}, name), cell));
+    }
+    text(cell, value || "-");
+  }
+}
+
+function doing(rank, present) {
+  if (rank.call < 0) return rank.calls ? "between calls" : "no call yet";
+  const long = present.job.now_s - rank.doing_since_s;
+  return `call ${rank.call} · ${rank.doing || "between tasks"}${long > 1 ? ` for ${clock(long)}` : ""}`;
+}

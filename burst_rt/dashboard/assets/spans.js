@@ -1,0 +1,219 @@
+// What the timeline holds: spans by rank and lane in typed arrays, waits, messages and calls. All of bounded size: the oldest give way.
+
+const TOTAL = 1 << 18; // spans of all lanes together
+const LEAST = 1 << 10; // of a lane
+const NAMES = 50_000;
+const LEVELS = 3;
+const FORGET_CALLS_S = 30; // a call is told apart for at least so long
+
+export const LANES = ["compute", "send", "receive", "copy", "control"];
+
+// Columns that grow to `capacity` rows and then go round.
+class Rows {
+  constructor(capacity, columns) {
+    this.capacity = capacity;
+    this.columns = columns;
+    this.count = 0; // ever
+    this.allocate(Math.min(256, capacity));
+  }
+
+  allocate(size) {
+    for (const [name, Type] of Object.entries(this.columns)) {
+      const wider = new Type(size);
+      if (this[name]) wider.set(this[name]);
+      this[name] = wider;
+    }
+    this.size = size;
+  }
+
+  // The place for the next row.
+  next() {
+    if (this.count === this.size && this.size < this.capacity) this.allocate(Math.min(this.capacity, this.size * 2));
+    const at = this.count % this.size;
+    this.count += 1;
+    return at;
+  }
+
+  get first() { return Math.max(0, this.count - this.size); }
+}
+
+class Lane extends Rows {
+  constructor(capacity) {
+    super(capacity, { issued: Float64Array, start: Float64Array, end: Float64Array, bytes: Float64Array, flops: Float64Array, name: Uint32Array,
+      task: Uint32Array, call: Uint32Array, hop: Int16Array, level: Uint8Array });
+    this.longest = 0;
+    this.ends = [];
+    this.levels = 1;
+  }
+
+  add(name, hop, issued, start, end, bytes, flops, task, call) {
+    const at = this.next();
+    this.name[at] = name;
+    this.hop[at] = hop;
+    this.issued[at] = issued;
+    this.start[at] = start;
+    this.end[at] = end;
+    this.bytes[at] = bytes;
+    this.flops[at] = flops;
+    this.task[at] = task;
+    this.call[at] = call;
+    this.longest = Math.max(this.longest, end - start);
+    // What overlaps goes below.
+    let level = this.ends.findIndex((until) => until <= start + 1e-9);
+    if (level < 0) level = this.ends.length < LEVELS ? this.ends.length : LEVELS - 1;
+    this.ends[level] = end;
+    this.level[at] = level;
+    this.levels = Math.max(this.levels, level + 1);
+  }
+
+  // Numbers (not places) of the spans that may have a part in the window: [from, to).
+  window(since, until) {
+    return [this.search(since - this.longest), this.search(until)];
+  }
+
+  search(time) {
+    let low = this.first;
+    let high = this.count;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.start[middle % this.size] < time) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+}
+
+export class Spans {
+  constructor() { this.clear(); }
+
+  clear() {
+    this.ranks = new Map(); // rank: {lanes, waits, calls}
+    this.names = [];
+    this.numbers = new Map();
+    this.seen = new Set();
+    this.seenBefore = new Set();
+    this.turnedAt = 0;
+    this.flows = new Rows(1 << 15, { call: Uint32Array, sender: Uint32Array, sent: Float64Array, sendTask: Uint32Array, receiver: Uint32Array,
+      received: Float64Array, receiveTask: Uint32Array, bytes: Float64Array });
+    this.newest = 0;
+    this.oldest = Infinity;
+    this.total = 0;
+  }
+
+  rank(number, numRanks) {
+    let found = this.ranks.get(number);
+    if (!found) {
+      const capacity = Math.max(LEAST, Math.floor(TOTAL / (3 * Math.max(1, numRanks))));
+      found = { lanes: LANES.map(() => new Lane(capacity)), capacity,
+        waits: new Rows(Math.max(LEAST, capacity >> 2), { start: Float64Array, end: Float64Array, exposed: Uint8Array, peer: Uint32Array, name: Uint32Array }),
+        calls: new Rows(Math.max(LEAST, capacity >> 4), { start: Float64Array, end: Float64Array, call: Uint32Array, kind: Uint32Array, plan: Uint32Array }) };
+      this.ranks.set(number, found);
+    }
+    return found;
+  }
+
+  named(word) {
+    let number = this.numbers.get(word);
+    if (number === undefined) {
+      this.numbers.set(word, number = this.names.length);
+      this.names.push(word);
+    }
+    return number;
+  }
+
+  isNew(key) {
+    if (this.seen.has(key) || this.seenBefore.has(key)) return false;
+    this.seen.add(key);
+    return true;
+  }
+
+  // Takes an answer of /api/timeline; what was here already is left out.
+  take(view, numRanks) {
+    if (this.names.length > NAMES) this.clear();
+    if (view.now_s - this.turnedAt > FORGET_CALLS_S) {
+      this.turnedAt = view.now_s;
+      this.seenBefore = this.seen;
+      this.seen = new Set();
+    }
+    const numbers = view.names.map((word) => this.named(word));
+    const lanes = view.names.map(laneOf);
+    for (const call of view.calls) {
+      if (this.isNew(`${call.rank} ${call.group} ${call.call}`)) this.takeCall(call, numbers, lanes, view.units_per_s, numRanks);
+    }
+    for (const [rank, call, cause, start, end, peer, task] of view.waits) {
+      if (!this.isNew(`w${rank} ${call} ${start}`)) continue;
+      const { waits } = this.rank(rank, numRanks);
+      const at = waits.next();
+      waits.start[at] = start;
+      waits.end[at] = end;
+      waits.exposed[at] = cause === "exposed" ? 1 : 0;
+      waits.peer[at] = peer;
+      waits.name[at] = this.named(task);
+    }
+    for (const [call, sender, sendTask, sent, receiver, receiveTask, received, size] of view.flows) {
+      if (!this.isNew(`f${receiver} ${call} ${receiveTask} ${sender} ${sendTask}`)) continue;
+      const { flows } = this;
+      const at = flows.next();
+      flows.call[at] = call;
+      flows.sender[at] = sender;
+      flows.sent[at] = sent;
+      flows.sendTask[at] = sendTask;
+      flows.receiver[at] = receiver;
+      flows.received[at] = received;
+      flows.receiveTask[at] = receiveTask;
+      flows.bytes[at] = size;
+    }
+  }
+
+  takeCall(call, numbers, lanes, units, numRanks) {
+    const rank = this.rank(call.rank, numRanks);
+    let until = call.started_s;
+    call.spans.sort((a, b) => a[5] - b[5]);
+    for (const [name, lane, hop, bits, issued, started, ended, bytes, flops, task] of call.spans) {
+      const [at, start, end] = [issued, started, ended].map((ticks) => call.started_s + ticks / units);
+      const kinds = bits ? [bits & 1 ? 1 : -1, bits & 2 ? 2 : -1] : [lanes[lane]];
+      for (const kind of kinds) if (kind >= 0) rank.lanes[kind].add(numbers[name], hop, at, start, end, bytes, flops, task, call.call);
+      until = Math.max(until, end);
+      this.total += 1;
+    }
+    const at = rank.calls.next();
+    rank.calls.start[at] = call.started_s;
+    rank.calls.end[at] = until;
+    rank.calls.call[at] = call.call;
+    rank.calls.kind[at] = this.named(call.kind);
+    rank.calls.plan[at] = call.plan;
+    this.newest = Math.max(this.newest, until);
+    this.oldest = Math.min(this.oldest, call.started_s);
+  }
+
+  // The messages that a task sent or received.
+  flowsOf(rank, call, task) {
+    const found = [];
+    const { flows } = this;
+    for (let i = flows.count - 1; i >= flows.first && found.length < 64; i -= 1) {
+      const at = i % flows.size;
+      if (flows.call[at] !== call) continue;
+      if ((flows.sender[at] === rank && flows.sendTask[at] === task) || (flows.receiver[at] === rank && flows.receiveTask[at] === task)) found.push(at);
+    }
+    return found;
+  }
+
+  // The span of a task, as [lane, place], or null.
+  find(rank, lane, call, task, around) {
+    const spans = this.ranks.get(rank)?.lanes[lane];
+    if (!spans) return null;
+    const [from, to] = spans.window(around - 60, around + 60);
+    for (let i = to - 1; i >= from; i -= 1) {
+      const at = i % spans.size;
+      if (spans.call[at] === call && spans.task[at] === task) return at;
+    }
+    return null;
+  }
+}
+
+// What neither sends nor receives lies where its lane says.
+function laneOf(lane) {
+  if (lane === "compute") return 0;
+  if (lane === "control") return 4;
+  return /d2h|h2d|copy/.test(lane) ? 3 : lane === "network" ? 1 : 0;
+}

@@ -1,0 +1,66 @@
+// Bytes: what each strategy would send, what each link carries, what each rank has done so far.
+
+import { ask, el, panel, table } from "./dom.js";
+import { bytes, count, percent, rate, seconds } from "./format.js";
+import { job } from "./live.js";
+
+export class Traffic {
+  constructor() {
+    this.strategies = panel("Strategies", "bytes all ranks together send in one call; the fewest win under auto");
+    this.links = panel("Links", "now; speed is while a message is on the wire");
+    this.ranks = panel("Ranks", "since the start");
+    this.node = el("div", { class: "page" }, this.strategies.node, this.links.node, this.ranks.node);
+    this.plans = -1;
+  }
+
+  update() {
+    const { present } = job;
+    if (present.plans !== this.plans) {
+      this.plans = present.plans;
+      ask("plans", { rank: present.ranks[0]?.rank }).then((plans) => this.showPlans(plans), () => { this.plans = -1; });
+    }
+    this.links.box.replaceChildren(present.links.length ? table(
+      [["from"], ["to"], ["now", "num"], ["speed", "num"], ["state"]],
+      present.links.map((link) => ({ cells: [`rank ${link.sender}`, `rank ${link.receiver}`, rate(link.bytes_per_s),
+        link.moving_bytes_per_s == null ? "" : rate(link.moving_bytes_per_s), el("span", { class: { ok: "live", slow: "silent", silent: "lost" }[link.state] },
+          `${{ ok: "●", slow: "▲", silent: "✕" }[link.state]} ${link.state}`)] })),
+    ) : el("p", { class: "empty" }, "Nothing has been sent yet."));
+    this.ranks.box.replaceChildren(table(
+      [["rank"], ["calls", "num"], ["sent", "num"], ["messages", "num"], ["copied", "num"], ["computed", "num"], ["computing", "num"], ["waiting", "num"], ["transfers hidden", "num"]],
+      present.ranks.map((rank) => {
+        const lane = (name) => rank.lanes[name];
+        const copied = Object.entries(rank.lanes).filter(([name]) => /d2h|h2d|copy/.test(name)).reduce((sum, [, one]) => sum + one.size_bytes, 0);
+        return { cells: [String(rank.rank), count(rank.calls), bytes(lane("network")?.size_bytes ?? 0), count(lane("network")?.tasks ?? 0),
+          copied ? bytes(copied) : "", `${count(lane("compute")?.flops ?? 0)}flop`, seconds(rank.compute_s), seconds(rank.wait_s),
+          rank.overlap == null ? "" : percent(100 * rank.overlap)] };
+      }),
+    ));
+  }
+
+  showPlans(plans) {
+    const rows = [];
+    const seen = new Set();
+    for (const plan of plans) {
+      const { chosen, candidates } = strategiesOf(plan.explain);
+      const most = Math.max(1, ...candidates.map(([, size]) => size));
+      for (const [name, size] of candidates) {
+        const key = `${plan.kind} ${name} ${size}`;
+        if (seen.has(key)) continue;
+        seen.add(key);
+        const meter = el("i", { class: "meter" });
+        meter.style.width = `${Math.round((140 * size) / most)}px`;
+        rows.push({ chosen: name === chosen, cells: [plan.kind, name, bytes(size), meter, name === chosen ? "✓ runs" : `${(size / Math.max(1, candidates.find(([other]) => other === chosen)?.[1] ?? size)).toFixed(2)}x`] });
+      }
+    }
+    this.strategies.box.replaceChildren(rows.length ? table([["direction"], ["strategy"], ["bytes a call", "num"], [""], [""]], rows)
+      : el("p", { class: "empty" }, "No plan of an attention call has come yet."));
+  }
+}
+
+// The words of burst_rt.explain: "strategy NAME;" and "bytes all ranks send: NAME 1,234, NAME 5,678; ...".
+export function strategiesOf(explain) {
+  const chosen = /strategy ([\w-]+)/.exec(explain)?.[1] ?? "";
+  const line = /bytes all ranks send: ([^;\n]*)/.exec(explain)?.[1] ?? "";
+  const candidates = [...line.matchAll(/([a-z][\w-]*) ([\d,]*\d)/g)].map(([, name, size]) => [name, Number(size.replaceAll(",", ""))]);
+  return { chosen, candidates };
+}

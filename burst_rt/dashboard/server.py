@@ -1,0 +1,118 @@
+"""Serves the dashboard: binds, tells the link, and runs uvicorn in an event loop that somebody else owns (the hub's, or a command's)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from burst_rt.dashboard.app import Dashboard, make_app, metrics_app
+from burst_rt.dashboard.guard import Guard
+from burst_rt.dashboard.reader import Reader
+from burst_rt.errors import ConfigError, InputError
+
+__all__ = ["DEFAULT_PORT", "Served", "Where"]
+
+DEFAULT_PORT = 8870
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_MAX_CONNECTIONS = 128
+_CLOSING_S = 1
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where to serve. port: None takes 8870 or, where that is taken, any; 0 takes any. metrics_port: `/metrics` without a token, on
+    loopback only; None: none, 0: any."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    metrics_port: int | None = None
+
+    @classmethod
+    def parse(cls, at: str, metrics_port: int | None = None) -> Where:
+        """Reads "" or "1" (the default), PORT or HOST:PORT ([HOST]:PORT for IPv6). Raises InputError."""
+        host, colon, port = at.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]") if colon else cls.host
+        if at in ("", "1"):
+            return cls(metrics_port=metrics_port)
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+            raise InputError(f"--dashboard-at: expected PORT or HOST:PORT, got {at!r}")
+        return cls(host, int(port), metrics_port)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host in _LOOPBACK
+
+    @property
+    def warning(self) -> str:
+        """What to say to who serves on another address than loopback; "" where it is loopback."""
+        if self.is_loopback:
+            return ""
+        return (
+            f"WARNING: the dashboard listens on {self.host}; whoever reaches it and has the link sees this job, and the link travels "
+            "unencrypted. A tunnel to 127.0.0.1 is safer: ssh -L PORT:127.0.0.1:PORT HOST"
+        )
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever owns the loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Served:
+    """A dashboard that listens. link: with the token, for the person who started it. told: lines for that person."""
+
+    def __init__(self, reader: Reader, where: Where, token: str | None = None) -> None:
+        """Binds. Raises ConfigError where it cannot."""
+        self.token = token or secrets.token_urlsafe(24)
+        self._dashboard = Dashboard(reader)
+        bound = _bind(where.host, where.port)
+        port = bound.getsockname()[1]
+        shown = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()  # noqa: S104 - only a comparison
+        self.link = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={self.token}"
+        hosts = frozenset() if where.is_loopback else frozenset({where.host, socket.gethostname().lower(), socket.getfqdn().lower()})
+        self._servers = [(_server(Guard(make_app(self._dashboard), self.token, hosts)), bound)]
+        self.told = [*([where.warning] if where.warning else []), f"dashboard {self.link}"]
+        if where.metrics_port is not None:
+            bound = _bind("127.0.0.1", where.metrics_port)
+            self.told.append(f"metrics http://127.0.0.1:{bound.getsockname()[1]}/metrics")
+            self._servers.append((_server(Guard(metrics_app(self._dashboard), None)), bound))
+
+    async def run(self) -> None:
+        """Serves until `close`."""
+        await asyncio.gather(*(server.serve([bound]) for server, bound in self._servers))
+
+    def close(self) -> None:
+        """Ends streams and serving; `run` returns within a second or so."""
+        self._dashboard.closing.set()
+        for server, _ in self._servers:
+            server.should_exit = True
+
+
+def _server(app: ASGIApp) -> _Server:
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, lifespan="off", limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=_CLOSING_S, ws="none",
+    )  # fmt: skip
+    return _Server(config)
+
+
+def _bind(host: str, port: int | None) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in (port,) if port is not None else (DEFAULT_PORT, 0):
+        try:
+            return socket.create_server((host, number), family=family)
+        except OSError as error:
+            if port is not None or number == 0:
+                raise ConfigError(f"the dashboard cannot listen on {host} port {number}: {error}; choose another port, or 0 for any") from error
+    raise AssertionError("the last port is 0")

@@ -1,0 +1,80 @@
+"""The jobs of this user on this host that have a hub: where viewers find it. One file a hub, which only this user can read.
+
+The files lie in $XDG_RUNTIME_DIR/burst-rt, or in burst-rt-UID in the folder for temporary files. A hub that was killed leaves its file; the
+next look removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from burst_rt.errors import ConfigError
+
+__all__ = ["RunningJob", "announce", "find_job", "running_jobs"]
+
+
+class RunningJob(msgspec.Struct, frozen=True):
+    """pid: of the hub, by which people name the job. started_s: of that process, since the epoch. command: of whoever started it."""
+
+    pid: int
+    started_s: float
+    address: str
+    secret: str
+    command: str
+
+
+def announce(address: str, secret: str) -> Path:
+    """Writes this hub's file; the caller removes it at the end. Raises OSError and ConfigError where that cannot be done safely."""
+    own = psutil.Process()
+    parent = own.parent()
+    command = " ".join(parent.cmdline())[:500] if parent is not None else ""
+    path = _folder() / f"{own.pid}.json"
+    job = RunningJob(own.pid, own.create_time(), address, secret, command)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(job))
+    return path
+
+
+def running_jobs() -> list[RunningJob]:
+    """All jobs of this user here, the newest last."""
+    found = []
+    for path in _folder().glob("*.json"):
+        try:
+            job = msgspec.json.decode(path.read_bytes(), type=RunningJob)
+            alive = abs(psutil.Process(job.pid).create_time() - job.started_s) < 1.0
+        except (OSError, msgspec.DecodeError, psutil.Error):
+            alive = False
+        if alive:
+            found.append(job)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda job: job.started_s)
+
+
+def find_job(pid: int | None) -> RunningJob:
+    """The job with that hub; None: the only one. Raises ConfigError where there is none, or more than one to choose from."""
+    jobs = running_jobs()
+    chosen = [job for job in jobs if pid is None or job.pid == pid]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not jobs:
+        raise ConfigError("no job with telemetry runs here under this user; start one with `burst-rt run --telemetry` or --dashboard")
+    known = "".join(f"\n  --attach {job.pid}   {job.command}" for job in jobs)
+    raise ConfigError(f"{'several jobs run here' if pid is None else f'no job {pid} runs here'}; choose one:{known}")
+
+
+def _folder() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(runtime) / "burst-rt" if runtime else Path(tempfile.gettempdir()) / f"burst-rt-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = path.lstat()
+    # Somebody else's folder of that name would learn the secret, or name a hub of theirs.
+    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077 or not stat.S_ISDIR(about.st_mode):
+        raise ConfigError(f"{path} must be a folder of this user that nobody else can read; remove it, or set XDG_RUNTIME_DIR")
+    return path

@@ -1,0 +1,36 @@
+"""`burst-rt dashboard`: a job in a browser, from beside it. For: a job that runs with telemetry, and records. `--dashboard` starts one with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import click
+
+from burst_rt.launch.watch import open_reader, viewer_options
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"show_default": True})
+@viewer_options
+@click.option("--at", default="", metavar="[HOST:]PORT", help="Where to listen. [default: 127.0.0.1:8870, or a free port]", show_default=False)
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus' /metrics on this loopback port, without a token.")
+def command(attach: int | None, replay: Path | None, until: float | None, at: str, metrics_port: int | None) -> None:
+    """Show a running job, or a record, in a browser.
+
+    Prints a link that carries a token; open it on this machine, or through a tunnel: ssh -L 8870:127.0.0.1:8870 HOST. Ends with Ctrl-C.
+    """
+    from burst_rt.dashboard.server import Served, Where
+
+    reader = open_reader(attach, replay, until)
+
+    async def show() -> None:
+        served = Served(reader, Where.parse(at, metrics_port))
+        for line in served.told:
+            click.echo(f"burst-rt: {line}", err=True)
+        await served.run()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(show())

@@ -1,0 +1,45 @@
+"""What `burst-rt dashboard` and `burst-rt top` look at: a running job's hub, or a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from burst_rt.dashboard.reader import Reader
+
+__all__ = ["open_reader", "viewer_options"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def viewer_options(command: _F) -> _F:
+    """Adds `--attach`, `--replay` and `--until` to a command."""
+    attach = click.option("--attach", type=int, metavar="JOB", help="A running job, by its number. [default: the only one here]")
+    replay = click.option(
+        "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="A record (--record FILE) instead."
+    )
+    until = click.option("--until", type=click.FloatRange(min=0), metavar="S", help="Replay up to S seconds after the start. [default: all]")
+    return attach(replay(until(command)))
+
+
+def open_reader(attach: int | None, replay: Path | None, until: float | None) -> Reader:
+    """The reader that these options ask for. Reads a record whole. Raises InputError and ConfigError."""
+    from burst_rt.dashboard.reader import HubReader, StateReader
+
+    if replay is not None:
+        from burst_rt.telemetry.record import Record
+        from burst_rt.telemetry.record import replay as replayed
+
+        if attach is not None:
+            raise click.UsageError("--attach and --replay: choose one")
+        return StateReader(replayed(Record(replay), until))
+    if until is not None:
+        raise click.UsageError("--until is for --replay")
+    from burst_rt.telemetry.jobs import find_job
+
+    job = find_job(attach)
+    return HubReader(job.address, job.secret)
