@@ -101,7 +101,7 @@ class History:
     def window(
         self, since_s: float, until_s: float, metrics: Sequence[str] = (), max_rows: int = 2000
     ) -> tuple[npt.NDArray[np.float64], dict[str, npt.NDArray[np.float32]]]:
-        """Times and values of a window, in order, each part in the finest level that still has it; every n-th row above `max_rows`."""
+        """Times and values of a window, in order, each part in the finest level that still has it; means of neighbours above `max_rows`."""
         until = until_s
         times: list[npt.NDArray[np.float64]] = []
         values: list[npt.NDArray[np.float32]] = []
@@ -112,7 +112,12 @@ class History:
             until = min(until, np.nextafter(ring.first_s, -np.inf))
         time, value = np.concatenate(times), np.concatenate(values)
         every = max(1, -(-len(time) // max(1, max_rows)))
-        time, value = time[::every], value[::every]
+        if every > 1:
+            # Not every n-th row: a source's samples and its rates come in turns.
+            missing = -len(time) % every
+            value = np.pad(value, ((0, missing), (0, 0)), constant_values=np.nan)
+            value = _mean(value.reshape(-1, every, value.shape[1]), 1)
+            time = np.append(time[every - 1 :: every], time[-1:] if missing else [])
         return time, {name: value[:, self._column[name]] for name in (metrics or self.metrics) if name in self._column}
 
     @property
@@ -121,9 +126,9 @@ class History:
         return sum(ring.times.nbytes + ring.values.nbytes for ring in (self._full, *self._coarse))
 
 
-def _mean(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _mean(rows: npt.NDArray[np.float32], axis: int = 0) -> npt.NDArray[np.float32]:
     """Of each column what is there; NaN where nothing is."""
     there = ~np.isnan(rows)
     with np.errstate(invalid="ignore"):
-        mean: npt.NDArray[np.float32] = (np.where(there, rows, 0).sum(0) / there.sum(0)).astype(np.float32)
+        mean: npt.NDArray[np.float32] = (np.where(there, rows, 0).sum(axis) / there.sum(axis)).astype(np.float32)
     return mean

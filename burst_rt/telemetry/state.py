@@ -65,7 +65,10 @@ _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
 _MAX_PLANS = 64  # of a rank
 _MAX_METRICS = 64  # of a source: a job may report what it likes
-_RATE_OVER_S = 0.05
+# Rates are of the last two seconds: a call counts when it ends, and may be longer than the time between two counts.
+_RATE_OVER_S = 2.0
+_LEAST_S = 0.05
+_MAX_COUNTS = 64
 _DECODED_PLANS = 32
 # Sets of plans, one a rank, whose messages have been matched.
 _MATCHED = 4
@@ -90,7 +93,7 @@ class _Rank:
     offset_s: float | None = None
     beat: Heartbeat = _NOWHERE
     counters: Counters = field(default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0))
-    base: Counters | None = None  # what rates count from
+    counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))  # what rates count from, oldest first
     exit_code: int | None = None
     # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
     plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
@@ -352,10 +355,14 @@ class State:
 
     def _count(self, rank: _Rank, new: Counters) -> None:
         rank.counters = new
+        counts = rank.counts
+        counts.append(new)
+        while len(counts) > 2 and counts[1].at_s <= new.at_s - _RATE_OVER_S:
+            counts.popleft()
         # The first says how much there was before; a rate needs two, some way apart.
-        old = rank.base or new
+        old = counts[0]
         elapsed_s = new.at_s - old.at_s
-        if elapsed_s >= _RATE_OVER_S:
+        if elapsed_s >= _LEAST_S:
             transfer_s = new.transfer_s - old.transfer_s
             rates = {
                 "flops_per_s": (_flops(new) - _flops(old)) / elapsed_s,
@@ -367,8 +374,6 @@ class State:
             if transfer_s > 0:
                 rates["overlap_percent"] = min(100.0, 100 * (new.overlap_s - old.overlap_s) / transfer_s)
             self._add(self.sources[rank.source], rank.at(new.at_s), rates)
-        if rank.base is None or elapsed_s >= _RATE_OVER_S:
-            rank.base = new
 
     def _add_plan(self, rank: _Rank, plan: Plan) -> None:
         number = rank.hello.rank

@@ -226,3 +226,22 @@ def test_metrics_have_ranges_and_reasons_have_words() -> None:
     assert plausible("whatever", -5.0)
     assert throttle_reasons(0x4 | 0x40) == ["power cap", "hardware thermal slowdown"]
     assert all(metric.low < metric.high and metric.label for metric in METRICS.values())
+
+
+def test_rates_are_steady_where_calls_are_longer_than_the_time_between_counts() -> None:
+    state = _job()
+    for i in range(50):
+        state.apply(i / 5, 0, counters(0, i / 5, i // 5))  # a call a second, counted five times a second
+    rates = state.series("rank:0", ["calls_per_s"], since_s=4.0).values["calls_per_s"]
+    assert all(rate == pytest.approx(1.0) for rate in rates)
+
+
+def test_a_thinned_window_has_what_came_in_turns() -> None:
+    history = History()
+    for i in range(1001):
+        history.add(i / 10, {"even": float(i)} if i % 2 == 0 else {"odd": float(i)})
+    times, values = history.window(0.0, 1e9, max_rows=251)
+    assert (len(times), times[0], times[-1]) == (251, pytest.approx(0.3), 100.0)
+    assert (values["even"][0], values["odd"][0]) == (1.0, 2.0)
+    assert not np.isnan(values["even"]).any()
+    assert np.isnan(values["odd"]).sum() == 1  # the last row alone
