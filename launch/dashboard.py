@@ -15,7 +15,9 @@ __all__ = ["command"]
 
 @click.command(context_settings={"show_default": True})
 @viewer_options
-@click.option("--at", default="", metavar="[HOST:]PORT", help="Where to listen. [default: 127.0.0.1:8870, or a free port]", show_default=False)
+@click.option(
+    "--at", default="", metavar="[HOST:]PORT", help="Where to listen. [default: 127.0.0.1:8870, or a free port]", show_default=False
+)
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus' /metrics on this loopback port, without a token.")
 def command(attach: int | None, replay: Path | None, until: float | None, at: str, metrics_port: int | None) -> None:
     """Show a running job, or a record, in a browser.

@@ -54,11 +54,11 @@ async def _watch(reader: Reader, *, once: bool) -> None:
 
     async def look() -> Group:
         snapshot = await reader.snapshot()
-        recent = await reader.timeline(-WINDOW_S, None, (), _LINKS_SPANS)
+        links.look(await reader.timeline(-WINDOW_S, None, (), _LINKS_SPANS))
         loss = snapshot.progress.values.get("loss")
         if loss is not None and (not losses or losses[-1] != loss):
             losses.append(loss)
-        return render(snapshot, links.update(snapshot, recent), losses)
+        return render(snapshot, links.now(snapshot), losses)
 
     if once:
         console.print(await look())
@@ -114,7 +114,15 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 def _ranks(snapshot: Snapshot, sources: dict[str, SourceView]) -> Table:
     gpus = any(rank.gpu for rank in snapshot.ranks)
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-    names = ["rank", "state", "where", "computing", "waiting", *(("GPU", "memory", "power", "temp") if gpus else ("core", "memory")), "sends"]
+    names = [
+        "rank",
+        "state",
+        "where",
+        "computing",
+        "waiting",
+        *(("GPU", "memory", "power", "temp") if gpus else ("core", "memory")),
+        "sends",
+    ]
     for name in (*names, "compute", "calls", "doing"):
         text = name in ("state", "where", "doing", "computing")
         table.add_column(name, justify="left" if text else "right", no_wrap=True, overflow="ellipsis", ratio=1 if name == "doing" else None)
@@ -126,7 +134,12 @@ def _ranks(snapshot: Snapshot, sources: dict[str, SourceView]) -> Table:
             sign, style = _STATES["lost"]
         compute = own.get("compute_percent", 0.0)
         machine = (
-            (_percent(gpu.get("sm_percent")), _bytes(gpu.get("memory_used_bytes")), _plain(gpu.get("power_w"), "W"), _plain(gpu.get("temperature_c"), "°C"))
+            (
+                _percent(gpu.get("sm_percent")),
+                _bytes(gpu.get("memory_used_bytes")),
+                _plain(gpu.get("power_w"), "W"),
+                _plain(gpu.get("temperature_c"), "°C"),
+            )
             if gpus
             else (_percent(own.get("process_percent")), _bytes(own.get("rss_bytes")))
         )

@@ -22,7 +22,9 @@ def viewer_options(command: _F) -> _F:
     replay = click.option(
         "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="A record (--record FILE) instead."
     )
-    until = click.option("--until", type=click.FloatRange(min=0), metavar="S", help="Replay up to S seconds after the start. [default: all]")
+    until = click.option(
+        "--until", type=click.FloatRange(min=0), metavar="S", help="Replay up to S seconds after the start. [default: all]"
+    )
     return attach(replay(until(command)))
 
 

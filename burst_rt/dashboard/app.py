@@ -75,8 +75,8 @@ class Dashboard:
                 self._snapshot_at_s = now_s
                 if now_s - self._links_at_s >= _LINKS_PERIOD_S:
                     self._links_at_s = now_s
-                    recent = await self.reader.timeline(-WINDOW_S, None, (), _LINKS_SPANS)
-                    self._link_views = self._links.update(self._snapshot, recent)
+                    self._links.look(await self.reader.timeline(-WINDOW_S, None, (), _LINKS_SPANS))
+                self._link_views = self._links.now(self._snapshot)
             return self._snapshot, self._link_views
 
     async def stream(self) -> AsyncIterator[bytes]:

@@ -6,6 +6,7 @@ from the spans of the last seconds, as far as they are whole.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from typing import NamedTuple
@@ -41,8 +42,13 @@ class LinkView(msgspec.Struct):
 
 class _Moved(NamedTuple):
     size_bytes: int
-    moving_s: float
+    moving_s: float  # at least one message was on the wire
     messages: int
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second."""
+        return self.size_bytes / self.moving_s
 
 
 class Links:
@@ -50,46 +56,53 @@ class Links:
 
     def __init__(self) -> None:
         self._shares: dict[tuple[int, int], float] = {}
-        self._speeds: dict[tuple[int, int], float] = {}
+        self._moved: dict[tuple[int, int], _Moved] = {}
 
-    def update(self, snapshot: Snapshot, recent: TimelineView) -> list[LinkView]:
-        """The links now. `recent`: the spans of the last WINDOW_S."""
-        moved = _moved(recent)
+    def look(self, recent: TimelineView) -> None:
+        """Takes the spans of the last WINDOW_S."""
+        self._moved = _moved(recent)
         sent: dict[int, int] = defaultdict(int)
-        for (sender, _), some in moved.items():
+        for (sender, _), some in self._moved.items():
             sent[sender] += some.size_bytes
-        for sender in sent:
-            # Its peers may be others now.
-            for link in [link for link in self._shares if link[0] == sender]:
-                self._shares[link] = 0.0
-        for link, some in moved.items():
+        # A rank's peers may be others now.
+        self._shares |= {link: 0.0 for link in self._shares if link[0] in sent}
+        for link, some in self._moved.items():
             if link in self._shares or len(self._shares) < _MAX_LINKS:
                 self._shares[link] = some.size_bytes / max(1, sent[link[0]])
-                self._speeds[link] = some.size_bytes / max(_FLOOR_S, some.moving_s)
+
+    def now(self, snapshot: Snapshot) -> list[LinkView]:
+        """The links of a snapshot."""
         ranks = {rank.rank: rank for rank in snapshot.ranks}
         total = {source.ranks[0]: source.values.get("sent_bytes_per_s", 0.0) for source in snapshot.sources if source.kind == "process"}
-        usual = statistics.median(self._speeds[link] for link in moved) if len(moved) > 1 else 0.0
+        usual = statistics.median(some.speed for some in self._moved.values()) if len(self._moved) > 1 else 0.0
         views = []
         for link, share in sorted(self._shares.items()):
             sender, receiver = link
             silent = _silent(ranks.get(sender), ranks.get(receiver), snapshot.job.now_s)
-            known = moved.get(link)
-            slow = known is not None and known.messages >= _MIN_MESSAGES and self._speeds[link] < _SLOW * usual
-            rate = 0.0 if silent else total.get(sender, 0.0) * share
-            views.append(LinkView(sender, receiver, rate, self._speeds.get(link), "silent" if silent else "slow" if slow else "ok"))
+            moved = self._moved.get(link)
+            slow = moved is not None and moved.messages >= _MIN_MESSAGES and moved.speed < _SLOW * usual
+            # What a rank that has left last said is no more.
+            rate = total.get(sender, 0.0) * share if not silent and ranks[sender].status == "live" else 0.0
+            views.append(LinkView(sender, receiver, rate, moved.speed if moved else None, "silent" if silent else "slow" if slow else "ok"))
         return views
 
 
 def _moved(recent: TimelineView) -> dict[tuple[int, int], _Moved]:
     posted = {(span.rank, span.call, span.task): span.issued_s for span in recent.spans}
-    found: dict[tuple[int, int], _Moved] = {}
+    messages: dict[tuple[int, int], list[tuple[float, float, int]]] = defaultdict(list)
     for flow in recent.flows:
-        link = (flow.sender, flow.receiver)
+        # On the wire from when both ends had been posted.
         begun_s = max(flow.sent_s, posted.get((flow.receiver, flow.call, flow.receive_task), flow.sent_s))
-        old = found.get(link, _Moved(0, 0.0, 0))
-        moving_s = max(_FLOOR_S, flow.received_s - begun_s)
-        found[link] = _Moved(old.size_bytes + flow.size_bytes, old.moving_s + moving_s, old.messages + 1)
-    return found
+        messages[flow.sender, flow.receiver].append((begun_s, flow.received_s, flow.size_bytes))
+    return {link: _together(some) for link, some in messages.items()}
+
+
+def _together(messages: list[tuple[float, float, int]]) -> _Moved:
+    moving_s, until_s = 0.0, -math.inf
+    for begun_s, ended_s, _ in sorted(messages):
+        moving_s += max(0.0, ended_s - max(begun_s, until_s))
+        until_s = max(until_s, ended_s)
+    return _Moved(sum(size for _, _, size in messages), max(_FLOOR_S, moving_s), len(messages))
 
 
 def _silent(sender: RankView | None, receiver: RankView | None, now_s: float) -> bool:

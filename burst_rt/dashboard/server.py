@@ -114,5 +114,7 @@ def _bind(host: str, port: int | None) -> socket.socket:
             return socket.create_server((host, number), family=family)
         except OSError as error:
             if port is not None or number == 0:
-                raise ConfigError(f"the dashboard cannot listen on {host} port {number}: {error}; choose another port, or 0 for any") from error
+                raise ConfigError(
+                    f"the dashboard cannot listen on {host} port {number}: {error}; choose another port, or 0 for any"
+                ) from error
     raise AssertionError("the last port is 0")

@@ -13,7 +13,18 @@ from dataclasses import dataclass
 
 from burst_rt.errors import InputError, ProtocolError
 
-__all__ = ["DASHBOARD_VARIABLE", "METRICS_VARIABLE", "RECORD_VARIABLE", "SECRET_VARIABLE", "TELEMETRY_VARIABLE", "Frames", "Settings", "connect", "frame", "read_settings"]
+__all__ = [
+    "DASHBOARD_VARIABLE",
+    "METRICS_VARIABLE",
+    "RECORD_VARIABLE",
+    "SECRET_VARIABLE",
+    "TELEMETRY_VARIABLE",
+    "Frames",
+    "Settings",
+    "connect",
+    "frame",
+    "read_settings",
+]
 
 # "1": on; an address: on, with a hub that runs already; "0" or nothing: off.
 TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"

@@ -1,11 +1,11 @@
 // Lines over time on a canvas, with axes, and the values under the pointer.
 
 import { el } from "./dom.js";
-import { clock, measure } from "./format.js";
+import { clock, measure, short } from "./format.js";
 import { fit } from "./spark.js";
 import { colours, series as palette } from "./theme.js";
 
-const LEFT = 62;
+const LEFT = 68;
 const BOTTOM = 20;
 const TOP = 8;
 const RIGHT = 10;
@@ -109,7 +109,7 @@ export class Chart {
       context.fillStyle = colours.grid;
       context.fillRect(LEFT, Math.round(y(at)), width - LEFT - RIGHT, 1);
       context.fillStyle = colours.muted;
-      context.fillText(measure(Number(at.toPrecision(6)), this.unit), LEFT - 7, y(at));
+      context.fillText(short(measure(Number(at.toPrecision(6)), this.unit)), LEFT - 7, y(at));
     }
     context.textAlign = "center";
     context.textBaseline = "alphabetic";

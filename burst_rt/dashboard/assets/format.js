@@ -14,10 +14,14 @@ function digits(value) {
   return value.toFixed(size >= 100 || size === 0 ? 0 : size >= 10 ? 1 : 2);
 }
 
-export function count(value) {
+export function count(value, unit = "") {
   const [size, prefix] = scaled(value, 1000, DECIMAL);
-  return prefix === "" ? (Number.isInteger(value) ? String(value) : digits(value)) : `${digits(size)} ${prefix}`;
+  const number = prefix === "" && Number.isInteger(value) ? String(value) : digits(size);
+  return `${number} ${prefix}${unit}`.trim();
 }
+
+// For axes: 20 kB/s, not 20.0 kB/s.
+export const short = (words) => words.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 
 export function bytes(value) {
   const [size, unit] = scaled(value, 1000, ["B", "kB", "MB", "GB", "TB", "PB"]);
@@ -42,6 +46,10 @@ export function clock(value) {
   return `${hours ? `${hours}:` : ""}${hours ? two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)}:${two(whole % 60)}`;
 }
 
+// The sign of a rank's state, which its colour alone must not carry; one that left with an error is as bad as one lost.
+export const SIGNS = { live: "●", silent: "▲", lost: "✕", left: "○" };
+export const looks = (rank) => (rank.status === "left" && rank.exit_code ? "lost" : rank.status);
+
 // By the unit of a metric (telemetry/metrics.py).
 export function measure(value, unit) {
   if (value == null || Number.isNaN(value)) return "";
@@ -52,8 +60,8 @@ export function measure(value, unit) {
     case "s": return seconds(value);
     case "W": return `${digits(value)} W`;
     case "C": return `${Math.round(value)} °C`;
-    case "flop/s": return `${count(value)}${value >= 1000 ? "" : " "}flop/s`;
+    case "flop/s": return count(value, "flop/s");
     case "1": case "1/s": return Math.abs(value) < 100 && !Number.isInteger(value) ? Number(value.toPrecision(4)).toString() : count(value);
-    default: return `${count(value)} ${unit || ""}`.trim();
+    default: return count(value, unit);
   }
 }

@@ -1,7 +1,7 @@
 // What the job is: where it runs, its plans in words, measured beside predicted.
 
 import { ask, el, panel, table } from "./dom.js";
-import { clock, seconds } from "./format.js";
+import { bytes, clock, seconds } from "./format.js";
 import { job } from "./live.js";
 
 const EVERY_MS = 5000;
@@ -40,8 +40,8 @@ export class JobPage {
       ["telemetry dropped", `${present.job.dropped} messages`], ...Object.entries(present.progress.values).map(([name, value]) => [name, String(Number(value.toPrecision(6)))])];
     this.about.box.replaceChildren(el("dl", { class: "about" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
     const rows = present.sources.filter((source) => source.kind === "host" || source.kind === "gpu").map((source) => ({
-      cells: [source.kind, source.kind === "gpu" ? source.about.name ?? source.name : source.host, source.ranks.join(", "),
-        Object.entries(source.about).filter(([name]) => name !== "name").map(([name, value]) => `${name} ${value}`).join(" · ")] }));
+      cells: [source.kind, source.kind === "gpu" ? source.about.name ?? source.name : source.host, [...source.ranks].sort((a, b) => a - b).join(", "),
+        Object.entries(source.about).filter(([name]) => name !== "name").map(([name, value]) => (name.endsWith("_bytes") ? `${name.slice(0, -6)} ${bytes(Number(value))}` : `${name} ${value}`)).join(" · ")] }));
     this.machines.node.hidden = !rows.length;
     this.machines.box.replaceChildren(table([["kind"], ["name"], ["ranks"], ["about"]], rows));
   }
@@ -56,7 +56,7 @@ export class JobPage {
     const rows = plans.map((plan) => {
       const took = view.calls.filter((call) => call.plan === plan.number).map((call) => Math.max(...call.spans.map((span) => span[6])) / view.units_per_s);
       const mean = took.length ? took.reduce((sum, one) => sum + one, 0) / took.length : null;
-      return { cells: [plan.kind, plan.group, String(took.length), mean == null ? "" : seconds(mean), plan.predicted_s == null ? "no machine file fits" : seconds(plan.predicted_s),
+      return { cells: [plan.kind, plan.group, String(took.length), mean == null ? "" : seconds(mean), plan.predicted_s == null ? "not known here" : seconds(plan.predicted_s),
         mean == null || plan.predicted_s == null ? "" : `${(mean / plan.predicted_s).toFixed(2)}x`] };
     });
     this.times.node.hidden = !rows.length;

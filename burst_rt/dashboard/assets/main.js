@@ -1,7 +1,7 @@
 // The frame around the pages: which one is shown, the job's health, the theme, the keys.
 
 import { el, text, attribute } from "./dom.js";
-import { clock } from "./format.js";
+import { clock, looks, SIGNS } from "./format.js";
 import { connect, job, now } from "./live.js";
 import { onTheme, toggleTheme } from "./theme.js";
 import { History } from "./history.js";
@@ -12,8 +12,6 @@ import { Traffic } from "./traffic.js";
 
 const PAGES = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["history", "History", History],
   ["traffic", "Traffic", Traffic], ["job", "Job", JobPage]];
-export const SIGNS = { live: "●", silent: "▲", lost: "✕", left: "○" };
-
 const main = document.getElementById("main");
 const made = new Map();
 let shown = null;
@@ -40,7 +38,7 @@ function route() {
 function health() {
   const ranks = job.present.ranks;
   const counts = { lost: 0, silent: 0, left: 0, live: 0 };
-  for (const rank of ranks) counts[rank.status] += 1;
+  for (const rank of ranks) counts[looks(rank)] += 1;
   const worst = ["lost", "silent", "live", "left"].find((status) => counts[status]) || "left";
   const all = ranks.length === 1 ? "1 rank" : `${ranks.length} ranks`;
   const words = worst === "live" || worst === "left" ? `${all} ${worst}` : `${counts[worst]} of ${all} ${worst}`;
@@ -58,8 +56,8 @@ function header() {
   const banner = document.getElementById("banner");
   const record = present.job.record;
   const again = record ? ` Look at it again with burst-rt dashboard --replay ${record}` : "";
-  const what = present.job.replayed ? "silent" : job.state === "ended" ? "left" : job.state === "away" ? "lost" : "";
-  const said = { silent: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}`,
+  const what = present.job.replayed ? "record" : job.state === "ended" ? "left" : job.state === "away" ? "lost" : "";
+  const said = { record: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}`,
     left: `The job has ended; this is the last that was seen of it.${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
   banner.hidden = !said;
   text(banner, said);

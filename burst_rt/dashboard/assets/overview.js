@@ -2,14 +2,14 @@
 
 import { Chart } from "./chart.js";
 import { el, panel, text, attribute } from "./dom.js";
-import { bytes, clock, count, measure, percent, rate } from "./format.js";
+import { bytes, clock, count, looks, measure, percent, rate, SIGNS } from "./format.js";
 import { curve, job } from "./live.js";
 import { Ring } from "./ring.js";
 import { spark } from "./spark.js";
 import { colours } from "./theme.js";
 
-const SIGNS = { live: "●", silent: "▲", lost: "✕", left: "○" };
-const DENSE = 16; // more ranks than this get small cards
+const DENSE = 16; // more ranks than this get small cards; on phones all do
+const phone = matchMedia("(max-width: 600px)");
 const PREVIOUS_MS = 480; // curves change no faster than they are told
 
 export class Overview {
@@ -27,15 +27,16 @@ export class Overview {
     const loss = panel("Loss", "", this.loss.node);
     this.lossPanel = loss.node;
     this.lossNote = loss.hint;
-    this.node = el("div", { class: "page overview" }, this.facts.node, ring.node, this.grid,
-      el("div", { class: "below" }, loss.node, panel("Events", "newest first", this.events).node));
+    this.node = el("div", { class: "page overview" }, this.facts.node,
+      el("div", { class: "aside" }, ring.node, panel("Events", "newest first", this.events).node),
+      el("div", { class: "ranks" }, this.grid, loss.node));
   }
 
   update(repaint = false) {
     const { present } = job;
     this.facts.update(present);
     this.ring.update(present);
-    this.grid.classList.toggle("dense", present.ranks.length > DENSE);
+    this.grid.classList.toggle("dense", phone.matches || present.ranks.length > DENSE);
     for (const rank of present.ranks) {
       let card = this.cards.get(rank.rank);
       if (!card) {
@@ -64,7 +65,7 @@ export class Overview {
     const sign = { error: ["✕", "lost"], warning: ["▲", "silent"], info: ["·", "muted"] };
     this.events.replaceChildren(...job.events.slice(-60).reverse().map((event) => el("li", {},
       el("time", {}, clock(event.at_s)), el("b", { class: sign[event.severity][1], title: event.severity }, sign[event.severity][0]),
-      el("span", {}, event.text))));
+      el("span", {}, el("span", { class: "who" }, `${event.rank < 0 ? "job" : `rank ${event.rank}`} ${event.kind} `), event.text))));
   }
 }
 
@@ -86,11 +87,9 @@ class Facts {
     const of = (metric) => present.ranks.map((rank) => (rank.status === "live" ? job.sources.get(rank.source)?.values[metric] : null));
     const sum = (metric) => of(metric).reduce((total, value) => total + (value || 0), 0);
     const facts = [];
-    if (present.progress.at_s != null) facts.push(["Step", count(present.progress.step), null, values.steps ? present.progress.step / values.steps : null]);
+    if (present.progress.at_s != null) facts.push(["Step", String(present.progress.step)]);
     if ("loss" in values) facts.push(["Loss", values.loss.toFixed(3), curve("job", "loss")]);
     if ("tokens_per_s" in values) facts.push(["Tokens/s", count(values.tokens_per_s), curve("job", "tokens_per_s")]);
-    const calls = mean(of("calls_per_s"));
-    if (calls != null) facts.push(["Calls/s on a rank", count(calls)]);
     const compute = mean(of("compute_percent"));
     if (compute != null) facts.push(["Computing", percent(compute)]);
     const wait = mean(of("wait_percent"));
@@ -103,23 +102,17 @@ class Facts {
     const order = facts.map(([name]) => name).join();
     if (order !== this.order) {
       this.order = order;
-      this.cells = new Map(facts.map(([name, , line, part]) => {
-        const cell = { value: el("dd", {}), line: line ? el("canvas", { "aria-hidden": "true" }) : null, part: null };
-        const node = el("div", { class: "fact" }, el("dt", {}, name), cell.value, ...(cell.line ? [cell.line] : []));
-        if (part != null) {
-          cell.part = el("progress", { class: "bar-of", max: 1 });
-          node.append(cell.part);
-        }
-        cell.node = node;
+      this.cells = new Map(facts.map(([name, , line]) => {
+        const cell = { value: el("dd"), line: line ? el("canvas", { "aria-hidden": "true" }) : null };
+        cell.node = el("div", { class: "fact" }, el("dt", {}, name), cell.value, ...(cell.line ? [cell.line] : []));
         return [name, cell];
       }));
       this.node.replaceChildren(...[...this.cells.values()].map((cell) => cell.node));
     }
-    for (const [name, value, line, part] of facts) {
+    for (const [name, value, line] of facts) {
       const cell = this.cells.get(name);
       text(cell.value, value);
       if (line) spark(cell.line, line, { colour: colours.accent });
-      if (cell.part) cell.part.value = part;
     }
   }
 }
@@ -149,11 +142,12 @@ class Card {
   update(rank, present, repaint) {
     const own = job.sources.get(rank.source)?.values ?? {};
     const gpu = rank.gpu ? job.sources.get(rank.gpu) : null;
-    attribute(this.node, "class", `card ${rank.status}`);
-    attribute(this.state, "class", `state ${rank.status}`);
+    const look = looks(rank);
+    attribute(this.node, "class", `card ${look}`);
+    attribute(this.state, "class", `state ${look}`);
     const since = rank.status === "live" ? "" : ` ${clock(Math.max(0, present.job.now_s - rank.status_since_s))}`;
     const code = rank.status === "left" && rank.exit_code ? ` with ${rank.exit_code}` : "";
-    text(this.state, `${SIGNS[rank.status]} ${rank.status}${code}${since}`);
+    text(this.state, `${SIGNS[look]} ${rank.status}${code}${since}`);
     text(this.where, [rank.host, gpu?.about.name || rank.device, gpu ? rank.device : ""].filter(Boolean).join(" · "));
     const live = rank.status === "live";
     const compute = live ? own.compute_percent ?? 0 : 0;
@@ -168,7 +162,7 @@ class Card {
     if (repaint || now - this.paintedAt > PREVIOUS_MS) {
       this.paintedAt = now;
       const line = curve(gpu ? rank.gpu : rank.source, gpu ? "sm_percent" : "compute_percent");
-      spark(this.canvas, line, { colour: live ? colours.compute : colours.left, low: 0, high: 100, fill: true, seconds: 120 });
+      spark(this.canvas, line, { colour: live ? colours.compute : colours.left, low: 0, high: 100, fill: true, seconds: [20, 120] });
     }
   }
 
@@ -183,11 +177,11 @@ class Card {
       yield ["core", measure(own.process_percent, "%")];
       yield ["memory", measure(own.rss_bytes, "B")];
     }
-    yield ["compute", own.flops_per_s == null ? "" : `${count(own.flops_per_s)}flop/s`];
+    yield ["flop/s", own.flops_per_s == null ? "" : count(own.flops_per_s)];
     yield ["sends", measure(own.sent_bytes_per_s, "B/s")];
     const tokens = present.progress.values.tokens_per_s;
-    yield ["tokens/s", tokens == null ? "" : count(Math.round(tokens / Math.max(1, present.job.world_size))),
-      "the job's tokens a second, divided evenly over its ranks"];
+    // The job's, divided evenly: ranks share every sequence.
+    yield ["tokens/s", tokens == null ? "" : count(Math.round(tokens / Math.max(1, present.job.world_size)))];
     yield ["calls", count(rank.calls)];
   }
 

@@ -2,7 +2,7 @@
 // in their dashes and in words.
 
 import { el, svg, text, attribute } from "./dom.js";
-import { rate } from "./format.js";
+import { looks, rate } from "./format.js";
 
 const SIZE = 400;
 const MIDDLE = SIZE / 2;
@@ -10,7 +10,7 @@ const NAMED = 12; // on larger rings only links that are not well have words
 
 export class Ring {
   constructor() {
-    this.node = svg("svg", { viewBox: `0 0 ${SIZE} ${SIZE}`, role: "img" });
+    this.node = svg("svg", { viewBox: `-38 4 ${SIZE + 76} ${SIZE - 8}`, role: "img" });
     this.title = svg("title");
     this.links = svg("g");
     this.nodes = svg("g");
@@ -50,7 +50,7 @@ export class Ring {
       text(word, ranks.length <= NAMED || link.state !== "ok" ? said : "");
       attribute(word, "class", `rate ${link.state}`);
     }
-    for (const rank of present.ranks) attribute(this.circles.get(rank.rank), "class", `node ${rank.status}`);
+    for (const rank of present.ranks) attribute(this.circles.get(rank.rank), "class", `node ${looks(rank)}`);
     text(this.sum, rate(total));
     text(this.of, links.length ? `over ${links.length} links` : "nothing sent yet");
     text(this.title, `Ring of ${ranks.length} ranks, ${rate(total)}${bad.length ? `; ${bad.slice(0, 8).join(", ")}` : ""}`);
@@ -61,7 +61,7 @@ export class Ring {
   build(ranks, links) {
     const many = ranks.length;
     const node = many <= 8 ? 21 : many <= 16 ? 16 : many <= 32 ? 11 : Math.max(3, 340 / many);
-    this.radius = many === 1 ? 0 : MIDDLE - node - (many <= NAMED ? 38 : 14);
+    this.radius = many === 1 ? 0 : MIDDLE - node - (many <= NAMED ? 25 : 14);
     this.order = new Map(ranks.map((rank, i) => [rank, i]));
     this.circles = new Map();
     this.made = new Map();
@@ -98,8 +98,9 @@ export class Ring {
     const end = towards(bx, by, cx, cy, gap - 1);
     const line = svg("path", { d: `M${from} Q${cx.toFixed(1)} ${cy.toFixed(1)} ${to}` });
     const tip = svg("path", { d: arrow(end, to) });
-    const out = onward ? 15 : backward ? -13 : 0;
-    const word = svg("text", { x: (ax + bx) / 4 + cx / 2 + nx * out, y: (ay + by) / 4 + cy / 2 + ny * out });
+    // Beside the line, whichever way that is: words are wider than they are high.
+    const out = onward ? 1 : backward ? -1 : 0;
+    const word = svg("text", { x: (ax + bx) / 4 + cx / 2 + nx * out * 45, y: (ay + by) / 4 + cy / 2 + ny * out * 14 });
     this.links.append(line, tip);
     this.words.append(word);
     this.made.set(`${link.sender}>${link.receiver}`, { line, tip, word });

@@ -4,6 +4,7 @@ const TOTAL = 1 << 18; // spans of all lanes together
 const LEAST = 1 << 10; // of a lane
 const NAMES = 50_000;
 const LEVELS = 3;
+const SLACK_S = 5e-5; // what a clock may be off by
 const FORGET_CALLS_S = 30; // a call is told apart for at least so long
 
 export const LANES = ["compute", "send", "receive", "copy", "control"];
@@ -38,12 +39,13 @@ class Rows {
 }
 
 class Lane extends Rows {
-  constructor(capacity) {
+  constructor(capacity, levels) {
     super(capacity, { issued: Float64Array, start: Float64Array, end: Float64Array, bytes: Float64Array, flops: Float64Array, name: Uint32Array,
       task: Uint32Array, call: Uint32Array, hop: Int16Array, level: Uint8Array });
     this.longest = 0;
     this.ends = [];
     this.levels = 1;
+    this.most = levels;
   }
 
   add(name, hop, issued, start, end, bytes, flops, task, call) {
@@ -59,8 +61,9 @@ class Lane extends Rows {
     this.call[at] = call;
     this.longest = Math.max(this.longest, end - start);
     // What overlaps goes below.
-    let level = this.ends.findIndex((until) => until <= start + 1e-9);
-    if (level < 0) level = this.ends.length < LEVELS ? this.ends.length : LEVELS - 1;
+    const slack = Math.min(SLACK_S, 0.1 * (end - start));
+    let level = this.ends.findIndex((until) => until <= start + slack);
+    if (level < 0) level = Math.min(this.ends.length, this.most - 1);
     this.ends[level] = end;
     this.level[at] = level;
     this.levels = Math.max(this.levels, level + 1);
@@ -104,7 +107,7 @@ export class Spans {
     let found = this.ranks.get(number);
     if (!found) {
       const capacity = Math.max(LEAST, Math.floor(TOTAL / (3 * Math.max(1, numRanks))));
-      found = { lanes: LANES.map(() => new Lane(capacity)), capacity,
+      found = { lanes: LANES.map((name) => new Lane(capacity, name === "compute" ? 1 : LEVELS)), capacity,
         waits: new Rows(Math.max(LEAST, capacity >> 2), { start: Float64Array, end: Float64Array, exposed: Uint8Array, peer: Uint32Array, name: Uint32Array }),
         calls: new Rows(Math.max(LEAST, capacity >> 4), { start: Float64Array, end: Float64Array, call: Uint32Array, kind: Uint32Array, plan: Uint32Array }) };
       this.ranks.set(number, found);

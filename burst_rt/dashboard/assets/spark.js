@@ -13,13 +13,14 @@ export function fit(canvas) {
   return [context, canvas.clientWidth, canvas.clientHeight];
 }
 
-export function spark(canvas, curve, { colour, low, high, fill = false, seconds = 0 }) {
+export function spark(canvas, curve, { colour, low, high, fill = false, seconds = null }) {
   const [context, width, height] = fit(canvas);
   context.clearRect(0, 0, width, height);
   const points = [...curve];
   if (points.length < 2 || !width) return;
   const until = points.at(-1)[0];
-  const since = seconds ? until - seconds : points[0][0];
+  // At least and at most so many seconds.
+  const since = seconds ? until - Math.min(seconds[1], Math.max(seconds[0], until - points[0][0])) : points[0][0];
   const bottom = low ?? Math.min(...points.map(([, value]) => value));
   const top = Math.max(high ?? Math.max(...points.map(([, value]) => value)), bottom + 1e-9);
   const x = (at) => (width * (at - since)) / Math.max(1e-9, until - since);

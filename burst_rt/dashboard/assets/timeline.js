@@ -11,6 +11,7 @@ import { colours, onTheme } from "./theme.js";
 const AXIS = 26;
 const LABEL = 84;
 const LABEL_NARROW = 46;
+const SHORT = ["comp", "send", "recv", "copy", "ctrl"];
 const ASK_MS = 1000;
 const OVERLAP_S = 2.5; // calls come late: what may have been under way is asked for again
 const BEHIND_S = 1.6; // and so the picture of a running job is a little behind it, and flows
@@ -103,10 +104,24 @@ export class Timeline {
         this.leftOut = view.left_out;
         this.spans.ranks.forEach(({ lanes }) => lanes.forEach((lane, i) => { this.lanes[i] ||= lane.count > 0; }));
         this.dirty = true;
+        await this.predict(job.present.plans);
         if (job.present.job.replayed && this.until === 0) this.all();
       } catch { /* the stream says when the job is gone */ }
     }
     this.timer = setTimeout(() => this.poll(), ASK_MS);
+  }
+
+  // How long calls should take: said by one rank of a group for all.
+  async predict(plans) {
+    if (plans === this.plansKnown) return;
+    this.plansKnown = plans;
+    this.predictions = new Map();
+    const said = new Map();
+    for (const { rank, number, group, kind, explain, predicted_s: own } of await ask("plans")) {
+      const key = `${group} ${kind} ${explain.split("\n").at(-1)}`;
+      if (own != null) said.set(key, own);
+      if (said.has(key)) this.predictions.set(`${rank} ${number}`, said.get(key));
+    }
   }
 
   explain() {
@@ -223,7 +238,7 @@ export class Timeline {
     const lanes = LANES.map((name, i) => i).filter((i) => this.lanes[i] || i < 3);
     const room = this.canvas.clientHeight - AXIS;
     const each = room / Math.max(1, ranks.length);
-    const lane = Math.max(8, Math.min(ranks.length > 1 ? 30 : 60, Math.floor((each - 18) / lanes.length)));
+    const lane = Math.max(8, Math.min(ranks.length > 1 ? 38 : 60, Math.floor((each - 18) / lanes.length)));
     const call = lane > 14 ? 12 : 6;
     const gap = lane > 14 ? 8 : 4;
     this.rows = [];
@@ -319,11 +334,11 @@ export class Timeline {
         context.fillStyle = status === "live" ? colours.text : colours[status];
         context.font = "600 11.5px system-ui, sans-serif";
         const sign = { lost: " ✕", silent: " ▲" }[status] || "";
-        context.fillText(narrow ? `${row.rank}${sign}` : `rank ${row.rank}${sign}`, 9, y + (row.height < 10 ? 4 : 1));
+        context.fillText(narrow ? `${row.rank}${sign}` : `rank ${row.rank}${sign}`, 9, y + (row.height < 10 ? 4 : 2));
       } else if (row.height >= 10) {
         context.font = "10.5px system-ui, sans-serif";
         context.fillStyle = colours.muted;
-        context.fillText(narrow ? LANES[row.kind].slice(0, 4) : LANES[row.kind], narrow ? 9 : 18, y);
+        context.fillText(narrow ? SHORT[row.kind] : LANES[row.kind], narrow ? 9 : 18, y);
       }
     }
   }
@@ -331,15 +346,14 @@ export class Timeline {
   drawLane(context, lane, row, y, width) {
     if (!lane) return;
     const [from, to] = lane.window(this.since, this.until);
-    const tall = row.height / lane.levels;
     const colour = colours[LANES[row.kind]];
     const left = this.labelWidth;
     const texts = [];
+    let deepest = 0;
     context.fillStyle = colour;
     // What is closer than a pixel becomes one rectangle, so that a picture costs what its width does and not what the run did.
     for (let level = 0; level < lane.levels; level += 1) {
-      const top = y + level * tall;
-      const deep = Math.max(1, tall - (tall > 4 ? 1 : 0));
+      const [top, deep] = part(y, row.height, level);
       let open = NaN;
       let shut = NaN;
       for (let i = from; i < to; i += 1) {
@@ -356,10 +370,16 @@ export class Timeline {
           continue;
         }
         const shade = row.kind < 3 && lane.hop[at] > 0 ? 1 - 0.14 * (lane.hop[at] % 4) : 1;
+        if (level) {
+          deepest = level;
+          context.fillStyle = colours.surface;
+          context.fillRect(start - 1, top - 1, Math.min(width, end) - start + 2, deep + 1);
+          context.fillStyle = colour;
+        }
         context.globalAlpha = shade;
         context.fillRect(start, top, Math.min(width, end) - start - (end - start > 4 ? 0.8 : 0), deep);
         context.globalAlpha = 1;
-        if (deep >= 10 && end - start > 34) texts.push(at, start, Math.min(width, end), top + deep / 2);
+        if (deep >= 10 && end - start > 34) texts.push(at, start, Math.min(width, end), level);
       }
       if (shut >= open) context.fillRect(open, top, Math.max(0.7, shut - open), deep);
     }
@@ -371,7 +391,11 @@ export class Timeline {
     for (let i = 0; i < texts.length; i += 4) {
       const room = Math.floor((texts[i + 2] - texts[i + 1] - 8) / 5.6);
       const name = this.spans.names[lane.name[texts[i]]];
-      if (room >= 4) context.fillText(name.length > room ? `${name.slice(0, room - 1)}…` : name, texts[i + 1] + 4, texts[i + 3] + 0.5);
+      if (room < 4) continue;
+      // Above what covers it.
+      const [top, deep] = part(y, row.height, texts[i + 3]);
+      const middle = texts[i + 3] < deepest ? top + deep / 4 : top + deep / 2;
+      context.fillText(name.length > room ? `${name.slice(0, room - 1)}…` : name, texts[i + 1] + 4, middle + 0.5);
     }
   }
 
@@ -457,11 +481,10 @@ export class Timeline {
     if (!lane) return;
     const row = this.rows.find(({ rank, kind }) => rank === found.rank && kind === found.kind);
     if (row) {
-      const tall = row.height / lane.levels;
-      const top = AXIS + row.y - this.scroll + lane.level[found.at] * tall;
+      const [top, tall] = part(AXIS + row.y - this.scroll, row.height, lane.level[found.at]);
       context.strokeStyle = colours.text;
       context.lineWidth = 1.5;
-      context.strokeRect(this.x(lane.start[found.at]), top, Math.max(1.5, (lane.end[found.at] - lane.start[found.at]) * ((this.canvas.clientWidth - this.labelWidth) / this.span)), tall - 1);
+      context.strokeRect(this.x(lane.start[found.at]), top, Math.max(1.5, (lane.end[found.at] - lane.start[found.at]) * ((this.canvas.clientWidth - this.labelWidth) / this.span)), tall);
     }
     context.beginPath();
     for (const at of this.spans.flowsOf(found.rank, lane.call[found.at], lane.task[found.at])) line(at, true);
@@ -510,7 +533,8 @@ export class Timeline {
       return null;
     }
     const lane = held.lanes[row.kind];
-    const level = Math.min(lane.levels - 1, Math.floor(((y - AXIS + this.scroll - row.y) / row.height) * lane.levels));
+    const depth = (y - AXIS + this.scroll - row.y) / row.height;
+    const level = depth < 0.5 ? 0 : depth < 0.75 ? 1 : 2;
     const [from, to] = lane.window(at - slack, at + slack);
     let best = null;
     let nearest = slack;
@@ -559,8 +583,8 @@ export class Timeline {
     add("began", `${lane.start[at].toFixed(6)} s`);
     add("queued", lane.start[at] - lane.issued[at] > 1e-6 ? seconds(lane.start[at] - lane.issued[at]) : "");
     add("bytes", lane.bytes[at] ? bytes(lane.bytes[at]) : "");
-    add("", lane.bytes[at] && took > 0 ? rate(lane.bytes[at] / took) : "");
-    add("compute", lane.flops[at] && took > 0 ? `${count(lane.flops[at] / took)}flop/s` : "");
+    add("", kind > 0 && lane.bytes[at] && took > 0 ? rate(lane.bytes[at] / took) : "");
+    add("compute", lane.flops[at] && took > 0 ? count(lane.flops[at] / took, "flop/s") : "");
     const { flows } = this.spans;
     for (const flow of this.spans.flowsOf(rank, lane.call[at], lane.task[at]).slice(0, 4)) {
       if (kind === 1 && flows.sender[flow] === rank) add("to", `rank ${flows.receiver[flow]}, ${bytes(flows.bytes[flow])}`);
@@ -585,6 +609,12 @@ export class Timeline {
     text(this.status, this.describe(this.selected).map((node) => [...node.childNodes].map((part) => part.textContent).join(" ")).join(": "));
     this.dirty = true;
   }
+}
+
+// Where a lane's level lies: what overlaps covers the lower half of what began before it, and then its lower quarter.
+function part(y, height, level) {
+  const top = level ? Math.round(height * (1 - 0.5 ** level)) : 0;
+  return [y + top, Math.max(1, height - top)];
 }
 
 function hatch(context, colour) {

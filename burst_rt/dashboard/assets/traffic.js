@@ -31,7 +31,7 @@ export class Traffic {
         const lane = (name) => rank.lanes[name];
         const copied = Object.entries(rank.lanes).filter(([name]) => /d2h|h2d|copy/.test(name)).reduce((sum, [, one]) => sum + one.size_bytes, 0);
         return { cells: [String(rank.rank), count(rank.calls), bytes(lane("network")?.size_bytes ?? 0), count(lane("network")?.tasks ?? 0),
-          copied ? bytes(copied) : "", `${count(lane("compute")?.flops ?? 0)}flop`, seconds(rank.compute_s), seconds(rank.wait_s),
+          copied ? bytes(copied) : "", count(lane("compute")?.flops ?? 0, "flop"), seconds(rank.compute_s), seconds(rank.wait_s),
           rank.overlap == null ? "" : percent(100 * rank.overlap)] };
       }),
     ));

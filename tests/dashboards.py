@@ -1,0 +1,122 @@
+"""Dashboards of tests: served over a model made by hand, or by a `burst-rt` command that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from burst_rt.dashboard.reader import StateReader
+from burst_rt.dashboard.server import Served, Where
+from burst_rt.launch.run import kill_job
+from burst_rt.telemetry.state import State
+
+__all__ = ["RunningCommand", "Serving", "command", "kill_rank", "serving"]
+
+_START_S = 60.0
+_END_S = 20.0
+
+
+@dataclass
+class Serving:
+    """A dashboard that listens. state: only for `do`, which runs in the server's thread."""
+
+    served: Served
+    state: State
+    _loop: asyncio.AbstractEventLoop
+
+    @property
+    def port(self) -> int:
+        return int(re.search(r":(\d+)/", self.served.link)[1])  # type: ignore[index]  # every link has one
+
+    def do(self, change: Callable[[State], None]) -> None:
+        """Changes the model."""
+
+        async def run() -> None:
+            change(self.state)
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+
+
+@contextmanager
+def serving(state: State, where: Where | None = None) -> Iterator[Serving]:
+    """Serves a model from a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> Served:
+        return Served(StateReader(state), where or Where(port=0))
+
+    served = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    running = asyncio.run_coroutine_threadsafe(served.run(), loop)
+    try:
+        yield Serving(served, state, loop)
+    finally:
+        loop.call_soon_threadsafe(served.close)
+        running.result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+@dataclass
+class RunningCommand:
+    """A `burst-rt` command that runs; what it has said so far on standard error."""
+
+    process: subprocess.Popen[str]
+    said: list[str]
+
+    def link(self, kind: str) -> str:
+        """The address it tells of, once it has. kind: "dashboard" or "metrics"."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s:
+            found = re.search(rf"{kind} (http\S+)", "".join(self.said))
+            if found:
+                return found[1]
+            assert self.process.poll() is None, "".join(self.said)
+            time.sleep(0.05)
+        raise TimeoutError("".join(self.said))
+
+
+@contextmanager
+def command(*arguments: str, cwd: Path) -> Iterator[RunningCommand]:
+    """Runs a `burst-rt` command until the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments],
+        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(cwd)}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    said: list[str] = []
+    assert process.stderr is not None
+    reading = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    reading.start()
+    try:
+        yield RunningCommand(process, said)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            kill_job(process)
+            process.wait()
+        reading.join(5)
+        process.stderr.close()
+
+
+def kill_rank(process: subprocess.Popen[str], pid: int) -> None:
+    """Kills a rank of a job that this process has started."""
+    assert pid in {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,35 @@
+"""What tests of the dashboard share: a Chromium, and where pictures go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+_ROOT = Path(__file__).resolve().parents[2]
+_BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A real Chromium; the machine must have one."""
+    path = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.fail(f"the tests of the dashboard need one of {', '.join(_BROWSERS)}: apt-get install chromium-headless-shell")
+    with sync_playwright() as playwright:
+        # A root user, as in containers, has no sandbox to give.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def pictures() -> Path:
+    """Where screenshots go."""
+    folder = _ROOT / "build" / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

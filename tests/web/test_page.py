@@ -1,0 +1,155 @@
+"""The dashboard in a real browser on a real job: figures move, the timeline draws, a killed rank shows, reload and replay work."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from dashboards import RunningCommand, command, kill_rank
+from playwright.sync_api import Browser, Page, expect
+
+_PROGRAM = Path(__file__).parent / "programs" / "ring.py"
+_RED_S = 2.0
+_LAPTOP = {"width": 1440, "height": 900}
+_PHONE = {"width": 390, "height": 844}
+_SETTLE_MS = 1500
+# Pixels of each lane's colour on the timeline (light), as (red, green, blue).
+_COLOURS = {"compute": (0x00, 0x72, 0xB2), "send": (0xD9, 0x8F, 0x00), "receive": (0x00, 0x90, 0x67)}
+_COUNT_PIXELS = """(canvas) => {
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const counts = {};
+  for (let i = 0; i < pixels.length; i += 4) {
+    const key = `${pixels[i]},${pixels[i + 1]},${pixels[i + 2]}`;
+    counts[key] = (counts[key] || 0) + 1;
+  }
+  return counts;
+}"""
+
+
+def _open(browser: Browser, link: str, errors: list[str], **options: object) -> Page:
+    page = browser.new_page(**options)  # type: ignore[arg-type]  # those of new_page
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: errors.append(f"asks {request.url}") if "127.0.0.1" not in request.url else None)
+    page.goto(link)
+    return page
+
+
+def _drawn(page: Page) -> set[str]:
+    counts = page.locator(".stage canvas").evaluate(_COUNT_PIXELS)
+    return {lane for lane, rgb in _COLOURS.items() if counts.get(",".join(map(str, rgb)), 0) > 50}
+
+
+def _shoot(browser: Browser, link: str, folder: Path, pages: tuple[str, ...], errors: list[str]) -> None:
+    """Pictures on a laptop and a phone, light and dark."""
+    for size, viewport in (("laptop", _LAPTOP), ("phone", _PHONE)):
+        for theme in ("light", "dark"):
+            page = _open(browser, link, errors, viewport=viewport, color_scheme=theme)
+            for name in pages:
+                page.goto(f"{link.partition('?')[0]}#{name}")
+                page.wait_for_timeout(_SETTLE_MS)
+                page.screenshot(path=folder / f"{name}-{size}-{theme}.png")
+            page.close()
+
+
+def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(browser: Browser, pictures: Path, tmp_path: Path) -> None:
+    record, stop, errors = tmp_path / "job.record", tmp_path / "stop", list[str]()
+    options = ("--dashboard-at", "0", "--record", str(record))
+    with command("run", "-n", "4", *options, str(_PROGRAM), "2048", str(stop), cwd=tmp_path) as job:
+        page = _open(browser, job.link("dashboard"), errors, viewport=_LAPTOP, color_scheme="light")
+        assert "token" not in page.url
+        expect(page.locator(".card.live")).to_have_count(4, timeout=60_000)
+        _watch_figures_move(page)
+        page.reload()
+        expect(page.locator(".card.live")).to_have_count(4)
+        _watch_the_timeline(page, pictures)
+        _visit_the_other_pages(page)
+        _shoot(browser, job.link("dashboard"), pictures, ("overview", "timeline"), errors)
+        _kill_a_rank(page, job, pictures)
+    # The server went with the job.
+    errors = [error for error in errors if "ERR_" not in error]
+    with command("dashboard", "--replay", str(record), "--at", "0", cwd=tmp_path) as replay:
+        _watch_the_replay(_open(browser, replay.link("dashboard"), errors, viewport=_LAPTOP), pictures)
+    assert errors == []
+
+
+def _watch_figures_move(page: Page) -> None:
+    calls = page.locator("[data-rank='1'] dd").last
+    expect(page.locator(".fact").first).to_contain_text("Step", timeout=30_000)
+    before = calls.text_content()
+    expect(calls).not_to_have_text(before or "", timeout=10_000)
+    expect(page.locator("svg text.sum")).to_contain_text("B/s")
+    expect(page.locator("svg .link.ok")).to_have_count(4, timeout=15_000)
+
+
+def _watch_the_timeline(page: Page, pictures: Path) -> None:
+    page.keyboard.press("2")
+    canvas = page.locator(".stage canvas")
+    deadline_s = time.monotonic() + 15
+    while _drawn(page) != set(_COLOURS) and time.monotonic() < deadline_s:
+        page.wait_for_timeout(200)
+    assert _drawn(page) == set(_COLOURS)
+    # Follows the job until it is told not to.
+    expect(page.get_by_role("button", name="Follow")).to_have_attribute("aria-pressed", "true")
+    page.keyboard.press("l")
+    expect(page.get_by_role("button", name="Follow")).to_have_attribute("aria-pressed", "false")
+    box = canvas.bounding_box()
+    assert box is not None
+    tip = page.locator(".stage .tooltip")
+    for part in range(30, 95):
+        page.mouse.move(box["x"] + box["width"] * part / 100, box["y"] + 62)
+        if tip.is_visible() and "took" in tip.inner_text() and "hop" in tip.inner_text():
+            break
+    expect(tip).to_contain_text("hop")
+    expect(tip).to_contain_text("took")
+    page.keyboard.press("n")
+    expect(page.locator(".status")).to_contain_text("took")
+    page.keyboard.press("Escape")
+    for _ in range(6):
+        page.keyboard.press("+")
+    page.keyboard.press("m")
+    page.wait_for_timeout(300)
+    page.screenshot(path=pictures / "timeline-zoomed.png")
+    assert _drawn(page)
+
+
+def _visit_the_other_pages(page: Page) -> None:
+    page.keyboard.press("3")
+    expect(page.locator(".charts .chart canvas").first).to_be_visible(timeout=10_000)
+    expect(page.locator(".charts h2", has_text="process percent")).to_be_visible()
+    page.keyboard.press("4")
+    expect(page.locator("tr.chosen").first).to_contain_text("runs")
+    expect(page.locator("table").nth(1)).to_contain_text("rank 3")
+    page.keyboard.press("5")
+    expect(page.locator("pre").first).to_contain_text("strategy", timeout=10_000)
+    page.keyboard.press("1")
+    expect(page.locator(".card")).to_have_count(4)
+
+
+def _kill_a_rank(page: Page, job: RunningCommand, pictures: Path) -> None:
+    page.goto(page.url.partition("#")[0] + "#overview")
+    expect(page.locator(".card.live")).to_have_count(4)
+    pid = page.evaluate("async () => (await import('/live.js')).job.present.ranks[2].pid")
+    killed_s = time.monotonic()
+    kill_rank(job.process, pid)
+    page.wait_for_selector("[data-rank='2'].lost", timeout=_RED_S * 1000)
+    assert time.monotonic() - killed_s < _RED_S
+    expect(page.locator("[data-rank='2']")).to_contain_text("✕ lost")
+    page.wait_for_timeout(200)
+    page.screenshot(path=pictures / "lost.png")
+    expect(page.locator("#banner")).to_contain_text("The job has ended", timeout=15_000)
+    # What was last seen stays.
+    expect(page.locator("[data-rank='2'].lost")).to_be_visible()
+
+
+def _watch_the_replay(page: Page, pictures: Path) -> None:
+    expect(page.locator("#banner")).to_contain_text("A record")
+    expect(page.locator("[data-rank='2'].lost")).to_be_visible()
+    expect(page.locator(".events")).to_contain_text("lost")
+    page.keyboard.press("2")
+    page.wait_for_timeout(_SETTLE_MS)
+    assert _drawn(page) == set(_COLOURS)
+    page.screenshot(path=pictures / "replay-timeline.png")
+    page.reload()
+    page.wait_for_timeout(_SETTLE_MS)
+    assert _drawn(page) == set(_COLOURS)
