@@ -77,7 +77,7 @@ print([name for name in ("scheduler", "transport", "launch") if importlib.util.f
     assert out.splitlines() == [str(installed / "burst_rt"), "[]"]
 
 
-def test_a_wheel_holds_every_module_the_type_marker_and_the_machines(distributions: Path) -> None:
+def test_a_wheel_holds_every_module_the_type_marker_the_machines_and_the_page(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"{name.replace('.', '/')}/__init__.py" if name in _PACKAGES else f"{name.replace('.', '/')}.py" for name in _MODULES}
@@ -86,6 +86,9 @@ def test_a_wheel_holds_every_module_the_type_marker_and_the_machines(distributio
     machines = {f"burst_rt/scheduler/hardware/{path.name}" for path in (_ROOT / "scheduler" / "hardware").glob("*.toml")}
     assert machines
     assert {name for name in names if name.endswith(".toml")} == machines
+    page = {f"burst_rt/dashboard/assets/{path.name}" for path in (_ROOT / "burst_rt" / "dashboard" / "assets").iterdir()}
+    assert "burst_rt/dashboard/assets/index.html" in page
+    assert {name for name in names if "/assets/" in name} == page
 
 
 def test_the_editable_install_maps_the_folders(tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ _TAKE_FRAMES = """() => {
   return { frames: sorted.length, median_ms: at(0.5), p95_ms: at(0.95), p99_ms: at(0.99), worst_ms: at(1) };
 }"""
 
+_TAKE_DRAWING = """async () => {
+  const { frames, spans } = (await import("/main.js")).made.get("timeline");
+  let held = 0;
+  for (const { lanes } of spans.ranks.values()) for (const lane of lanes) held += lane.size;
+  return { mean_ms: Math.round(100 * frames.tookMs / frames.count) / 100, worst_ms: Math.round(10 * frames.worstMs) / 10, spans_taken: spans.total, places: held };
+}"""
+
 
 class Load:
     """Ranks that each make calls of `_TASKS` tasks so that all together there are `rate` spans a second."""
@@ -146,6 +153,8 @@ def measure(seconds: float, rate: float, num_ranks: int, every_s: float) -> dict
                 page.wait_for_timeout(1000 * min(every_s, max(0.1, until_s - time.monotonic())))
                 heaps.append(_heap_mb(page, cdp))
             report[name] = page.evaluate(_TAKE_FRAMES) | {"heap_mb": heaps}
+            if name == "timeline":
+                report["drawing"] = page.evaluate(_TAKE_DRAWING)
             page.screenshot(path=f"build/screenshots/load-{name}.png")
         report["spans_in_all"] = load.spans
         stop.set()

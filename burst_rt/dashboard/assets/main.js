@@ -13,7 +13,7 @@ import { Traffic } from "./traffic.js";
 const PAGES = [["overview", "Overview", Overview], ["timeline", "Timeline", Timeline], ["history", "History", History],
   ["traffic", "Traffic", Traffic], ["job", "Job", JobPage]];
 const main = document.getElementById("main");
-const made = new Map();
+export const made = new Map(); // pages by name, once they have been shown
 let shown = null;
 
 const tabs = PAGES.map(([name, title]) => el("a", { href: `#${name}` }, title));

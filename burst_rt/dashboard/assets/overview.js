@@ -127,15 +127,15 @@ class Card {
     this.canvas = el("canvas", { role: "img", "aria-label": `rank ${rank}: computing, last two minutes` });
     this.compute = el("i", { class: "compute" });
     this.wait = el("i", { class: "wait" });
-    this.computes = el("span");
-    this.waits = el("span");
+    this.computes = el("b");
+    this.waits = el("b");
     this.fields = el("dl");
     this.values = new Map();
     this.doing = el("div", { class: "doing" });
     this.node = el("article", { class: "card", "data-rank": rank, "aria-label": `rank ${rank}` },
       el("div", { class: "top" }, this.name, this.doingAt, this.state), this.where, this.canvas,
       el("div", { class: "split", "aria-hidden": "true" }, this.compute, this.wait),
-      el("div", { class: "shares" }, this.computes, this.waits), this.fields, this.doing);
+      el("div", { class: "shares" }, el("span", {}, el("i", {}, "computing "), this.computes), el("span", {}, el("i", {}, "waiting "), this.waits)), this.fields, this.doing);
     this.paintedAt = 0;
   }
 
@@ -154,8 +154,8 @@ class Card {
     const wait = live ? own.wait_percent ?? 0 : 0;
     this.compute.style.width = `${compute}%`;
     this.wait.style.width = `${wait}%`;
-    text(this.computes, `computing ${percent(compute)}`);
-    text(this.waits, `waiting ${percent(wait)}`);
+    text(this.computes, percent(compute));
+    text(this.waits, percent(wait));
     for (const [name, value] of this.figures(rank, own, gpu, present)) this.field(name, value);
     text(this.doing, live ? doing(rank, present) : rank.doing ? `last seen in call ${rank.call}: ${rank.doing}` : "");
     const now = performance.now();

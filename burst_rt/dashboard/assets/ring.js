@@ -6,6 +6,7 @@ import { looks, rate } from "./format.js";
 
 const SIZE = 400;
 const MIDDLE = SIZE / 2;
+const ARROWS = 24; // and on still larger ones no link has an arrow
 const NAMED = 12; // on larger rings only links that are not well have words
 
 export class Ring {
@@ -92,16 +93,16 @@ export class Ring {
     const [nx, ny] = [(by - ay) / length, -(bx - ax) / length]; // to the left of the way: outwards, clockwise
     const bow = onward ? Math.min(46, length * (this.order.size === 2 ? 0.3 : 0.2)) : backward ? (this.order.size === 2 ? 0.3 : 0.12) * length : length * 0.08;
     const [cx, cy] = [(ax + bx) / 2 + nx * bow, (ay + by) / 2 + ny * bow];
-    const gap = node + 5;
+    const gap = node + (this.order.size <= ARROWS ? 5 : 1);
     const from = towards(ax, ay, cx, cy, gap);
-    const to = towards(bx, by, cx, cy, gap + 6);
+    const to = towards(bx, by, cx, cy, this.order.size <= ARROWS ? gap + 6 : gap);
     const end = towards(bx, by, cx, cy, gap - 1);
     const line = svg("path", { d: `M${from} Q${cx.toFixed(1)} ${cy.toFixed(1)} ${to}` });
     const tip = svg("path", { d: arrow(end, to) });
     // Beside the line, whichever way that is: words are wider than they are high.
     const out = onward ? 1 : backward ? -1 : 0;
     const word = svg("text", { x: (ax + bx) / 4 + cx / 2 + nx * out * 45, y: (ay + by) / 4 + cy / 2 + ny * out * 14 });
-    this.links.append(line, tip);
+    this.links.append(line, ...(this.order.size <= ARROWS ? [tip] : []));
     this.words.append(word);
     this.made.set(`${link.sender}>${link.receiver}`, { line, tip, word });
   }
