@@ -1,4 +1,4 @@
-"""`burst-rt dashboard`: a job in a browser, from beside it. For: a job that runs with telemetry, and records. `--dashboard` starts one with it."""
+"""`burst-rt dashboard`: a running job or a record in a browser, from beside it (`--dashboard` starts one with the job)."""
 
 from __future__ import annotations
 

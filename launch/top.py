@@ -112,41 +112,39 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 
 
 def _ranks(snapshot: Snapshot, sources: dict[str, SourceView]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     gpus = any(rank.gpu for rank in snapshot.ranks)
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-    names = [
+    names = (
         "rank",
         "state",
-        "where",
         "computing",
-        "waiting",
+        "waits",
         *(("GPU", "memory", "power", "temp") if gpus else ("core", "memory")),
         "sends",
-    ]
-    for name in (*names, "compute", "calls", "doing"):
-        text = name in ("state", "where", "doing", "computing")
-        table.add_column(name, justify="left" if text else "right", no_wrap=True, overflow="ellipsis", ratio=1 if name == "doing" else None)
+        "flop/s",
+    )
+    for name in names:
+        table.add_column(name, justify="left" if name in ("state", "computing") else "right", no_wrap=True)
+    # What does not fit the terminal goes first.
+    table.add_column("calls", justify="right", no_wrap=True, overflow="crop")
+    table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
     for rank in snapshot.ranks:
-        own = sources[rank.source].values if rank.source in sources else {}
-        gpu = sources[rank.gpu].values if rank.gpu in sources else {}
-        sign, style = _STATES[rank.status]
-        if rank.status == "left" and rank.exit_code:
-            sign, style = _STATES["lost"]
-        compute = own.get("compute_percent", 0.0)
-        machine = (
-            (
-                _percent(gpu.get("sm_percent")),
-                _bytes(gpu.get("memory_used_bytes")),
-                _plain(gpu.get("power_w"), "W"),
-                _plain(gpu.get("temperature_c"), "°C"),
-            )
-            if gpus
-            else (_percent(own.get("process_percent")), _bytes(own.get("rss_bytes")))
-        )
-        table.add_row(
-            str(rank.rank), Text(f"{sign} {rank.status}", style), f"{rank.host} {rank.device}", _bar(compute), _percent(own.get("wait_percent")),
-            *machine, _bytes(own.get("sent_bytes_per_s"), "/s"), _count(own.get("flops_per_s"), "flop/s"), _count(rank.calls), _doing(rank, snapshot),
-        )  # fmt: skip
+        own = sources[rank.source].values if rank.source in sources and rank.status == "live" else {}
+        gpu = sources[rank.gpu].values if rank.gpu in sources and rank.status == "live" else {}
+        sign, style = _STATES["lost" if rank.status == "left" and rank.exit_code else rank.status]
+        cells = [
+            str(rank.rank),
+            Text(f"{sign} {rank.status}", style),
+            _bar(own.get("compute_percent", 0.0)),
+            _percent(own.get("wait_percent")),
+        ]
+        if gpus:
+            cells += [_percent(gpu.get("sm_percent")), _bytes(gpu.get("memory_used_bytes"))]
+            cells += [_plain(gpu.get("power_w"), "W"), _plain(gpu.get("temperature_c"), "°C")]
+        else:
+            cells += [_percent(own.get("process_percent")), _bytes(own.get("rss_bytes"))]
+        cells += [_bytes(own.get("sent_bytes_per_s"), "/s"), _count(own.get("flops_per_s"))]
+        table.add_row(*cells, _count(rank.calls), _doing(rank, snapshot))
     return table
 
 
@@ -164,12 +162,12 @@ def _links(links: list[LinkView]) -> list[Text]:
 def _doing(rank: RankView, snapshot: Snapshot) -> str:
     if rank.call < 0:
         return ""
-    return f"call {rank.call} {rank.doing} {max(0.0, snapshot.job.now_s - rank.doing_since_s):.1f} s"
+    return f"{rank.doing or 'between tasks'} of call {rank.call}, {max(0.0, snapshot.job.now_s - rank.doing_since_s):.1f} s"
 
 
 def _bar(percent: float) -> Text:
-    full = round(percent / 10)
-    return Text("█" * full + "░" * (10 - full) + f" {percent:3.0f} %", style="blue")
+    full = round(percent / 12.5)
+    return Text("█" * full + "░" * (8 - full) + f" {percent:3.0f} %", style="blue")
 
 
 def _curve(values: list[float]) -> str:

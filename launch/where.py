@@ -1,4 +1,4 @@
-"""`--device`, `--transport`, `--telemetry`, `--record`, `--dashboard`, as every command that starts ranks has them: they go to ranks by environment.
+"""`--device`, `--transport`, `--telemetry`, `--record`, `--dashboard`: options of every command that starts ranks, by environment.
 
 `burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they work for any program.
 """
@@ -31,7 +31,7 @@ def _export(_: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 
 def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str | None) -> None:
-    if value or value == 0 and parameter.name == "metrics_port":
+    if value or (value == 0 and parameter.name == "metrics_port"):
         # An address may be there already: of the hub of whoever started this.
         os.environ.setdefault(TELEMETRY_VARIABLE, "1")
         if parameter.name == "record":

@@ -1,1 +1,1 @@
-"""The dashboard: a job's telemetry in a browser, in a terminal (`burst-rt top`) and for Prometheus; all read the one model, none changes it."""
+"""The dashboard: a job's telemetry in a browser, in a terminal (`burst-rt top`) and for Prometheus. All read the one model."""

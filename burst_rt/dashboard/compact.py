@@ -1,4 +1,4 @@
-"""A timeline as a browser gets it: calls with their spans beneath, names once, times as whole tenths of microseconds. A sixth of the size."""
+"""A timeline as a browser gets it: calls with their spans beneath, names once, times as whole tenths of microseconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ UNITS_PER_S = 1e7
 
 
 class CallRows(msgspec.Struct):
-    """A call of a rank; plan: its number. spans: rows of name (its place in `names`), lane (likewise), hop, bits (1: sends, 2: receives), issued, started and
-    ended (in `1 / units_per_s` s after started_s), bytes, flops, task."""
+    """A call of a rank; plan: its number. spans: rows of name (its place in `names`), lane (likewise), hop, bits (1: sends, 2:
+    receives), issued, started and ended (in `1 / units_per_s` s after started_s), bytes, flops, task."""
 
     rank: int
     group: str

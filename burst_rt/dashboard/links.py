@@ -1,4 +1,4 @@
-"""The links of the ring: how many bytes a second each carries, and which is slow or silent. For: the ring of the dashboard, `top`, `/metrics`.
+"""The links of the ring: how many bytes a second each carries, and which is slow or silent.
 
 Bytes of a rank are exact (counters); how they divide over its peers, and how fast a message moves while both ends have been posted, come
 from the spans of the last seconds, as far as they are whole.

@@ -78,7 +78,7 @@ class Served:
         self._dashboard = Dashboard(reader)
         bound = _bind(where.host, where.port)
         port = bound.getsockname()[1]
-        shown = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()  # noqa: S104 - only a comparison
+        shown = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()
         self.link = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={self.token}"
         hosts = frozenset() if where.is_loopback else frozenset({where.host, socket.gethostname().lower(), socket.getfqdn().lower()})
         self._servers = [(_server(Guard(make_app(self._dashboard), self.token, hosts)), bound)]

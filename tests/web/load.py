@@ -35,7 +35,12 @@ _TICK_S = 0.1
 _COUNT_FRAMES = """() => {
   window.gaps = [];
   let last = performance.now();
-  const frame = (at) => { window.gaps.push(at - last); last = at; if (window.gaps.length > 20000) window.gaps.shift(); requestAnimationFrame(frame); };
+  const frame = (at) => {
+    window.gaps.push(at - last);
+    last = at;
+    if (window.gaps.length > 20000) window.gaps.shift();
+    requestAnimationFrame(frame);
+  };
   requestAnimationFrame(frame);
 }"""
 _TAKE_FRAMES = """() => {
@@ -49,7 +54,8 @@ _TAKE_DRAWING = """async () => {
   const { frames, spans } = (await import("/main.js")).made.get("timeline");
   let held = 0;
   for (const { lanes } of spans.ranks.values()) for (const lane of lanes) held += lane.size;
-  return { mean_ms: Math.round(100 * frames.tookMs / frames.count) / 100, worst_ms: Math.round(10 * frames.worstMs) / 10, spans_taken: spans.total, places: held };
+  const mean = Math.round(100 * frames.tookMs / frames.count) / 100;
+  return { mean_ms: mean, worst_ms: Math.round(10 * frames.worstMs) / 10, spans_taken: spans.total, places: held };
 }"""
 
 

@@ -1,4 +1,4 @@
-"""Who may ask the dashboard what: every route without the token, with a wrong Host or Origin, with other methods; and what a page may load."""
+"""Who may ask the dashboard what: every route without the token, with a wrong Host or Origin, with other methods."""
 
 from __future__ import annotations
 
