@@ -52,9 +52,9 @@ export class Chart {
   }
 
   scale() {
-    let low = Infinity;
-    let high = -Infinity;
-    for (const line of this.lines) for (const value of line.values) if (value != null) { low = Math.min(low, value); high = Math.max(high, value); }
+    const values = this.lines.flatMap((line) => line.values.filter((value) => value != null));
+    let low = values.reduce((least, value) => Math.min(least, value), Infinity);
+    const high = values.reduce((most, value) => Math.max(most, value), -Infinity);
     if (this.unit === "%") return [0, Math.max(100, high)];
     if (!(high >= low)) return [0, 1];
     if (low > 0 && (this.unit !== "1" || low < 0.4 * high)) low = 0;

@@ -14,9 +14,9 @@ export class History {
     this.kind = null;
     this.range = 60;
     this.charts = new Map();
-    this.kinds = el("select", { "aria-label": "What", onchange: () => { this.kind = this.kinds.value; this.one.value = ""; this.choose(); this.load(); } });
+    this.kinds = el("select", { "aria-label": "What", onchange: () => this.take(this.kinds.value) });
     this.one = el("select", { "aria-label": "Which", onchange: () => this.load() });
-    this.ranges = RANGES.map(([range, name]) => el("button", { type: "button", onclick: () => { this.range = range; this.load(); } }, name));
+    this.ranges = RANGES.map(([range, name]) => el("button", { type: "button", onclick: () => this.reach(range) }, name));
     this.grid = el("div", { class: "charts" });
     this.none = el("p", { class: "empty" }, "Nothing measured yet.");
     this.node = el("div", { class: "page" }, el("div", { class: "tools" }, this.kinds, this.one, ...this.ranges), this.none, this.grid);
@@ -44,13 +44,26 @@ export class History {
     if (this.visible) this.load();
   }
 
+  take(kind) {
+    this.kind = kind;
+    this.one.value = "";
+    this.choose();
+    this.load();
+  }
+
+  reach(range) {
+    this.range = range;
+    this.load();
+  }
+
   sources() {
     return job.present.sources.filter((source) => source.kind === this.kind && source.metrics.length);
   }
 
   choose() {
     const chosen = this.one.value;
-    this.one.replaceChildren(el("option", { value: "" }, "all"), ...this.sources().map((source) => el("option", { value: source.name }, title(source))));
+    const options = this.sources().map((source) => el("option", { value: source.name }, title(source)));
+    this.one.replaceChildren(el("option", { value: "" }, "all"), ...options);
     this.one.value = chosen;
   }
 
@@ -68,13 +81,18 @@ export class History {
   }
 
   draw(sources, views) {
-    const metrics = [...new Set(views.flatMap((view) => Object.keys(view.values)))].filter((name) => views.some((view) => view.values[name]?.some((v) => v != null)));
+    const measured = (name) => views.some((view) => view.values[name]?.some((value) => value != null));
+    const metrics = [...new Set(views.flatMap((view) => Object.keys(view.values)))].filter(measured);
     this.none.hidden = metrics.length > 0;
     const names = new Map(sources.map((source) => [source.name, title(source)]));
     const until = now();
     const oldest = Math.min(until - 1, ...views.map((view) => view.times[0] ?? Infinity));
     const since = Math.max(oldest, until - this.range);
-    for (const [metric, { panel: made }] of this.charts) if (!metrics.includes(metric)) { made.node.remove(); this.charts.delete(metric); }
+    for (const [metric, { panel: made }] of this.charts) {
+      if (metrics.includes(metric)) continue;
+      made.node.remove();
+      this.charts.delete(metric);
+    }
     for (const metric of metrics) {
       let found = this.charts.get(metric);
       if (!found) {
@@ -83,8 +101,8 @@ export class History {
         this.charts.set(metric, found);
         this.grid.append(found.panel.node);
       }
-      const lines = views.filter((view) => view.values[metric]).map((view) => ({ name: names.get(view.source) ?? view.source, times: view.times, values: view.values[metric] }));
-      found.chart.set(lines, since, until);
+      const own = views.filter((view) => view.values[metric]);
+      found.chart.set(own.map((view) => ({ name: names.get(view.source), times: view.times, values: view.values[metric] })), since, until);
     }
   }
 }

@@ -10,7 +10,7 @@ export class JobPage {
   constructor() {
     this.about = panel("Job", "");
     this.machines = panel("Machines", "");
-    this.times = panel("Measured and predicted", "one call on a rank, mean of the last half minute; predicted by a simulated run on a machine like this");
+    this.times = panel("Measured and predicted", "a call, mean of the last half minute, beside a simulated run on a machine like this");
     this.plans = panel("Plans", "what rank 0 runs, and why");
     this.node = el("div", { class: "page" }, this.about.node, this.machines.node, this.times.node, this.plans.node);
     this.known = -1;
@@ -35,31 +35,49 @@ export class JobPage {
   }
 
   tell(present) {
-    const facts = [["command", present.job.command], ["began", new Date(present.job.began_at_s * 1000).toLocaleString()], ["for", clock(present.job.now_s)],
-      ["ranks", String(present.job.world_size)], ["burst_rt", present.job.package], ["record", present.job.record || "none (burst-rt run --record FILE makes one)"],
-      ["telemetry dropped", `${present.job.dropped} messages`], ...Object.entries(present.progress.values).map(([name, value]) => [name, String(Number(value.toPrecision(6)))])];
-    this.about.box.replaceChildren(el("dl", { class: "about" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
-    const rows = present.sources.filter((source) => source.kind === "host" || source.kind === "gpu").map((source) => ({
-      cells: [source.kind, source.kind === "gpu" ? source.about.name ?? source.name : source.host, [...source.ranks].sort((a, b) => a - b).join(", "),
-        Object.entries(source.about).filter(([name]) => name !== "name").map(([name, value]) => (name.endsWith("_bytes") ? `${name.slice(0, -6)} ${bytes(Number(value))}` : `${name} ${value}`)).join(" · ")] }));
-    this.machines.node.hidden = !rows.length;
-    this.machines.box.replaceChildren(table([["kind"], ["name"], ["ranks"], ["about"]], rows));
+    const facts = {
+      command: present.job.command,
+      began: new Date(present.job.began_at_s * 1000).toLocaleString(),
+      for: clock(present.job.now_s),
+      ranks: String(present.job.world_size),
+      burst_rt: present.job.package,
+      record: present.job.record || "none (burst-rt run --record FILE makes one)",
+      "telemetry dropped": `${present.job.dropped} messages`,
+    };
+    for (const [name, value] of Object.entries(present.progress.values)) facts[name] = String(Number(value.toPrecision(6)));
+    const words = Object.entries(facts).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+    this.about.box.replaceChildren(el("dl", { class: "about" }, ...words));
+    const machines = present.sources.filter((source) => source.kind === "host" || source.kind === "gpu");
+    this.machines.node.hidden = !machines.length;
+    this.machines.box.replaceChildren(table([["kind"], ["name"], ["ranks"], ["about"]], machines.map((source) => ({
+      cells: [source.kind, source.about.name ?? source.host, [...source.ranks].sort((a, b) => a - b).join(", "), about(source)],
+    }))));
   }
 
   explain(plans) {
     const shown = plans.map((plan) => el("details", { open: plans.length <= 4 },
-      el("summary", {}, `${plan.kind} · group ${plan.group} · ${plan.num_tasks} tasks`), el("pre", {}, plan.explain || "A pipeline of the program's own.")));
+      el("summary", {}, `${plan.kind} · group ${plan.group} · ${plan.num_tasks} tasks`), el("pre", {}, plan.explain)));
     this.plans.box.replaceChildren(...(shown.length ? shown : [el("p", { class: "empty" }, "No call has ended yet.")]));
   }
 
   compare(plans, view) {
-    const rows = plans.map((plan) => {
-      const took = view.calls.filter((call) => call.plan === plan.number).map((call) => Math.max(...call.spans.map((span) => span[6])) / view.units_per_s);
+    const rows = plans.map(({ number, kind, group, predicted_s: predicted }) => {
+      const calls = view.calls.filter((call) => call.plan === number);
+      const took = calls.map((call) => Math.max(...call.spans.map((span) => span[6])) / view.units_per_s);
       const mean = took.length ? took.reduce((sum, one) => sum + one, 0) / took.length : null;
-      return { cells: [plan.kind, plan.group, String(took.length), mean == null ? "" : seconds(mean), plan.predicted_s == null ? "not known here" : seconds(plan.predicted_s),
-        mean == null || plan.predicted_s == null ? "" : `${(mean / plan.predicted_s).toFixed(2)}x`] };
+      const [measured, expected] = [mean, predicted].map((value) => (value == null ? "" : seconds(value)));
+      const against = measured && expected ? `${(mean / predicted).toFixed(2)}x` : "";
+      return { cells: [kind, group, String(took.length), measured, expected || "not known here", against] };
     });
     this.times.node.hidden = !rows.length;
-    this.times.box.replaceChildren(table([["direction"], ["group"], ["calls", "num"], ["measured", "num"], ["predicted", "num"], ["", "num"]], rows));
+    const columns = [["direction"], ["group"], ["calls", "num"], ["measured", "num"], ["predicted", "num"], ["", "num"]];
+    this.times.box.replaceChildren(table(columns, rows));
   }
+}
+
+// What a source says of itself, in words.
+function about(source) {
+  const words = Object.entries(source.about).filter(([name]) => name !== "name");
+  const word = ([name, value]) => (name.endsWith("_bytes") ? `${name.slice(0, -6)} ${bytes(Number(value))}` : `${name} ${value}`);
+  return words.map(word).join(" · ");
 }

@@ -59,7 +59,9 @@ function take(present) {
   if (job.events.length > EVENTS) job.events.splice(0, job.events.length - EVENTS);
   job.sources = new Map(present.sources.map((source) => [source.name, source]));
   for (const source of present.sources) {
-    for (const metric of CURVED[source.kind] || []) if (metric in source.values) curve(source.name, metric).add(source.at_s, source.values[metric]);
+    for (const metric of CURVED[source.kind] || []) {
+      if (metric in source.values) curve(source.name, metric).add(source.at_s, source.values[metric]);
+    }
   }
 }
 

@@ -10,7 +10,7 @@ import { colours } from "./theme.js";
 
 const DENSE = 16; // more ranks than this get small cards; on phones all do
 const phone = matchMedia("(max-width: 600px)");
-const PREVIOUS_MS = 480; // curves change no faster than they are told
+const REPAINT_MS = 480; // curves change no faster than they are told
 
 export class Overview {
   constructor() {
@@ -135,7 +135,9 @@ class Card {
     this.node = el("article", { class: "card", "data-rank": rank, "aria-label": `rank ${rank}` },
       el("div", { class: "top" }, this.name, this.doingAt, this.state), this.where, this.canvas,
       el("div", { class: "split", "aria-hidden": "true" }, this.compute, this.wait),
-      el("div", { class: "shares" }, el("span", {}, el("i", {}, "computing "), this.computes), el("span", {}, el("i", {}, "waiting "), this.waits)), this.fields, this.doing);
+      el("div", { class: "shares" },
+        el("span", {}, "busy ", this.computes), el("span", {}, "waits ", this.waits)),
+      this.fields, this.doing);
     this.paintedAt = 0;
   }
 
@@ -159,8 +161,9 @@ class Card {
     for (const [name, value] of this.figures(rank, own, gpu, present)) this.field(name, value);
     text(this.doing, live ? doing(rank, present) : rank.doing ? `last seen in call ${rank.call}: ${rank.doing}` : "");
     const now = performance.now();
-    if (repaint || now - this.paintedAt > PREVIOUS_MS) {
+    if (repaint || look !== this.look || now - this.paintedAt > REPAINT_MS) {
       this.paintedAt = now;
+      this.look = look;
       const line = curve(gpu ? rank.gpu : rank.source, gpu ? "sm_percent" : "compute_percent");
       spark(this.canvas, line, { colour: live ? colours.compute : colours.left, low: 0, high: 100, fill: true, seconds: [20, 120] });
     }

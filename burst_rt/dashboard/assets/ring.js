@@ -91,7 +91,8 @@ export class Ring {
     const backward = !onward && steps === this.order.size - 1;
     const length = Math.hypot(bx - ax, by - ay);
     const [nx, ny] = [(by - ay) / length, -(bx - ax) / length]; // to the left of the way: outwards, clockwise
-    const bow = onward ? Math.min(46, length * (this.order.size === 2 ? 0.3 : 0.2)) : backward ? (this.order.size === 2 ? 0.3 : 0.12) * length : length * 0.08;
+    const two = this.order.size === 2;
+    const bow = onward ? Math.min(46, length * (two ? 0.3 : 0.2)) : length * (backward ? 0.12 : 0.08);
     const [cx, cy] = [(ax + bx) / 2 + nx * bow, (ay + by) / 2 + ny * bow];
     const gap = node + (this.order.size <= ARROWS ? 5 : 1);
     const from = towards(ax, ay, cx, cy, gap);
@@ -101,7 +102,7 @@ export class Ring {
     const tip = svg("path", { d: arrow(end, to) });
     // Beside the line, whichever way that is: words are wider than they are high.
     const out = onward ? 1 : backward ? -1 : 0;
-    const word = svg("text", { x: (ax + bx) / 4 + cx / 2 + nx * out * 45, y: (ay + by) / 4 + cy / 2 + ny * out * 14 });
+    const word = svg("text", { x: (ax + bx) / 4 + cx / 2 + nx * out * 50, y: (ay + by) / 4 + cy / 2 + ny * out * 14 });
     this.links.append(line, ...(this.order.size <= ARROWS ? [tip] : []));
     this.words.append(word);
     this.made.set(`${link.sender}>${link.receiver}`, { line, tip, word });

@@ -7,6 +7,9 @@ const LEVELS = 3;
 const SLACK_S = 5e-5; // what a clock may be off by
 const FORGET_CALLS_S = 30; // a call is told apart for at least so long
 
+const WAIT = { start: Float64Array, end: Float64Array, exposed: Uint8Array, peer: Uint32Array, name: Uint32Array };
+const CALL = { start: Float64Array, end: Float64Array, call: Uint32Array, kind: Uint32Array, plan: Uint32Array };
+
 export const LANES = ["compute", "send", "receive", "copy", "control"];
 
 // Columns that grow to `capacity` rows and then go round.
@@ -40,8 +43,10 @@ class Rows {
 
 class Lane extends Rows {
   constructor(capacity, levels) {
-    super(capacity, { issued: Float64Array, start: Float64Array, end: Float64Array, bytes: Float64Array, flops: Float64Array, name: Uint32Array,
-      task: Uint32Array, call: Uint32Array, hop: Int16Array, level: Uint8Array });
+    super(capacity, {
+      issued: Float64Array, start: Float64Array, end: Float64Array, bytes: Float64Array, flops: Float64Array, name: Uint32Array,
+      task: Uint32Array, call: Uint32Array, hop: Int16Array, level: Uint8Array,
+    });
     this.longest = 0;
     this.ends = [];
     this.levels = 1;
@@ -96,8 +101,10 @@ export class Spans {
     this.seen = new Set();
     this.seenBefore = new Set();
     this.turnedAt = 0;
-    this.flows = new Rows(1 << 15, { call: Uint32Array, sender: Uint32Array, sent: Float64Array, sendTask: Uint32Array, receiver: Uint32Array,
-      received: Float64Array, receiveTask: Uint32Array, bytes: Float64Array });
+    this.flows = new Rows(1 << 15, {
+      call: Uint32Array, sender: Uint32Array, sent: Float64Array, sendTask: Uint32Array, receiver: Uint32Array,
+      received: Float64Array, receiveTask: Uint32Array, bytes: Float64Array,
+    });
     this.newest = 0;
     this.oldest = Infinity;
     this.total = 0;
@@ -108,8 +115,7 @@ export class Spans {
     if (!found) {
       const capacity = Math.max(LEAST, Math.floor(TOTAL / (3 * Math.max(1, numRanks))));
       found = { lanes: LANES.map((name) => new Lane(capacity, name === "compute" ? 1 : LEVELS)), capacity,
-        waits: new Rows(Math.max(LEAST, capacity >> 2), { start: Float64Array, end: Float64Array, exposed: Uint8Array, peer: Uint32Array, name: Uint32Array }),
-        calls: new Rows(Math.max(LEAST, capacity >> 4), { start: Float64Array, end: Float64Array, call: Uint32Array, kind: Uint32Array, plan: Uint32Array }) };
+        waits: new Rows(Math.max(LEAST, capacity >> 2), WAIT), calls: new Rows(Math.max(LEAST, capacity >> 4), CALL) };
       this.ranks.set(number, found);
     }
     return found;
@@ -196,21 +202,10 @@ export class Spans {
     for (let i = flows.count - 1; i >= flows.first && found.length < 64; i -= 1) {
       const at = i % flows.size;
       if (flows.call[at] !== call) continue;
-      if ((flows.sender[at] === rank && flows.sendTask[at] === task) || (flows.receiver[at] === rank && flows.receiveTask[at] === task)) found.push(at);
+      const sent = flows.sender[at] === rank && flows.sendTask[at] === task;
+      if (sent || (flows.receiver[at] === rank && flows.receiveTask[at] === task)) found.push(at);
     }
     return found;
-  }
-
-  // The span of a task, as [lane, place], or null.
-  find(rank, lane, call, task, around) {
-    const spans = this.ranks.get(rank)?.lanes[lane];
-    if (!spans) return null;
-    const [from, to] = spans.window(around - 60, around + 60);
-    for (let i = to - 1; i >= from; i -= 1) {
-      const at = i % spans.size;
-      if (spans.call[at] === call && spans.task[at] === task) return at;
-    }
-    return null;
   }
 }
 

@@ -1,7 +1,7 @@
 // Light or dark: the system's wish until the reader chooses. Canvases read their colours here, once a change.
 
-const NAMES = ["bg", "surface", "raised", "line", "line-soft", "text", "muted", "faint", "accent", "compute", "send", "receive", "copy", "control",
-  "exposed", "skew", "live", "silent", "lost", "left", "on-span", "grid"];
+const NAMES = ["surface", "line", "text", "muted", "faint", "accent", "compute", "send", "receive", "copy", "control", "exposed", "skew",
+  "live", "silent", "lost", "left", "on-span", "grid"];
 const watchers = new Set();
 const system = matchMedia("(prefers-color-scheme: dark)");
 

@@ -4,6 +4,8 @@ import { ask, el, panel, table } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { job } from "./live.js";
 
+const COUNTED = ["calls", "sent", "exchanges", "copied", "computed", "computing", "waiting", "transfers hidden"];
+
 export class Traffic {
   constructor() {
     this.strategies = panel("Strategies", "bytes all ranks together send in one call; the fewest win under auto");
@@ -22,14 +24,14 @@ export class Traffic {
     this.links.box.replaceChildren(present.links.length ? table(
       [["from"], ["to"], ["now", "num"], ["speed", "num"], ["state"]],
       present.links.map((link) => ({ cells: [`rank ${link.sender}`, `rank ${link.receiver}`, rate(link.bytes_per_s),
-        link.moving_bytes_per_s == null ? "" : rate(link.moving_bytes_per_s), el("span", { class: { ok: "live", slow: "silent", silent: "lost" }[link.state] },
-          `${{ ok: "●", slow: "▲", silent: "✕" }[link.state]} ${link.state}`)] })),
+        link.moving_bytes_per_s == null ? "" : rate(link.moving_bytes_per_s), state(link)] })),
     ) : el("p", { class: "empty" }, "Nothing has been sent yet."));
     this.ranks.box.replaceChildren(table(
-      [["rank"], ["calls", "num"], ["sent", "num"], ["messages", "num"], ["copied", "num"], ["computed", "num"], ["computing", "num"], ["waiting", "num"], ["transfers hidden", "num"]],
+      [["rank"], ...COUNTED.map((name) => [name, "num"])],
       present.ranks.map((rank) => {
         const lane = (name) => rank.lanes[name];
-        const copied = Object.entries(rank.lanes).filter(([name]) => /d2h|h2d|copy/.test(name)).reduce((sum, [, one]) => sum + one.size_bytes, 0);
+        const copies = Object.entries(rank.lanes).filter(([name]) => /d2h|h2d|copy/.test(name));
+        const copied = copies.reduce((sum, [, one]) => sum + one.size_bytes, 0);
         return { cells: [String(rank.rank), count(rank.calls), bytes(lane("network")?.size_bytes ?? 0), count(lane("network")?.tasks ?? 0),
           copied ? bytes(copied) : "", count(lane("compute")?.flops ?? 0, "flop"), seconds(rank.compute_s), seconds(rank.wait_s),
           rank.overlap == null ? "" : percent(100 * rank.overlap)] };
@@ -43,18 +45,25 @@ export class Traffic {
     for (const plan of plans) {
       const { chosen, candidates } = strategiesOf(plan.explain);
       const most = Math.max(1, ...candidates.map(([, size]) => size));
+      const taken = candidates.find(([name]) => name === chosen)?.[1];
       for (const [name, size] of candidates) {
         const key = `${plan.kind} ${name} ${size}`;
         if (seen.has(key)) continue;
         seen.add(key);
         const meter = el("i", { class: "meter" });
         meter.style.width = `${Math.round((140 * size) / most)}px`;
-        rows.push({ chosen: name === chosen, cells: [plan.kind, name, bytes(size), meter, name === chosen ? "✓ runs" : `${(size / Math.max(1, candidates.find(([other]) => other === chosen)?.[1] ?? size)).toFixed(2)}x`] });
+        const against = name === chosen ? "✓ runs" : taken ? `${(size / taken).toFixed(2)}x` : "";
+        rows.push({ chosen: name === chosen, cells: [plan.kind, name, bytes(size), meter, against] });
       }
     }
     this.strategies.box.replaceChildren(rows.length ? table([["direction"], ["strategy"], ["bytes a call", "num"], [""], [""]], rows)
       : el("p", { class: "empty" }, "No plan of an attention call has come yet."));
   }
+}
+
+function state(link) {
+  const [look, sign] = { ok: ["live", "●"], slow: ["silent", "▲"], silent: ["lost", "✕"] }[link.state];
+  return el("span", { class: look }, `${sign} ${link.state}`);
 }
 
 // The words of burst_rt.explain: "strategy NAME;" and "bytes all ranks send: NAME 1,234, NAME 5,678; ...".
