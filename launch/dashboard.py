@@ -24,15 +24,14 @@ def command(attach: int | None, replay: Path | None, until: float | None, at: st
 
     Prints a link that carries a token; open it on this machine, or through a tunnel: ssh -L 8870:127.0.0.1:8870 HOST. Ends with Ctrl-C.
     """
+    from burst_rt.dashboard.reader import Reader
     from burst_rt.dashboard.server import Served, Where
 
-    reader = open_reader(attach, replay, until)
-
-    async def show() -> None:
+    async def show(reader: Reader) -> None:
         served = Served(reader, Where.parse(at, metrics_port))
         for line in served.told:
             click.echo(f"burst-rt: {line}", err=True)
         await served.run()
 
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(show())
+    with open_reader(attach, replay, until) as reader, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(show(reader))

@@ -41,8 +41,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 @click.option("--once", is_flag=True, help="Print it once and end.")
 def command(attach: int | None, replay: Path | None, until: float | None, once: bool) -> None:
     """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with Ctrl-C, or with the job."""
-    reader = open_reader(attach, replay, until)
-    with contextlib.suppress(KeyboardInterrupt):
+    with open_reader(attach, replay, until) as reader, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_watch(reader, once=once or replay is not None))
 
 
@@ -132,7 +131,7 @@ def _ranks(snapshot: Snapshot, sources: dict[str, SourceView]) -> Table:
         own = sources[rank.source].values if rank.source in sources and rank.status == "live" else {}
         gpu = sources[rank.gpu].values if rank.gpu in sources and rank.status == "live" else {}
         sign, style = _STATES["lost" if rank.status == "left" and rank.exit_code else rank.status]
-        cells = [
+        cells: list[str | Text] = [
             str(rank.rank),
             Text(f"{sign} {rank.status}", style),
             _bar(own.get("compute_percent", 0.0)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +29,8 @@ def viewer_options(command: _F) -> _F:
     return attach(replay(until(command)))
 
 
-def open_reader(attach: int | None, replay: Path | None, until: float | None) -> Reader:
+@contextmanager
+def open_reader(attach: int | None, replay: Path | None, until: float | None) -> Iterator[Reader]:
     """The reader that these options ask for. Reads a record whole. Raises InputError and ConfigError."""
     from burst_rt.dashboard.reader import HubReader, StateReader
 
@@ -38,10 +40,13 @@ def open_reader(attach: int | None, replay: Path | None, until: float | None) ->
 
         if attach is not None:
             raise click.UsageError("--attach and --replay: choose one")
-        return StateReader(replayed(Record(replay), until))
+        yield StateReader(replayed(Record(replay), until))
+        return
     if until is not None:
         raise click.UsageError("--until is for --replay")
     from burst_rt.telemetry.jobs import find_job
+    from burst_rt.telemetry.viewer import Viewer
 
     job = find_job(attach)
-    return HubReader(job.address, job.secret)
+    with Viewer(job.address, job.secret) as viewer:
+        yield HubReader(viewer)

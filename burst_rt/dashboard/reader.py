@@ -57,10 +57,10 @@ class StateReader:
 
 
 class HubReader:
-    """Asks the hub of a running job, over its socket, one question at a time. Raises ConfigError where there is no hub."""
+    """Asks the hub of a running job, one question at a time."""
 
-    def __init__(self, address: str, secret: str) -> None:
-        self._viewer = Viewer(address, secret)
+    def __init__(self, viewer: Viewer) -> None:
+        self._viewer = viewer
         self._lock = asyncio.Lock()
 
     async def snapshot(self) -> Snapshot:

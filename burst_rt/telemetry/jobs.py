@@ -47,13 +47,12 @@ def running_jobs() -> list[RunningJob]:
     for path in _folder().glob("*.json"):
         try:
             job = msgspec.json.decode(path.read_bytes(), type=RunningJob)
-            alive = abs(psutil.Process(job.pid).create_time() - job.started_s) < 1.0
+            if abs(psutil.Process(job.pid).create_time() - job.started_s) < 1.0:
+                found.append(job)
+                continue
         except (OSError, msgspec.DecodeError, psutil.Error):
-            alive = False
-        if alive:
-            found.append(job)
-        else:
-            path.unlink(missing_ok=True)
+            pass
+        path.unlink(missing_ok=True)
     return sorted(found, key=lambda job: job.started_s)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dashboards import Serving, serving
-from playwright.sync_api import CDPSession, Page, sync_playwright
+from playwright.sync_api import CDPSession, sync_playwright
 
 from burst_rt.telemetry.messages import VERSION, Call, Counters, FromRank, Group, Heartbeat, Hello, LaneCounters, Plan, Report, TaskInfo
 from burst_rt.telemetry.state import State
@@ -129,10 +129,11 @@ def _feed(running: Serving, load: Load, stop: threading.Event) -> None:
         stop.wait(_TICK_S)
 
 
-def _heap_mb(page: Page, cdp: CDPSession) -> float:
+def _heap_mb(cdp: CDPSession) -> float:
     cdp.send("HeapProfiler.collectGarbage")
     used = cdp.send("Runtime.getHeapUsage")
-    return round((used["usedSize"] + used.get("backingStorageSize", 0)) / 1e6, 1)
+    size_bytes: float = used["usedSize"] + used.get("backingStorageSize", 0)
+    return round(size_bytes / 1e6, 1)
 
 
 def measure(seconds: float, rate: float, num_ranks: int, every_s: float) -> dict[str, object]:
@@ -157,7 +158,7 @@ def measure(seconds: float, rate: float, num_ranks: int, every_s: float) -> dict
             until_s = time.monotonic() + seconds * part
             while time.monotonic() < until_s:
                 page.wait_for_timeout(1000 * min(every_s, max(0.1, until_s - time.monotonic())))
-                heaps.append(_heap_mb(page, cdp))
+                heaps.append(_heap_mb(cdp))
             report[name] = page.evaluate(_TAKE_FRAMES) | {"heap_mb": heaps}
             if name == "timeline":
                 report["drawing"] = page.evaluate(_TAKE_DRAWING)

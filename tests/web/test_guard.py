@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from dashboards import Serving, serving
 from playwright.sync_api import Browser, expect
@@ -29,7 +30,7 @@ def _state(command: str = "train.py") -> State:
     for rank in range(2):
         for message in arrive(rank):
             if isinstance(message, Hello):
-                message = Hello(*[command if name == "command" else getattr(message, name) for name in message.__struct_fields__])
+                message = msgspec.structs.replace(message, command=command)
             state.apply(0.0, rank, message)
         for i in range(4):
             state.apply(0.5 * i, rank, counters(rank, 0.5 * i, i))

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dashboards import command, serving
@@ -123,7 +124,7 @@ def _query(prometheus: str, expression: str, *, at_least: int) -> dict[str, floa
     """Values by rank or GPU, once there are so many."""
     deadline_s = time.monotonic() + _DEADLINE_S
     url = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-    found: list[dict[str, dict[str, str]]] = []
+    found: list[dict[str, Any]] = []  # Prometheus' own JSON
     while time.monotonic() < deadline_s:
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:

@@ -1,0 +1,99 @@
+"""Running jobs: found by their number or alone, gone when killed, and not where others could read or plant them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.main import cli
+from burst_rt.telemetry.jobs import RunningJob, announce, find_job, running_jobs
+from burst_rt.telemetry.starting import start_hub
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "burst-rt"
+
+
+def test_a_job_is_found_and_only_its_user_may_read_it(folder: Path) -> None:
+    path = announce("unix:/nowhere", "secret")
+    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert find_job(None) == find_job(os.getpid())
+    assert (find_job(None).address, find_job(None).secret) == ("unix:/nowhere", "secret")
+    path.unlink()
+    with pytest.raises(ConfigError, match="no job with telemetry runs here"):
+        find_job(None)
+
+
+def test_one_of_several_must_be_named(folder: Path) -> None:
+    announce("unix:/one", "a")
+    other = psutil.Process().parents()[-1]
+    job = RunningJob(other.pid, other.create_time(), "unix:/two", "b", "train.py")
+    (folder / "other.json").write_bytes(msgspec.json.encode(job))
+    with pytest.raises(ConfigError, match=r"several jobs run here; choose one:\n  --attach \d+"):
+        find_job(None)
+    assert find_job(other.pid).secret == "b"
+    with pytest.raises(ConfigError, match="no job 999999999 runs here"):
+        find_job(999_999_999)
+
+
+def test_what_a_killed_hub_left_is_removed(folder: Path) -> None:
+    announce("unix:/one", "a").unlink()
+    # A process of that number began at another time: not that hub.
+    (folder / "old.json").write_bytes(msgspec.json.encode(RunningJob(os.getpid(), 1.0, "unix:/old", "c", "")))
+    (folder / "half.json").write_bytes(b'{"pid": 1')
+    assert running_jobs() == []
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_others_can_open_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="nobody else can read"):
+        announce("unix:/one", "a")
+
+
+def test_a_hub_can_be_looked_at_in_a_terminal() -> None:
+    hub = start_hub(one_host=True, held=True)
+    try:
+        shown = CliRunner().invoke(cli, ["top", "--once"])
+        assert shown.exit_code == 0, shown.output
+        assert "0 ranks" in shown.output
+    finally:
+        hub.release()
+    assert running_jobs() == []
+
+
+def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+    from telemetry_feed import arrive, beat, call, counters
+
+    from burst_rt.dashboard.links import Links
+    from burst_rt.launch.top import render
+    from burst_rt.telemetry.messages import Presence
+    from burst_rt.telemetry.state import State
+
+    state = State(1e9)
+    for rank in range(2):
+        for message in arrive(rank):
+            state.apply(0.0, rank, message)
+        for i in range(3):
+            state.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
+        state.apply(3.0, rank, call(rank, 1, 2.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 0.9)))
+        state.apply(3.0, rank, beat(rank, 3.0, number=4, doing="hop 1", since_s=2.5))
+    state.apply(3.5, -1, Presence(1, "lost", "its connection ended"))
+    links = Links()
+    links.look(state.timeline(-5.0))
+    Console(width=100).print(render(state.snapshot(), links.now(state.snapshot()), [3.0, 2.0]))
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in ("● live", "✕ lost", "hop 1 of call 4", "1 kB/s"))
+    assert "1 → 0 silent" in shown
+    assert "rank 1 lost: its connection ended" in shown
+    assert max(map(len, shown.splitlines())) <= 100
