@@ -89,17 +89,22 @@ class Dashboard:
                 snapshot, links = await self.present(fresh=closing)
                 events = [event for event in snapshot.events if event.number > told]
                 told = max((event.number for event in events), default=told)
-                view = Present(snapshot.job, snapshot.progress, snapshot.ranks, snapshot.sources, links, len(snapshot.plans), events)
-                yield b"data: " + msgspec.json.encode(view) + b"\n\n"
+                yield self._event(snapshot, links, events)
                 if closing:
                     break
                 with contextlib.suppress(TimeoutError):
                     closing = await asyncio.wait_for(self.closing.wait(), _PERIOD_S)
         except BurstError:
-            pass  # the hub that this one is attached to has ended
+            # The hub that this one is attached to has ended: who comes now sees the last of it.
+            if self._snapshot is not None and not told:
+                yield self._event(self._snapshot, self._link_views, self._snapshot.events)
         finally:
             self.streams -= 1
         yield b"event: end\ndata: {}\n\n"
+
+    def _event(self, snapshot: Snapshot, links: list[LinkView], events: list[EventView]) -> bytes:
+        view = Present(snapshot.job, snapshot.progress, snapshot.ranks, snapshot.sources, links, len(snapshot.plans), events)
+        return b"data: " + msgspec.json.encode(view) + b"\n\n"
 
 
 def make_app(dashboard: Dashboard) -> Starlette:

@@ -21,7 +21,7 @@ WINDOW_S = 5.0
 # Slow: its messages move at less than this part of the median link's speed, over at least so many messages.
 _SLOW = 1 / 3
 _MIN_MESSAGES = 4
-# A receiver that has been at one task for so long, in a call with this sender, hears nothing.
+# A rank that has waited for a message for so long hears nothing.
 _SILENT_S = 2.0
 _MAX_LINKS = 4096
 _FLOOR_S = 1e-6
@@ -57,10 +57,12 @@ class Links:
     def __init__(self) -> None:
         self._shares: dict[tuple[int, int], float] = {}
         self._moved: dict[tuple[int, int], _Moved] = {}
+        self._receives: set[str] = set()  # tasks that receive
 
     def look(self, recent: TimelineView) -> None:
         """Takes the spans of the last WINDOW_S."""
         self._moved = _moved(recent)
+        self._receives = {span.name for span in recent.spans if span.receives} or self._receives
         sent: dict[int, int] = defaultdict(int)
         for (sender, _), some in self._moved.items():
             sent[sender] += some.size_bytes
@@ -74,17 +76,23 @@ class Links:
         """The links of a snapshot."""
         ranks = {rank.rank: rank for rank in snapshot.ranks}
         total = {source.ranks[0]: source.values.get("sent_bytes_per_s", 0.0) for source in snapshot.sources if source.kind == "process"}
+        stuck = {rank.rank for rank in snapshot.ranks if self._stuck(rank, snapshot.job.now_s)}
         usual = statistics.median(some.speed for some in self._moved.values()) if len(self._moved) > 1 else 0.0
         views = []
         for link, share in sorted(self._shares.items()):
             sender, receiver = link
-            silent = _silent(ranks.get(sender), ranks.get(receiver), snapshot.job.now_s)
+            gone = sender not in ranks or receiver not in ranks or {ranks[sender].status, ranks[receiver].status} & {"lost", "silent"}
+            # Of a ring that stands still the link is at fault whose sender does not wait itself.
+            silent = gone or (receiver in stuck and (sender not in stuck or len(stuck) == len(ranks)))
             moved = self._moved.get(link)
             slow = moved is not None and moved.messages >= _MIN_MESSAGES and moved.speed < _SLOW * usual
             # What a rank that has left last said is no more.
             rate = total.get(sender, 0.0) * share if not silent and ranks[sender].status == "live" else 0.0
             views.append(LinkView(sender, receiver, rate, moved.speed if moved else None, "silent" if silent else "slow" if slow else "ok"))
         return views
+
+    def _stuck(self, rank: RankView, now_s: float) -> bool:
+        return rank.call >= 0 and rank.doing in self._receives and now_s - rank.doing_since_s > _SILENT_S
 
 
 def _moved(recent: TimelineView) -> dict[tuple[int, int], _Moved]:
@@ -103,11 +111,3 @@ def _together(messages: list[tuple[float, float, int]]) -> _Moved:
         moving_s += max(0.0, ended_s - max(begun_s, until_s))
         until_s = max(until_s, ended_s)
     return _Moved(sum(size for _, _, size in messages), max(_FLOOR_S, moving_s), len(messages))
-
-
-def _silent(sender: RankView | None, receiver: RankView | None, now_s: float) -> bool:
-    if sender is None or receiver is None or {sender.status, receiver.status} & {"lost", "silent"}:
-        return True
-    # Both are in one call, the receiver is stuck in a transfer, the sender in something else.
-    same = sender.group == receiver.group and sender.call == receiver.call >= 0
-    return same and "recv" in receiver.doing and now_s - receiver.doing_since_s > _SILENT_S

@@ -28,6 +28,12 @@ export function bytes(value) {
   return `${unit === "B" ? Math.round(size) : digits(size)} ${unit}`;
 }
 
+// A part and its whole, in the unit of the whole: 63.1/85.5 GB.
+export function bytesOf(part, whole) {
+  const [size, unit] = bytes(whole).split(" ");
+  return `${digits((part / whole) * Number(size))}/${size} ${unit}`;
+}
+
 export const rate = (value) => `${bytes(value)}/s`;
 export const percent = (value) => `${value < 9.95 && value > 0 ? value.toFixed(1) : Math.round(value)} %`;
 

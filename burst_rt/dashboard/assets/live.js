@@ -102,7 +102,8 @@ export async function connect(changed) {
   });
   source.onerror = () => {
     // The browser tries again by itself, unless it was refused.
-    job.state = job.present && job.present.ranks.every((rank) => rank.status !== "live") ? "ended" : "away";
+    const over = job.present && job.present.ranks.every((rank) => rank.status !== "live");
+    job.state = over || source.readyState === EventSource.CLOSED ? "ended" : "away";
     if (job.state === "ended") source.close();
     changed();
   };

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { el, panel, text, attribute } from "./dom.js";
-import { bytes, clock, count, looks, measure, percent, rate, SIGNS } from "./format.js";
+import { bytes, bytesOf, clock, count, looks, measure, percent, rate, SIGNS } from "./format.js";
 import { curve, job } from "./live.js";
 import { Ring } from "./ring.js";
 import { spark } from "./spark.js";
@@ -173,7 +173,8 @@ class Card {
     const v = gpu?.values ?? {};
     if (gpu) {
       yield ["GPU", measure(v.sm_percent, "%")];
-      yield ["memory", v.memory_used_bytes == null ? "" : bytes(v.memory_used_bytes)];
+      const total = Number(gpu.about.memory_bytes);
+      yield ["mem", v.memory_used_bytes == null ? "" : total ? bytesOf(v.memory_used_bytes, total) : bytes(v.memory_used_bytes)];
       yield ["power", measure(v.power_w, "W")];
       yield ["chip", measure(v.temperature_c, "C")];
     } else {

@@ -101,8 +101,8 @@ export class Ring {
     const line = svg("path", { d: `M${from} Q${cx.toFixed(1)} ${cy.toFixed(1)} ${to}` });
     const tip = svg("path", { d: arrow(end, to) });
     // Beside the line, whichever way that is: words are wider than they are high.
-    const out = onward ? 1 : backward ? -1 : 0;
-    const word = svg("text", { x: (ax + bx) / 4 + cx / 2 + nx * out * 50, y: (ay + by) / 4 + cy / 2 + ny * out * 14 });
+    const out = (onward ? 1 : backward ? -1 : 0) * (Math.abs(nx) * 28 + Math.abs(ny) * 6 + 7);
+    const word = svg("text", { x: (ax + bx) / 4 + cx / 2 + nx * out, y: (ay + by) / 4 + cy / 2 + ny * out });
     this.links.append(line, ...(this.order.size <= ARROWS ? [tip] : []));
     this.words.append(word);
     this.made.set(`${link.sender}>${link.receiver}`, { line, tip, word });

@@ -19,7 +19,8 @@ export class Timeline extends Picture {
   constructor() {
     super();
     this.tip = el("div", { class: "tooltip", hidden: true });
-    this.status = el("div", { class: "status", "aria-live": "polite" });
+    this.status = el("div", { class: "status" });
+    this.spoken = el("div", { class: "unseen", "aria-live": "polite" });
     this.follow = el("button", { type: "button", onclick: () => this.setFollow(!this.following), title: "L" }, "Follow");
     this.messages = el("button", { type: "button", onclick: () => this.toggleMessages(), title: "M", "aria-pressed": "false" }, "Messages");
     this.choice = el("select", { "aria-label": "Ranks", onchange: () => this.choose(this.choice.value) });
@@ -27,7 +28,7 @@ export class Timeline extends Picture {
     this.node = el("div", { class: "page timeline" },
       el("div", { class: "tools" }, this.follow, zoom(0.5, "+", "zoom in (+)"), zoom(2, "−", "zoom out (−)"),
         el("button", { type: "button", onclick: () => this.all(), title: "F" }, "All"), this.messages, this.choice, legend()),
-      el("div", { class: "stage panel" }, this.canvas, this.tip), this.status);
+      el("div", { class: "stage panel" }, this.canvas, this.tip), this.status, this.spoken);
     this.visible = false;
     this.asked = false;
     this.pointers = new Map();
@@ -288,6 +289,7 @@ export class Timeline extends Picture {
     if (lane.start[at] < this.since || lane.end[at] > this.until) this.until = (lane.start[at] + lane.end[at]) / 2 + this.span / 2;
     const words = (node) => [...node.childNodes].map((part) => part.textContent).join(" ");
     text(this.status, this.describe(this.selected).map(words).join(": "));
+    text(this.spoken, this.status.textContent);
     this.dirty = true;
   }
 }
