@@ -14,7 +14,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+# For a module, not for all tests: while it is open, its event loop runs in this thread, and other tests cannot have theirs.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """A real Chromium; the machine must have one."""
     path = next((found for name in _BROWSERS if (found := shutil.which(name))), None)

@@ -45,9 +45,15 @@ function health() {
   return [worst, `${SIGNS[worst]} ${words}`];
 }
 
+// The program without its folders; the page of the job has the whole command.
+function brief(command) {
+  const [program, ...rest] = command.split(" ");
+  return [program.replace(/\/__main__\.py$/, "").replace(/.*\//, ""), ...rest].join(" ");
+}
+
 function header() {
   const { present } = job;
-  text(document.getElementById("command"), present.job.command);
+  text(document.getElementById("command"), brief(present.job.command));
   const [status, words] = health();
   const pill = document.getElementById("health");
   text(pill, words);

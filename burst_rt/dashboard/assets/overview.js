@@ -36,6 +36,7 @@ export class Overview {
     const { present } = job;
     this.facts.update(present);
     this.ring.update(present);
+    this.grid.classList.toggle("gpus", present.ranks.some((rank) => rank.gpu));
     this.grid.classList.toggle("dense", phone.matches || present.ranks.length > DENSE);
     for (const rank of present.ranks) {
       let card = this.cards.get(rank.rank);
@@ -158,7 +159,7 @@ class Card {
     this.wait.style.width = `${wait}%`;
     text(this.computes, percent(compute));
     text(this.waits, percent(wait));
-    for (const [name, value] of this.figures(rank, own, gpu, present)) this.field(name, value);
+    this.fill([...this.figures(rank, own, gpu, present)]);
     text(this.doing, live ? doing(rank, present) : rank.doing ? `last seen in call ${rank.call}: ${rank.doing}` : "");
     const now = performance.now();
     if (repaint || look !== this.look || now - this.paintedAt > REPAINT_MS) {
@@ -179,7 +180,7 @@ class Card {
       yield ["chip", measure(v.temperature_c, "C")];
     } else {
       yield ["core", measure(own.process_percent, "%")];
-      yield ["memory", measure(own.rss_bytes, "B")];
+      yield ["mem", measure(own.rss_bytes, "B")];
     }
     yield ["flop/s", own.flops_per_s == null ? "" : count(own.flops_per_s)];
     yield ["sends", measure(own.sent_bytes_per_s, "B/s")];
@@ -189,14 +190,15 @@ class Card {
     yield ["calls", count(rank.calls)];
   }
 
-  field(name, value) {
-    let cell = this.values.get(name);
-    if (!cell) {
-      if (!value) return;
-      this.values.set(name, cell = el("dd"));
-      this.fields.append(el("div", {}, el("dt", {}, name), cell));
+  // Values appear as they are first measured, always in the same order.
+  fill(figures) {
+    const fresh = figures.filter(([name, value]) => value && !this.values.has(name));
+    for (const [name] of fresh) this.values.set(name, el("dd"));
+    if (fresh.length) {
+      const known = figures.filter(([name]) => this.values.has(name));
+      this.fields.replaceChildren(...known.map(([name]) => el("div", {}, el("dt", {}, name), this.values.get(name))));
     }
-    text(cell, value || "-");
+    for (const [name, value] of figures) if (this.values.has(name)) text(this.values.get(name), value || "-");
   }
 }
 

@@ -114,7 +114,7 @@ export class Spans {
     let found = this.ranks.get(number);
     if (!found) {
       const capacity = Math.max(LEAST, Math.floor(TOTAL / (3 * Math.max(1, numRanks))));
-      found = { lanes: LANES.map((name) => new Lane(capacity, name === "compute" ? 1 : LEVELS)), capacity,
+      found = { last: 0, lanes: LANES.map((name) => new Lane(capacity, name === "compute" ? 1 : LEVELS)), capacity,
         waits: new Rows(Math.max(LEAST, capacity >> 2), WAIT), calls: new Rows(Math.max(LEAST, capacity >> 4), CALL) };
       this.ranks.set(number, found);
     }
@@ -149,7 +149,8 @@ export class Spans {
     for (const call of view.calls) {
       if (this.isNew(`${call.rank} ${call.group} ${call.call}`)) this.takeCall(call, numbers, lanes, view.units_per_s, numRanks);
     }
-    for (const [rank, call, cause, start, end, peer, task] of view.waits) {
+    // Newest last, as they are kept: views begin with the newest.
+    for (const [rank, call, cause, start, end, peer, task] of view.waits.sort((a, b) => a[3] - b[3])) {
       if (!this.isNew(`w${rank} ${call} ${start}`)) continue;
       const { waits } = this.rank(rank, numRanks);
       const at = waits.next();
@@ -159,7 +160,7 @@ export class Spans {
       waits.peer[at] = peer;
       waits.name[at] = this.named(task);
     }
-    for (const [call, sender, sendTask, sent, receiver, receiveTask, received, size] of view.flows) {
+    for (const [call, sender, sendTask, sent, receiver, receiveTask, received, size] of view.flows.sort((a, b) => a[6] - b[6])) {
       if (!this.isNew(`f${receiver} ${call} ${receiveTask} ${sender} ${sendTask}`)) continue;
       const { flows } = this;
       const at = flows.next();
@@ -176,6 +177,8 @@ export class Spans {
 
   takeCall(call, numbers, lanes, units, numRanks) {
     const rank = this.rank(call.rank, numRanks);
+    if (call.started_s < rank.last) return; // left out before, and too late now: lanes are in order
+    rank.last = call.started_s;
     let until = call.started_s;
     call.spans.sort((a, b) => a[5] - b[5]);
     for (const [name, lane, hop, bits, issued, started, ended, bytes, flops, task] of call.spans) {

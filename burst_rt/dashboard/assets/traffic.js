@@ -29,11 +29,12 @@ export class Traffic {
     this.ranks.box.replaceChildren(table(
       [["rank"], ...COUNTED.map((name) => [name, "num"])],
       present.ranks.map((rank) => {
-        const lane = (name) => rank.lanes[name];
+        // Tasks, bytes, flops.
+        const lane = (name) => rank.lanes[name] ?? [0, 0, 0];
         const copies = Object.entries(rank.lanes).filter(([name]) => /d2h|h2d|copy/.test(name));
-        const copied = copies.reduce((sum, [, one]) => sum + one.size_bytes, 0);
-        return { cells: [String(rank.rank), count(rank.calls), bytes(lane("network")?.size_bytes ?? 0), count(lane("network")?.tasks ?? 0),
-          copied ? bytes(copied) : "", count(lane("compute")?.flops ?? 0, "flop"), seconds(rank.compute_s), seconds(rank.wait_s),
+        const copied = copies.reduce((sum, [, one]) => sum + one[1], 0);
+        return { cells: [String(rank.rank), count(rank.calls), bytes(lane("network")[1]), count(lane("network")[0]),
+          copied ? bytes(copied) : "", count(lane("compute")[2], "flop"), seconds(rank.compute_s), seconds(rank.wait_s),
           rank.overlap == null ? "" : percent(100 * rank.overlap)] };
       }),
     ));
