@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -37,8 +38,12 @@ class Serving:
     _loop: asyncio.AbstractEventLoop
 
     @property
+    def host(self) -> str:
+        return urlsplit(self.served.link).hostname or ""
+
+    @property
     def port(self) -> int:
-        return int(re.search(r":(\d+)/", self.served.link)[1])  # type: ignore[index]  # every link has one
+        return urlsplit(self.served.link).port or 0
 
     def do(self, change: Callable[[State], None]) -> None:
         """Changes the model."""

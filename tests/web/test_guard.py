@@ -51,7 +51,7 @@ def server() -> Iterator[Serving]:
 
 
 def _ask(server: Serving, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     if path != "/api/events" or response.status != 200 or method == "HEAD":
@@ -125,9 +125,11 @@ def test_another_address_only_with_a_warning() -> None:
     assert Where.parse("[::1]:0").is_loopback
     assert Where.parse("").warning == ""
     assert "tunnel" in Where.parse("0.0.0.0:0").warning
+    assert not Where.parse("0.0.0.0:0").is_loopback
     with pytest.raises(InputError, match="HOST:PORT"):
         Where.parse("everywhere")
-    with serving(_state(), Where.parse("0.0.0.0:0")) as running:
+    # Not one of loopback's usual names, and yet only this machine can connect.
+    with serving(_state(), Where.parse("127.0.0.2:0")) as running:
         assert running.served.told[0].startswith("WARNING")
         cookie = _cookie(running).partition(";")[0]
         assert _ask(running, "/api/plans", Cookie=cookie, Host=f"{socket.gethostname()}:{running.port}").status == 200
