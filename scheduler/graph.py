@@ -26,12 +26,14 @@ __all__ = [
 class Cost(NamedTuple):
     """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in memory else).
 
-    masked_flops: how many of the operations are done under a mask, which kernels do at a lower rate.
+    masked_flops: how many of the operations are done under a mask that cuts through, which kernels do at a lower rate; edge_flops: those of
+    cells along its edge, where kernels also compute what it hides.
     """
 
     flops: int = 0
     size_bytes: int = 0
     masked_flops: int = 0
+    edge_flops: int = 0
 
 
 _FREE = Cost()

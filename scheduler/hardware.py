@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -37,8 +38,8 @@ Duplex: TypeAlias = Literal["full", "half"]
 class Rate:
     """How long an operation takes: launch_s + (flops / flops_per_s + bytes / bytes_per_s) / efficiency seconds.
 
-    None: its flops, or its bytes, take no time of their own. masked: operations under a mask go at this fraction of the rate of others,
-    since kernels also compute cells that it hides (None: as fast).
+    None: its flops, or its bytes, take no time of their own. masked: operations under a mask go at this fraction of the rate of others
+    (None: as fast). edge: each operation along a mask's edge takes as long as this many more (None: no more).
     """
 
     launch_s: float
@@ -46,10 +47,11 @@ class Rate:
     bytes_per_s: float | None = None
     efficiency: float = 1.0
     masked: float | None = None
+    edge: float | None = None
 
     def seconds(self, cost: Cost) -> float:
         """Seconds a task of this cost takes."""
-        flops = cost.flops + (cost.masked_flops * (1 / self.masked - 1) if self.masked else 0.0)
+        flops = cost.flops + (cost.masked_flops * (1 / self.masked - 1) if self.masked else 0.0) + cost.edge_flops * (self.edge or 0.0)
         arithmetic = flops / self.flops_per_s if self.flops_per_s else 0.0
         memory = cost.size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
         return self.launch_s + (arithmetic + memory) / self.efficiency
@@ -231,7 +233,8 @@ def _lines(table: object, at: str) -> list[str]:
         assert is_dataclass(table)
         items = [(field.name, getattr(table, field.name)) for field in fields(table)]
     plain, nested = [], []
-    for name, value in items:
+    for key, value in items:
+        name = key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key, ensure_ascii=False)
         if is_dataclass(value):
             nested += ["", f"[{_join(at, name)}]", *_lines(value, _join(at, name))]
         elif isinstance(value, Mapping):

@@ -31,7 +31,15 @@ __all__ = ["Calibration", "main"]
 # Tokens of a rank, and the strategies whose operations are sampled. Those that keep whole matrices of scores are sampled at few tokens.
 _TOKENS = (256, 512, 1024, 2048)
 _FEW_TOKENS = (256, 512, 1024)
-_STRATEGIES = {"ring-kv": _TOKENS, "burst": _TOKENS, "all-to-all": _FEW_TOKENS, "burst-untiled": _FEW_TOKENS, "ring-naive": _FEW_TOKENS}
+_STRATEGIES = {
+    "ring-kv": (*_TOKENS, 4096, 8192),
+    "burst": _TOKENS,
+    "all-to-all": _FEW_TOKENS,
+    "burst-untiled": _FEW_TOKENS,
+    "ring-naive": _FEW_TOKENS,
+}
+# From here on with a quarter of the heads and twice at most: a call takes seconds.
+_LONG = 4096
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LINEAR = ((256, 512), (512, 1024), (1024, 1024), (2048, 1024))  # rows, width
 # A host with more ranks than were measured: they share the cores of these.
@@ -70,12 +78,13 @@ class Calibration:
     def attention(self, strategy: str, tokens: int, causal: bool) -> Iterator[Sample]:
         """Every task of both directions, from the traces of all ranks."""
         layout = self.ctx.layout(tokens * self.ctx.world_size, "zigzag" if causal else "contiguous")
-        shape = (1, layout.shard_len, self.heads, self.head_dim)
+        heads, repeats = (max(1, self.heads // 4), min(2, self.repeats)) if tokens >= _LONG else (self.heads, self.repeats)
+        shape = (1, layout.shard_len, heads, self.head_dim)
         q, k, v, dout = (torch.randn(shape, device=self.ctx.device).to(self.dtype) for _ in range(4))
         for x in (q, k, v):
             x.requires_grad_()
         suffix = "-untiled" if strategy == "burst-untiled" else ""
-        for repeat in range(self.repeats + 1):
+        for repeat in range(repeats + 1):
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
             assert isinstance(out, torch.Tensor)
             for backward in (False, True):

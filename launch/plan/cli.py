@@ -167,13 +167,13 @@ def _why(found: list[ModelForecast], best: ModelForecast | None, fewest: int | N
 @click.option("--head-dim", default=64, show_default=True, type=click.IntRange(16, 256))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Runs of each size; medians are taken.")
-@click.option("--max-tokens", default=2048, show_default=True, type=click.IntRange(256), help="Of a rank, in the largest call measured.")
+@click.option("--max-tokens", default=8192, show_default=True, type=click.IntRange(256), help="Of a rank, in the largest call measured.")
 @machine_options
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write. [default: the one that jobs plan with]")
 def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: int, max_tokens: int, out: Path | None) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
-    Takes a minute or two, in which nothing else should run. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes them ignore
+    Takes some two minutes, in which nothing else should run. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes them ignore
     it, BURST_RT_HARDWARE=FILE take another.
     """
 
@@ -187,9 +187,10 @@ def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: in
     if code:
         sys.exit(code)
     found = load_hardware(path.absolute())
-    table = Table("operation", "launch us", "GFLOP/s", "under a mask", "GB/s", title=found.name, title_justify="left")
+    table = Table("operation", "launch us", "GFLOP/s", "under a mask", "at its edge", "GB/s", title=found.name, title_justify="left")
     for name, rate in found.device.rates.items():
-        cells = (rate.launch_s * 1e6, rate.flops_per_s and rate.flops_per_s / 1e9, rate.masked, rate.bytes_per_s and rate.bytes_per_s / 1e9)
+        flops, memory = (speed and speed / 1e9 for speed in (rate.flops_per_s, rate.bytes_per_s))
+        cells = (rate.launch_s * 1e6, flops, rate.masked, rate.edge, memory)
         table.add_row(name, *("-" if cell is None else f"{cell:,.3g}" for cell in cells))
     link = found.node.link
     Console().print(table)

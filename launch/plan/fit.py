@@ -35,17 +35,22 @@ def fit_rates(samples: Iterable[Sample]) -> dict[str, Rate]:
 
 
 def fit_rate(samples: Iterable[Sample]) -> Rate:
-    """The rate that comes closest to the medians of equal tasks, relatively. Arithmetic counts where there is any, else memory."""
+    """The rate that comes closest to the medians of equal tasks, relatively: of arithmetic, if there is any, and memory."""
     at: dict[Cost, list[float]] = defaultdict(list)
     for sample in samples:
         at[sample.cost].append(sample.seconds)
     costs = list(at)
     took = np.array([statistics.median(at[cost]) for cost in costs])
     if any(cost.flops for cost in costs):
-        launch, flop, masked = _fit(np.array([(1.0, cost.flops, cost.masked_flops) for cost in costs]), took)
+        # Kernels that cut along the mask lose time at its edge, kernels that do not, everywhere under it.
+        columns = np.array([(1.0, cost.flops, cost.masked_flops, cost.edge_flops, cost.size_bytes) for cost in costs])
+        launch, flop, masked, edge, byte = _fit(columns, took)
         # A rate has one speed for what no mask touches; where none was seen, the mask's own is that speed.
         flop, masked = (flop, masked) if flop else (masked, 0.0)
-        return Rate(launch, flops_per_s=1 / flop if flop else None, masked=flop / (flop + masked) if masked else None)
+        memory = 1 / byte if byte else None
+        if not flop:
+            return Rate(launch, bytes_per_s=memory)
+        return Rate(launch, 1 / flop, memory, masked=flop / (flop + masked) if masked else None, edge=edge / flop if edge else None)
     launch, byte = _fit(np.array([(1.0, cost.size_bytes) for cost in costs]), took)
     return Rate(launch, bytes_per_s=1 / byte if byte else None)
 
@@ -59,16 +64,20 @@ def fit_link(seconds_by_size: Mapping[int, float]) -> Link:
 def _fit(
     columns: np.ndarray[tuple[int, ...], np.dtype[np.float64]], took: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 ) -> list[float]:
-    """Coefficients, none negative, with the least sum of squares of relative errors: the best of all choices of columns."""
-    relative = columns / took[:, None]
+    """Coefficients, none negative, with the least sum of squares of relative errors: the best of all choices of columns.
+
+    An error in a task that takes sixteen times as long counts twice: forecasts are of long runs, and made of long tasks.
+    """
+    weight = (took / took.max()) ** 0.25
+    relative = columns * (weight / took)[:, None]
     # Columns of one size, or a byte's tiny coefficient would be lost in a second's.
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     best, best_error = np.zeros(columns.shape[1]), float("inf")
     for count in range(1, columns.shape[1] + 1):
         for chosen in combinations(range(columns.shape[1]), count):
             part = list(chosen)
-            found, *_ = np.linalg.lstsq(relative[:, part] / scale[part], np.ones(len(took)), rcond=None)
-            error = float(((relative[:, part] / scale[part] @ found - 1) ** 2).sum())
+            found, *_ = np.linalg.lstsq(relative[:, part] / scale[part], weight, rcond=None)
+            error = float(((relative[:, part] / scale[part] @ found - weight) ** 2).sum())
             if (found >= 0).all() and error < best_error * (1 - 1e-9):
                 best, best_error = np.zeros(columns.shape[1]), error
                 best[part] = found / scale[part]

@@ -35,6 +35,14 @@ def test_what_a_mask_costs_comes_out() -> None:
     assert all(only_masked.seconds(s.cost) == pytest.approx(s.seconds) for s in samples if s.cost.masked_flops)
 
 
+def test_what_a_mask_costs_along_its_edge_comes_out() -> None:
+    costs = [cost for n in (64, 256, 1024, 4096) for cost in (_tile(n), _tile(n, True)._replace(edge_flops=1000 * n * min(n, 512)))]
+    found = fit_rate(Sample("forward", cost, (cost.flops + 0.7 * cost.edge_flops) / 1e11) for cost in costs)
+    assert found.edge == pytest.approx(0.7)
+    assert found.masked is None
+    assert all(found.seconds(cost) == pytest.approx((cost.flops + 0.7 * cost.edge_flops) / 1e11) for cost in costs)
+
+
 def test_noise_and_an_outlier_do_not_matter_much() -> None:
     rng = random.Random(0)
     samples = [

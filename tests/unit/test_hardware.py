@@ -19,6 +19,7 @@ _LINK = Link(latency_s=0.0, bytes_per_s=1e10, efficiency=0.75, duplex="half")
 _RATES = {
     "forward": _RATE,
     "forward-untiled": replace(_RATE, flops_per_s=None),
+    "score gradients": replace(_RATE, bytes_per_s=None, edge=0.25),
     "backward": replace(_RATE, efficiency=0.1),
     "default": replace(_RATE, launch_s=0.0),
 }

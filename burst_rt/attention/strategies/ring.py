@@ -30,6 +30,8 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring"]
 
 # Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of head_dim: 2 for each product.
+# How wide the edge of a causal mask is, in keys: about a kernel's blocks.
+_EDGE = 512
 _FLOPS = {"forward": 4, "backward": 10, "scores": 2, "weigh": 2, "probabilities": 2, "score gradients": 4, "products": 4}
 
 
@@ -286,7 +288,10 @@ class RingBuilder:
         per_cell = _FLOPS[self.ring.op] * problem.head_dim * problem.num_heads * problem.batch
         rows, columns = sum(p.q_stop - p.q_start for p in pieces), sum(p.kv_stop - p.kv_start for p in pieces)
         cells, masked = sum(p.num_cells for p in pieces), sum(p.num_cells for p in pieces if p.diagonal or p.masked)
-        return Cost(cells * per_cell, rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes, masked * per_cell)
+        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in pieces if p.diagonal)
+        edge = sum(length * min(length, _EDGE) for length in edges)
+        moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes
+        return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
     def _bring_home(self, block: int) -> None:
         """Adds the sums that arrived with the last hop to the owner's own."""
