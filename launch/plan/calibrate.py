@@ -28,15 +28,15 @@ from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
 
 __all__ = ["Calibration", "main"]
 
-# Tokens of a rank, and the strategies whose operations are sampled. Those that keep whole matrices of scores are sampled at few tokens.
+# Tokens of a rank, and the strategies whose operations are sampled. Whole matrices of scores are sampled at sizes that no cache holds.
 _TOKENS = (256, 512, 1024, 2048)
-_FEW_TOKENS = (256, 512, 1024)
+_WHOLE = (1024, 2048, 4096)
 _STRATEGIES = {
     "ring-kv": (*_TOKENS, 4096, 8192),
     "burst": _TOKENS,
-    "all-to-all": _FEW_TOKENS,
-    "burst-untiled": _FEW_TOKENS,
-    "ring-naive": _FEW_TOKENS,
+    "all-to-all": _TOKENS[:3],
+    "burst-untiled": _WHOLE,
+    "ring-naive": _WHOLE,
 }
 # From here on with a quarter of the heads and twice at most: a call takes seconds.
 _LONG = 4096
