@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,16 +52,20 @@ class Bench:
         torch.manual_seed(ctx.rank)
 
     def measure(self, point: Point, strategies: Sequence[str], step: Callable[[str], None]) -> dict[str, tuple[float, float]]:
-        """Median seconds of forward and backward of each strategy that this problem allows."""
+        """Median seconds of forward and backward of each strategy that this problem allows.
+
+        Strategies that come to the same graphs here (in a node of two ranks, two-level is the plain ring) share their times: what they
+        differ in is noise.
+        """
         layout = self.ctx.layout(point.tokens)
         q, dout = (torch.randn(1, layout.shard_len, point.heads, point.head_dim, device=self.ctx.device) for _ in range(2))
         k, v = (torch.randn(1, layout.shard_len, point.kv_heads, point.head_dim, device=self.ctx.device) for _ in range(2))
         for x in (q, k, v):
             x.requires_grad_()
-        took: dict[str, list[tuple[float, float]]] = {}
-        allowed = [name for name in strategies if self._allowed(point, name)]
+        work = {name: graphs for name in strategies if (graphs := self._graphs(point, name))}
+        took: dict[Hashable, list[float]] = {}
         for repeat in range(self.repeats + 1):
-            for name in allowed:
+            for name, graphs in work.items():
                 step(f"{point}, {name}")
                 kept: list[torch.Tensor] = []
 
@@ -72,16 +76,21 @@ class Bench:
 
                 forward_s = slowest_s(self.ctx, forward)
                 backward_s = slowest_s(self.ctx, lambda kept=kept: torch.autograd.grad(kept[0], (q, k, v), dout))  # type: ignore[misc]
-                if repeat:
-                    took.setdefault(name, []).append((forward_s, backward_s))
-        return {name: (median([f for f, _ in times]), median([b for _, b in times])) for name, times in took.items()}
+                for graph, seconds in zip(graphs, (forward_s, backward_s), strict=True):
+                    if repeat:
+                        took.setdefault(graph, []).append(seconds)
+        return {name: (median(took[forward]), median(took[backward])) for name, (forward, backward) in work.items()}
 
-    def _allowed(self, point: Point, strategy: str) -> bool:
+    def _graphs(self, point: Point, strategy: str) -> tuple[Hashable, Hashable] | None:
+        """What rank 0 does, and with which kernel, forward and backward; None where the problem does not allow the strategy."""
         try:
-            choose(self.problem(point), strategy, forward=True, ranks_per_node=self.ctx.machine.ranks_per_node)
+            forward, backward = (
+                choose(self.problem(point), strategy, forward=forward, ranks_per_node=self.ctx.machine.ranks_per_node)
+                for forward in (True, False)
+            )
         except burst_rt.errors.InputError:
-            return False
-        return True
+            return None
+        return (forward.kernel, forward.program.graph(0).tasks), (backward.kernel, backward.program.graph(0).tasks)
 
     @property
     def hardware(self) -> Hardware:
