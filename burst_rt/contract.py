@@ -73,8 +73,11 @@ def _is_positive(scale: object) -> bool:
         return False
 
 
-def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Checks this rank's tensors against the spec. Raises InputError that names the argument, what was expected and what came."""
+def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, values: bool = True) -> None:
+    """Checks this rank's tensors against the spec. Raises InputError that names the argument, what was expected and what came.
+
+    values: whether also what they hold, where the context is told to check that it is finite.
+    """
     ctx = spec.layout.context
     for name, x in (("q", q), ("k", k), ("v", v)):
         where = f"burst_attention: {name}"
@@ -108,7 +111,7 @@ def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         raise InputError(f"burst_attention: v must have k's {k.shape[2]} heads, got {v.shape[2]}")
     if q.shape[2] % k.shape[2]:
         raise InputError(f"burst_attention: q's heads must be a multiple of k's (grouped heads), got {q.shape[2]} and {k.shape[2]}")
-    if ctx.check_finite:
+    if values and ctx.check_finite:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not bool(torch.isfinite(x).all()):
                 raise InputError(f"burst_attention: {name} holds values that are not finite (check_finite is on)")

@@ -56,8 +56,8 @@ def burst_attention(
         return (out, lse) if return_lse else out
     try:
         spec = _make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v))
-        if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
-            check_call(spec, q, k, v)  # raises; the op checks tensors itself, and nothing else gets as far as that
+        # Before torch sees them: a tensor of another device would take another way. Values are looked at once, by the op.
+        check_call(spec, q, k, v, values=False)
     except InputError as error:
         _refuse(error, layout, kv_layout)
     out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))  # type: ignore[no-untyped-call]
