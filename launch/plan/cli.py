@@ -173,8 +173,8 @@ def _why(found: list[ModelForecast], best: ModelForecast | None, fewest: int | N
 def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: int, max_tokens: int, out: Path | None) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
-    Takes some four minutes on a CPU, in which nothing else should run. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes them ignore
-    it, BURST_RT_HARDWARE=FILE take another.
+    Takes some four minutes on a CPU, in which nothing else should run. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes
+    them ignore it, BURST_RT_HARDWARE=FILE take another.
     """
 
     from burst_rt.joining import DEVICE_VARIABLE, resolve_device
