@@ -25,13 +25,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from burst_rt.attention.forecast import working_bytes
 from burst_rt.attention.layouts import Layout, make_layout
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import AGREE, Choice, Program, check_name, choose
 from burst_rt.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.errors import InputError
-from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Hardware, Lane, Op, Part, Rotated, Schedule, simulate
+from burst_rt.scheduler import (
+    HOST_LANES,
+    Buffer,
+    Cost,
+    Graph,
+    GraphBuilder,
+    Hardware,
+    Lane,
+    Op,
+    Part,
+    Rotated,
+    Schedule,
+    Simulated,
+    simulate,
+)
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
 
@@ -194,8 +209,12 @@ class SpreadLayer:
 
     def seconds(self, hardware: Hardware, *, forward: bool) -> float:
         """What one direction takes on a machine: the end of a simulated run."""
+        return self.simulated(hardware, forward=forward).end_s
+
+    def simulated(self, hardware: Hardware, *, forward: bool) -> Simulated:
+        """One direction of all ranks on a machine, without spans."""
         kernel = self.choice(forward=forward).kernel
-        return simulate(self.schedules(forward=forward), hardware, seconds=lambda task: hardware.device.seconds(task, kernel)).end_s
+        return simulate(self.schedules(forward=forward), hardware, seconds=lambda task: hardware.device.seconds(task, kernel))
 
     def sent_bytes(self, rank: int, *, forward: bool) -> int:
         """Bytes that a rank sends: with A = batch x seq_len x dim x input_bytes, W ranks and everything divisible
@@ -222,11 +241,9 @@ class SpreadLayer:
         return LayerMemory(weights, weights, activations, max(whole, *(self._attention_bytes(rank, forward) for forward in (True, False))))
 
     def _attention_bytes(self, rank: int, forward: bool) -> int:
-        program = self.program(forward=forward)
-        rank %= program.problem.world_size
-        graph, held = program.graph(rank), program.footprint(rank)
-        slots = sum(part.size_bytes for part in graph.parts if part.id in graph.written and not part.initialised)
-        return slots + held.sums + held.copies
+        choice = self.choice(forward=forward)
+        rank %= choice.program.problem.world_size
+        return working_bytes(choice, rank, choice.program.graph(rank))
 
 
 class _Builder:

@@ -155,6 +155,11 @@ class Graph:
         return frozenset(part for task in self.tasks for part in (*task.writes, *task.accumulates))
 
     @cached_property
+    def slots(self) -> tuple[Part, ...]:
+        """The parts that hold nothing at the start and are written: what a run has to bring beside what is bound to it."""
+        return tuple(part for part in self.parts if part.id in self.written and part.size_bytes and not part.initialised)
+
+    @cached_property
     def sent(self) -> frozenset[int]:
         """Parts that some message sends."""
         return frozenset(m.part for task in self.tasks for m in task.sends)

@@ -40,7 +40,7 @@ def burst_attention(
     mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq != Skv the last query stands at the
     last key: query i sees keys j <= i + Skv - Sq. kv_layout: where k and v differ from q in length or kind. scale: of the scores, default
     1 / sqrt(head_dim). strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "all-to-all", "hybrid[:N]" (see
-    `attention.strategies`), or "auto": what is forecast to be fastest where `burst-rt calibrate` has measured the machine (up to 64 ranks),
+    `attention.strategies`), or "auto": what is forecast to be fastest where `burst-rt calibrate` has measured the machine (up to 32 ranks),
     else "ring-kv" or "burst", the fewer bytes; see `explain`. return_lse: also return lse.
 
     Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for float64 inputs, else float32),

@@ -6,7 +6,6 @@ left out: the scratch of kernels that work in tiles (small, and the kernel's own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from burst_rt.attention.masks import Full
@@ -19,12 +18,12 @@ from burst_rt.scheduler.hardware import Hardware
 from burst_rt.scheduler.simulate import Rotated, simulate
 from burst_rt.scheduler.trace import exposed
 
-__all__ = ["CANDIDATES", "FORECAST_UP_TO", "Forecast", "fastest", "forecast", "rank_forecasts", "schedules_of", "untiled_bytes"]
+__all__ = ["CANDIDATES", "FORECAST_UP_TO", "Forecast", "fastest", "forecast", "schedules_of", "untiled_bytes", "working_bytes"]
 
 # What a planner weighs against each other; the paper's baselines are for comparing only.
 CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "all-to-all", "hybrid")
-# In larger worlds a forecast takes longer than a call may wait for its plan.
-FORECAST_UP_TO = 64
+# Up to here a shape that is new takes a second or two to plan; at 64 ranks it takes ten.
+FORECAST_UP_TO = 32
 # What the "untiled" kernel holds of a tile at once.
 _SCORE_MATRICES = 6
 # Closer forecasts than this are equal: then the fewer bytes are taken.
@@ -84,32 +83,16 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
     in_detail = world <= _SPANS_UP_TO
     device = hardware.device
     run = simulate(schedules, hardware, seconds=lambda task: device.seconds(task, choice.kernel), spans=in_detail)
-    if in_detail:
-        graphs = [program.graph(rank) for rank in range(world)]
-        exposed_s = max(idle.exposed_s for idle in exposed(graphs, run.spans))
-    else:
-        exposed_s = max(rank.idle_s for rank in run.ranks)
-    firsts = [(rank, given.schedule.graph if isinstance(given, Rotated) else given.graph) for rank, given in enumerate(schedules)]
-    memory = max(memory_bytes(program, rank, graph) for rank, graph in (firsts[:1] if isinstance(schedules[-1], Rotated) else firsts))
-    if choice.kernel == "untiled":
-        memory += max(untiled_bytes(program, rank) for rank in range(world))
+    # Ranks that share a schedule hold the same; in detail, each rank's own graph is needed.
+    graphs = [
+        program.graph(rank) if isinstance(given, Rotated) else given.graph
+        for rank, given in enumerate(schedules)
+        if in_detail or not isinstance(given, Rotated) or rank == 0
+    ]
+    exposed_s = max(idle.exposed_s for idle in exposed(graphs, run.spans)) if in_detail else max(rank.idle_s for rank in run.ranks)
+    memory = max(memory_bytes(choice, rank, graph) for rank, graph in enumerate(graphs))
     sent = max(rank.sent_bytes for rank in run.ranks)
     return Forecast(choice.strategy, program.forward, run.end_s, exposed_s, sent, memory, memory <= device.memory_bytes)
-
-
-def rank_forecasts(
-    problem: Problem, hardware: Hardware, *, directions: Sequence[bool] = (True, False), strategies: Iterable[str] = CANDIDATES
-) -> list[tuple[str, tuple[Forecast, ...] | str]]:
-    """Each strategy's forecasts, one a direction, the fastest that fits first; those that the problem does not allow last, with why."""
-    found: list[tuple[str, tuple[Forecast, ...]]] = []
-    refused: list[tuple[str, tuple[Forecast, ...] | str]] = []
-    for strategy in strategies:
-        try:
-            found.append((strategy, tuple(forecast(problem, strategy, hardware, forward=forward) for forward in directions)))
-        except InputError as error:
-            refused.append((strategy, error.message))
-    found.sort(key=lambda item: (not all(f.fits for f in item[1]), sum(f.time_s for f in item[1]), item[0]))
-    return [*found, *refused]
 
 
 def schedules_of(program: Program) -> list[Schedule | Rotated]:
@@ -121,17 +104,23 @@ def schedules_of(program: Program) -> list[Schedule | Rotated]:
     return [first, *(Schedule.of(program.graph(rank)) for rank in range(1, world))]
 
 
-def memory_bytes(program: Program, rank: int, graph: Graph) -> int:
-    """What a rank holds: inputs and outputs, sums, copies, and what its graph receives into."""
+def memory_bytes(choice: Choice, rank: int, graph: Graph) -> int:
+    """What a rank holds: inputs, outputs, and what it works with."""
+    program = choice.program
     problem = program.problem
     q_len, kv_len = problem.q_layout.shard_len(rank), problem.kv_layout.shard_len(rank)
     tensors = 2 * (q_len * problem.q_token_bytes + kv_len * problem.kv_token_bytes)
     if not program.forward:
         # dout and the gradients; q, k, v and out are counted above.
         tensors += 2 * q_len * problem.q_token_bytes + 2 * kv_len * problem.kv_token_bytes
-    held = program.footprint(rank)
-    slots = sum(part.size_bytes for part in graph.parts if part.id in graph.written and not part.initialised)
-    return tensors + held.sums + held.copies + slots
+    return tensors + working_bytes(choice, rank, graph)
+
+
+def working_bytes(choice: Choice, rank: int, graph: Graph) -> int:
+    """What a rank holds beyond inputs and outputs: slots, sums and copies, and matrices of scores where the kernel makes them."""
+    held = choice.program.footprint(rank)
+    scores = untiled_bytes(choice.program, rank) if choice.kernel == "untiled" else 0
+    return sum(part.size_bytes for part in graph.slots) + held.sums + held.copies + scores
 
 
 def untiled_bytes(program: Program, rank: int) -> int:

@@ -81,8 +81,7 @@ class Plan:
     @cached_property
     def slots(self) -> tuple[Part, ...]:
         """The slots this rank uses (a short ring may leave some of the double buffer untouched)."""
-        graph = self.program_graph
-        return tuple(part for part in graph.parts if part.id in graph.written and part.size_bytes and not part.initialised)
+        return self.program_graph.slots
 
     @cached_property
     def chunks(self) -> tuple[Part, ...]:

@@ -135,9 +135,7 @@ def plan(
                 refused[strategy] = error.message
     found.sort(key=lambda f: (f.out_of_memory, f.time_s or 0.0, f.sent_bytes))
     best = found[0] if found and not found[0].out_of_memory else None
-    fewest = fewest_ranks(
-        model, best.strategy if best else "burst", seq_len, machine, phase, mask=mask, batch=batch, up_to=max(world, 4096)
-    )
+    fewest = fewest_ranks(model, best.strategy if best else "burst", seq_len, machine, phase, mask=mask, batch=batch)
     tile = tile_of(model, best.strategy, world, seq_len, machine, mask=mask, batch=batch) if best else None
     why = _why(found, best, fewest, tile)
     if as_json:

@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
-from burst_rt.attention.forecast import untiled_bytes
 from burst_rt.attention.masks import Causal, Full
 from burst_rt.errors import InputError
 from burst_rt.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.scheduler.hardware import Hardware
-from burst_rt.scheduler.simulate import simulate
 
 __all__ = [
     "MASKS", "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model", "parse_model", "published_mask", "tile_of",
@@ -161,9 +159,7 @@ def _need(model: Model, layer: SpreadLayer, phase: Phase, limit: int) -> tuple[i
 
 
 def _direction(layer: SpreadLayer, hardware: Hardware, *, forward: bool) -> tuple[float, float, int]:
-    kernel = "untiled" if layer.strategy == "burst-untiled" else None
-    device = hardware.device
-    run = simulate(layer.schedules(forward=forward), hardware, seconds=lambda task: device.seconds(task, kernel))
+    run = layer.simulated(hardware, forward=forward)
     return run.end_s, max(rank.idle_s for rank in run.ranks), max(rank.sent_bytes for rank in run.ranks)
 
 
@@ -171,14 +167,11 @@ def _memory_bytes(model: Model, layer: SpreadLayer, phase: Phase, *, recompute: 
     rank = max(range(layer.world_size), key=layer.rows)
     held = layer.memory(rank)
     num_weights = model.num_layers * held.weights // _INPUT_BYTES + 2 * model.vocab_size * model.layer.dim // layer.share
-    working = held.working
-    if layer.strategy == "burst-untiled":
-        working += max(untiled_bytes(layer.program(forward=forward), rank) for forward in (True, phase != "train"))
     if phase == "first-token":
         # The cache of keys and values, and what goes from layer to layer.
         cached = layer.rows(rank) * 2 * model.layer.num_kv_heads * model.layer.head_dim // layer.share * _INPUT_BYTES
-        return num_weights * _INPUT_BYTES + model.num_layers * cached + held.activations + working
+        return num_weights * _INPUT_BYTES + model.num_layers * cached + held.activations + held.working
     states = _ADAMW_BYTES * model.num_weights // layer.world_size
     inputs = layer.own_rows(rank) * model.layer.dim * _INPUT_BYTES
     kept = model.num_layers * inputs + held.activations if recompute else model.num_layers * held.activations
-    return 2 * num_weights * _INPUT_BYTES + states + kept + working
+    return 2 * num_weights * _INPUT_BYTES + states + kept + held.working

@@ -8,10 +8,11 @@ import pytest
 import torch
 from graphs import problem
 
-from burst_rt.attention.forecast import CANDIDATES, fastest, forecast, memory_bytes, rank_forecasts, schedules_of, untiled_bytes
+from burst_rt.attention.forecast import CANDIDATES, fastest, forecast, memory_bytes, schedules_of, untiled_bytes
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
+from burst_rt.errors import InputError
 from burst_rt.kernels.naive import UntiledKernel
 from burst_rt.scheduler import Schedule
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
@@ -64,25 +65,26 @@ def test_ranks_that_do_the_same_share_a_schedule_and_take_the_same_time() -> Non
 
 def test_memory_is_tensors_sums_and_slots() -> None:
     given = _problem(4)
-    program = choose(given, "ring-kv", forward=True).program
+    choice = choose(given, "ring-kv", forward=True)
+    program = choice.program
     shard = 1024 * 8 * 64 * 2
     # q, k, v, out; two slots of keys and values; the running state in float32.
-    assert memory_bytes(program, 0, program.graph(0)) == 4 * shard + 4 * shard + program.footprint(0).sums
+    assert memory_bytes(choice, 0, program.graph(0)) == 4 * shard + 4 * shard + program.footprint(0).sums
 
 
-def test_what_does_not_fit_is_ranked_behind_what_does_and_what_is_refused_last() -> None:
+def test_what_does_not_fit_says_so_and_what_is_not_allowed_is_refused() -> None:
     machine = _machine(1e11)
     given = _problem(4, seq_len=65536)
-    names = [name for name, _ in rank_forecasts(given, machine, strategies=("ring-naive", "ring-kv"), directions=(True,))]
-    assert names == ["ring-kv", "ring-naive"]
-    ranked = rank_forecasts(_problem(4, kv_heads=2), machine, strategies=CANDIDATES)
-    name, reason = ranked[-1]
-    assert name == "all-to-all"
-    assert isinstance(reason, str)
-    assert "heads" in reason
-    times = [sum(f.time_s for f in found) for _, found in ranked[:-1] if not isinstance(found, str)]
-    assert times == sorted(times)
-    assert len(times) == len(CANDIDATES) - 1
+    assert forecast(given, "ring-kv", machine, forward=True).fits
+    assert not forecast(given, "ring-naive", machine, forward=True).fits
+    grouped = _problem(4, kv_heads=2)
+    with pytest.raises(InputError, match="heads"):
+        forecast(grouped, "all-to-all", machine, forward=True)
+    # The planner weighs the others, each by its own name.
+    seconds = fastest(grouped, machine, forward=False, ranks_per_node=4).seconds
+    assert seconds is not None
+    assert not any("all-to-all" in name for name in seconds)
+    assert len(seconds) == len(CANDIDATES) - 1
 
 
 def test_the_fastest_is_taken_and_of_equals_the_one_that_sends_least() -> None:
