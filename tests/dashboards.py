@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,16 +18,28 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 
 from burst_rt.dashboard.reader import StateReader
 from burst_rt.dashboard.server import Served, Where
 from burst_rt.launch.run import kill_job
 from burst_rt.telemetry.state import State
 
-__all__ = ["RunningCommand", "Serving", "command", "kill_rank", "serving"]
+__all__ = ["RunningCommand", "Serving", "command", "installed", "kill_rank", "serving"]
 
+# Set where every test must run: a program that is missing then fails its tests instead of leaving them out.
+_ALL_VARIABLE = "BURST_RT_ALL_TESTS"
 _START_S = 60.0
 _END_S = 20.0
+
+
+def installed(*names: str, package: str) -> str:
+    """The path of the first of these programs that this machine has; without any, the test is skipped and says what to install."""
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        say = pytest.fail if _ALL_VARIABLE in os.environ else pytest.skip
+        say(f"needs one of {', '.join(names)} (Debian: apt-get install {package})")
+    return path
 
 
 @dataclass

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dashboards import installed
 from playwright.sync_api import Browser, sync_playwright
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -17,10 +17,8 @@ _BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-
 # For a module, not for all tests: while it is open, its event loop runs in this thread, and other tests cannot have theirs.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A real Chromium; the machine must have one."""
-    path = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.fail(f"the tests of the dashboard need one of {', '.join(_BROWSERS)}: apt-get install chromium-headless-shell")
+    """A real Chromium."""
+    path = installed(*_BROWSERS, package="chromium-headless-shell")
     with sync_playwright() as playwright:
         # A root user, as in containers, has no sandbox to give.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])

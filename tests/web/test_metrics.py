@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboards import command, serving
+from dashboards import command, installed, serving
 from prometheus_client.parser import text_string_to_metric_families
 from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
@@ -104,9 +103,7 @@ def _free_port() -> int:
 @contextmanager
 def _prometheus(config: str, folder: Path) -> Iterator[str]:
     """A Prometheus server; its address."""
-    path = shutil.which("prometheus")
-    if path is None:
-        pytest.fail("this test needs a Prometheus server: apt-get install prometheus")
+    path = installed("prometheus", package="prometheus")
     (folder / "prometheus.yml").write_text(config, encoding="utf-8")
     address = f"127.0.0.1:{_free_port()}"
     process = subprocess.Popen(
