@@ -295,7 +295,7 @@ class Context:
         free = self.machine.join(driver)
         driver.forget()
         if log is not None:
-            log.ended(schedule, driver, partial(describe, plan, self.device, self.rank))
+            log.ended(schedule, driver, partial(describe, plan, self.machine, self.rank))
         self.last_run = (schedule.graph, driver)
         return driver, free
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from burst_rt.scheduler import Graph, Schedule, overlap
-from burst_rt.telemetry.messages import Call, Counters, Group, LaneCounters, Plan, TaskInfo, hop_of
+from burst_rt.telemetry.messages import Call, Candidate, Counters, Group, LaneCounters, Plan, TaskInfo, hop_of
 
 if TYPE_CHECKING:
     from burst_rt.drivers import BaseDriver
@@ -29,11 +29,14 @@ _PACK = struct.Struct("<Ifff").pack  # timeline.SPAN
 
 
 class Described(NamedTuple):
-    """A plan for people: its kind, what it does and why, and how long it should take."""
+    """What a `Plan` says beside its tasks; see there."""
 
     kind: str
     explain: str
-    predicted_s: float | None
+    predicted_s: float | None = None
+    problem: str = ""
+    strategy: str = ""
+    candidates: tuple[Candidate, ...] = ()
 
 
 class _Known:
@@ -193,7 +196,10 @@ class CallLog:
             for task in graph.tasks
         ]  # fmt: skip
         told = ended.describe()
-        return Plan(ended.known.number, self.group.name, told.kind, tasks, told.explain, told.predicted_s)
+        return Plan(
+            ended.known.number, self.group.name, told.kind, tasks, told.explain, told.predicted_s, told.problem, told.strategy,
+            list(told.candidates),
+        )  # fmt: skip
 
     def _call(self, ended: _Ended) -> Call:
         trace = list(ended.driver.trace)

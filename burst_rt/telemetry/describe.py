@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_rt.scheduler import load_hardware
+from burst_rt.scheduler import Hardware, load_hardware
+from burst_rt.telemetry.messages import Candidate
 
 if TYPE_CHECKING:
     from burst_rt.attention.planner import Plan
+    from burst_rt.machine import Machine
     from burst_rt.telemetry.calls import Described
 
 __all__ = ["describe", "machine_like"]
@@ -25,22 +27,37 @@ def machine_like(device_name: str) -> str | None:
     return next((machine for machine, words in _MACHINES.items() if all(word in device_name for word in words)), None)
 
 
-def describe(plan: Plan | None, device: torch.device, rank: int) -> Described:
+def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
     """What telemetry says of a plan (None: a custom pipeline). Takes milliseconds; for the agent's thread."""
     from burst_rt.telemetry.calls import Described
 
     if plan is None:
-        return Described("pipeline", "custom task graph", None)
-    problem, predicted_s = plan.key.problem, None
+        return Described("pipeline", "custom task graph")
+    problem, choice, seconds = plan.key.problem, plan.choice, plan.choice.seconds or {}
     about = (
-        f"\n  layout {problem.q_layout.kind}, {problem.q_layout.seq_len:,} tokens, {problem.num_heads} heads of {problem.head_dim} "
+        f"layout {problem.q_layout.kind}, {problem.q_layout.seq_len:,} tokens, {problem.num_heads} heads of {problem.head_dim} "
         f"({problem.num_kv_heads} kv), batch {problem.batch}, {plan.key.dtype}, {problem.mask!r}"
     )
-    machine = machine_like(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if plan.choice.seconds:
-        predicted_s = plan.choice.seconds.get(plan.choice.strategy)
-    elif rank == 0 and machine is not None and problem.world_size <= _PREDICT_UP_TO:
-        from burst_rt.attention.forecast import of_choice
+    candidates = tuple(Candidate(name, size, seconds.get(name)) for name, size in choice.candidates.items())
+    kind = "forward" if plan.key.forward else "backward"
+    return Described(kind, plan.explain(), _predicted_s(plan, machine, rank), about, choice.strategy, candidates)
 
-        predicted_s = of_choice(plan.choice, load_hardware(machine)).time_s
-    return Described("forward" if plan.key.forward else "backward", plan.explain() + about, predicted_s)
+
+def _predicted_s(plan: Plan, machine: Machine, rank: int) -> float | None:
+    """The planner's forecast; else one made here, by rank 0."""
+    choice = plan.choice
+    if choice.seconds:
+        return choice.seconds.get(choice.strategy)
+    if rank != 0 or plan.key.problem.world_size > _PREDICT_UP_TO:
+        return None
+    hardware = machine.hardware or _shipped(machine.device)
+    if hardware is None:
+        return None
+    from burst_rt.attention.forecast import of_choice
+
+    return of_choice(choice, hardware).time_s
+
+
+def _shipped(device: torch.device) -> Hardware | None:
+    name = machine_like(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return load_hardware(name) if name else None

@@ -17,9 +17,9 @@ from typing import TypeAlias
 import msgspec
 
 __all__ = [
-    "VERSION", "Ask", "Bye", "Call", "Counters", "FromRank", "Group", "Heartbeat", "Hello", "Item", "LaneCounters", "Note", "Notice",
-    "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample", "Severity", "Source", "TaskInfo", "ToRank", "Wire",
-    "hop_of",
+    "VERSION", "Ask", "Bye", "Call", "Candidate", "Counters", "FromRank", "Group", "Heartbeat", "Hello", "Item", "LaneCounters", "Note",
+    "Notice", "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample", "Severity", "Source", "TaskInfo", "ToRank",
+    "Wire", "hop_of",
 ]  # fmt: skip
 
 # Of the messages' meaning; a hub refuses ranks of another one.
@@ -106,11 +106,20 @@ class TaskInfo(_Message):
     recvs: list[Wire]
 
 
+class Candidate(_Message):
+    """A strategy that a plan was chosen from. size_bytes: that all ranks together send in one run. predicted_s: None where not forecast."""
+
+    strategy: str
+    size_bytes: int
+    predicted_s: float | None
+
+
 class Plan(_Message, tag="plan"):
     """A graph that this rank runs; sent once. number: its own, of this rank. kind: "forward", "backward" or "pipeline".
 
-    explain: strategy, layout, kernel and why, bytes, memory, in words. predicted_s: what a simulated run on a machine like this takes,
-    None where that is not known.
+    explain: strategy, kernel and why, bytes, memory, in words. predicted_s: what a simulated run on a machine like this takes, None where
+    that is not known or another rank says it. problem: layout, shapes, mask, in words, the same on all ranks of a group. strategy: the one
+    of the candidates that runs; "" for a pipeline.
     """
 
     number: int
@@ -119,6 +128,9 @@ class Plan(_Message, tag="plan"):
     tasks: list[TaskInfo]
     explain: str
     predicted_s: float | None
+    problem: str = ""
+    strategy: str = ""
+    candidates: list[Candidate] = []
 
 
 class Call(_Message, tag="call"):

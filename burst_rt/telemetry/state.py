@@ -377,7 +377,10 @@ class State:
 
     def _add_plan(self, rank: _Rank, plan: Plan) -> None:
         number = rank.hello.rank
-        view = PlanView(number, plan.number, plan.group, plan.kind, len(plan.tasks), plan.explain, plan.predicted_s)
+        view = PlanView(
+            number, plan.number, plan.group, plan.kind, len(plan.tasks), plan.explain, plan.predicted_s, plan.problem, plan.strategy,
+            plan.candidates,
+        )  # fmt: skip
         rank.plans[plan.number] = (view, zlib.compress(msgspec.msgpack.encode(plan), 1))
         self._decoded.pop((number, plan.number), None)
         if len(rank.plans) > _MAX_PLANS:

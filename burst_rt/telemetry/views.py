@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from burst_rt.telemetry.messages import LaneCounters, Severity
+from burst_rt.telemetry.messages import Candidate, LaneCounters, Severity
 
 __all__ = [
     "EventView", "FlowView", "JobView", "PlanView", "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView",
@@ -99,6 +99,9 @@ class PlanView(msgspec.Struct):
     num_tasks: int
     explain: str
     predicted_s: float | None
+    problem: str
+    strategy: str
+    candidates: list[Candidate]
 
 
 class EventView(msgspec.Struct):

@@ -199,7 +199,7 @@ def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -
     log = CallLog(Group("0-2", [0, 1, 2], "mpi", ""), Totals())
     driver = drive(device, graph)
     log.began(5, driver)
-    log.ended(schedule, driver, lambda: Described("pipeline", "", None))
+    log.ended(schedule, driver, lambda: Described("pipeline", ""))
     messages, polls = log.take(), 1
     while not messages:
         messages, polls = log.take(), polls + 1

@@ -80,7 +80,11 @@ def test_ranks_that_are_threads_show_calls_and_leave(hub: RunningHub, monkeypatc
         assert shown.progress.step == 4
         assert {p.kind for p in shown.plans} == {"forward", "backward"}
         assert "strategy" in shown.plans[0].explain
-        assert "layout zigzag, 192 tokens" in shown.plans[0].explain
+        assert "layout zigzag, 192 tokens" in shown.plans[0].problem
+        # What `explain` says in words, as data.
+        for plan in shown.plans:
+            assert plan.strategy in [candidate.strategy for candidate in plan.candidates]
+            assert all(f"{c.strategy} {c.size_bytes:,}" in plan.explain for c in plan.candidates)
         view = viewer.timeline(0.0, limit=100_000)
         assert (view.complete, view.left_out) == (10, 0)
         assert len(view.flows) > 0

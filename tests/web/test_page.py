@@ -6,8 +6,12 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from dashboards import RunningCommand, command, kill_rank
 from playwright.sync_api import Browser, Page, expect
+
+from burst_rt.calibrated import HARDWARE_VARIABLE
+from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
 
 _PROGRAM = Path(__file__).parent / "programs" / "ring.py"
 _RED_S = 2.0
@@ -16,6 +20,12 @@ _PHONE = {"width": 390, "height": 844}
 _SETTLE_MS = 1500
 # Pixels of each lane's colour on the timeline (light), as (red, green, blue).
 _COLOURS = {"compute": (0x00, 0x72, 0xB2), "send": (0xD9, 0x8F, 0x00), "receive": (0x00, 0x90, 0x67)}
+# A machine to plan with, as `burst-rt calibrate` would find one: some CPU.
+_MACHINE = Hardware(
+    "some CPU",
+    Device(1 << 32, {"default": Rate(launch_s=1e-3, flops_per_s=2e10, bytes_per_s=1e10)}),
+    Node(4, Link(latency_s=5e-4, bytes_per_s=1e9, efficiency=1.0, duplex="full"), cores=2),
+)
 _COUNT_PIXELS = """(canvas) => {
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   const counts = {};
@@ -53,7 +63,12 @@ def _shoot(browser: Browser, link: str, folder: Path, pages: tuple[str, ...], er
             page.close()
 
 
-def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(browser: Browser, pictures: Path, tmp_path: Path) -> None:
+def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(
+    browser: Browser, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = tmp_path / "machine.toml"
+    machine.write_text(_MACHINE.to_toml(), encoding="utf-8")
+    monkeypatch.setenv(HARDWARE_VARIABLE, str(machine))
     record, stop, errors = tmp_path / "job.record", tmp_path / "stop", list[str]()
     options = ("--dashboard-at", "0", "--record", str(record))
     with command("run", "-n", "4", *options, str(_PROGRAM), "2048", str(stop), cwd=tmp_path) as job:
@@ -65,7 +80,7 @@ def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(browser: Browser,
         expect(page.locator(".card.live")).to_have_count(4)
         _watch_the_timeline(page, pictures)
         _visit_the_other_pages(page)
-        _shoot(browser, job.link("dashboard"), pictures, ("overview", "timeline"), errors)
+        _shoot(browser, job.link("dashboard"), pictures, ("overview", "timeline", "traffic", "job"), errors)
         _kill_a_rank(page, job, pictures)
     # The server went with the job.
     errors = [error for error in errors if "ERR_" not in error]
@@ -121,13 +136,25 @@ def _visit_the_other_pages(page: Page) -> None:
     expect(page.locator(".charts .chart canvas").first).to_be_visible(timeout=10_000)
     expect(page.locator(".charts h2", has_text="process percent")).to_be_visible()
     page.keyboard.press("4")
-    expect(page.locator("tr.chosen").first).to_contain_text("runs")
+    # One a direction, of several; of each strategy the variant of the fewest bytes was forecast.
+    expect(page.locator("tr.chosen")).to_have_count(2)
+    strategies = page.locator("table").first.locator("tbody tr").all_inner_texts()
+    chosen = [row for row in strategies if "✓ runs" in row]
+    forecast = [row for row in strategies if re.search(r"\d (?:ms|s)$", row.strip())]
+    assert {row.split()[0] for row in chosen} == {"forward", "backward"}
+    assert set(chosen) <= set(forecast)
+    assert len(forecast) >= 6
     expect(page.locator("table").nth(1)).to_contain_text("rank 3")
     for column in ("sent", "computed"):
         number = page.locator("table").nth(2).locator("th").all_inner_texts().index(column)
         expect(page.locator("table").nth(2).locator("tbody tr").first.locator("td").nth(number)).not_to_have_text(re.compile(r"^0\b"))
     page.keyboard.press("5")
     expect(page.locator("pre").first).to_contain_text("strategy", timeout=10_000)
+    # Measured beside predicted, and the one over the other.
+    compared = page.locator("table").last.locator("tbody tr")
+    expect(compared).to_have_count(2, timeout=10_000)
+    for row in compared.all_inner_texts():
+        assert re.search(r"\d+ (?:m|µ)?s\s+\d[\d.]* (?:m|µ)?s\s+\d+\.\d\dx$", row.strip()), row
     page.keyboard.press("1")
     expect(page.locator(".card")).to_have_count(4)
 

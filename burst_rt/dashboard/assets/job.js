@@ -56,7 +56,8 @@ export class JobPage {
 
   explain(plans) {
     const shown = plans.map((plan) => el("details", { open: plans.length <= 4 },
-      el("summary", {}, `${plan.kind} · group ${plan.group} · ${plan.num_tasks} tasks`), el("pre", {}, plan.explain)));
+      el("summary", {}, `${plan.kind} · group ${plan.group} · ${plan.num_tasks} tasks`),
+      el("pre", {}, [plan.explain, plan.problem].filter(Boolean).join("\n  "))));
     this.plans.box.replaceChildren(...(shown.length ? shown : [el("p", { class: "empty" }, "No call has ended yet.")]));
   }
 

@@ -105,8 +105,8 @@ export class Timeline extends Picture {
     this.plansKnown = plans;
     this.predictions = new Map();
     const said = new Map();
-    for (const { rank, number, group, kind, explain, predicted_s: own } of await ask("plans")) {
-      const key = `${group} ${kind} ${explain.split("\n").at(-1)}`;
+    for (const { rank, number, group, kind, problem, predicted_s: own } of await ask("plans")) {
+      const key = `${group} ${kind} ${problem}`;
       if (own != null) said.set(key, own);
       if (said.has(key)) this.predictions.set(`${rank} ${number}`, said.get(key));
     }

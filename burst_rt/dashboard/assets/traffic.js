@@ -8,7 +8,8 @@ const COUNTED = ["calls", "sent", "exchanges", "copied", "computed", "computing"
 
 export class Traffic {
   constructor() {
-    this.strategies = panel("Strategies", "bytes all ranks together send in one call; the fewest win under auto");
+    const how = "bytes all ranks together send in one call; auto takes the shortest forecast, where there is none the fewest bytes";
+    this.strategies = panel("Strategies", how);
     this.links = panel("Links", "now; speed is while a message is on the wire");
     this.ranks = panel("Ranks", "since the start");
     this.node = el("div", { class: "page" }, this.strategies.node, this.links.node, this.ranks.node);
@@ -44,20 +45,22 @@ export class Traffic {
     const rows = [];
     const seen = new Set();
     for (const plan of plans) {
-      const { chosen, candidates } = strategiesOf(plan.explain);
+      const { kind, problem, strategy, candidates } = plan;
+      const key = `${kind} ${strategy} ${problem}`;
+      if (seen.has(key)) continue;
+      seen.add(key);
       const most = Math.max(1, ...candidates.map(([, size]) => size));
-      const taken = candidates.find(([name]) => name === chosen)?.[1];
-      for (const [name, size] of candidates) {
-        const key = `${plan.kind} ${name} ${size}`;
-        if (seen.has(key)) continue;
-        seen.add(key);
+      const taken = candidates.find(([name]) => name === strategy)?.[1];
+      for (const [name, size, predicted] of candidates) {
         const meter = el("i", { class: "meter" });
         meter.style.width = `${Math.round((140 * size) / most)}px`;
-        const against = name === chosen ? "✓ runs" : taken ? `${(size / taken).toFixed(2)}x` : "";
-        rows.push({ chosen: name === chosen, cells: [plan.kind, name, bytes(size), meter, against] });
+        const against = name === strategy ? "✓ runs" : taken ? `${(size / taken).toFixed(2)}x` : "";
+        const forecast = predicted == null ? "" : seconds(predicted);
+        rows.push({ chosen: name === strategy, cells: [kind, name, bytes(size), meter, against, forecast] });
       }
     }
-    this.strategies.box.replaceChildren(rows.length ? table([["direction"], ["strategy"], ["bytes a call", "num"], [""], [""]], rows)
+    const columns = [["direction"], ["strategy"], ["bytes a call", "num"], [""], [""], ["forecast", "num"]];
+    this.strategies.box.replaceChildren(rows.length ? table(columns, rows)
       : el("p", { class: "empty" }, "No plan of an attention call has come yet."));
   }
 }
@@ -65,12 +68,4 @@ export class Traffic {
 function state(link) {
   const [look, sign] = { ok: ["live", "●"], slow: ["silent", "▲"], silent: ["lost", "✕"] }[link.state];
   return el("span", { class: look }, `${sign} ${link.state}`);
-}
-
-// The words of burst_rt.explain: "strategy NAME;" and "bytes all ranks send: NAME 1,234, NAME 5,678; ...".
-export function strategiesOf(explain) {
-  const chosen = /strategy ([\w-]+)/.exec(explain)?.[1] ?? "";
-  const line = /bytes all ranks send: ([^;\n]*)/.exec(explain)?.[1] ?? "";
-  const candidates = [...line.matchAll(/([a-z][\w-]*) ([\d,]*\d)/g)].map(([, name, size]) => [name, Number(size.replaceAll(",", ""))]);
-  return { chosen, candidates };
 }
