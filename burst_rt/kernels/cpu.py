@@ -35,8 +35,6 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # Rows of queries and of keys in one call of the fused kernel. Large enough that adding up the parts costs about one percent.
 _Q_PART = 4096
 _KV_PART = 4096
-# Under a triangle the fused kernel also computes cells it then masks; small triangles with full rectangles between them waste less.
-_TRIANGLE = 256
 # Columns of one call under a mask, which is made as a matrix.
 _MASKED_PART = 1024
 # What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the backward.
@@ -174,25 +172,12 @@ def _cuts(pieces: list[Piece], rows: slice) -> Iterator[_Cut]:
             continue
         full_stop = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop) if piece.diagonal else piece.kv_stop
         full.append((piece.kv_start, full_stop))
-        rest += _triangle(rows, slice(full_stop, piece.kv_stop))
+        if full_stop < piece.kv_stop:
+            # Whole: the fused kernel leaves out most of what is masked by itself, and the less the larger the triangle.
+            rest.append(_Cut(rows, slice(full_stop, min(full_stop + rows.stop - rows.start, piece.kv_stop)), triangle=True))
     for start, stop in _joined(full):
         yield from (_Cut(rows, columns) for columns in _split(start, stop, _KV_PART))
     yield from rest
-
-
-def _triangle(rows: slice, columns: slice) -> Iterator[_Cut]:
-    """Row i sees column j <= i, both counted from here: halved into two triangles and a full rectangle until they are small."""
-    if columns.start >= columns.stop:
-        return
-    size = rows.stop - rows.start
-    if size <= _TRIANGLE:
-        yield _Cut(rows, slice(columns.start, min(columns.start + size, columns.stop)), triangle=True)
-        return
-    half = size // 2
-    row, column = rows.start + half, min(columns.start + half, columns.stop)
-    yield from _triangle(slice(rows.start, row), slice(columns.start, column))
-    yield _Cut(slice(row, rows.stop), slice(columns.start, column))
-    yield from _triangle(slice(row, rows.stop), slice(column, columns.stop))
 
 
 def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
