@@ -11,6 +11,7 @@ from burst_rt.attention.layouts import KINDS, make_layout
 from burst_rt.attention.masks import Relation
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Program, Ring, choose
+from burst_rt.attention.strategies.ring import travels_whole
 from burst_rt.scheduler import Graph
 
 __all__ = ["KIND_PAIRS", "MASKS", "SIZES", "as_ring", "bytes_of", "graphs_of", "other_rings", "problem"]
@@ -47,7 +48,11 @@ def problem(
 
 
 def other_rings(p: Problem) -> Iterator[Ring]:
-    """Both directions of what goes round in another way."""
+    """Both directions of what goes round in another way, and as one block where short shards do."""
+    if travels_whole(p):
+        yield as_ring(choose(p, "ring-kv", forward=True).program)
+        for strategy in ("ring-kv", "burst"):
+            yield as_ring(choose(p, strategy, forward=False).program)
     for strategy in ("bidirectional", *(f"two-level:{n}" for n in range(1, p.world_size + 1) if p.world_size % n == 0)):
         for forward in (True, False):
             yield as_ring(choose(p, strategy, forward=forward).program)

@@ -107,7 +107,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     needs = _specs[ctx.handle].needs_grad
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = torch.ops.burst_rt.attention_backward(dout, dlse, q, k, v, out, lse, ctx.handle)
+    grads = _run_backward(dout, dlse, q, k, v, out, lse, ctx.handle)
     return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None)
 
 
@@ -131,6 +131,8 @@ torch.library.register_autograd("burst_rt::attention_forward", _backward, setup_
 torch.library.register_autograd("burst_rt::attention_backward", _no_second_derivative, lib=_library)
 _register_effectful_op("burst_rt::attention_forward", EffectType.ORDERED)
 _register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
+_run_forward = torch.ops.burst_rt.attention_forward.default
+_run_backward = torch.ops.burst_rt.attention_backward.default
 
 
 class BurstAttentionFunction(torch.autograd.Function):
@@ -143,7 +145,7 @@ class BurstAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the forward op; saves q, k, v, out, lse."""
-        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+        out, lse = _run_forward(q, k, v, handle)
         _setup(ctx, (q, k, v, handle), (out, lse))
         return out, lse
 

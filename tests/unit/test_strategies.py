@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from burst_rt.attention.layouts import KINDS
 from burst_rt.attention.masks import Piece, Relation
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Ring, choose
+from burst_rt.attention.strategies.ring import backward_ring, forward_ring
+from burst_rt.attention.strategies.routes import OneRing
 from burst_rt.errors import InternalError
 from burst_rt.scheduler import Graph, check_world
 
@@ -25,18 +28,19 @@ Positions = tuple[int, ...]
 
 
 def rings(p: Problem) -> Iterator[Ring]:
-    """Forward, and the backward of both strategies."""
-    yield as_ring(choose(p, "ring-kv", forward=True).program)
-    for strategy in ("ring-kv", "burst"):
-        yield as_ring(choose(p, strategy, forward=False).program)
+    """Forward, and the backward of both strategies, block by block."""
+    yield forward_ring(p)
+    for queries_travel in (False, True):
+        yield backward_ring(p, queries_travel=queries_travel)
 
 
 def tiles(ring: Ring, graph: Graph) -> Iterator[tuple[Positions, Positions, tuple[Piece, ...], int]]:
     """(positions of the rows, of the columns, pieces, flops) of every tile task."""
     for task in graph.tasks:
         if task.op and task.op.name in ("forward", "backward"):
-            owner, block, pieces, *_ = task.op.args
-            moving = tuple(ring.travelling[owner][block])  # type: ignore[call-overload]  # arguments of an Op are plain objects
+            owner, block, pieces = cast(tuple[int, int, tuple[Piece, ...]], task.op.args[:3])
+            blocks = ring.problem.q_blocks if ring.queries_travel else ring.problem.kv_blocks
+            moving = tuple(itertools.chain(*blocks[owner]) if ring.whole else blocks[owner][block])
             home = tuple(itertools.chain(*ring.resident[graph.rank]))
             yield (*((moving, home) if ring.queries_travel else (home, moving)), pieces, task.cost.flops)
 
@@ -259,6 +263,20 @@ def test_the_verifier_reads_these_graphs() -> None:
         graphs[1] = other.graph(1)
         with pytest.raises(InternalError, match=r"rank [012]"):
             check_world(graphs)
+
+
+def test_short_shards_travel_whole_where_every_rank_needs_all_of_them() -> None:
+    """Half the tasks; never under a mask, never where blocks go different ways."""
+    for seq_len, mask, whole in ((256, None, True), (260, None, False), (256, Causal(), False)):
+        p = problem(seq_len, seq_len, 4, mask=mask)
+        for strategy in ("ring-kv", "burst"):
+            for forward in (True, False):
+                ring = as_ring(choose(p, strategy, forward=forward).program)
+                assert ring.whole is whole
+                assert {len(blocks) for blocks in ring.travelling} == {1 if whole else 2}
+                # As many bytes as block by block.
+                assert not whole or ring.wire_bytes() == replace(ring, whole=False, route=OneRing(4, (1, 1))).wire_bytes()
+        assert not as_ring(choose(p, "bidirectional", forward=True).program).whole
 
 
 def test_sums_leave_block_by_block() -> None:

@@ -86,7 +86,7 @@ class Run:
     def bind(self, name: str, whole: torch.Tensor) -> None:
         """Binds a tensor of the shard to the buffer `name`: cut into blocks (along the tokens, dim 1) where they travel."""
         for index, (start, stop) in enumerate(self.bounds(queries=on_query_side(name))):
-            self.bind_part(name, index, whole[:, start:stop])
+            self.bind_part(name, index, whole if stop - start == whole.shape[1] else whole[:, start:stop])
 
     def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
         """Binds one part; what travels must be contiguous, and is copied if it is not."""
@@ -101,9 +101,9 @@ class Run:
 
     def bounds(self, *, queries: bool) -> list[tuple[int, int]]:
         """Where each part of this side stands in the shard."""
-        blocks = (self.problem.q_blocks if queries else self.problem.kv_blocks)[self.rank]
-        ends = [0, *accumulate(map(len, blocks))]
-        return list(pairwise(ends)) if self.travels(queries=queries) else [(0, ends[-1])]
+        travels = self.travels(queries=queries)
+        ends = [0, *accumulate(map(len, (self.ring.travelling if travels else self.ring.resident)[self.rank]))]
+        return list(pairwise(ends)) if travels else [(0, ends[-1])]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor of this rank's shard."""
@@ -114,11 +114,8 @@ class Run:
 
     def tile(self, owner: int, block: int, pieces: tuple[Piece, ...]) -> Tile:
         """The tile of a travelling block and the shard at home."""
-        q, kv = self.problem.q_blocks[self.rank], self.problem.kv_blocks[self.rank]
-        if self.ring.queries_travel:
-            q = (self.problem.q_blocks[owner][block],)
-        else:
-            kv = (self.problem.kv_blocks[owner][block],)
+        moved, stays = (self.ring.travelling[owner][block],), self.ring.resident[self.rank]
+        q, kv = (moved, stays) if self.ring.queries_travel else (stays, moved)
         return Tile(pieces, q, kv, self.problem.mask, self.scale, self.progress)
 
     def at(self, names: Names, owner: int, block: int) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
 from burst_rt.attention.strategies.program import AGREE, Footprint, Program, on_query_side
-from burst_rt.attention.strategies.ring import Ring, backward_ring, forward_ring
+from burst_rt.attention.strategies.ring import Ring, backward_ring, forward_ring, travels_whole
 from burst_rt.attention.strategies.ring_naive import RingNaive, ring_naive
 from burst_rt.attention.strategies.routes import OneRing, Route, TwoLevel
 from burst_rt.errors import InputError
@@ -90,12 +90,13 @@ def _programs(problem: Problem, name: str, size: int | None, forward: bool, rank
         yield name, ring_naive(problem, forward=forward)
         return
     for way, route in _routes(problem, name, size or ranks_per_node):
+        whole = route is None and travels_whole(problem)
         if forward:
             # The forward of `burst` is that of `ring-kv`; `auto` calls it so.
-            yield way or name.replace("auto", "ring-kv"), forward_ring(problem, route)
+            yield way or name.replace("auto", "ring-kv"), forward_ring(problem, route, whole=whole)
             continue
         for side, queries in _SIDES.items():
-            yield _label(way, side), backward_ring(problem, queries_travel=queries, route=route)
+            yield _label(way, side), backward_ring(problem, queries_travel=queries, route=route, whole=whole)
 
 
 def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route | None]]:

@@ -9,7 +9,8 @@ One builder makes three graphs:
 Everything makes W-1 hops, by a `Route`: the ring of all ranks, or another way round. While the tiles of a hop run, one exchange passes the
 bundle on and receives the next into another slot. A tile is one travelling block against the whole shard at home. The owner keeps its own
 contribution at home; the first rank after it that has one starts the travelling sum; the last hop brings the sum home. Sums travel block by
-block, each as soon as its last tile is done, so that a rank's first tiles of a hop do not wait for all of the previous rank's.
+block, each as soon as its last tile is done, so that a rank's first tiles of a hop do not wait for all of the previous rank's. Shards of a
+few tokens under the full mask, to which positions mean nothing, travel as one block: half the messages and tasks.
 
 Not sent: a block that no rank further on computes with, a sum that nobody has started, an empty block.
 """
@@ -21,17 +22,19 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from burst_rt.attention.masks import Piece
+from burst_rt.attention.masks import Full, Piece
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies.program import AGREE, Footprint
 from burst_rt.attention.strategies.routes import OneRing, Route
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
 
-__all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring"]
+__all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
 
 # Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of head_dim: 2 for each product.
 # How wide the edge of a causal mask is, in keys: about a kernel's blocks.
 _EDGE = 512
+# Tokens of a shard that travels whole: up to here a tile takes less time than a task costs.
+_FEW_TOKENS = 64
 _FLOPS = {"forward": 4, "backward": 10, "scores": 2, "weigh": 2, "probabilities": 2, "score gradients": 4, "products": 4}
 
 
@@ -41,7 +44,7 @@ class Ring:
     others). A `Program`.
 
     `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors that stay; `home_sums` what a tile adds
-    into at home. `queries_travel` tells which side is which. `route`: which way round.
+    into at home. `queries_travel` tells which side is which. `route`: which way round. `whole`: a shard travels as one block.
     """
 
     problem: Problem
@@ -52,6 +55,7 @@ class Ring:
     home: tuple[str, ...]
     home_sums: tuple[str, ...]
     route: Route
+    whole: bool = False
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
@@ -73,10 +77,11 @@ class Ring:
     def forward(self) -> bool:
         return self.op == "forward"
 
-    @property
+    @cached_property
     def travelling(self) -> tuple[tuple[range, ...], ...]:
         """Blocks of the travelling side, by owner."""
-        return self.problem.q_blocks if self.queries_travel else self.problem.kv_blocks
+        blocks = self.problem.q_blocks if self.queries_travel else self.problem.kv_blocks
+        return tuple((range(sum(map(len, own))),) for own in blocks) if self.whole else blocks
 
     @property
     def resident(self) -> tuple[tuple[range, ...], ...]:
@@ -195,9 +200,9 @@ class RingBuilder:
 
     def deltas(self) -> None:
         """delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
-        rows = self.own["rows"] if self.ring.queries_travel else self.home["rows"]
-        blocks = self.ring.problem.q_blocks[self.rank]
-        lengths = [len(block) for block in blocks] if self.ring.queries_travel else [sum(map(len, blocks))]
+        travel = self.ring.queries_travel
+        rows = self.own["rows"] if travel else self.home["rows"]
+        lengths = list(map(len, self.ring.travelling[self.rank])) if travel else [sum(map(len, self.ring.resident[self.rank]))]
         for part, length in enumerate(lengths):
             if length:
                 cost = Cost(0, 2 * length * self.ring.problem.q_token_bytes)
@@ -304,15 +309,15 @@ class RingBuilder:
 
 
 @lru_cache(maxsize=64)
-def forward_ring(problem: Problem, route: Route | None = None) -> Ring:
-    """K, V travel: 2 tensors of E / g elements a hop. `route`: None for the plain ring."""
+def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = False) -> Ring:
+    """K, V travel: 2 tensors of E / g elements a hop. `route`: None for the plain ring. whole: see `travels_whole`."""
     kv = problem.kv_token_bytes
-    way = route or OneRing(problem.world_size, (1,) * len(problem.kv_blocks[0]))
-    return Ring(problem, "forward", False, (("k", kv), ("v", kv)), (), ("q",), ("state",), way)
+    way = route or _plain(problem, problem.kv_blocks, whole)
+    return Ring(problem, "forward", False, (("k", kv), ("v", kv)), (), ("q",), ("state",), way, whole)
 
 
 @lru_cache(maxsize=128)
-def backward_ring(problem: Problem, *, queries_travel: bool, route: Route | None = None) -> Ring:
+def backward_ring(problem: Problem, *, queries_travel: bool, route: Route | None = None, whole: bool = False) -> Ring:
     """The backward of `burst` (queries travel) or of `ring-kv`. Gradients that are not needed are neither summed nor sent."""
     q, kv, rows = problem.q_token_bytes, problem.kv_token_bytes, problem.row_bytes
     q_side = (("q", q), ("dout", q), ("rows", rows))
@@ -320,10 +325,21 @@ def backward_ring(problem: Problem, *, queries_travel: bool, route: Route | None
     needs_q, needs_k, needs_v = problem.needs_grad
     q_sums = (("dq", problem.q_sum_bytes),) if needs_q else ()
     kv_sums = tuple((name, problem.kv_sum_bytes) for name, needed in (("dk", needs_k), ("dv", needs_v)) if needed)
-    way = route or OneRing(problem.world_size, (1,) * len((problem.q_blocks if queries_travel else problem.kv_blocks)[0]))
+    way = route or _plain(problem, problem.q_blocks if queries_travel else problem.kv_blocks, whole)
     if queries_travel:
-        return Ring(problem, "backward", True, q_side, q_sums, _names(kv_side), _names(kv_sums), way)
-    return Ring(problem, "backward", False, kv_side, kv_sums, _names(q_side), _names(q_sums), way)
+        return Ring(problem, "backward", True, q_side, q_sums, _names(kv_side), _names(kv_sums), way, whole)
+    return Ring(problem, "backward", False, kv_side, kv_sums, _names(q_side), _names(q_sums), way, whole)
+
+
+def travels_whole(problem: Problem) -> bool:
+    """Whether a shard is better sent as one block: few tokens, and no block of them that some rank does not need."""
+    return isinstance(problem.mask, Full) and all(
+        sum(map(len, own)) <= _FEW_TOKENS for blocks in (problem.q_blocks, problem.kv_blocks) for own in blocks
+    )
+
+
+def _plain(problem: Problem, blocks: tuple[tuple[range, ...], ...], whole: bool) -> Route:
+    return OneRing(problem.world_size, (1,) * (1 if whole else len(blocks[0])))
 
 
 def _moved(piece: Piece, rows: int, columns: int) -> Piece:
