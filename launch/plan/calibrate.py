@@ -21,7 +21,7 @@ import torch
 
 import burst_rt
 from burst_rt.launch.bench.report import machine, median
-from burst_rt.launch.bench.timing import progress, slowest_s
+from burst_rt.launch.bench.timing import keep_freed_memory, progress, slowest_s
 from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
@@ -30,7 +30,7 @@ __all__ = ["Calibration", "main"]
 
 # Tokens of a rank, and the strategies whose operations are sampled. Whole matrices of scores are sampled at sizes that no cache holds.
 _TOKENS = (256, 512, 1024, 2048)
-_WHOLE = (1024, 2048, 4096)
+_WHOLE = (1024, 2048, 4096, 8192)
 _STRATEGIES = {
     "ring-kv": (*_TOKENS, 4096, 8192),
     "burst": _TOKENS,
@@ -40,6 +40,8 @@ _STRATEGIES = {
 }
 # From here on with a quarter of the heads and twice at most: a call takes seconds.
 _LONG = 4096
+# Whole matrices are not sampled where a call's memory would be more than this part of a rank's share: it holds several of them.
+_MEMORY_PART = 1 / 4
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LINEAR = ((256, 512), (512, 1024), (1024, 1024), (2048, 1024))  # rows, width
 # A host with more ranks than were measured: they share the cores of these.
@@ -83,6 +85,10 @@ class Calibration:
         q, k, v, dout = (torch.randn(shape, device=self.ctx.device).to(self.dtype) for _ in range(4))
         for x in (q, k, v):
             x.requires_grad_()
+        plan = burst_rt.explain(q, k, v, causal=causal, layout=layout, strategy=strategy).backward
+        assert plan is not None
+        if self.ctx.all_reduce(torch.tensor([int(plan.memory().total > _MEMORY_PART * self._memory_bytes())])):
+            return
         suffix = "-untiled" if strategy == "burst-untiled" else ""
         for repeat in range(repeats + 1):
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
@@ -169,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
+    keep_freed_memory()
     with burst_rt.init() as ctx:
         if ctx.world_size < 2:
             raise burst_rt.errors.InputError("calibrate: links need at least 2 ranks, got 1; use -n 2 or more")
