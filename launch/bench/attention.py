@@ -11,10 +11,11 @@ import ctypes
 import gc
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -152,34 +153,45 @@ class Bench:
         ]  # fmt: skip
 
     def overhead(self) -> Rows:
-        """A call on tiny tensors (8 tokens a rank, one head of 16), plan cached: what the runtime itself costs."""
+        """A call on tiny tensors (8 tokens a rank, one head of 16), plan cached: what the runtime itself costs.
+
+        Left out are the compute tasks, and what torch takes for a function of the same inputs that does nothing (its autograd engine, the
+        sum of the output, gradients put where they belong).
+        """
         layout = self.ctx.layout(8 * self.ctx.world_size)
         q, k, v = (torch.randn(1, layout.shard_len, 1, 16, requires_grad=True) for _ in range(3))
 
-        def forward() -> torch.Tensor:
+        def attend() -> torch.Tensor:
             out = burst_rt.burst_attention(q, k, v, layout=layout)
             assert isinstance(out, torch.Tensor)
             return out
 
-        times: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
+        def nothing() -> torch.Tensor:
+            out: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]
+            return out
 
-        def timed(name: str, fn: Callable[[], object]) -> None:
+        # Of each call: how long it took, and how much of that was in compute tasks.
+        times: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+
+        def timed(what: str, direction: str, fn: Callable[[], object]) -> None:
             computed, start = self.ctx.stats().compute_s, time.perf_counter()
             fn()
             took = time.perf_counter() - start
-            times[name].append((took, took - (self.ctx.stats().compute_s - computed)))
+            times[what, direction].append((took, self.ctx.stats().compute_s - computed))
 
         for _ in range(40 * self.repeats):
-            losses: list[torch.Tensor] = []
-            timed("forward", lambda kept=losses: kept.append(forward().sum()))  # type: ignore[misc]
-            timed("backward", losses[0].backward)
-        return [
-            {
-                "call": name, "median us": median([t for t, _ in ts]) * 1e6, "best us": min(t for t, _ in ts) * 1e6,
-                "median us, compute tasks left out": median([t for _, t in ts]) * 1e6,
-            }
-            for name, ts in times.items()
-        ]  # fmt: skip
+            for what, function in (("attend", attend), ("nothing", nothing)):
+                losses: list[torch.Tensor] = []
+                timed(what, "forward", lambda kept=losses, call=function: kept.append(call().sum()))  # type: ignore[misc]
+                timed(what, "backward", losses[0].backward)
+        rows: Rows = []
+        for direction in ("forward", "backward"):
+            took_s, compute_s = zip(*times["attend", direction], strict=True)
+            torch_s = median([took for took, _ in times["nothing", direction]])
+            runtime_s = median([took - compute for took, compute in times["attend", direction]]) - torch_s
+            parts = {"median us": median(took_s), "best us": min(took_s), "compute tasks us": median(compute_s), "torch us": torch_s}
+            rows.append({"call": direction} | {name: s * 1e6 for name, s in (parts | {"runtime us": runtime_s}).items()})
+        return rows
 
     def memory(self) -> Rows:
         """Peak memory of a call beyond its inputs and outputs, against the plan's own formula."""
@@ -254,6 +266,19 @@ class Bench:
         if store is None:
             store = TCPStore("127.0.0.1", int(port), self.ctx.world_size, is_master=False)
         dist.init_process_group("gloo", store=store, rank=self.ctx.rank, world_size=self.ctx.world_size)
+
+
+class _Nothing(torch.autograd.Function):
+    """Three inputs, an output, three gradients, and nothing done."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
 def _torch_attention(inputs: Sequence[torch.Tensor], causal: bool) -> list[torch.Tensor]:
