@@ -131,6 +131,7 @@ torch.library.register_autograd("burst_rt::attention_forward", _backward, setup_
 torch.library.register_autograd("burst_rt::attention_backward", _no_second_derivative, lib=_library)
 _register_effectful_op("burst_rt::attention_forward", EffectType.ORDERED)
 _register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
+# The overloads themselves, so that no call has to find them.
 _run_forward = torch.ops.burst_rt.attention_forward.default
 _run_backward = torch.ops.burst_rt.attention_backward.default
 

@@ -21,15 +21,13 @@ from burst_rt.attention.strategies import choose
 from burst_rt.calibrated import HARDWARE_VARIABLE, calibrated_path
 from burst_rt.launch.bench.plots import draw_bars, draw_scatter
 from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import keep_freed_memory, progress, slowest_s
+from burst_rt.launch.bench.timing import TIMES_OVER, keep_freed_memory, progress, slowest_s
 from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["main"]
 
 # The paper's baselines are compared and forecast, but never taken by themselves.
 _BASELINES = ("ring-naive", "burst-untiled")
-# How many times over the memory that a baseline is forecast to take must be there: it makes temporaries as large as its scores.
-_TIMES_OVER = 4
 
 
 class Point(NamedTuple):
@@ -120,7 +118,7 @@ class Bench:
             fits = [
                 name
                 for name in _BASELINES
-                if forecast(problem, name, hardware, forward=False, ranks_per_node=per_node).memory_bytes * _TIMES_OVER
+                if forecast(problem, name, hardware, forward=False, ranks_per_node=per_node).memory_bytes * TIMES_OVER
                 <= hardware.device.memory_bytes
             ]
             self.left_out += [f"{name} at {point}" for name in _BASELINES if name not in fits]

@@ -15,8 +15,10 @@ from rich.progress import Progress
 import burst_rt
 from burst_rt.launch.where import TERMINAL_VARIABLE
 
-__all__ = ["keep_freed_memory", "progress", "slowest_s"]
+__all__ = ["TIMES_OVER", "keep_freed_memory", "progress", "slowest_s"]
 
+# How many times over the memory that whole matrices of scores are planned to take must be there: temporaries are as large as they are.
+TIMES_OVER = 4
 # Of mallopt, in glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4

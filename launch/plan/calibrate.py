@@ -21,7 +21,7 @@ import torch
 
 import burst_rt
 from burst_rt.launch.bench.report import machine, median
-from burst_rt.launch.bench.timing import keep_freed_memory, progress, slowest_s
+from burst_rt.launch.bench.timing import TIMES_OVER, keep_freed_memory, progress, slowest_s
 from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
@@ -40,8 +40,6 @@ _STRATEGIES = {
 }
 # From here on with a quarter of the heads and twice at most: a call takes seconds.
 _LONG = 4096
-# Whole matrices are not sampled where a call's memory would be more than this part of a rank's share: it holds several of them.
-_MEMORY_PART = 1 / 4
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LINEAR = ((256, 512), (512, 1024), (1024, 1024), (2048, 1024))  # rows, width
 # A host with more ranks than were measured: they share the cores of these.
@@ -78,7 +76,7 @@ class Calibration:
         return Hardware(self._name(), Device(self._memory_bytes(), fit_rates(samples)), self._node(link, nics), nics)
 
     def attention(self, strategy: str, tokens: int, causal: bool) -> Iterator[Sample]:
-        """Every task of both directions, from the traces of all ranks."""
+        """Every task of both directions, from the traces of all ranks; none where a rank's share of memory may not suffice."""
         layout = self.ctx.layout(tokens * self.ctx.world_size, "zigzag" if causal else "contiguous")
         heads, repeats = (max(1, self.heads // 4), min(2, self.repeats)) if tokens >= _LONG else (self.heads, self.repeats)
         shape = (1, layout.shard_len, heads, self.head_dim)
@@ -87,7 +85,7 @@ class Calibration:
             x.requires_grad_()
         plan = burst_rt.explain(q, k, v, causal=causal, layout=layout, strategy=strategy).backward
         assert plan is not None
-        if self.ctx.all_reduce(torch.tensor([int(plan.memory().total > _MEMORY_PART * self._memory_bytes())])):
+        if self.ctx.all_reduce(torch.tensor([int(plan.memory().total * TIMES_OVER > self._memory_bytes())])):
             return
         suffix = "-untiled" if strategy == "burst-untiled" else ""
         for repeat in range(repeats + 1):

@@ -30,11 +30,11 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
 
-# Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of head_dim: 2 for each product.
 # How wide the edge of a causal mask is, in keys: about a kernel's blocks.
 _EDGE = 512
 # Tokens of a shard that travels whole: up to here a tile takes less time than a task costs.
 _FEW_TOKENS = 64
+# Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of head_dim: 2 for each product.
 _FLOPS = {"forward": 4, "backward": 10, "scores": 2, "weigh": 2, "probabilities": 2, "score gradients": 4, "products": 4}
 
 
