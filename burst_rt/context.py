@@ -17,10 +17,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -56,8 +55,7 @@ _live: weakref.WeakSet[Context] = weakref.WeakSet()
 _current = threading.local()
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(NamedTuple):
     """Cumulative counts of a context's attention calls, forward and backward. Times in seconds.
 
     wait_s: time the compute lane idled while a transfer was under way (exposed communication and late peers together).

@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
 from burst_rt.drivers.device import Device, Event, TorchDevice
-from burst_rt.drivers.pool import SlotPool
+from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.hardware import Hardware
@@ -26,8 +26,6 @@ from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 
 __all__ = ["Machine"]
-
-_T = TypeVar("_T")
 
 
 class Machine:
@@ -50,7 +48,7 @@ class Machine:
         self.hardware = hardware
         self.wire = wire
         self._streams: Device | None = TorchDevice(device) if device.type == "cuda" else None
-        self._pool = SlotPool(self._streams) if self._streams else None
+        self._pool = SlotPool(self._streams)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -74,21 +72,19 @@ class Machine:
         """The bytes of a contiguous tensor, as this machine's transport takes them."""
         return raw_bytes(tensor) if tensor.device.type == "cpu" else flat_bytes(tensor)
 
-    def take(self, key: object, make: Callable[[], _T]) -> _T:
+    def take(self, key: object, make: Callable[[], Slots]) -> Slots:
         """Memory for one call: used before for the same `key` (the very same object), or new."""
-        return self._pool.take(key, make) if self._pool else make()
+        return self._pool.take(key, make)
 
     def driver(self, schedule: Schedule, **options: Any) -> BaseDriver:  # BaseDriver's own
         """A driver for one run. Raises ConfigError for a graph whose messages this machine cannot send."""
         graph = schedule.graph
-        on_streams = any(lane.ordered for lane in graph.lanes.values())
-        exchanges = [task for task in graph.tasks if task.is_exchange]
-        if exchanges and graph.lanes[exchanges[0].lane].ordered is not (self.wire is not None):
+        if any(graph.lanes[lane].ordered is not (self.wire is not None) for lane in graph.network_lanes):
             raise ConfigError(
                 f"the graph was built for other lanes than this machine's ({self.transport_name} on {self.device.type}); pass ctx.lanes to "
                 "GraphBuilder"
             )
-        if self._streams is None or not on_streams:
+        if self._streams is None or not any(lane.ordered for lane in graph.lanes.values()):
             return HostDriver(graph, transport=self.transport, **options)
         return CudaDriver(schedule, device=self._streams, wire=self.wire, transport=self.transport, **options)
 
@@ -96,7 +92,7 @@ class Machine:
         """After a run: the caller's stream waits for it. Returns the event after which the run's memory is free (None: it is)."""
         return driver.join() if isinstance(driver, CudaDriver) else None
 
-    def give_back(self, key: object, slots: object, free: Event | None) -> None:
-        """What was taken for `key` may be used again after the event."""
-        if self._pool and free is not None:
+    def give_back(self, key: object, slots: Slots, free: Event | None) -> None:
+        """What was taken for `key` may be used again after the event; nothing on a device is given back without one."""
+        if self._streams is None or free is not None:
             self._pool.give_back(key, slots, free)

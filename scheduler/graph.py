@@ -150,6 +150,11 @@ class Graph:
         return tuple(sorted({m.peer for task in self.tasks for m in (*task.sends, *task.recvs)}))
 
     @cached_property
+    def network_lanes(self) -> frozenset[str]:
+        """Lanes that exchanges run on."""
+        return frozenset(task.lane for task in self.tasks if task.is_exchange)
+
+    @cached_property
     def written(self) -> frozenset[int]:
         """Parts that some task writes or accumulates into."""
         return frozenset(part for task in self.tasks for part in (*task.writes, *task.accumulates))

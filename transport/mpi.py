@@ -55,6 +55,8 @@ class MpiTransport:
         # requests.
         self._requests: list[MPI.Request] = []
         self._about: list[tuple[int, int, int, bool]] = []
+        # Written by MPI, one for each request that has finished; as many as there ever were requests at once.
+        self._statuses: list[MPI.Status] = []
         self._num_left: dict[int, int] = {}
 
     def isend(self, buffer: Memory, peer: int, tag: int) -> int:
@@ -69,15 +71,14 @@ class MpiTransport:
         """See `Transport.poll`."""
         if not self._requests:
             return []
-        statuses = [MPI.Status() for _ in self._requests]
         try:
-            finished = MPI.Request.Testsome(self._requests, statuses)
+            finished = MPI.Request.Testsome(self._requests, self._statuses)
         except MPI.Exception as error:
             raise ProtocolError(f"rank {self.rank}: MPI failed while moving data: {error}", rank=self.rank) from error
         if not finished:
             return []
         done = []
-        for status, index in zip(statuses, finished, strict=False):
+        for status, index in zip(self._statuses, finished, strict=False):
             handle, peer, expected, outgoing = self._about[index]
             if outgoing:
                 self.bytes_sent += expected
@@ -118,12 +119,13 @@ class MpiTransport:
         self._next_handle += 1
         start = self._comm.Isend if outgoing else self._comm.Irecv
         # An empty message is one empty piece: it has to arrive, too.
-        pieces = range(0, max(1, len(buffer)), self._piece_bytes)
-        for at in pieces:
-            piece = buffer[at : at + self._piece_bytes]
-            self._requests.append(start([piece, MPI.BYTE], peer, tag))
+        size, most = len(buffer), self._piece_bytes
+        pieces = [buffer] if size <= most else [buffer[at : at + most] for at in range(0, size, most)]
+        for piece in pieces:
+            self._requests.append(start((piece, MPI.BYTE), peer, tag))
             self._about.append((handle, peer, len(piece), outgoing))
         self._num_left[handle] = len(pieces)
+        self._statuses += [MPI.Status() for _ in range(len(self._requests) - len(self._statuses))]
         return handle
 
 

@@ -8,6 +8,7 @@ else. Second derivatives are refused.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,8 +74,7 @@ def _backward_op(
     except InputError as error:
         ctx.refuse("backward of burst_attention", error)
     dq, dk, dv = ctx.run_backward(plan, spec, saved, dout.detach(), None if dlse is None else dlse.detach())
-    none = q.new_empty(0)
-    return none if dq is None else dq, none.clone() if dk is None else dk, none.clone() if dv is None else dv
+    return q.new_empty(0) if dq is None else dq, k.new_empty(0) if dk is None else dk, v.new_empty(0) if dv is None else dv
 
 
 def _backward_fake(
@@ -107,7 +107,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     needs = _specs[ctx.handle].needs_grad
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = _run_backward(dout, dlse, q, k, v, out, lse, ctx.handle)
+    grads = _below_autograd(_run_backward, dout, dlse, q, k, v, out, lse, ctx.handle)
     return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None)
 
 
@@ -136,6 +136,14 @@ _run_forward = torch.ops.burst_rt.attention_forward.default
 _run_backward = torch.ops.burst_rt.attention_backward.default
 
 
+def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
+    """Calls an op from inside an autograd function, where its own autograd would find out, in Python, that it has nothing to record."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
 class BurstAttentionFunction(torch.autograd.Function):
     """`apply(q, k, v, handle)` -> (out, lse): attention over the ranks of the spec's context (see `burst_attention` for shapes).
 
@@ -146,7 +154,7 @@ class BurstAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the forward op; saves q, k, v, out, lse."""
-        out, lse = _run_forward(q, k, v, handle)
+        out, lse = _below_autograd(_run_forward, q, k, v, handle)
         _setup(ctx, (q, k, v, handle), (out, lse))
         return out, lse
 

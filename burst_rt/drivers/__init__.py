@@ -3,6 +3,7 @@
 from burst_rt.drivers.base import BaseDriver, Opening, Progress
 from burst_rt.drivers.cuda import CudaDriver
 from burst_rt.drivers.host import HostDriver, flat_bytes, raw_bytes
+from burst_rt.drivers.pool import Slots
 from burst_rt.drivers.watch import Backoff, Watch
 
-__all__ = ["Backoff", "BaseDriver", "CudaDriver", "HostDriver", "Opening", "Progress", "Watch", "flat_bytes", "raw_bytes"]
+__all__ = ["Backoff", "BaseDriver", "CudaDriver", "HostDriver", "Opening", "Progress", "Slots", "Watch", "flat_bytes", "raw_bytes"]

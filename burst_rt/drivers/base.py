@@ -88,7 +88,7 @@ class BaseDriver:
                     self.wait_s += backoff.elapsed_s()
                 return events
             backoff, transfers = backoff or Backoff(), bool(self._num_open)
-            failure = self._overdue(backoff)
+            failure = None if backoff.hot else self._overdue(backoff)
             if failure:
                 return [failure]
             backoff.pause()

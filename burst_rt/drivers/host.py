@@ -5,6 +5,7 @@ A compute task runs inside `wait`, in the calling thread; long ones call `progre
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any
 
@@ -18,7 +19,10 @@ __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, as transports take it; it stays alive with the view."""
-    return flat_bytes(tensor).numpy().data
+    # From its address: through numpy it takes four times as long, and a call has a dozen.
+    block: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    block.owner = tensor
+    return memoryview(block).cast("B")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

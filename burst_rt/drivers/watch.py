@@ -26,9 +26,14 @@ class Backoff:
         self.started_s = time.perf_counter()
         self._sleep_s = _FIRST_SLEEP_S
 
+    @property
+    def hot(self) -> bool:
+        """Whether the wait is so young that only what it waits for needs a look."""
+        return time.perf_counter() - self.started_s < _HOT_S
+
     def pause(self) -> None:
         """Lets time pass: yields the core while hot, sleeps up to 0.5 ms later."""
-        if time.perf_counter() - self.started_s < _HOT_S:
+        if self.hot:
             os.sched_yield()
         else:
             time.sleep(self._sleep_s)

@@ -18,6 +18,7 @@ import burst_rt
 from burst_rt import Causal, Context, Full, Mask
 from burst_rt.attention.layouts import KINDS
 from burst_rt.attention.masks import Relation
+from burst_rt.drivers import Slots
 from burst_rt.errors import InputError
 from burst_rt.kernels import sum_dtype
 
@@ -308,16 +309,17 @@ def test_nothing_of_a_call_outlives_it(run: str, monkeypatch: pytest.MonkeyPatch
     kind = getattr(execute, run)
     slots = kind._slots
 
-    def noted(self: Any) -> dict[int, torch.Tensor]:  # a run
-        found: dict[int, torch.Tensor] = slots(self)
-        taken.extend(map(weakref.ref, found.values()))
+    def noted(self: Any) -> Slots:  # a run
+        found: Slots = slots(self)
+        taken.extend(map(weakref.ref, found.storage.values()))
         return found
 
     monkeypatch.setattr(kind, "_slots", noted)
 
     def call(ctx: Context) -> bool:
-        layout = ctx.layout(20)
-        x = torch.ones(1, 10, 1, 16, requires_grad=True)
+        # Small slots are kept.
+        layout = ctx.layout(2048)
+        x = torch.ones(1, 1024, 1, 256, requires_grad=True)
         out = burst_rt.burst_attention(x, x, x, layout=layout)
         assert isinstance(out, torch.Tensor)
         if run == "BackwardRun":

@@ -14,7 +14,7 @@ from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal
-from burst_rt.drivers.pool import SlotPool
+from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.joining import DEVICE_VARIABLE, TRANSPORT_VARIABLE, TRANSPORTS, Facts, LocalRank, choose_transport, resolve_device
 from burst_rt.launch import where
@@ -143,7 +143,7 @@ def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.
 
     take = ForwardRun._slots
 
-    def greedy(run: ForwardRun) -> dict[int, torch.Tensor]:
+    def greedy(run: ForwardRun) -> Slots:
         if run.rank == 1 and run.problem.q_layout.seq_len == 40:
             raise torch.OutOfMemoryError("tried to allocate a lot")
         return take(run)
@@ -197,22 +197,51 @@ def test_ranks_that_are_threads_run_their_own_backward() -> None:
     assert torch._C._is_multithreading_enabled()
 
 
+def _slots(size_bytes: int = 8) -> Slots:
+    slot = torch.empty(size_bytes, dtype=torch.uint8)
+    return Slots({0: slot}, {0: slot})
+
+
 def test_slots_go_to_the_next_call_that_waits_for_them() -> None:
     device = FakeDevice()
     happened, device.happened = device.happened, lambda event: False  # type: ignore[method-assign]
     pool = SlotPool(device, capacity=2)
     keys = [object() for _ in range(3)]
-    made = [pool.take(key, lambda: ["old"]) for key in keys]
+    new = _slots()
+    made = [pool.take(key, _slots) for key in keys]
     device.use((), ["slots"], "compute")
     free = device.record("compute")
     for key, slots in zip(keys, made, strict=True):
         pool.give_back(key, slots, free)
     # Three are kept as long as they are in use, then two. Each is given out once.
-    assert pool.take(keys[2], lambda: ["new"]) is made[2]
+    assert pool.take(keys[2], lambda: new) is made[2]
     device.happened = lambda event: True  # type: ignore[method-assign]
     pool.give_back(keys[2], made[2], free)
     device.happened = happened  # type: ignore[method-assign]
-    assert pool.take(keys[0], lambda: ["new"]) == ["new"]
-    assert pool.take(keys[1], lambda: ["new"]) is made[1]
-    assert pool.take(keys[1], lambda: ["new"]) == ["new"]
+    assert pool.take(keys[0], lambda: new) is new
+    assert pool.take(keys[1], lambda: new) is made[1]
+    assert pool.take(keys[1], lambda: new) is new
     device.use((), ["slots"], "caller")  # after the event: no race
+
+
+def test_a_host_keeps_small_slots_only() -> None:
+    pool = SlotPool(None, capacity=2)
+    small, large, new = _slots(), _slots(1 << 21), _slots()
+    for slots in (small, large):
+        pool.give_back(slots, slots, None)
+    assert pool.take(small, lambda: new) is small
+    assert pool.take(large, lambda: new) is new
+
+
+@pytest.mark.parametrize("strategy", ["burst", "hybrid"])
+def test_slots_made_in_inference_mode_serve_training(strategy: str) -> None:
+    def job(ctx: burst_rt.Context) -> bool:
+        layout = ctx.layout(8)
+        q, k, v = (torch.ones(1, layout.shard_len, 2, 16) for _ in range(3))
+        with torch.inference_mode():
+            first = burst_rt.burst_attention(q, k, v, layout=layout, strategy=strategy)
+        with torch.no_grad():
+            second = burst_rt.burst_attention(q, k, v, layout=layout, strategy=strategy)
+        return torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+
+    assert burst_rt.run_local(2, job) == [True, True]

@@ -1,23 +1,21 @@
 """Running a plan on tensors: the op binds a call's tensors to the plan's parts, and says what each operation of the graph does to them.
 
-One class a direction. Memory is taken when the call starts and freed when it ends, nothing in between: the slots, the sums, the rows.
+One class a direction. Memory is taken when the call starts and let go when it ends, nothing in between: the slots, the sums, the rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 
 import torch
 
 from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.strategies import Ring, on_query_side
-from burst_rt.drivers import flat_bytes
+from burst_rt.drivers import Slots, flat_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
 from burst_rt.machine import Machine
-from burst_rt.transport import Memory
 
 __all__ = ["BackwardRun", "ForwardRun", "Names", "Run", "dense"]
 
@@ -28,8 +26,8 @@ class Run:
     """What both directions share: the plan's parts as tensors.
 
     `tensors[part]` is a home or own block; `storage[part]` the raw bytes of what travels: of a slot, which holds blocks of different owners
-    in turn, viewed with `_view`; of an own block that is sent; of a chunk that messages are staged through. `slots` goes back to the
-    machine after the run.
+    in turn, viewed with `_view`; of an own block that is sent; of a chunk that messages are staged through. `memory[part]` is the same for
+    the transport. `slots` goes back to the machine after the run.
     """
 
     def __init__(self, plan: Plan, machine: Machine, scale: float | None, progress: Callable[[], None], poison: bool) -> None:
@@ -40,31 +38,30 @@ class Run:
         self.progress = progress
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
-        self.storage: dict[int, torch.Tensor] = {}
-        self.memory: dict[int, Memory] = {}
         # What each operation does; a direction adds its own.
         self.ops: dict[str, Callable[..., None]] = {"to host": self._to_host, "to device": self._to_device}
-        self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._poison = poison
         self._machine = machine
         self._device = machine.device
         self.slots = machine.take(plan, self._slots)
-        self.storage |= self.slots
-        for part_id, slot in self.storage.items():
-            if poison:
+        self.storage, self.memory = dict(self.slots.storage), dict(self.slots.memory)
+        if poison:
+            for slot in self.storage.values():
                 slot.fill_(255)  # all ones is NaN in every floating type
-            self.memory[part_id] = slot.numpy().data if slot.device.type == "cpu" else slot
 
     def place(self, plan: Plan) -> tuple[Ring, int]:
         """The ring, and this rank's number in it."""
         assert isinstance(plan.choice.program, Ring)
         return plan.choice.program, plan.rank
 
-    def _slots(self) -> dict[int, torch.Tensor]:
+    def _slots(self) -> Slots:
         """Slots on the device, chunks on the host."""
-        slots = {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device) for part in self.plan.slots}
         pinned = self._device.type != "cpu"
-        return slots | {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned) for part in self.plan.chunks}
+        # Later calls may be outside inference mode, and could not write what was made inside.
+        with torch.inference_mode(False):
+            slots = {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device) for part in self.plan.slots}
+            slots |= {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned) for part in self.plan.chunks}
+        return Slots(slots, {part: self._machine.memory(slot) for part, slot in slots.items()})
 
     def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory; NaN where the context is told to poison."""
@@ -74,10 +71,6 @@ class Run:
     def part_id(self, buffer: str, index: int) -> int:
         """The number of a part."""
         return self.plan.part_ids[buffer, index]
-
-    def travels(self, *, queries: bool) -> bool:
-        """Whether this side goes round (in parts, one a block) or stays at home (as one)."""
-        return self.ring.queries_travel is queries
 
     def bind_input(self, name: str, whole: torch.Tensor) -> None:
         """Binds q, k, v or dout of this call."""
@@ -99,11 +92,10 @@ class Run:
                 self.memory[part] = self._machine.memory(block)
         self.tensors[part] = block
 
-    def bounds(self, *, queries: bool) -> list[tuple[int, int]]:
+    def bounds(self, *, queries: bool) -> tuple[tuple[int, int], ...]:
         """Where each part of this side stands in the shard."""
-        travels = self.travels(queries=queries)
-        ends = [0, *accumulate(map(len, (self.ring.travelling if travels else self.ring.resident)[self.rank]))]
-        return list(pairwise(ends)) if travels else [(0, ends[-1])]
+        ring = self.ring
+        return (ring.travelling_bounds if ring.queries_travel is queries else ring.resident_bounds)[self.rank]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor of this rank's shard."""
@@ -126,8 +118,17 @@ class Run:
             found[name] = self._view(name, part, owner, block) if bound is None else bound
         return found
 
+    def sums_at(self, names: Names, owner: int, block: int, new: bool) -> dict[str, torch.Tensor]:
+        """The sums a tile adds to. new: those that travel begin with it."""
+        found = self.at(names, owner, block)
+        if new:
+            for name, part in names:
+                if part not in self.tensors:
+                    found[name].zero_()
+        return found
+
     def _view(self, name: str, part: int, owner: int, block: int) -> torch.Tensor:
-        view = self._views.get((part, owner))
+        view = self.slots.views.get((part, owner))
         if view is None:
             problem = self.problem
             length = len(self.ring.travelling[owner][block])
@@ -135,7 +136,7 @@ class Run:
             heads = problem.num_heads if self.ring.queries_travel else problem.num_kv_heads
             shape = (problem.batch, length, heads, problem.head_dim) if name != "rows" else (2, problem.batch, heads, length)
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            self._views[part, owner] = view
+            self.slots.views[part, owner] = view
         return view
 
     def _to_host(self, part: int, offset: int, size_bytes: int, chunk: int) -> None:
@@ -206,20 +207,20 @@ class BackwardRun(Run):
             if needed:
                 self.sums[name] = torch.zeros(self.shape(name), dtype=self.wide, device=self._device)
                 self.bind(name, self.sums[name])
-        self.ops |= {"backward": self._backward, "delta": self.make_delta, "zero": self._zero, "add": self._add}
+        self.ops |= {"backward": self._backward, "delta": self.make_delta, "add": self._add}
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """dq, dk, dv; the slots are let go first, and each sum as its gradient is cast."""
-        self.slots = {}
+        del self.slots
         self.storage.clear()
         self.memory.clear()
-        self._views.clear()
         self.tensors.clear()
-        dq, dk, dv = (self.sums.pop(name).to(self.plan.key.dtype) if name in self.sums else None for name in ("dq", "dk", "dv"))
+        dtype = self.plan.key.dtype
+        dq, dk, dv = (self.sums.pop(name).to(dtype) if name in self.sums else None for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
-    def _backward(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: Names, adds: Names) -> None:
-        x, sums = self.at(reads, owner, block), self.at(adds, owner, block)
+    def _backward(self, owner: int, block: int, pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
+        x, sums = self.at(reads, owner, block), self.sums_at(adds, owner, block, new)
         lse, delta = x["rows"]
         tile = self.tile(owner, block, pieces)
         self.plan.kernel.backward(
@@ -235,9 +236,6 @@ class BackwardRun(Run):
         """lse and delta of some of this rank's queries into `rows`."""
         dlse = None if self._dlse is None else self._dlse[:, :, start:stop]
         self.plan.kernel.delta(self._dout[:, start:stop], self._out[:, start:stop], self._lse[:, :, start:stop], dlse, rows)
-
-    def _zero(self, part: int) -> None:
-        self.storage[part].zero_()
 
     def _add(self, own: int, arrived: int) -> None:
         total = self.tensors[own]

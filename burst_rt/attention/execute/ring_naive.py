@@ -54,7 +54,7 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
     def _blank(self) -> None:
         self.scores.fill_(-torch.inf)
 
-    def _scores(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: Names, _: Names) -> None:
+    def _scores(self, owner: int, block: int, pieces: tuple[Piece, ...], _new: bool, reads: Names, _: Names) -> None:
         x = self.at(reads, owner, block)
         self.fill(owner, block, pieces, x["q"], x["k"], None)
 
@@ -66,7 +66,7 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
         self.scores.sub_(torch.where(self.state.m == -torch.inf, 0.0, self.state.m)[..., None]).exp_()
         torch.sum(self.scores, -1, out=self.state.l)
 
-    def _weigh(self, owner: int, block: int, _pieces: tuple[Piece, ...], reads: Names, _: Names) -> None:
+    def _weigh(self, owner: int, block: int, _pieces: tuple[Piece, ...], _new: bool, reads: Names, _: Names) -> None:
         v = per_head(self.at(reads, owner, block)["v"], self.problem.num_heads, self.wide)
         self.state.acc.add_((self.block(owner, block) @ v).transpose(1, 2))
 
@@ -89,22 +89,22 @@ class RingNaiveBackwardRun(_Rows, BackwardRun):
     def _blank(self) -> None:
         self.scores.zero_()
 
-    def _probabilities(self, owner: int, block: int, pieces: tuple[Piece, ...], reads: Names, _: Names) -> None:
+    def _probabilities(self, owner: int, block: int, pieces: tuple[Piece, ...], _new: bool, reads: Names, _: Names) -> None:
         x = self.at(reads, owner, block)
         self.fill(owner, block, pieces, x["q"], x["k"], x["rows"][0])
 
-    def _score_gradients(self, owner: int, block: int, _pieces: tuple[Piece, ...], reads: Names, adds: Names) -> None:
+    def _score_gradients(self, owner: int, block: int, _pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
         """dv += p^T dout, then p becomes ds = p * (dout v^T - delta) * scale."""
-        x, dv, p = self.at(reads, owner, block), self.at(adds, owner, block).get("dv"), self.block(owner, block)
+        x, dv, p = self.at(reads, owner, block), self.sums_at(adds, owner, block, new).get("dv"), self.block(owner, block)
         heads = self.problem.num_heads
         dout = per_head(x["dout"], heads, self.wide)
         if dv is not None:
             dv += per_group(p.mT @ dout, self.problem.num_kv_heads)
         p.mul_((dout @ per_head(x["v"], heads, self.wide).mT).sub_(x["rows"][1][..., None])).mul_(self.scale)
 
-    def _products(self, owner: int, block: int, _pieces: tuple[Piece, ...], reads: Names, adds: Names) -> None:
+    def _products(self, owner: int, block: int, _pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
         """dq += ds k, dk += ds^T q."""
-        x, sums, ds = self.at(reads, owner, block), self.at(adds, owner, block), self.block(owner, block)
+        x, sums, ds = self.at(reads, owner, block), self.sums_at(adds, owner, block, new), self.block(owner, block)
         heads = self.problem.num_heads
         if "dq" in sums:
             sums["dq"] += (ds @ per_head(x["k"], heads, self.wide)).transpose(1, 2)

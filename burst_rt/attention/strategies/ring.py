@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 from burst_rt.attention.masks import Full, Piece
@@ -87,6 +88,16 @@ class Ring:
     def resident(self) -> tuple[tuple[range, ...], ...]:
         """Blocks of the side at home, by rank."""
         return self.problem.kv_blocks if self.queries_travel else self.problem.q_blocks
+
+    @cached_property
+    def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Where each travelling block stands in its owner's shard: first token and last + 1, by owner."""
+        return tuple(tuple(pairwise(accumulate(map(len, blocks), initial=0))) for blocks in self.travelling)
+
+    @cached_property
+    def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The same of the side at home, whose shard is one part."""
+        return tuple(((0, sum(map(len, blocks))),) for blocks in self.resident)
 
     def pieces(self, travelling: range, rank: int) -> tuple[Piece, ...]:
         """What a rank has to compute with a travelling block; on the side at home counted along its shard."""
@@ -266,10 +277,6 @@ class RingBuilder:
         """The tile between the travelling block here at this hop and the shard at home."""
         ring, owner = self.ring, self._owner(hop, block)
         sums = self.sum_slots[hop % 2] if hop else self.own_sums
-        if hop and ring.starts[owner][block] == hop:
-            for name, _ in ring.sums:
-                part = sums[name][block]
-                self.g.compute(f"zero {name}{block}", Op("zero", (part.id,)), writes=[part], cost=Cost(0, part.size_bytes))
         pieces = self.tiles.get((hop, block))
         if pieces is None:
             return
@@ -277,25 +284,28 @@ class RingBuilder:
         reads = {name: bundle[name][block] for name, _ in ring.bundle} | {name: b[0] for name, b in self.home.items()}
         adds = {name: sums[name][block] for name, _ in ring.sums} | {name: b[0] for name, b in self.home_sums.items()}
         names = (tuple((n, p.id) for n, p in reads.items()), tuple((n, p.id) for n, p in adds.items()))
+        # Sums that begin with this tile: it is their first, nothing is in them yet.
+        new = [sums[name][block] for name, _ in ring.sums] if hop and ring.starts[owner][block] == hop else []
         ends = ((hop, block) == next(iter(self.tiles)), (hop, block) == next(reversed(self.tiles)))
         moved, stays = f"{owner}.{block}", f"{self.rank}"
         q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
         self.g.compute(
             f"hop {hop} q{q} kv{kv}",
-            Op(ring.op, (owner, block, pieces, *(ends if ring.forward else ()), *names)),
+            Op(ring.op, (owner, block, pieces, *(ends if ring.forward else (bool(new),)), *names)),
             reads=reads.values(),
-            accumulates=adds.values(),
-            cost=self._cost(pieces),
+            writes=new,
+            accumulates=[part for part in adds.values() if part not in new],
+            cost=self._cost(pieces, sum(part.size_bytes for part in new)),
         )
 
-    def _cost(self, pieces: tuple[Piece, ...]) -> Cost:
+    def _cost(self, pieces: tuple[Piece, ...], zeroed_bytes: int) -> Cost:
         problem = self.ring.problem
         per_cell = _FLOPS[self.ring.op] * problem.head_dim * problem.num_heads * problem.batch
         rows, columns = sum(p.q_stop - p.q_start for p in pieces), sum(p.kv_stop - p.kv_start for p in pieces)
         cells, masked = sum(p.num_cells for p in pieces), sum(p.num_cells for p in pieces if p.diagonal or p.masked)
         edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in pieces if p.diagonal)
         edge = sum(length * min(length, _EDGE) for length in edges)
-        moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes
+        moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes + zeroed_bytes
         return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
     def _bring_home(self, block: int) -> None:
