@@ -137,8 +137,9 @@ _run_backward = torch.ops.burst_rt.attention_backward.default
 
 
 def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
-    """Calls an op from inside an autograd function, where its own autograd would find out, in Python, that it has nothing to record."""
-    if torch.compiler.is_compiling():
+    """Calls an op from inside an autograd function: where nothing is recorded (no second derivative) its own autograd, in Python, is passed
+    over."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
