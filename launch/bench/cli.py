@@ -65,7 +65,7 @@ def tune(head_dims: tuple[int, ...], dtype: str, repeats: int, limit_s: float, o
 @click.option(
     "--part", "parts", multiple=True, type=click.Choice(["step", "memory"]), help="Only these parts; may be repeated. Default: both."
 )
-@click.option("--repeats", default=20, show_default=True, help="Rounds of each side.")
+@click.option("--repeats", default=100, show_default=True, help="Turns of each side, of two steps.")
 @click.option("--tokens", default=4096, show_default=True, help="Of a step, over all ranks.")
 @click.option("--minutes", default=60, show_default=True, help="How long 64 ranks are watched, for the hub's memory.")
 @_OUT
