@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -113,16 +114,23 @@ class Calibration:
         rank = self.ctx.rank
         first = rank - rank % ring
 
+        nothing = self.ctx.pipeline(lambda r: _nothing(r, self.ctx))
+        idle_s: list[float] = []
+
         def seconds(size_bytes: int) -> float:
             pipeline = self.ctx.pipeline(lambda r: _exchange(r, self.ctx, step, ring, size_bytes))
             buffers = {name: torch.empty(size_bytes, dtype=torch.uint8, device=self.ctx.device) for name in ("out", "in")}
-            took = [slowest_s(self.ctx, lambda: pipeline.run(buffers=buffers, ops={})) for _ in range(4 * self.repeats + 1)]
+            took = []
+            for _ in range(4 * self.repeats + 1):
+                took.append(slowest_s(self.ctx, lambda: pipeline.run(buffers=buffers, ops={})))
+                # In between, so that what disturbs the machine for some milliseconds is not all of either.
+                idle_s.append(slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None})))
             return median(took[1:])
 
         assert first + ring <= self.ctx.world_size
-        nothing = self.ctx.pipeline(lambda r: _nothing(r, self.ctx))
-        idle_s = median([slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None})) for _ in range(4 * self.repeats)])
-        return fit_link({size: max(seconds(size) - idle_s, 1e-7) for size in _MESSAGE_BYTES})
+        link = fit_link({size: seconds(size) for size in _MESSAGE_BYTES})
+        # A call's own cost is no link's.
+        return replace(link, latency_s=max(link.latency_s - median(idle_s), 1e-7))
 
     def _name(self) -> str:
         chip = torch.cuda.get_device_name(self.ctx.device) if self.ctx.device.type == "cuda" else machine()["cpu"]
