@@ -50,6 +50,8 @@ _UP_TO_BYTES = 8 << 20
 # In one go: a thread that computes long in Python keeps the interpreter from the rank's own.
 _MAX_CALLS_A_TICK = 64
 _RESEND_S = 0.02
+# The system counts processor time in hundredths of a second: between two samples there must be some. Reading it takes files, too.
+_HOST_PERIOD_S = 0.5
 # The last words, when the rank ends.
 _BYE_DEADLINE_S = 0.5
 
@@ -147,21 +149,26 @@ class Agent:
 
     def _run(self) -> None:
         period_s = 1.0 / self.hello.sample_hz
+        host_period_s = max(period_s, _HOST_PERIOD_S)
         self._connection = connect(self.address, _CONNECT_DEADLINE_S)
         with self._connection as self._socket:
             self._send_now(self.hello)
             self._measure_clock()
             samplers = self._open_samplers()
             self._socket.setblocking(False)
-            beat_at_s = wake_at_s = time.perf_counter()
+            beat_at_s = sample_at_s = wake_at_s = time.perf_counter()
             while not self._ending:
                 now_s = time.perf_counter()
                 self._receive()
                 if now_s >= beat_at_s:
                     self._queue(self._heartbeat(now_s))
                     beat_at_s = now_s + _HEARTBEAT_S
-                for sampler in samplers:
-                    sampler()
+                if now_s >= sample_at_s:
+                    sample_at_s = max(sample_at_s + host_period_s, now_s)
+                    for sampler in samplers:
+                        sampler()
+                if self._nvml is not None:
+                    self._nvml.look_after()
                 self._gather()
                 self._send()
                 # A tick that came late is not made up for.
@@ -197,7 +204,7 @@ class Agent:
         def shared() -> None:
             self._queue(host.sample())
 
-        return [own, shared, self._nvml.look_after]
+        return [own, shared]
 
     def _measure_clock(self) -> None:
         """Some pings in a row, so that the first spans already have the hub's time."""

@@ -21,7 +21,7 @@ from burst_rt.attention.strategies import choose
 from burst_rt.calibrated import HARDWARE_VARIABLE, calibrated_path
 from burst_rt.launch.bench.plots import draw_bars, draw_scatter
 from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import TIMES_OVER, keep_freed_memory, progress, slowest_s
+from burst_rt.launch.bench.timing import TIMES_OVER, have_memory, keep_freed_memory, progress, slowest_s
 from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["main"]
@@ -113,16 +113,17 @@ class Bench:
     def predict(self, points: Sequence[Point], step: Callable[[str], None]) -> Iterator[dict[str, Cell]]:
         """Forecast beside measured, one row a strategy, point and direction."""
         per_node, hardware = self.ctx.machine.ranks_per_node, self.hardware
+        takes = {
+            (point, name): forecast(self.problem(point), name, hardware, forward=False, ranks_per_node=per_node).memory_bytes * TIMES_OVER
+            for point in points
+            for name in _BASELINES
+        }
+        fits = [key for key, size_bytes in takes.items() if size_bytes <= hardware.device.memory_bytes]
+        self.left_out += [f"{name} at {point}" for point, name in takes if (point, name) not in fits]
+        have_memory(self.ctx, max((takes[key] for key in fits), default=0))
         for point in points:
             problem = self.problem(point)
-            fits = [
-                name
-                for name in _BASELINES
-                if forecast(problem, name, hardware, forward=False, ranks_per_node=per_node).memory_bytes * TIMES_OVER
-                <= hardware.device.memory_bytes
-            ]
-            self.left_out += [f"{name} at {point}" for name in _BASELINES if name not in fits]
-            measured = self.measure(point, (*CANDIDATES, *fits), step)
+            measured = self.measure(point, (*CANDIDATES, *(name for name in _BASELINES if (point, name) in fits)), step)
             for name, times in measured.items():
                 for forward, seconds in zip((True, False), times, strict=True):
                     expected = forecast(problem, name, hardware, forward=forward, ranks_per_node=per_node).time_s

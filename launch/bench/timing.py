@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -15,7 +16,7 @@ from rich.progress import Progress
 import burst_rt
 from burst_rt.launch.where import TERMINAL_VARIABLE
 
-__all__ = ["TIMES_OVER", "keep_freed_memory", "progress", "slowest_s"]
+__all__ = ["TIMES_OVER", "have_memory", "keep_freed_memory", "progress", "slowest_s"]
 
 # How many times over the memory that whole matrices of scores are planned to take must be there: temporaries are as large as they are.
 TIMES_OVER = 4
@@ -34,6 +35,16 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def have_memory(ctx: burst_rt.Context, size_bytes: int) -> None:
+    """Takes so much of the host's memory at once, where ranks compute there, and lets it go: with `keep_freed_memory` what is allocated
+    from here on is taken from it, not page by page from the system whenever freed pieces do not fit. At most half of a rank's share of what
+    is free. Collective."""
+    share = psutil.virtual_memory().available // (2 * ctx.machine.ranks_per_node)
+    ctx.all_reduce(torch.zeros(1))  # all have looked
+    if ctx.device.type == "cpu":
+        torch.empty(min(size_bytes, share), dtype=torch.uint8).fill_(0)
 
 
 def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:

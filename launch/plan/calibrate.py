@@ -22,7 +22,7 @@ import torch
 
 import burst_rt
 from burst_rt.launch.bench.report import machine, median
-from burst_rt.launch.bench.timing import TIMES_OVER, keep_freed_memory, progress, slowest_s
+from burst_rt.launch.bench.timing import TIMES_OVER, have_memory, keep_freed_memory, progress, slowest_s
 from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
@@ -86,8 +86,10 @@ class Calibration:
             x.requires_grad_()
         plan = burst_rt.explain(q, k, v, causal=causal, layout=layout, strategy=strategy).backward
         assert plan is not None
-        if self.ctx.all_reduce(torch.tensor([int(plan.memory().total * TIMES_OVER > self._memory_bytes())])):
+        takes = plan.memory().total * TIMES_OVER
+        if self.ctx.all_reduce(torch.tensor([int(takes > self._memory_bytes())])):
             return
+        have_memory(self.ctx, takes)
         suffix = "-untiled" if strategy == "burst-untiled" else ""
         for repeat in range(repeats + 1):
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)

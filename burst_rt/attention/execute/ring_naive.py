@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,17 +31,18 @@ class _Rows(Run):
         self.program = program
         return program.rounds[0], plan.rank
 
-    def block(self, owner: int, block: int) -> torch.Tensor:
-        """The columns of a block's keys."""
-        return self.scores.narrow(3, self.program.columns[owner][block], len(self.problem.kv_blocks[owner][block]))
+    def parts(self, owner: int, block: int, pieces: tuple[Piece, ...]) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+        """The scores of each piece, its queries and its keys (of the block)."""
+        whole = self.scores.narrow(3, self.program.columns[owner][block], len(self.problem.kv_blocks[owner][block]))
+        for piece in pieces:
+            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
+            yield whole[:, :, rows, columns], rows, columns
 
     def fill(self, owner: int, block: int, pieces: tuple[Piece, ...], q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Scores of a block's keys, or with lse the probabilities."""
-        tile, columns = self.tile(owner, block, pieces), self.block(owner, block)
-        for piece in pieces:
-            rows = slice(piece.q_start, piece.q_stop)
+        tile = self.tile(owner, block, pieces)
+        for piece, (here, rows, _) in zip(pieces, self.parts(owner, block, pieces), strict=True):
             scores = dense_scores(q, k, tile, piece, self.wide, self.wide)
-            here = columns[:, :, rows, piece.kv_start : piece.kv_stop]
             here.copy_(scores if lse is None else torch.exp(scores - lse[:, :, rows, None]))
 
 
@@ -66,9 +68,10 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
         self.scores.sub_(torch.where(self.state.m == -torch.inf, 0.0, self.state.m)[..., None]).exp_()
         torch.sum(self.scores, -1, out=self.state.l)
 
-    def _weigh(self, owner: int, block: int, _pieces: tuple[Piece, ...], _new: bool, reads: Names, _: Names) -> None:
+    def _weigh(self, owner: int, block: int, pieces: tuple[Piece, ...], _new: bool, reads: Names, _: Names) -> None:
         v = per_head(self.at(reads, owner, block)["v"], self.problem.num_heads, self.wide)
-        self.state.acc.add_((self.block(owner, block) @ v).transpose(1, 2))
+        for p, rows, columns in self.parts(owner, block, pieces):
+            self.state.acc[:, rows].add_((p @ v[:, :, columns]).transpose(1, 2))
 
     def _end(self) -> None:
         self.state.finish()
@@ -93,20 +96,22 @@ class RingNaiveBackwardRun(_Rows, BackwardRun):
         x = self.at(reads, owner, block)
         self.fill(owner, block, pieces, x["q"], x["k"], x["rows"][0])
 
-    def _score_gradients(self, owner: int, block: int, _pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
+    def _score_gradients(self, owner: int, block: int, pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
         """dv += p^T dout, then p becomes ds = p * (dout v^T - delta) * scale."""
-        x, dv, p = self.at(reads, owner, block), self.sums_at(adds, owner, block, new).get("dv"), self.block(owner, block)
-        heads = self.problem.num_heads
-        dout = per_head(x["dout"], heads, self.wide)
-        if dv is not None:
-            dv += per_group(p.mT @ dout, self.problem.num_kv_heads)
-        p.mul_((dout @ per_head(x["v"], heads, self.wide).mT).sub_(x["rows"][1][..., None])).mul_(self.scale)
+        x, dv = self.at(reads, owner, block), self.sums_at(adds, owner, block, new).get("dv")
+        dout, v = (per_head(x[name], self.problem.num_heads, self.wide) for name in ("dout", "v"))
+        delta = x["rows"][1][..., None]
+        for p, rows, columns in self.parts(owner, block, pieces):
+            if dv is not None:
+                dv[:, columns] += per_group(p.mT @ dout[:, :, rows], self.problem.num_kv_heads)
+            p.mul_((dout[:, :, rows] @ v[:, :, columns].mT).sub_(delta[:, :, rows])).mul_(self.scale)
 
-    def _products(self, owner: int, block: int, _pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
+    def _products(self, owner: int, block: int, pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
         """dq += ds k, dk += ds^T q."""
-        x, sums, ds = self.at(reads, owner, block), self.sums_at(adds, owner, block, new), self.block(owner, block)
-        heads = self.problem.num_heads
-        if "dq" in sums:
-            sums["dq"] += (ds @ per_head(x["k"], heads, self.wide)).transpose(1, 2)
-        if "dk" in sums:
-            sums["dk"] += per_group(ds.mT @ per_head(x["q"], heads, self.wide), self.problem.num_kv_heads)
+        x, sums = self.at(reads, owner, block), self.sums_at(adds, owner, block, new)
+        q, k = (per_head(x[name], self.problem.num_heads, self.wide) for name in ("q", "k"))
+        for ds, rows, columns in self.parts(owner, block, pieces):
+            if "dq" in sums:
+                sums["dq"][:, rows] += (ds @ k[:, :, columns]).transpose(1, 2)
+            if "dk" in sums:
+                sums["dk"][:, columns] += per_group(ds.mT @ q[:, :, rows], self.problem.num_kv_heads)
