@@ -50,7 +50,7 @@ def _compare(
     everything: _Everything, seen: burst_rt.Context, unseen: burst_rt.Context, repeats: int, steps: int, tokens: int
 ) -> dict[str, Cell]:
     times: dict[burst_rt.Context, list[float]] = {seen: [], unseen: []}
-    agent_s, hub_s = [], []
+    parts: list[list[float]] = []
     try:
         for repeat in range(repeats + 1):
             # Now one first, now the other.
@@ -62,15 +62,14 @@ def _compare(
                 if repeat:  # the first warms up
                     times[ctx].append(step_s)
                     if ctx is seen:
-                        agent_s.append((used[0] - before[0]) / (step_s * steps))
-                        hub_s.append((used[1] - before[1]) / (step_s * steps))
+                        parts.append([100 * (now - then) / (step_s * steps) for now, then in zip(used, before, strict=True)])
     finally:
         everything.end()
     paired = [100 * (a / b - 1) for a, b in zip(times[seen], times[unseen], strict=True)]
+    agent, hub, viewer = map(statistics.fmean, zip(*parts, strict=True))
     return {
         "tokens": tokens, "without ms": median(times[unseen]) * 1e3, "with ms": median(times[seen]) * 1e3,
-        "paired cost %": median(paired), "+- %": _error_of_median(paired), "an agent, % of a core": 100 * statistics.fmean(agent_s),
-        "hub, % of a core": 100 * statistics.fmean(hub_s),
+        "paired cost %": median(paired), "+- %": _error_of_median(paired), "an agent, % of a core": agent, "hub": hub, "viewer": viewer,
     }  # fmt: skip
 
 
@@ -126,10 +125,10 @@ class _Everything:
                 (process.resume if on else process.suspend)()
         (self._go.set if on else self._go.clear)()
 
-    def cpu_s(self) -> tuple[float, float]:
-        """Processor time so far: of the agent's thread, and of the hub."""
-        hub = self._hub.cpu_times() if self._hub is not None else None
-        return time.clock_gettime(self._agent_clock), hub.user + hub.system if hub else 0.0
+    def cpu_s(self) -> tuple[float, float, float]:
+        """Processor time so far: of the agent's thread, the hub, the viewer."""
+        hub, viewer = (sum(process.cpu_times()[:2]) if process is not None else 0.0 for process in (self._hub, self._viewer))
+        return time.clock_gettime(self._agent_clock), hub, viewer
 
     def end(self) -> None:
         """Lets all go on, and ends the viewer."""
