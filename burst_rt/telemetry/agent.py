@@ -50,7 +50,7 @@ _UP_TO_BYTES = 8 << 20
 # In one go: a thread that computes long in Python keeps the interpreter from the rank's own.
 _MAX_CALLS_A_TICK = 64
 _RESEND_S = 0.02
-# The system counts processor time in hundredths of a second: between two samples there must be some. Reading it takes files, too.
+# Of hosts and processes. Their processor time is counted in hundredths of a second: samples closer together would say little.
 _HOST_PERIOD_S = 0.5
 # The last words, when the rank ends.
 _BYE_DEADLINE_S = 0.5
