@@ -56,13 +56,13 @@ def _compare(
             # Now one first, now the other.
             for ctx in (seen, unseen) if repeat % 2 else (unseen, seen):
                 everything.run(ctx is seen)
-                before = everything.cpu_s()
+                before, began_s = everything.cpu_s(), time.perf_counter()
                 step_s = _turn(ctx, steps, tokens)
-                used = everything.cpu_s()
+                used, elapsed_s = everything.cpu_s(), time.perf_counter() - began_s
                 if repeat:  # the first warms up
                     times[ctx].append(step_s)
                     if ctx is seen:
-                        parts.append([100 * (now - then) / (step_s * steps) for now, then in zip(used, before, strict=True)])
+                        parts.append([100 * (now - then) / elapsed_s for now, then in zip(used, before, strict=True)])
     finally:
         everything.end()
     paired = [100 * (a / b - 1) for a, b in zip(times[seen], times[unseen], strict=True)]
