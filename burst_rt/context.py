@@ -51,7 +51,9 @@ __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "curren
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=Pending)
 
-_live: weakref.WeakSet[Context] = weakref.WeakSet()
+# Contexts among processes until they are closed, and broken ones for good: the others count on them, and what was begun goes on, even where
+# the program has let go of them.
+_live: set[Context] = set()
 _current = threading.local()
 
 
@@ -110,7 +112,9 @@ class Context:
         self._closed = False
         self._busy = threading.Lock()
         self._stats = Stats()
-        _live.add(self)
+        # Ranks that are threads are nobody's job but this process's.
+        if not isinstance(self.transport, LocalTransport):
+            _live.add(self)
         _current.context = weakref.ref(self)
 
     def __enter__(self) -> Context:
@@ -195,8 +199,10 @@ class Context:
             return
         self._closed = True
         self.watch.say_left(code)
+        self.control.close()
         if self._broken is None:
             self.transport.close()
+            _live.discard(self)
         if self.log is not None:
             leave(self.agent_key, self.log, code)
 
@@ -421,17 +427,21 @@ def init(
         raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     machine, control, wishes = join(comm, str(device), transport, timeout_s, telemetry)
     ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
-    ctx.agree(
-        {
-            "call": "init",
-            "timeout_s": str(timeout_s),
-            "stall_s": str(stall_s),
-            "kernel": kernel,
-            "partials": partials,
-            "check_finite": str(check_finite),
-            "device": machine.device.type,
-        }
-    )
+    try:
+        ctx.agree(
+            {
+                "call": "init",
+                "timeout_s": str(timeout_s),
+                "stall_s": str(stall_s),
+                "kernel": kernel,
+                "partials": partials,
+                "check_finite": str(check_finite),
+                "device": machine.device.type,
+            }
+        )
+    except BurstError:
+        ctx.close()
+        raise
 
     def gather(mine: bytes) -> list[bytes]:
         pending = ctx.collective({"call": "init: telemetry"}, lambda: control.allgather(mine))
@@ -534,15 +544,15 @@ def _leave() -> None:
     Otherwise MPI_Finalize would wait for messages that never come, and the others, wherever they are, for this rank.
     """
     contexts = list(_live)
-    # Ranks that are threads are nobody's job but this process's.
-    broken = (ctx._broken for ctx in contexts if not isinstance(ctx.transport, LocalTransport))
-    failure = next((error for error in broken if error), _uncaught[-1] if _uncaught else None)
+    failure = next((ctx._broken for ctx in contexts if ctx._broken), _uncaught[-1] if _uncaught else None)
     code = 0 if failure is None else _exit_code(failure)
-    for ctx in contexts:
+    mpi = sys.modules.get("mpi4py.MPI")
+    # A program may have finalized MPI itself: nobody can be told anything then.
+    running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    for ctx in contexts if running else ():
         ctx.close(code)
     farewell(code, failure)
-    mpi = sys.modules.get("mpi4py.MPI")
-    if failure is not None and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+    if failure is not None and mpi is not None and running and mpi.COMM_WORLD.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(code)

@@ -20,7 +20,7 @@ import torch
 
 from burst_rt.calibrated import find_hardware
 from burst_rt.drivers import Watch
-from burst_rt.errors import ConfigError, ContractMismatch
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch
 from burst_rt.machine import Machine
 from burst_rt.scheduler.hardware import parse_hardware
 from burst_rt.telemetry.joining import Wish, wish
@@ -93,6 +93,19 @@ def join(
     if device == "auto":
         device = os.environ.get(DEVICE_VARIABLE, "auto")
     host, control = _ends(comm, timeout_s)
+    try:
+        return _decide(comm, host, control, device, transport, timeout_s, telemetry)
+    except BurstError:
+        host.close()
+        control.close()
+        raise
+
+
+def _decide(
+    comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str, transport: str, timeout_s: float,
+    telemetry: bool | None,
+) -> tuple[Machine, ControlGroup, list[Wish]]:  # fmt: skip
+    """`join`, once the ranks can talk to each other."""
     where, mine = torch.device("cpu"), {}
     try:
         if transport not in TRANSPORTS:
@@ -127,6 +140,7 @@ def join(
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, timeout_s, "init")
     wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, timeout_s, lambda: torch.cuda.set_device(where))
+    host.close()
     return Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware), control, wishes
 
 

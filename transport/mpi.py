@@ -1,7 +1,8 @@
 """Ranks as MPI processes, host memory: mpi4py, non-blocking requests, one communicator for data and one for control.
 
 Nothing here waits: every request is tested. Two communicators are duplicated from the caller's, so no message of ours can match one of the
-program's. Sizes are checked on arrival, because MPI accepts a short message in silence.
+program's. Sizes are checked on arrival, because MPI accepts a short message in silence. Whoever lets go of something of this module, and
+whenever: the memory that MPI may still read or write stays (`_in_use`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ __all__ = ["MpiControl", "MpiTransport", "duplicate"]
 _NOTICE_TAG = 1
 # Counts are 32-bit before MPI 4 and in parts of Open MPI 5; larger messages go in pieces that match in order.
 _PIECE_BYTES = 1 << 30
+# By id: what holds memory that MPI has been given and has not done with. Without it an error on the way would free memory that a late
+# message then overwrites.
+_in_use: dict[int, object] = {}
 
 
 def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
@@ -29,11 +33,13 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise ConfigError("init: comm must be an mpi4py intracommunicator, got COMM_NULL or an intercommunicator")
     new, request = comm.Idup()
+    _in_use[id(new)] = (new, request)
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
             raise Stalled(f"rank {comm.rank} of {comm.size} waited {timeout_s} s in init for the other ranks to call it", rank=comm.rank)
         time.sleep(0.0005)
+    del _in_use[id(new)]
     return new
 
 
@@ -58,6 +64,7 @@ class MpiTransport:
         # Written by MPI, one for each request that has finished; as many as there ever were requests at once.
         self._statuses: list[MPI.Status] = []
         self._num_left: dict[int, int] = {}
+        _in_use[id(self)] = self
 
     def isend(self, buffer: Memory, peer: int, tag: int) -> int:
         """See `Transport.isend`."""
@@ -107,8 +114,9 @@ class MpiTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if not self._requests:
+        if not self._requests and self._comm:
             self._comm.Free()
+            del _in_use[id(self)]
 
     def _start(self, outgoing: bool, buffer: Memory, peer: int, tag: int) -> int:
         if tag > self._max_tag:
@@ -136,11 +144,12 @@ class _Reduction:
         self._request = request
         self._send = send
         self._recv = recv
-        self._done = False
+        _in_use[id(self)] = self
 
     def test(self) -> bool:
-        self._done = self._done or bool(self._request.Test())
-        return self._done
+        if self._request and self._request.Test():
+            del _in_use[id(self)]
+        return not self._request
 
     def result(self) -> list[int]:
         return [int(x) for x in self._recv]
@@ -155,6 +164,7 @@ class _Gather:
         self._lengths = np.zeros(comm.size, dtype=np.int64)
         self._bytes: npt.NDArray[np.uint8] | None = None
         self._request = comm.Iallgather(np.array([len(payload)], dtype=np.int64), self._lengths)
+        _in_use[id(self)] = self
 
     def test(self) -> bool:
         if not self._request.Test():
@@ -163,7 +173,9 @@ class _Gather:
             self._bytes = np.empty(int(self._lengths.sum()), dtype=np.uint8)
             counts = [int(n) for n in self._lengths]
             self._request = self._comm.Iallgatherv([self._payload, MPI.BYTE], [self._bytes, counts, MPI.BYTE])
-            return bool(self._request.Test())
+            if not self._request.Test():
+                return False
+        _in_use.pop(id(self), None)
         return True
 
     def result(self) -> list[bytes]:
@@ -183,6 +195,7 @@ class MpiControl:
         self._inbox = comm.Recv_init(self._box, MPI.ANY_SOURCE, _NOTICE_TAG)
         self._inbox.Start()
         self._outgoing: list[tuple[MPI.Request, npt.NDArray[np.int64]]] = []
+        _in_use[id(self)] = self
 
     def allreduce_max(self, values: Sequence[int]) -> _Reduction:
         """See `ControlGroup.allreduce_max`."""
@@ -208,13 +221,17 @@ class MpiControl:
         """See `ControlGroup.notices`."""
         found = []
         status = MPI.Status()
-        while self._inbox.Test(status):
+        while self._inbox and self._inbox.Test(status):  # there is none once closed
             found.append(Notice(status.Get_source(), NoticeKind(int(self._box[0])), int(self._box[1])))
             self._inbox.Start()
         return found
 
     def close(self) -> None:
         """See `ControlGroup.close`. The communicator itself is left to MPI_Finalize: peers may still write farewells to it."""
+        if not self._inbox:
+            return
         self._inbox.Cancel()
         self._inbox.Wait()
         self._inbox.Free()
+        if all(request.Test() for request, _ in self._outgoing):
+            del _in_use[id(self)]

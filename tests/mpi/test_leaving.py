@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import Job, run_job
 
-from burst_rt.errors import Stalled
+from burst_rt.errors import PeerLost, Stalled
 
 _PROGRAMS = Path(__file__).parent / "programs"
 # From the moment the rank leaves to the end of the job; starting the job takes as long as the machine is busy.
@@ -97,6 +97,32 @@ with burst_rt.init() as ctx:
     assert job.ended_at_s - float((tmp_path / "left_at").read_text(encoding="utf-8")) < _DEADLINE_S, job.text
     assert job.exit_code == 1, job.text
     assert "KeyError: 'only rank 1'" in job.err
+
+
+def test_contexts_that_the_program_has_let_go_of_count(tmp_path: Path) -> None:
+    """One dropped unclosed is said farewell for; a broken one ends the job all the same."""
+    source = """
+import gc, pathlib, time
+import torch
+import burst_rt
+def part():
+    ctx = burst_rt.init()
+    if ctx.rank == 0:
+        try:
+            x = torch.zeros(1, 4, 1, 16)
+            burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))
+        except burst_rt.errors.PeerLost:
+            pathlib.Path("told").touch()
+    else:
+        pathlib.Path("left_at").write_text(str(time.time()))
+part()
+gc.collect()
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
+    assert (tmp_path / "told").exists(), job.text
+    assert job.ended_at_s - float((tmp_path / "left_at").read_text(encoding="utf-8")) < _DEADLINE_S, job.text
+    assert job.exit_code == PeerLost.exit_code, job.text
 
 
 def test_a_rank_that_never_comes_ends_the_job_after_timeout_s(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ It prints each check that has passed. Run it under `burst-rt run`, so that a fai
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 
@@ -301,6 +302,54 @@ def check_a_rank_may_leave_while_others_still_write_to_it() -> None:
     if _RANK != 0:
         group.notify(0, NoticeKind.LEFT)
         group.close()
+
+
+def check_late_messages_find_the_memory_they_were_given() -> None:
+    """Rank 0 lets go of everything, and the others write to it only then."""
+    for let_go, write in (
+        (lambda control, _: control.close(), _notify),
+        (lambda *_: None, _notify),  # not even closed
+        (lambda control, _: control.allreduce_max([0] * 5), lambda control, _: _try(control.allreduce_max([_RANK] * 5))),
+        (lambda control, _: control.allgather(b"x" * 9), lambda control, _: _try(control.allgather(b"x" * 9))),
+        (_receive_from_all, lambda _, transport: _await(transport, [transport.isend(memoryview(bytes(48)), 0, 0)])),
+    ):
+        _late(let_go, write)
+
+
+def _late(let_go: Callable[[MpiControl, MpiTransport], object], write: Callable[[MpiControl, MpiTransport], object]) -> None:
+    control, transport = _control(), _transport()
+    if _RANK != 0:
+        _WORLD.Barrier()
+        write(control, transport)
+        _WORLD.Barrier()
+        return
+    let_go(control, transport)
+    del control, transport
+    gc.collect()
+    # Of the sizes that may have been freed: some of them are where that was.
+    words = [np.full(size, -7, np.int64) for size in (2, 5, _SIZE) for _ in range(500)]
+    blocks = [bytearray(b"?" * 48) for _ in range(2000)]
+    _WORLD.Barrier()
+    _WORLD.Barrier()
+    for _ in range(200):
+        _WORLD.Iprobe()  # moves whatever has arrived
+    assert all((array == -7).all() for array in words)
+    assert all(block == b"?" * 48 for block in blocks)
+
+
+def _notify(control: MpiControl, _: object) -> None:
+    control.notify(0, NoticeKind.LEFT, _RANK)
+
+
+def _try(pending: Pending) -> None:
+    """It need not end: rank 0 does not look at it again."""
+    for _ in range(1000):
+        pending.test()
+
+
+def _receive_from_all(_: object, transport: MpiTransport) -> None:
+    for peer in range(1, _SIZE):
+        transport.irecv(memoryview(bytearray(48)), peer, 0)
 
 
 def check_closing_waits_for_nobody() -> None:
