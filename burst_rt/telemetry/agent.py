@@ -1,12 +1,14 @@
 """A rank's side: one thread that tells the hub what the rank does, and what its machine measures.
 
 Whatever happens to the hub or to a sampler, the rank goes on: queues are bounded, sending never waits, what finds no room is dropped and
-counted, and when the hub is gone the thread ends. Five times a second it wakes, gathers, and sends all in one go.
+counted, and when the hub is gone the thread ends. Five times a second it wakes, gathers, and sends all in one go: on the beat of the host's
+clock, so that all ranks of a host are held up at the same moment, which a ring feels once, and the hub wakes once for all.
 """
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import threading
 import time
@@ -25,6 +27,7 @@ from burst_rt.telemetry.messages import (
     Heartbeat,
     Hello,
     Notice,
+    Ping,
     Plan,
     Pong,
     Report,
@@ -32,17 +35,17 @@ from burst_rt.telemetry.messages import (
     ToRank,
 )
 from burst_rt.telemetry.nvml import GpuId, NvmlThread
-from burst_rt.telemetry.wire import Frames, connect, frame
+from burst_rt.telemetry.wire import Frames, connect, frame, until_beat_s
 
 __all__ = ["Agent"]
 
 _HEARTBEAT_S = 0.5
 _CONNECT_DEADLINE_S = 5.0
-# Of the hub's answers the one with the shortest way tells most; a clock may drift, so old ones do not count.
-_MAX_PINGS = 20
-# Pings one after another at the start: the first call may begin at once.
-_FIRST_PINGS = 5
-_FIRST_PING_DEADLINE_S = 0.2
+# The clocks are compared by some pings in a row; the one with the shortest way tells most. Clocks drift, so older answers than those of the
+# time before do not count.
+_CLOCK_PERIOD_S = 10.0
+_PINGS = 5
+_PING_DEADLINE_S = 0.2
 # Messages of other threads that wait; bytes that wait for the socket: above the first no more spans, above the second nothing.
 _MAX_WAITING = 1000
 _SPANS_UP_TO_BYTES = 2 << 20
@@ -80,7 +83,7 @@ class Agent:
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
-        self._pings: deque[tuple[float, float]] = deque(maxlen=_MAX_PINGS)  # rtt, offset
+        self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)  # rtt, offset, when sent
         self._thread_s = 0.0
         self._nvml: NvmlThread | None = None
         self._thread = threading.Thread(target=self._main, name="burst_rt telemetry", daemon=True)
@@ -152,13 +155,18 @@ class Agent:
         host_period_s = max(period_s, _HOST_PERIOD_S)
         self._connection = connect(self.address, _CONNECT_DEADLINE_S)
         with self._connection as self._socket:
-            self._send_now(self.hello)
+            self._socket.setblocking(False)
+            self._queue(self.hello)
+            # First of all, and told at once: the first call may begin now.
             self._measure_clock()
             samplers = self._open_samplers()
-            self._socket.setblocking(False)
-            beat_at_s = sample_at_s = wake_at_s = time.perf_counter()
+            beat_at_s = sample_at_s = now_s = time.perf_counter()
+            clock_at_s = now_s + _CLOCK_PERIOD_S
             while not self._ending:
                 now_s = time.perf_counter()
+                if now_s >= clock_at_s and not self._unsent:
+                    self._measure_clock()
+                    clock_at_s = now_s + _CLOCK_PERIOD_S
                 self._receive()
                 if now_s >= beat_at_s:
                     self._queue(self._heartbeat(now_s))
@@ -171,9 +179,7 @@ class Agent:
                     self._nvml.look_after()
                 self._gather()
                 self._send()
-                # A tick that came late is not made up for.
-                wake_at_s = max(wake_at_s + period_s, time.perf_counter())
-                self._wait_until(wake_at_s)
+                self._wait_until(time.perf_counter() + until_beat_s(period_s))
             self._gather()
             self._socket.settimeout(_BYE_DEADLINE_S)
             self._socket.sendall(b"".join(self._unsent))
@@ -207,20 +213,24 @@ class Agent:
         return [own, shared]
 
     def _measure_clock(self) -> None:
-        """Some pings in a row, so that the first spans already have the hub's time."""
-        self._socket.settimeout(_FIRST_PING_DEADLINE_S)
-        for _ in range(_FIRST_PINGS):
-            num = len(self._pings)
-            self._send_now(self._heartbeat(time.perf_counter()))
-            try:
-                while len(self._pings) == num:
-                    self._handle(self._socket.recv(1 << 16))
-            except TimeoutError:
-                return
-        self._send_now(self._heartbeat(time.perf_counter()))
+        """Some pings in a row. Waits at most `_PING_DEADLINE_S` for each, and no longer for the rest once there was no answer."""
+        answer = select.poll()
+        answer.register(self._socket, select.POLLIN)
+        for _ in range(_PINGS):
+            sent_s = time.perf_counter()
+            self._queue(Ping(sent_s))
+            self._send()
+            while not (self._pings and self._pings[-1][2] == sent_s):
+                left_s = sent_s + _PING_DEADLINE_S - time.perf_counter()
+                if left_s <= 0 or self._ending:
+                    return
+                answer.poll(1e3 * left_s)
+                self._receive()
+        self._queue(self._heartbeat(time.perf_counter()))
+        self._send()
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
-        rtt_s, offset_s = min(self._pings, default=(-1.0, 0.0))
+        rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
         group, doing = "", (-1, "", 0.0)
         for log in self._logs:
             here = log.doing()
@@ -242,7 +252,7 @@ class Agent:
         for payload in self._frames.feed(data):
             message: ToRank = msgspec.msgpack.decode(payload, type=ToRank)
             if isinstance(message, Pong):
-                self._pings.append((now_s - message.sent_s, message.hub_s - (message.sent_s + now_s) / 2))
+                self._pings.append((now_s - message.sent_s, message.hub_s - (message.sent_s + now_s) / 2, message.sent_s))
             elif isinstance(message, Notice):
                 _log.log(_LEVELS[message.severity], "%s", message.text)
 
@@ -271,7 +281,7 @@ class Agent:
                 self._logs.remove(log)
                 self.num_dropped += log.num_dropped
 
-    def _queue(self, message: FromRank) -> None:
+    def _queue(self, message: FromRank | Ping) -> None:
         limit = _SPANS_UP_TO_BYTES if isinstance(message, Call) else _UP_TO_BYTES
         if self._unsent_bytes > limit and not isinstance(message, (Plan, Group, Bye)):
             self.num_dropped += 1
@@ -293,6 +303,3 @@ class Agent:
         if sent < len(data):
             self._unsent.append(data[sent:])
         self._unsent_bytes = len(data) - sent
-
-    def _send_now(self, message: FromRank) -> None:
-        self._socket.sendall(frame(self._encoder.encode(message)))

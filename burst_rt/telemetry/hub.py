@@ -25,18 +25,19 @@ import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
 from burst_rt.telemetry.jobs import announce
-from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Heartbeat, Hello, Notice, Pong, Presence, Severity, ToRank
+from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Hello, Notice, Ping, Pong, Presence, Severity, ToRank
 from burst_rt.telemetry.record import Recorder
 from burst_rt.telemetry.state import State
 from burst_rt.telemetry.views import EventView, SeriesView, Snapshot, TimelineView
-from burst_rt.telemetry.wire import SECRET_VARIABLE, Frames, frame
+from burst_rt.telemetry.wire import SECRET_VARIABLE, Frames, frame, until_beat_s
 
 if TYPE_CHECKING:
     from burst_rt.dashboard.server import Served
 
 __all__ = ["Hub", "main"]
 
-_TICK_S = 0.25
+# A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking serves both.
+_TICK_S = 0.4
 # Nobody has come yet, or the last has gone: ranks start at different times. A starter that held on knows that the job is over.
 _EMPTY_S = 60.0
 _LINGER_S = 1.0
@@ -125,7 +126,7 @@ class Hub:
 class _Connection(asyncio.Protocol):
     """One connection: of a rank once it has said `Hello`, of a viewer once it has asked with the secret."""
 
-    decoder = msgspec.msgpack.Decoder(FromRank | Ask)
+    decoder = msgspec.msgpack.Decoder(FromRank | Ping | Ask)
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -187,11 +188,12 @@ class _Connection(asyncio.Protocol):
             hub.ranks[self.rank] = self
             hub.ever = True
             hub.apply(self.rank, message)
+        elif isinstance(message, Ping):
+            if self.known:
+                self.send(Pong(message.sent_s, hub.now_s()))
         elif self.rank is not None:
             hub.apply(self.rank, message, payload)
-            if isinstance(message, Heartbeat):
-                self.send(Pong(message.sent_s, hub.now_s()))
-            elif isinstance(message, Bye):
+            if isinstance(message, Bye):
                 self._left = True
         else:
             raise ProtocolError("telemetry: a stranger that does not say who it is")
@@ -236,7 +238,7 @@ async def serve(hub: Hub, listen: str, folder: Path, held: bool, dashboard: str 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     async with server:
         while not ended.is_set() and not _over(hub, released.is_set(), held):
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(until_beat_s(_TICK_S))
             hub.tick()
             for stranger in [c for c in hub.connections if not c.known and hub.now_s() - c.since_s > _SECRET_DEADLINE_S]:
                 stranger.abort()

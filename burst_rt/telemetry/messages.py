@@ -18,8 +18,8 @@ import msgspec
 
 __all__ = [
     "VERSION", "Ask", "Bye", "Call", "Candidate", "Counters", "FromRank", "Group", "Heartbeat", "Hello", "Item", "LaneCounters", "Note",
-    "Notice", "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample", "Severity", "Source", "TaskInfo", "ToRank",
-    "Wire", "hop_of",
+    "Notice", "Ping", "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample", "Severity", "Source", "TaskInfo",
+    "ToRank", "Wire", "hop_of",
 ]  # fmt: skip
 
 # Of the messages' meaning; a hub refuses ranks of another one.
@@ -68,10 +68,11 @@ class Hello(_Message, tag="hello"):
 
 
 class Heartbeat(_Message, tag="beat"):
-    """Twice a second. sent_s: when, by the rank's clock; the hub answers with `Pong`.
+    """Twice a second. sent_s: when, by the rank's clock.
 
-    offset_s: hub's clock minus the rank's, by the ping-pong with the shortest way (half of rtt_s is its error bound). call: number of the
-    call under way in `group`, -1 outside any. doing: its task, or what it waits for; since_s: since when (both empty outside a call).
+    offset_s: hub's clock minus the rank's, by the ping-pong with the shortest way (half of rtt_s is its error bound; -1: none yet). call:
+    number of the call under way in `group`, -1 outside any. doing: its task, or what it waits for; since_s: since when (both empty outside
+    a call).
     """
 
     sent_s: float
@@ -227,8 +228,14 @@ class Bye(_Message, tag="bye"):
 FromRank: TypeAlias = Hello | Heartbeat | Group | Plan | Call | Counters | Source | Sample | Report | Note | Bye
 
 
+class Ping(_Message, tag="ping"):
+    """For the clocks; the hub answers at once with `Pong`. sent_s: when, by the rank's clock."""
+
+    sent_s: float
+
+
 class Pong(_Message, tag="pong"):
-    """Answers a heartbeat: when it was sent (the rank's clock) and when it arrived (seconds since the hub began)."""
+    """Answers a `Ping`: when that was sent (the rank's clock) and when it arrived (seconds since the hub began)."""
 
     sent_s: float
     hub_s: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ __all__ = [
     "connect",
     "frame",
     "read_settings",
+    "until_beat_s",
 ]
 
 # "1": on; an address: on, with a hub that runs already; "0" or nothing: off.
@@ -107,3 +109,10 @@ def connect(address: str, timeout_s: float) -> socket.socket:
     peer = socket.create_connection((host, int(port)), timeout_s)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
+
+
+def until_beat_s(period_s: float) -> float:
+    """Seconds until the host's clock next stands at a multiple of the period: all who wait for that wake together."""
+    left_s = period_s - time.time() % period_s
+    # Who was woken a moment early has been on the beat.
+    return left_s if left_s > period_s / 8 else left_s + period_s

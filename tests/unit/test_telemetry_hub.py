@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import msgspec
 import psutil
@@ -194,6 +196,38 @@ def test_clocks_are_aligned(hub: RunningHub) -> None:
         now_s = viewer.snapshot().job.now_s
         answered_s = time.perf_counter()
         assert asked_s + rank.offset_s - rank.rtt_s <= now_s <= answered_s + rank.offset_s + rank.rtt_s
+    agent.close(0)
+
+
+def test_clocks_are_compared_again_and_again(hub: RunningHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_rt.telemetry.agent._CLOCK_PERIOD_S", 0.1)
+    agent = _agent(hub)
+    seen: dict[float, float] = {}  # when sent -> the way there and back
+    deadline_s = time.perf_counter() + 20
+    while len(seen) < 25:
+        assert time.perf_counter() < deadline_s, seen
+        seen.update((sent_s, rtt_s) for rtt_s, _, sent_s in list(agent._pings))
+        time.sleep(0.01)
+    # An answer is read when it comes, not when the thread happens to wake: five times a second.
+    later = [rtt_s for _, rtt_s in sorted(seen.items())[5:]]
+    assert statistics.median(later) < 0.05, later
+    agent.close(0)
+
+
+def test_a_process_is_sampled_twice_a_second(hub: RunningHub) -> None:
+    agent = _agent(hub)
+    with Viewer(hub.address, hub.secret) as viewer:
+        deadline_s = time.perf_counter() + 20
+        times: list[float] = []
+        while len(times) < 5:
+            assert time.perf_counter() < deadline_s, times
+            time.sleep(0.1)
+            for view in viewer.series(metrics=["process_percent"]):
+                if view.source == "rank:0":
+                    times = [at_s for at_s, percent in zip(view.times, view.values["process_percent"], strict=True) if percent is not None]
+    gaps = [b - a for a, b in pairwise(times)]
+    # On the beat of fifths of a second.
+    assert 0.35 < min(gaps) <= statistics.median(gaps) < 1.0, gaps
     agent.close(0)
 
 
