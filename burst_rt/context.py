@@ -9,6 +9,7 @@ or when its interpreter exits, so nobody waits for it; a context that failed ins
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import pickle
 import sys
@@ -28,7 +29,7 @@ from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
-from burst_rt.drivers import BaseDriver, Progress, Watch
+from burst_rt.drivers import BaseDriver, Progress, Watch, is_out_of_memory
 from burst_rt.drivers.device import Event
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost, Stalled
 from burst_rt.joining import LocalRank, agent_key, join
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from burst_rt.telemetry.calls import CallLog
 
 __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "current_context", "init", "run_local"]
+
+_log = logging.getLogger("burst_rt")
 
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=Pending)
@@ -166,6 +169,8 @@ class Context:
         self.collective(about, lambda: self.control.allreduce_sum(host.numpy()))
         if x.device.type != "cpu":
             x.detach().copy_(host)
+        else:
+            torch.autograd.graph.increment_version(x)  # what was written through numpy autograd did not see
         return x
 
     def pipeline(self, build: Callable[[int], Graph]) -> Pipeline:
@@ -201,7 +206,11 @@ class Context:
         self.watch.say_left(code)
         self.control.close()
         if self._broken is None:
-            self.transport.close()
+            # Where this rank failed, its device may have more to do than will ever end.
+            (self.transport.cancel if code else self.transport.close)()
+            self.machine.forget()
+            self.planner.forget()
+            self.last_run = None
             _live.discard(self)
         if self.log is not None:
             leave(self.agent_key, self.log, code)
@@ -283,18 +292,16 @@ class Context:
             log.began(self._number, driver)
         try:
             run(Engine(schedule), driver)
-        except ContractMismatch:
-            self.machine.join(driver)
-            if log is not None:
-                log.abandoned()
-            raise  # nothing was sent
         except BaseException as error:
+            if driver.refused and isinstance(error, ContractMismatch):
+                self.machine.join(driver)
+                if log is not None:
+                    log.abandoned()
+                raise  # nothing was sent
             # Messages may be under way: their memory must outlive this call, and no later call may be confused by them.
             self._broken = error
             self._kept.append((memory, ops))
-            if not isinstance(error, (PeerLost, Stalled)):
-                # It began here: the others would wait for this rank's messages, as long as `stall_s`.
-                self.watch.say_left(_exit_code(error))
+            self._say_broken(error)
             raise
         free = self.machine.join(driver)
         driver.forget()
@@ -321,6 +328,8 @@ class Context:
             try:
                 driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, plan)
             except ContractMismatch:
+                if self._broken is not None:
+                    raise
                 self._settle(agreement)
             self.machine.give_back(plan, bound.slots, free)
             s = self._stats
@@ -367,7 +376,9 @@ class Context:
         """Binding a call takes its memory, all but the tiles' scratch, before anything is sent: if that fails every rank hears of it."""
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError):
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             call = "burst_attention" if plan.key.forward else "backward of burst_attention"
             self.refuse(
                 call,
@@ -384,7 +395,13 @@ class Context:
             yield
         except BaseException as error:
             self._broken = error
+            self._say_broken(error)
             raise
+
+    def _say_broken(self, error: BaseException) -> None:
+        """What began on this rank the others must hear of: they would wait for it until their deadlines."""
+        if not isinstance(error, (PeerLost, Stalled)):
+            self.watch.say_left(_exit_code(error))
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -522,15 +539,20 @@ def _takes(plan: Plan) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     return error.exit_code if isinstance(error, BurstError) else 1
 
 
 _print_uncaught = sys.excepthook
 _uncaught: list[BaseException] = []
+_process = os.getpid()
 
 
 def _note_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    _uncaught.append(error)
+    # Others call the hook too, for errors they have handled; and at a prompt the program goes on.
+    if getattr(sys, "last_value", None) is error and not hasattr(sys, "ps1"):
+        _uncaught.append(error)
     _print_uncaught(kind, error, trace)
 
 
@@ -543,6 +565,8 @@ def _leave() -> None:
 
     Otherwise MPI_Finalize would wait for messages that never come, and the others, wherever they are, for this rank.
     """
+    if os.getpid() != _process:
+        return  # a child that was forked: MPI is its parent's
     contexts = list(_live)
     failure = next((ctx._broken for ctx in contexts if ctx._broken), _uncaught[-1] if _uncaught else None)
     code = 0 if failure is None else _exit_code(failure)
@@ -550,7 +574,10 @@ def _leave() -> None:
     # A program may have finalized MPI itself: nobody can be told anything then.
     running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     for ctx in contexts if running else ():
-        ctx.close(code)
+        try:
+            ctx.close(code)
+        except Exception:  # noqa: BLE001  (whatever a library raises: the others are to hear of the end all the same)
+            _log.warning("rank %d: closing a context failed", ctx.rank, exc_info=True)
     farewell(code, failure)
     if failure is not None and mpi is not None and running and mpi.COMM_WORLD.size > 1:
         sys.stdout.flush()

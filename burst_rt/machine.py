@@ -96,3 +96,7 @@ class Machine:
         """What was taken for `key` may be used again after the event; nothing on a device is given back without one."""
         if self._streams is None or free is not None:
             self._pool.give_back(key, slots, free)
+
+    def forget(self) -> None:
+        """Lets go of what was kept for later calls; there will be none."""
+        self._pool.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,22 +43,44 @@ class Pipeline:
         """
         memory: dict[int, Memory] = {}
         error: BurstError | None = None
-        moved = {m.part: m.size_bytes for task in self.graph.tasks for m in (*task.sends, *task.recvs)}
-        for part_id, size in moved.items():
+        largest: dict[int, int] = {}
+        for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
+            largest[m.part] = max(m.size_bytes, largest.get(m.part, 0))
+        for part_id, size in largest.items():
             part = self.graph.parts[part_id]
-            bound = buffers.get(part.buffer)
-            tensor = bound if isinstance(bound, torch.Tensor) or bound is None else bound[part.index]
-            if tensor is None or not tensor.is_contiguous() or tensor.nbytes < size:
-                got = "nothing" if tensor is None else f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
-                error = InputError(f"Pipeline.run: {part.name} must be a contiguous tensor of at least {size} bytes, got {got}")
-            elif tensor.device.type != "cpu" and self.context.machine.transport_name == "staged":
-                # Plans of attention are lowered to copies and chunks; a custom graph is run as it is.
-                why = f"Pipeline.run: {part.name} is on {tensor.device}, and custom pipelines are not staged"
-                error = ConfigError(f"{why}; use NCCL or an MPI that takes device memory (`burst-rt doctor`), or buffers on the CPU")
-            else:
+            tensor = _bound(buffers, part.buffer, part.index)
+            error = error or self._refuses(part.name, tensor, size)
+            if error is None:
                 memory[part_id] = self.context.machine.memory(tensor)
         missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")
         self.context.agree({"call": "Pipeline.run", "graphs": self.fingerprint}, error)
         return self.context.run_pipeline(self.schedule, ops, memory, self.progress)
+
+    def _refuses(self, name: str, tensor: object, size: int) -> BurstError | None:
+        """Why a tensor cannot be a part of which messages take up to `size` bytes, or None."""
+        where, device = f"Pipeline.run: {name}", self.context.device
+        if not isinstance(tensor, torch.Tensor):
+            return InputError(f"{where} must be a tensor, got {'nothing' if tensor is None else type(tensor).__name__}")
+        if tensor.device.type != "cpu" and self.context.machine.transport_name == "staged":
+            # Plans of attention are lowered to copies and chunks; a custom graph is run as it is.
+            return ConfigError(
+                f"{where} is on {tensor.device}, and custom pipelines are not staged; use NCCL or an MPI that takes device memory "
+                "(`burst-rt doctor`), or buffers on the CPU"
+            )
+        on_host = self.context.machine.wire is None and tensor.device.type == "cpu"
+        if tensor.device != device and not on_host:
+            return InputError(f"{where} must be on {device}, the context's device, got {tensor.device}")
+        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.nbytes < size:
+            got = f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}" if tensor.layout == torch.strided else str(tensor.layout)
+            return InputError(f"{where} must be a contiguous tensor of at least {size} bytes, got {got}")
+        return None
+
+
+def _bound(buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], name: str, index: int) -> Any:
+    """What is given for a part of a buffer, a tensor if all is well: the buffer itself, or one of as many as it has parts."""
+    bound = buffers.get(name)
+    if isinstance(bound, Sequence):
+        return bound[index] if index < len(bound) else None
+    return bound

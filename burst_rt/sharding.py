@@ -68,7 +68,7 @@ class ContextLayout:
             "dim": str(dim),
             "dtype": str(x.dtype),
         }
-        mine = x.detach().movedim(dim, 0).contiguous()
+        mine = x.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
         pending = ctx.collective(about, lambda: ctx.control.allgather(raw_bytes(mine.cpu()).tobytes()))
         full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
         for rank, raw in enumerate(pending.result()):

@@ -9,7 +9,7 @@ deadlines. Every rank must run the same layers, forward and backward, in the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +108,17 @@ class _Spread:
         return self.ring.all_reduce(x) if self.layer.tensor_parallel else x
 
 
+def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As the forward was, though a program may run its backwards inside."""
+
+    @wraps(backward)
+    def wrapped(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.autocast(grad.device.type, enabled=False):
+            return backward(ctx, grad)
+
+    return wrapped
+
+
 # In these `ctx` is torch's, and its attributes are what forward keeps for backward.
 class _In(torch.autograd.Function):
     """`apply(x, weight, spread)`: x [batch, own tokens, dim] times the split rows of a weight; Megatron's f and its product.
@@ -123,6 +134,7 @@ class _In(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = ctx.spread.total(dy @ weight)
@@ -140,6 +152,7 @@ class _Out(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, weight = ctx.saved_tensors
         dx = ctx.spread.whole(dx.contiguous())
@@ -223,6 +236,11 @@ class ParallelLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output, shaped like x."""
         self._check(x)
+        # The type is the weights' throughout.
+        with torch.autocast(x.device.type, enabled=False):
+            return self._halves(x)
+
+    def _halves(self, x: torch.Tensor) -> torch.Tensor:
         for half, inner in (("attention", self._attention), ("feed_forward", self._feed_forward)):
             weights: dict[str, torch.Tensor] = {name: self.get_parameter(name) for name in HALVES[half]}
             shared = self.spec.summed(half)

@@ -137,60 +137,85 @@ class MpiTransport:
         return handle
 
 
-class _Reduction:
-    """An allreduce under way; its arrays stay alive with it."""
+class _Rounds:
+    """A collective under way, in as many rounds as its size takes, one after the other; the same number on every rank."""
 
-    def __init__(self, request: MPI.Request, send: npt.NDArray[Any] | None, recv: npt.NDArray[Any]) -> None:
-        self._request = request
-        self._send = send
-        self._recv = recv
+    def __init__(self) -> None:
         _in_use[id(self)] = self
+        self._request = self._next()
 
     def test(self) -> bool:
-        if self._request and self._request.Test():
-            del _in_use[id(self)]
-        return not self._request
+        while self._request is not None and self._request.Test():
+            self._request = self._next()
+            if self._request is None:
+                del _in_use[id(self)]
+        return self._request is None
+
+    def _next(self) -> MPI.Request | None:
+        """Starts the next round; None after the last."""
+        raise NotImplementedError
+
+
+class _Reduction(_Rounds):
+    """An allreduce of flat arrays; send: None where recv holds what is sent."""
+
+    def __init__(self, comm: MPI.Intracomm, send: npt.NDArray[Any] | None, recv: npt.NDArray[Any], op: MPI.Op, most_bytes: int) -> None:
+        self._comm, self._send, self._recv, self._op = comm, send, recv, op
+        self._at, self._most = 0, max(1, most_bytes // recv.itemsize)
+        super().__init__()
+
+    def _next(self) -> MPI.Request | None:
+        if self._at and self._at >= len(self._recv):
+            return None
+        part = slice(self._at, self._at + self._most)
+        self._at += self._most
+        return self._comm.Iallreduce(MPI.IN_PLACE if self._send is None else self._send[part], self._recv[part], self._op)
 
     def result(self) -> list[int]:
         return [int(x) for x in self._recv]
 
 
-class _Gather:
-    """An allgather of byte strings under way: first the lengths, then the bytes."""
+class _Gather(_Rounds):
+    """An allgather of byte strings: first the lengths, then the bytes."""
 
-    def __init__(self, comm: MPI.Intracomm, payload: bytes) -> None:
+    def __init__(self, comm: MPI.Intracomm, payload: bytes, most_bytes: int) -> None:
         self._comm = comm
-        self._payload = payload
-        self._lengths = np.zeros(comm.size, dtype=np.int64)
-        self._bytes: npt.NDArray[np.uint8] | None = None
-        self._request = comm.Iallgather(np.array([len(payload)], dtype=np.int64), self._lengths)
-        _in_use[id(self)] = self
+        self._payload = memoryview(payload)
+        self._at, self._most = 0, max(1, most_bytes // comm.size)
+        self._lengths = np.full(comm.size, -1, dtype=np.int64)
+        self._parts = [bytearray() for _ in range(comm.size)]
+        self._counts: list[int] = []
+        self._landing = np.empty(0, dtype=np.uint8)
+        super().__init__()
 
-    def test(self) -> bool:
-        if not self._request.Test():
-            return False
-        if self._bytes is None:
-            self._bytes = np.empty(int(self._lengths.sum()), dtype=np.uint8)
-            counts = [int(n) for n in self._lengths]
-            self._request = self._comm.Iallgatherv([self._payload, MPI.BYTE], [self._bytes, counts, MPI.BYTE])
-            if not self._request.Test():
-                return False
-        _in_use.pop(id(self), None)
-        return True
+    def _next(self) -> MPI.Request | None:
+        if self._lengths[0] < 0:
+            return self._comm.Iallgather(np.array([len(self._payload)], dtype=np.int64), self._lengths)
+        start = 0
+        for part, count in zip(self._parts, self._counts, strict=False):
+            part += self._landing[start : start + count].data
+            start += count
+        if self._at >= self._lengths.max():
+            self._landing = np.empty(0, dtype=np.uint8)
+            return None
+        self._counts = [min(self._most, max(0, int(n) - self._at)) for n in self._lengths]
+        self._landing = np.empty(sum(self._counts), dtype=np.uint8)
+        piece = self._payload[self._at : self._at + self._most]
+        self._at += self._most
+        return self._comm.Iallgatherv([piece, MPI.BYTE], [self._landing, self._counts, MPI.BYTE])
 
     def result(self) -> list[bytes]:
-        assert self._bytes is not None
-        ends = np.cumsum(self._lengths)
-        return [self._bytes[end - n : end].tobytes() for end, n in zip(ends, self._lengths, strict=True)]
+        return [bytes(part) for part in self._parts]
 
 
 class MpiControl:
     """See `ControlGroup`. Owns `comm` (see `duplicate`)."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.rank = comm.rank
         self.size = comm.size
         self._comm = comm
+        self._piece_bytes = piece_bytes
         self._box = np.zeros(2, dtype=np.int64)
         self._inbox = comm.Recv_init(self._box, MPI.ANY_SOURCE, _NOTICE_TAG)
         self._inbox.Start()
@@ -201,15 +226,15 @@ class MpiControl:
         """See `ControlGroup.allreduce_max`."""
         send = np.array(values, dtype=np.int64)
         recv = np.empty_like(send)
-        return _Reduction(self._comm.Iallreduce(send, recv, MPI.MAX), send, recv)
+        return _Reduction(self._comm, send, recv, MPI.MAX, self._piece_bytes)
 
     def allreduce_sum(self, array: npt.NDArray[Any]) -> _Reduction:
         """See `ControlGroup.allreduce_sum`."""
-        return _Reduction(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM), None, array)
+        return _Reduction(self._comm, None, array.reshape(-1), MPI.SUM, self._piece_bytes)
 
     def allgather(self, payload: bytes) -> _Gather:
         """See `ControlGroup.allgather`."""
-        return _Gather(self._comm, payload)
+        return _Gather(self._comm, payload, self._piece_bytes)
 
     def notify(self, peer: int, kind: NoticeKind, value: int = 0) -> None:
         """See `ControlGroup.notify`. Small enough to leave at once (eager), so a rank that is about to exit can still say so."""

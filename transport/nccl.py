@@ -1,7 +1,7 @@
 """GPUs over NCCL, point to point, through CuPy: messages are work on a stream, in one group each exchange.
 
-Only host work happens here: the stream orders everything. NCCL's communicators start blocking and have no deadline of their own, so one is
-made in a thread that is watched; a communicator that hangs is aborted (`cancel`), which also ends its kernels.
+Only host work happens here: the stream orders everything. NCCL's communicators start and end blocking and have no deadline of their own, so
+that happens in threads that are watched; a communicator that hangs is aborted (`cancel`), which also ends its kernels.
 
 CuPy's `nccl` module is taken as an argument so that tests can record the calls; nothing here imports CuPy or needs a GPU.
 """
@@ -19,6 +19,7 @@ __all__ = ["Nccl", "NcclTransport", "unique_id_bytes"]
 
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
+_CLOSE_DEADLINE_S = 5.0
 
 
 class Nccl(Protocol):
@@ -81,10 +82,12 @@ class NcclTransport:
             communicator.abort()
 
     def close(self) -> None:
-        """See `OrderedTransport.close`."""
+        """See `OrderedTransport.close`. Waits at most 5 s: NCCL waits for the work on the streams, and for the other ranks of this host."""
         if self._communicator is not None:
             communicator, self._communicator = self._communicator, None
-            communicator.destroy()
+            thread = threading.Thread(target=communicator.destroy, name=f"burst_rt nccl close {self.rank}", daemon=True)
+            thread.start()
+            thread.join(_CLOSE_DEADLINE_S)
 
     def _join(self, unique_id: bytes, timeout_s: float, enter_device: Callable[[], None]) -> Any:
         made: list[Any] = []

@@ -35,7 +35,7 @@ def burst_attention(
 
     q: this rank's queries `[batch, tokens, heads, head_dim]`, float64, float32, bfloat16 or float16, in `layout`'s order. k, v: `[batch,
     tokens, kv_heads, head_dim]`, same dtype, in `kv_layout`'s order; heads must be a multiple of kv_heads (query head h uses kv head h //
-    (heads / kv_heads)). Strided views are fine.
+    (heads / kv_heads)). Strided views are fine. Autocast changes nothing here: what is computed in 16 bits is what comes in 16 bits.
 
     mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq != Skv the last query stands at the
     last key: query i sees keys j <= i + Skv - Sq. kv_layout: where k and v differ from q in length or kind. scale: of the scores, default

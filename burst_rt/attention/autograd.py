@@ -2,7 +2,7 @@
 
 The ops are opaque to the compiler (fake implementations give it the shapes) and effectful, because they communicate: they may be neither
 dropped nor reordered. They take the handle of an immutable `CallSpec`. What is saved for the backward is q, k, v, out and lse, nothing
-else. Second derivatives are refused.
+else. Second derivatives are refused. Autocast ends at the ops: sums are kept in the type they are meant to be in.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def handle_of(spec: CallSpec) -> int:
 
 def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this rank's queries. Collective."""
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return _forward_op(q, k, v, handle)
     spec = _specs[handle]
     ctx = spec.layout.context
     q, k, v = q.detach(), k.detach(), v.detach()
@@ -66,6 +69,9 @@ def _backward_op(
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of this rank's tokens (empty where the spec says they are not needed). Collective."""
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return _backward_op(dout, dlse, q, k, v, out, lse, handle)
     spec = _specs[handle]
     ctx = spec.layout.context
     saved = tuple(x.detach() for x in (q, k, v, out, lse))

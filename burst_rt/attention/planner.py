@@ -153,6 +153,10 @@ class Planner:
             self._plans.move_to_end(key)
         return plan
 
+    def forget(self) -> None:
+        """Lets go of all plans."""
+        self._plans.clear()
+
     def _make(self, key: PlanKey) -> Plan:
         world = key.problem.world_size
         if key.strategy == "auto" and self._hardware is not None and 1 < world <= FORECAST_UP_TO:

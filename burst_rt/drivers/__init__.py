@@ -1,9 +1,12 @@
 """Drivers: perform the scheduler's instructions on this rank's hardware. `HostDriver` is for CPUs, `CudaDriver` for a GPU."""
 
-from burst_rt.drivers.base import BaseDriver, Opening, Progress
+from burst_rt.drivers.base import BaseDriver, Opening, Progress, is_out_of_memory
 from burst_rt.drivers.cuda import CudaDriver
 from burst_rt.drivers.host import HostDriver, flat_bytes, raw_bytes
 from burst_rt.drivers.pool import Slots
 from burst_rt.drivers.watch import Backoff, Watch
 
-__all__ = ["Backoff", "BaseDriver", "CudaDriver", "HostDriver", "Opening", "Progress", "Slots", "Watch", "flat_bytes", "raw_bytes"]
+__all__ = [
+    "Backoff", "BaseDriver", "CudaDriver", "HostDriver", "Opening", "Progress", "Slots", "Watch", "flat_bytes", "is_out_of_memory",
+    "raw_bytes",
+]  # fmt: skip

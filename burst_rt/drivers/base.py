@@ -17,7 +17,15 @@ from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
 from burst_rt.scheduler import Event, Graph, Op, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
-__all__ = ["BaseDriver", "Opening", "Progress"]
+__all__ = ["BaseDriver", "Opening", "Progress", "is_out_of_memory"]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python found no memory, on a device or on the host."""
+    # torch has a class for devices only.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
 
 
 class Opening(Protocol):
@@ -74,6 +82,7 @@ class BaseDriver:
         self._last_beat_s = time.perf_counter()
         self.compute_s = 0.0
         self.wait_s = 0.0
+        self.refused = False  # the ranks did not agree on the call: nothing was sent
 
     def wait(self) -> Sequence[Event]:
         """See `Driver.wait`. Does this driver's own work, or blocks until something has moved; raises nothing a deadline could cause."""
@@ -127,7 +136,7 @@ class BaseDriver:
 
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`."""
-        if self._transport is not None:
+        if self._transport is not None and not self.refused:
             self._transport.cancel()
 
     def _work(self) -> bool:
@@ -162,7 +171,9 @@ class BaseDriver:
             raise InternalError(f"task {task.name!r} asks for operation {op and op.name!r}; this driver has {known}", task=task.name)
         try:
             self._ops[op.name](*op.args)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             rank = self._graph.rank
             takes = f"; {self._takes()}" if self._takes else ""
             why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
@@ -177,6 +188,7 @@ class BaseDriver:
             task, self._control = self._control, None
             self._finish(task, self._issued_s[task.id])
             failure = self._opening.failure()
+            self.refused = failure is not None
             events.append(TaskFailed(task.id, failure) if failure else TaskDone(task.id))
         return events
 
@@ -197,11 +209,11 @@ class BaseDriver:
         self.trace.add(Span(task.id, task.name, task.lane, self._issued_s[task.id], started_s, ended_s, cost.size_bytes, cost.flops))
         return ended_s
 
-    def _waiting_for(self) -> tuple[Task, float] | None:
-        """What the wait is for, and how long it may be silent."""
+    def _waiting_for(self) -> tuple[Task, float, bool] | None:
+        """What the wait is for, how long it may be silent, and whether it is for this rank's own device, which no peer can speed up."""
         if self._control is not None:
-            return self._control, self._timeout_s
-        return (self._graph.tasks[min(self._num_open)], self._stall_s) if self._num_open else None
+            return self._control, self._timeout_s, False
+        return (self._graph.tasks[min(self._num_open)], self._stall_s, False) if self._num_open else None
 
     def _overdue(self, backoff: Backoff) -> TaskFailed | None:
         """What ends a wait that nothing else ends."""
@@ -209,12 +221,12 @@ class BaseDriver:
         waiting = self._waiting_for()
         if waiting is None:
             raise InternalError("the driver was asked to wait with nothing under way")
-        task, limit_s = waiting
+        task, limit_s, own = waiting
         lost = self._watch.lost(None if self._control is not None else {peer for _, peer in self._about.values()})
         if lost:
             return TaskFailed(task.id, lost)
-        # Any rank's last sign of life counts as progress.
-        heard_s = max((when for when, _ in self._watch.alive.values()), default=0.0)
+        # Any rank's last sign of life counts as progress; of this rank's own device they say nothing.
+        heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
         return None if silent_s <= limit_s else TaskFailed(task.id, self._stalled(task, silent_s))
 

@@ -72,7 +72,7 @@ class CudaDriver(BaseDriver):
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`. What is on the streams already runs on; the caller keeps its memory."""
         super().abort(error)
-        if self._wire is not None:
+        if self._wire is not None and not self.refused:
             self._wire.cancel()
 
     def join(self) -> Event:
@@ -155,14 +155,14 @@ class CudaDriver(BaseDriver):
             events.extend(TaskDone(t) for t in ended)
         return events
 
-    def _waiting_for(self) -> tuple[Task, float] | None:
+    def _waiting_for(self) -> tuple[Task, float, bool] | None:
         if self._control is None and self._under_way:
             # A long tile is no stall, and the others must hear that this rank is alive.
             self._running = self._graph.tasks[self._under_way[0]]
             self._say_alive(time.perf_counter())
-            return self._running, self._timeout_s
+            return self._running, self._timeout_s, True
         if self._held:
-            return self._held[0], self._timeout_s
+            return self._held[0], self._timeout_s, True
         return super()._waiting_for()
 
     def _stalled(self, task: Task, silent_s: float) -> Stalled:

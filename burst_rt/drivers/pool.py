@@ -59,3 +59,8 @@ class SlotPool:
         self._idle.append((key, slots, free))
         while len(self._idle) > self._capacity and (self._device is None or self._device.happened(self._idle[0][2])):
             del self._idle[0]
+
+    def forget(self) -> None:
+        """Lets go of all idle sets. On a device too: its allocator hands their memory out again behind the caller's stream, which has been
+        made to wait for their last use."""
+        self._idle.clear()

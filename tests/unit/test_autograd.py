@@ -176,6 +176,35 @@ def test_a_second_derivative_is_refused(ctx: Context) -> None:
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("strategy", ["burst", "ring-naive", "burst-untiled"])
+def test_autocast_changes_nothing(strategy: str) -> None:
+    def attend(ctx: Context) -> None:
+        q, k, v = _qkv(ctx)
+        layout = ctx.layout(16)
+
+        def grads() -> tuple[torch.Tensor, ...]:
+            out = burst_rt.burst_attention(q, k, v, layout=layout, strategy=strategy)
+            assert isinstance(out, torch.Tensor)
+            return out, *torch.autograd.grad(out.sin().sum(), (q, k, v))
+
+        plain = grads()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(torch.equal(a, b) for a, b in zip(grads(), plain, strict=True))
+
+    burst_rt.run_local(2, attend)
+
+
+def test_all_reduce_is_a_change_that_autograd_sees() -> None:
+    def check(ctx: Context) -> None:
+        x, w = torch.ones(1), torch.ones(1, requires_grad=True)
+        y = (w * x).sum()
+        ctx.all_reduce(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+    burst_rt.run_local(2, check)
+
+
 def test_backward_twice_through_one_graph() -> None:
     def run(ctx: Context) -> None:
         q, k, v = _qkv(ctx)

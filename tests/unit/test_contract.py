@@ -392,6 +392,62 @@ def test_an_error_inside_a_call_breaks_the_context(monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - started_s < 10  # the others were told: nobody waited for stall_s
 
 
+@pytest.mark.parametrize("call", [lambda ctx: ctx.all_reduce(torch.ones(3)), lambda ctx: ctx.layout(12).unshard(torch.ones(1, 6))])
+def test_a_rank_that_is_interrupted_in_a_collective_says_so(call: Callable[[Context], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it until `timeout_s`."""
+    heard = threading.Event()
+
+    def run(ctx: Context) -> None:
+        if ctx.rank == 0:
+            monkeypatch.setattr(ctx.watch, "look", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                call(ctx)
+            assert heard.wait(20)
+            return
+        time.sleep(0.3)
+        with pytest.raises(PeerLost, match=r"rank 0 failed \(exit code 1\)"):
+            call(ctx)
+        heard.set()
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"), [(SystemExit(0), 0), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (OSError(), 1)]
+)
+def test_how_a_context_is_left_is_told(stop: BaseException, code: int) -> None:
+    told = threading.Event()
+
+    def run(ctx: Context) -> None:
+        if ctx.rank == 0:
+            try:
+                with ctx:
+                    raise stop
+            except type(stop):
+                told.set()
+            return
+        assert told.wait(20)
+        ctx.watch.look()
+        assert [code for _, code in ctx.watch.left.values()] == [code]
+
+    burst_rt.run_local(2, run)
+
+
+def test_a_closed_context_holds_nothing() -> None:
+    def run(ctx: Context) -> Context:
+        _train_step(ctx, "burst")
+        return ctx
+
+    for ctx in burst_rt.run_local(2, run):
+        assert ctx.last_run is None
+        assert not ctx.planner._plans
+        assert not ctx.machine._pool._idle
+
+
 def test_ranks_that_make_different_calls_are_told() -> None:
     def run(ctx: Context) -> None:
         layout = ctx.layout(12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -11,22 +12,23 @@ import torch
 from fake_device import FakeDevice, FakeMessages, FakeWire, Part, Race
 
 from burst_rt.drivers import CudaDriver, Watch
-from burst_rt.errors import BurstError, DeviceError, Stalled
+from burst_rt.errors import BurstError, ContractMismatch, DeviceError, Stalled
 from burst_rt.scheduler import CONTROL, DEVICE_LANES, NCCL_LANES, NETWORK, Engine, Graph, GraphBuilder, Lane, Op, Schedule, Trace, run
 from burst_rt.telemetry.calls import CallLog, Described, Totals
 from burst_rt.telemetry.messages import Call, Group, Plan
 from burst_rt.telemetry.timeline import SPAN
-from burst_rt.transport import LocalWorld
+from burst_rt.transport import LocalWorld, NoticeKind
 
 _COPIES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))
 _LANES = {"nccl": NCCL_LANES, "mpi": DEVICE_LANES, "staged": (*DEVICE_LANES, *_COPIES)}
 
 
 class Opened:
-    """An agreement reached after some polls."""
+    """An agreement reached, or refused, after some polls."""
 
-    def __init__(self, polls: int) -> None:
+    def __init__(self, polls: int, refusal: BurstError | None = None) -> None:
         self.left = polls
+        self.refusal = refusal
 
     def start(self) -> None:
         pass
@@ -36,7 +38,7 @@ class Opened:
         return self.left < 0
 
     def failure(self) -> BurstError | None:
-        return None
+        return self.refusal
 
 
 def random_graph(rng: random.Random, lanes: tuple[Lane, ...]) -> Graph:
@@ -64,15 +66,16 @@ def random_graph(rng: random.Random, lanes: tuple[Lane, ...]) -> Graph:
 def drive(device: FakeDevice, graph: Graph, **options: Any) -> CudaDriver:  # CudaDriver's own
     """One run of the graph, its parts being the same memory for every run on this device."""
     schedule = Schedule.of(graph)
+    polls = device.random.randint(0, 5)
     driver = CudaDriver(
         schedule,
         device=device,
-        wire=FakeWire(device),
+        wire=options.pop("wire", None) or FakeWire(device),
         ops={"work": lambda reads, changed: device.use(reads, changed)} | options.pop("ops", {}),
         memory={part.id: Part(part.id) for part in graph.parts},
         transport=FakeMessages(device),
-        watch=Watch(LocalWorld(3).control(0)),
-        opening=Opened(device.random.randint(0, 5)),
+        watch=options.pop("watch", None) or Watch(LocalWorld(3).control(0)),
+        opening=options.pop("opening", None) or Opened(polls),
         timeout_s=options.pop("timeout_s", 20.0),
         stall_s=20.0,
         trace=Trace(),
@@ -248,6 +251,53 @@ def test_nothing_is_issued_after_a_task_that_finds_no_memory() -> None:
         assert len(issued) == 2
         assert all(count < 2 for count in exchange)
     assert found > 100
+
+
+def _no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_refused_call_leaves_the_wire_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was sent, and the next call needs it."""
+    device, ended = FakeDevice(), []
+    wire = FakeWire(device)
+    wire.cancel = lambda: ended.append("cancel")  # type: ignore[method-assign]
+    g = GraphBuilder(0, 3, NCCL_LANES)
+    agreed, part = g.buffer("agreed"), g.buffer("b", size_bytes=8, initialised=True)
+    g.compute("agree", Op("agree"), writes=[agreed], lane=CONTROL.name)
+    g.compute("tile", Op("work", ((), (1,))), accumulates=[part])
+    g.exchange("x", sends=[(part, 1)], tag=0, reads=[agreed])
+    with pytest.raises(ContractMismatch, match="other arguments"):
+        drive(device, g.build(), wire=wire, opening=Opened(3, ContractMismatch("other arguments")))
+    assert not ended
+    monkeypatch.setattr(device, "use", _no_memory)
+    with pytest.raises(DeviceError, match="out of memory"):
+        drive(device, g.build(), wire=wire)
+    assert ended == ["cancel"]  # anything else ends it
+
+
+def test_devices_that_hang_do_not_keep_each_other_alive() -> None:
+    """Each rank says that it is alive while its device works; that must not count where one's own device is waited for."""
+    g = GraphBuilder(0, 3, DEVICE_LANES)
+    part = g.buffer("b", size_bytes=8, initialised=True)
+    g.compute("tile", Op("work", ((), (0,))), accumulates=[part])
+    g.exchange("x", sends=[(part, 1)], tag=0)
+    world = LocalWorld(3)
+    device, other, over = FakeDevice(), world.control(1), threading.Event()
+    device.happened = lambda event: False  # type: ignore[method-assign]
+
+    def beat() -> None:
+        while not over.wait(0.02):
+            other.notify(0, NoticeKind.ALIVE, 0)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(Stalled, match="the device has not finished 'tile'"):
+            drive(device, g.build(), timeout_s=0.5, watch=Watch(world.control(0)))
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_device_that_never_ends_is_given_up() -> None:

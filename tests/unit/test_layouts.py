@@ -91,6 +91,17 @@ def test_unshard_undoes_shard(kind: str, world_size: int, seq_len: int) -> None:
     burst_rt.run_local(world_size, there_and_back)
 
 
+def test_views_that_are_lazily_conjugated_or_negated() -> None:
+    def check(ctx: Context) -> None:
+        layout = ctx.layout(4)
+        x = torch.complex(torch.arange(2.0), torch.arange(1.0, 3.0))
+        whole = layout.unshard(x.clone(), dim=0)
+        assert torch.equal(layout.unshard(x.conj(), dim=0), whole.conj())
+        assert torch.equal(layout.unshard(x.conj().imag, dim=0), -whole.imag)
+
+    burst_rt.run_local(2, check)
+
+
 def test_positions_of_any_rank() -> None:
     def positions(ctx: Context) -> list[list[int]]:
         layout = ctx.layout(7, "zigzag")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -108,6 +109,17 @@ def test_the_device_is_entered_in_the_thread_that_joins() -> None:
     threads: list[str] = []
     NcclTransport(nccl, unique_id_bytes(nccl), 0, 2, 20.0, lambda: threads.append(threading.current_thread().name))
     assert threads == ["burst_rt nccl rank 0"]
+
+
+def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_rt.transport.nccl._CLOSE_DEADLINE_S", 0.2)
+    nccl, over = Recorder(), threading.Event()
+    transport = joined(nccl)
+    monkeypatch.setattr(nccl, "destroy", lambda: over.wait(20))
+    started_s = time.monotonic()
+    transport.close()
+    assert 0.2 <= time.monotonic() - started_s < 10
+    over.set()
 
 
 @pytest.mark.parametrize("end", ["cancel", "close"])

@@ -11,8 +11,49 @@ import torch
 
 import burst_rt
 from burst_rt import Context, ContextLayout
+from burst_rt.attention.execute import ForwardRun
+from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import BurstError, DeviceError, PeerLost
 from burst_rt.kernels.cpu import CpuKernel
+
+# What torch says on the host has no class of its own.
+_ON_HOST = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB"
+_ERRORS = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError("2 GiB"), RuntimeError(_ON_HOST)]
+
+
+def test_what_torch_says_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("something else"))
+
+
+@pytest.mark.parametrize("error", _ERRORS)
+def test_a_call_that_cannot_be_bound_is_refused_on_every_rank(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ForwardRun.fresh
+
+    def greedy(*args: Any, **options: Any) -> torch.Tensor:  # fresh's own
+        if threading.current_thread().name == "burst_rt rank 1" and armed.is_set():
+            raise error
+        return whole(*args, **options)
+
+    armed = threading.Event()
+    monkeypatch.setattr(ForwardRun, "fresh", greedy)
+
+    def attend(ctx: Context) -> None:
+        layout = ctx.layout(120)
+        x = torch.ones(1, layout.shard_len, 2, 16, requires_grad=True)
+        armed.set()
+        with pytest.raises(DeviceError, match=r"rank 1: out of memory on cpu: this call takes \d"):
+            burst_rt.burst_attention(x, x, x, layout=layout)
+        # Nothing was sent: once there is room, the next call is as good as ever.
+        done.wait(20)
+        armed.clear()
+        done.wait(20)
+        _there_and_back(x, layout)
+
+    done = threading.Barrier(3)
+    burst_rt.run_local(3, attend, timeout_s=20)
 
 
 def _there_and_back(x: torch.Tensor, layout: ContextLayout) -> None:
@@ -22,7 +63,7 @@ def _there_and_back(x: torch.Tensor, layout: ContextLayout) -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError("2 GiB")])
+@pytest.mark.parametrize("error", _ERRORS)
 def test_every_rank_hears_of_it_at_once(direction: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank closes its context before all have heard: it is not the leaving that tells them."""
     whole = getattr(CpuKernel, direction)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, InternalError
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, InternalError, PeerLost
 from burst_rt.scheduler import HOST_LANES, NCCL_LANES, Graph, GraphBuilder, Op
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
@@ -71,6 +74,69 @@ def test_a_buffer_too_small_on_one_rank_is_refused_on_all() -> None:
         assert "there[0] must be a contiguous tensor of at least 64 bytes, got 60 bytes" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (None, "must be a tensor, got nothing"),
+        ([], "must be a tensor, got nothing"),
+        ([3.0], "must be a tensor, got float"),
+        (torch.zeros(16).numpy(), "must be a tensor, got ndarray"),
+        (torch.zeros(16, device="meta"), "must be on cpu, the context's device, got meta"),
+        (torch.zeros(32)[::2], "must be a contiguous tensor of at least 64 bytes, got 64 bytes, contiguous: False"),
+        (torch.zeros(16).to_sparse(), "must be a contiguous tensor of at least 64 bytes, got torch.sparse_coo"),
+    ],
+)
+def test_what_is_no_buffer_on_one_rank_is_refused_on_all(wrong: Any, got: str) -> None:
+    def call(ctx: Context) -> None:
+        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+        buffers = {"here": torch.zeros(16), "there": wrong if ctx.rank == 1 else torch.zeros(16)}
+        with pytest.raises(InputError, match=re.escape(f"rank 1: Pipeline.run: there[0] {got}")):
+            pipeline.run(buffers=buffers, ops={"add": lambda name: None})
+        run(ctx)
+
+    burst_rt.run_local(2, call)
+
+
+def test_the_largest_message_of_a_part_decides() -> None:
+    """16 bytes come first, then 8 into the same part."""
+
+    def twice(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        own, slot = g.buffer("own", size_bytes=16, initialised=True), g.buffer("slot", size_bytes=16)
+        for tag, size in enumerate((16, 8)):
+            g.exchange(f"x{tag}", sends=[(own, 1 - rank, size)], recvs=[(slot, 1 - rank, size)], tag=tag)
+        return g.build()
+
+    def call(ctx: Context) -> None:
+        with pytest.raises(InputError, match=r"slot\[0\] must be a contiguous tensor of at least 16 bytes, got 8 bytes"):
+            ctx.pipeline(twice).run(buffers={"own": torch.zeros(4), "slot": torch.zeros(2)}, ops={})
+
+    burst_rt.run_local(2, call)
+
+
+def test_a_mismatch_inside_a_run_breaks_the_context() -> None:
+    """Of another context, say: unlike one of this run's own it comes when messages are under way."""
+
+    def call(ctx: Context) -> None:
+        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+
+        def add(name: str) -> None:
+            if ctx.rank == 0:
+                raise ContractMismatch("of another context")
+
+        buffers = {"here": torch.zeros(16), "there": torch.zeros(16)}
+        if ctx.rank == 0:
+            with pytest.raises(ContractMismatch, match="of another context"):
+                pipeline.run(buffers=buffers, ops={"add": add})
+        else:
+            with contextlib.suppress(PeerLost):  # unless it had all it needed by then
+                pipeline.run(buffers=buffers, ops={"add": add})
+        with pytest.raises(PeerLost, match="this context broke in an earlier call" if ctx.rank == 0 else "rank 0 failed"):
+            pipeline.run(buffers=buffers, ops={"add": add})
+
+    burst_rt.run_local(2, call)
+
+
 def test_device_memory_is_not_staged() -> None:
     def call(ctx: Context) -> str:
         pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
@@ -82,7 +148,7 @@ def test_device_memory_is_not_staged() -> None:
         return str(caught.value)
 
     for message in burst_rt.run_local(2, call):
-        assert "rank 1: Pipeline.run: there[0] is on meta, and custom pipelines are not staged" in message
+        assert "rank 1: Pipeline.run: here[0] is on meta, and custom pipelines are not staged" in message
 
 
 def test_another_graph_on_one_rank_is_refused_on_all() -> None:

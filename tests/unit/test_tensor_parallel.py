@@ -35,6 +35,17 @@ def test_in_float32(strategy: str) -> None:
         assert max(outcome.errors.values()) <= ERROR[torch.float32], outcome.errors
 
 
+@pytest.mark.parametrize("strategy", _STRATEGIES)
+def test_autocast_changes_nothing(strategy: str) -> None:
+    def attend(ctx: Context) -> None:
+        case = LayerCase(strategy, dtype=torch.float32)
+        plain = spread(ctx, case)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert spread(ctx, case).errors == plain.errors
+
+    burst_rt.run_local(2, attend)
+
+
 @pytest.mark.parametrize("strategy", TENSOR_PARALLEL)
 @pytest.mark.parametrize("name", ["num_heads", "num_kv_heads", "ffn_dim"])
 def test_what_the_ranks_cannot_share_is_refused_on_all(name: str, strategy: str) -> None:

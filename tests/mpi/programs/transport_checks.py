@@ -27,8 +27,8 @@ def _transport(piece_bytes: int | None = None) -> MpiTransport:
     return MpiTransport(comm) if piece_bytes is None else MpiTransport(comm, piece_bytes=piece_bytes)
 
 
-def _control() -> MpiControl:
-    return MpiControl(duplicate(_WORLD, _DEADLINE_S))
+def _control(piece_bytes: int = 1 << 30) -> MpiControl:
+    return MpiControl(duplicate(_WORLD, _DEADLINE_S), piece_bytes=piece_bytes)
 
 
 def _await(transport: Transport, handles: Iterable[int]) -> None:
@@ -211,7 +211,11 @@ def check_cancelled_receives_take_nothing() -> None:
 
 
 def check_reductions() -> None:
-    group = _control()
+    _reduce(_control())
+    _reduce(_control(piece_bytes=1000))
+
+
+def _reduce(group: MpiControl) -> None:
     assert (group.rank, group.size) == (_RANK, _SIZE)
     for number in range(30):
         # The last rank comes late, a different one each time.
@@ -237,7 +241,11 @@ def check_reductions() -> None:
 
 
 def check_gathers_of_different_lengths() -> None:
-    group = _control()
+    _gather(_control())
+    _gather(_control(piece_bytes=999))
+
+
+def _gather(group: MpiControl) -> None:
     for lengths in (
         [0] * _SIZE,
         [1] * _SIZE,
