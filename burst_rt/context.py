@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "current_context", "init", "run_local"]
 
 _log = logging.getLogger("burst_rt")
+
+_UNCOUNTED_UP_TO = 64
 
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=Pending)
@@ -115,6 +118,7 @@ class Context:
         self._closed = False
         self._busy = threading.Lock()
         self._stats = Stats()
+        self._uncounted: deque[BaseDriver] = deque()  # of calls whose compute_s is not in `_stats` yet
         # Ranks that are threads are nobody's job but this process's.
         if not isinstance(self.transport, LocalTransport):
             _live.add(self)
@@ -150,7 +154,9 @@ class Context:
         return f"{self.machine.transport_name}: {self.machine.reason}"
 
     def stats(self) -> Stats:
-        """What the attention calls of this context have done so far."""
+        """What the attention calls of this context have done so far. On a GPU compute_s is of the calls whose work has ended by now."""
+        while self._uncounted and self._uncounted[0].settled():
+            self._stats = self._stats._replace(compute_s=self._stats.compute_s + self._uncounted.popleft().compute_s)
         return self._stats
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -332,12 +338,15 @@ class Context:
                     raise
                 self._settle(agreement)
             self.machine.give_back(plan, bound.slots, free)
-            s = self._stats
+            self._uncounted.append(driver)
+            # On a device its work may not have ended, and to ask takes longer than to wait until somebody wants to know.
+            counts_now = self.device.type == "cpu" or len(self._uncounted) > _UNCOUNTED_UP_TO
+            s = self.stats() if counts_now else self._stats
             self._stats = Stats(
                 s.calls + 1,
                 s.bytes_sent + self.transport.bytes_sent - sent,
                 s.bytes_received + self.transport.bytes_received - received,
-                s.compute_s + driver.compute_s,
+                s.compute_s,
                 s.wait_s + driver.wait_s,
                 s.total_s + time.perf_counter() - started_s,
             )

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -266,7 +267,10 @@ def _device_mpi(device: torch.device) -> bool | None:
 
 def _cupy_nccl() -> Any:  # CuPy has no types
     try:
-        from cupy.cuda import nccl
+        with warnings.catch_warnings():
+            # It warns of what it does not find, here or in the version of another package; what matters is whether it is there.
+            warnings.simplefilter("ignore")
+            from cupy.cuda import nccl
     except ImportError:
         return None
     # CuPy puts a stub in its place where the library is missing.

@@ -9,7 +9,7 @@ deadlines. Every rank must run the same layers, forward and backward, in the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,17 +108,6 @@ class _Spread:
         return self.ring.all_reduce(x) if self.layer.tensor_parallel else x
 
 
-def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As the forward was, though a program may run its backwards inside."""
-
-    @wraps(backward)
-    def wrapped(ctx: Any, grad: torch.Tensor) -> Any:
-        with torch.autocast(grad.device.type, enabled=False):
-            return backward(ctx, grad)
-
-    return wrapped
-
-
 # In these `ctx` is torch's, and its attributes are what forward keeps for backward.
 class _In(torch.autograd.Function):
     """`apply(x, weight, spread)`: x [batch, own tokens, dim] times the split rows of a weight; Megatron's f and its product.
@@ -134,11 +123,11 @@ class _In(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_without_autocast
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = ctx.spread.total(dy @ weight)
-        return dx, _weight_gradient(dy, ctx.spread.whole(x)), None
+        with torch.autocast(dy.device.type, enabled=False):
+            dx = ctx.spread.total(dy @ weight)
+            return dx, _weight_gradient(dy, ctx.spread.whole(x)), None
 
 
 class _Out(torch.autograd.Function):
@@ -152,11 +141,11 @@ class _Out(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_without_autocast
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, weight = ctx.saved_tensors
         dx = ctx.spread.whole(dx.contiguous())
-        return dx @ weight, _weight_gradient(dx, y), None
+        with torch.autocast(dx.device.type, enabled=False):
+            return dx @ weight, _weight_gradient(dx, y), None
 
 
 class _Shared(torch.autograd.Function):

@@ -9,6 +9,7 @@ get wrong now and then.
 from __future__ import annotations
 
 import random
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,9 @@ class FakeDevice:
 
     def seconds(self, first: _Event, last: _Event) -> float:
         return float(sum(last.clock.values()) - sum(first.clock.values()))
+
+    def origin(self) -> tuple[_Event, float]:
+        return _Event({}), time.perf_counter()
 
     def merge(self, stream: str, clock: Clock) -> None:
         """What comes next on the stream is after all that the clock says."""

@@ -21,6 +21,8 @@ __all__ = ["LocalControl", "LocalTransport", "LocalWorld"]
 
 _T = TypeVar("_T")
 
+_streams = threading.local()
+
 
 class LocalWorld:
     """What the threads share. One lock guards all of it; it is held for look-ups only, never while bytes are copied."""
@@ -102,8 +104,12 @@ def _copy(source: Memory, target: Memory) -> None:
         return
     import torch  # only ranks on a device get here, and they have it
 
-    # Both sides say that their memory is ready, and expect that of the other when the message has landed.
-    stream = torch.cuda.Stream(target.device)
+    # Both sides say that their memory is ready, and expect that of the other when the message has landed. A stream for each thread: torch
+    # has few, which ranks' compute streams are among, and with a priority other than theirs it is none of those.
+    streams = _streams.__dict__
+    stream = streams.get(str(target.device))
+    if stream is None:
+        stream = streams[str(target.device)] = torch.cuda.Stream(target.device, priority=-1)
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
     stream.synchronize()

@@ -51,7 +51,8 @@ class CudaDriver(BaseDriver):
         self._caller_done = False
         self._failed = False
         self._resolving = threading.Lock()  # the trace may be wanted by the caller and by telemetry
-        self._opened_s = time.perf_counter()
+        # Not `_opened`, which happens only when the caller's stream gets there.
+        self._origin, self._origin_s = device.origin()
         self._opened = device.record(device.caller())
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
@@ -98,14 +99,13 @@ class CudaDriver(BaseDriver):
     def _resolve(self) -> bool:
         """Adds the spans of device tasks to the trace once all have ended; False until then.
 
-        The device's events have a clock of their own, set by the one recorded when the run opened: a span is exact to about the launch
-        latency.
+        The device's events have a clock of their own, compared with the host's by `Device.origin`: a span is exact to some microseconds.
         """
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
         for issued in self._issued.values():
             task, cost = issued.task, issued.task.cost
-            start_s, end_s = (self._opened_s + self._device.seconds(self._opened, e) for e in (issued.started, issued.ended))
+            start_s, end_s = (self._origin_s + self._device.seconds(self._origin, e) for e in (issued.started, issued.ended))
             self.trace.add(Span(task.id, task.name, task.lane, issued.issued_s, start_s, end_s, cost.size_bytes, cost.flops))
             if task.lane == "compute":
                 self.compute_s += end_s - start_s

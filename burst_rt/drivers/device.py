@@ -5,6 +5,7 @@ Streams and events are whatever the device says they are; the driver only hands 
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -16,9 +17,11 @@ __all__ = ["Device", "Event", "Stream", "TorchDevice"]
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
 
+_ORIGIN_S = 10.0
+
 
 class Device(Protocol):
-    """What work can be put on, in order, without waiting for it. No method blocks."""
+    """What work can be put on, in order, without waiting for it. No method blocks (`origin` for some microseconds)."""
 
     def caller(self) -> Stream:
         """The stream the caller's work is on."""
@@ -41,6 +44,9 @@ class Device(Protocol):
     def seconds(self, first: Event, last: Event) -> float:
         """Time between two events that have happened."""
 
+    def origin(self) -> tuple[Event, float]:
+        """An event that has happened, at most some seconds ago, and when it did by `time.perf_counter`."""
+
     def on(self, stream: Stream, name: str) -> AbstractContextManager[object]:
         """Inside, work goes to the stream, and shows under `name` in a profile."""
 
@@ -51,6 +57,7 @@ class TorchDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes: dict[str, torch.cuda.Stream] = {}
+        self._origin: tuple[torch.cuda.Event, float] | None = None
 
     def caller(self) -> torch.cuda.Stream:
         """See `Device.caller`: torch's current stream, of the thread that asks."""
@@ -84,6 +91,14 @@ class TorchDevice:
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
         """See `Device.seconds`."""
         return float(first.elapsed_time(last)) / 1e3
+
+    def origin(self) -> tuple[torch.cuda.Event, float]:
+        """See `Device.origin`. Made anew every 10 s, because clocks drift, on a stream where nothing else is."""
+        if self._origin is None or time.perf_counter() - self._origin[1] > _ORIGIN_S:
+            event = self.record(self.lane("clock"))
+            event.synchronize()
+            self._origin = event, time.perf_counter()
+        return self._origin
 
     def on(self, stream: torch.cuda.Stream, name: str) -> AbstractContextManager[object]:
         """See `Device.on`; the name is an NVTX range."""

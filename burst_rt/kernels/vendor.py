@@ -255,8 +255,11 @@ class CudnnKernel(_VendorKernel):
     ) -> _Grads:
         # The state of a random generator, which nobody asks without dropout.
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+        # lse as the forward gives it: torch hands its shape on to cuDNN. And dense, because some versions of torch keep graphs by the
+        # strides of q, k and v alone, and take one again for a dO and an O of others.
+        dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
         grads: _Grads = _cudnn_backward(
-            dout, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+            dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
         )  # fmt: skip
         return grads
 

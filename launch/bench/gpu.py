@@ -7,7 +7,7 @@ that cannot run raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +19,12 @@ import burst_rt
 from burst_rt.attention.masks import Causal, Full, Mask
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, State, Tile
-from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.bench.report import Cell, median, publish, save
 from burst_rt.scheduler import Span, exposed
 
 __all__ = ["PARTS", "main"]
 
-Rows = list[dict[str, Cell]]
+Row = dict[str, Cell]
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # Query heads for a head_dim: as many channels for both.
@@ -86,10 +86,9 @@ class _Whole:
         return forward, backward
 
 
-def kernels(repeats: int, max_tokens: int) -> Rows:
+def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
     """TFLOP/s of every kernel, forward and backward, in bfloat16."""
-    rows: Rows = []
-    for head_dim in (64, 128):
+    for head_dim in (128, 64):
         for tokens in (4096, 8192, 16384, 32768, 65536):
             for causal in (False, True):
                 if tokens > max_tokens:
@@ -100,27 +99,22 @@ def kernels(repeats: int, max_tokens: int) -> Rows:
                     seconds = _interleaved({name: side[direction] for name, side in sides.items()}, repeats)
                     speed = {name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()}
                     best = max(speed[name] for name in _BACKENDS)
-                    rows.append(
-                        {
-                            "head_dim": head_dim, "tokens": tokens, "mask": "causal" if causal else "full",
-                            "direction": ("forward", "backward")[direction], **{f"{name} TFLOP/s": x for name, x in speed.items()},
-                            "triton / best": speed["triton"] / best,
-                        }
-                    )  # fmt: skip
-    return rows
+                    yield {
+                        "head_dim": head_dim, "tokens": tokens, "mask": "causal" if causal else "full",
+                        "direction": ("forward", "backward")[direction], **{f"{name} TFLOP/s": x for name, x in speed.items()},
+                        "triton / best": speed["triton"] / best,
+                    }  # fmt: skip
 
 
-def ring(repeats: int, max_tokens: int) -> Rows:
+def ring(repeats: int, max_tokens: int) -> Iterator[Row]:
     """Four ranks as threads on one GPU, the whole runtime, against the same kernel on the whole sequence; gaps between tiles."""
-    rows: Rows = []
     for tokens in (32768, 65536):
         for causal in (False, True):
             if tokens <= max_tokens:
-                rows.extend(_ring(tokens, causal, repeats))
-    return rows
+                yield from _ring(tokens, causal, repeats)
 
 
-def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> Rows:
+def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[Row]:
     whole = _Whole(tokens, 128, causal)
     alone = whole.tile_side("triton")
     gaps: list[float] = []
@@ -147,7 +141,7 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> Rows:
         return times[1:]
 
     ranks = burst_rt.run_local(world_size, rank, device="cuda", kernel="triton")
-    rows: Rows = []
+    rows: list[Row] = []
     for direction, name in enumerate(("forward", "backward")):
         one = _interleaved({"one": alone[direction]}, repeats)["one"]
         together = median([max(times[i][direction] for times in ranks) for i in range(repeats)])
@@ -167,9 +161,8 @@ def _gaps(spans: Sequence[Span]) -> list[float]:
     return [max(0.0, b.started_s - a.ended_s) for a, b in pairwise(tiles)]
 
 
-def staged(repeats: int, max_tokens: int) -> Rows:
+def staged(repeats: int, max_tokens: int) -> Iterator[Row]:
     """Inside an MPI job whose ranks share a GPU: exposed time of staged copies and messages, from the traces of all ranks."""
-    rows: Rows = []
     with burst_rt.init(device="cuda", transport="staged", kernel="triton") as ctx:
         for tokens in (16384, 32768, 65536):
             if tokens > max_tokens:
@@ -182,13 +175,11 @@ def staged(repeats: int, max_tokens: int) -> Rows:
                 found = ctx.gather_last_run()
                 idle = exposed([graph for graph, _ in found], [spans for _, spans in found])
                 runs.append((max(i.exposed_s / i.total_s for i in idle), max(i.total_s for i in idle)))
-            rows.append(
-                {
+            if ctx.rank == 0:
+                yield {
                     "tokens": tokens, "ranks": ctx.world_size, "exposed %": 100 * median([e for e, _ in runs[1:]]),
                     "total ms": 1e3 * median([t for _, t in runs[1:]]),
-                }
-            )  # fmt: skip
-    return rows if ctx.rank == 0 else []
+                }  # fmt: skip
 
 
 def _interleaved(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -218,6 +209,10 @@ def main(parts: Sequence[str], repeats: int, max_tokens: int, out: Path | None) 
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu: torch sees no CUDA device; see `burst-rt doctor`")
     for part in parts:
-        rows = PARTS[part](repeats, max_tokens)
+        rows: list[Row] = []
+        for row in PARTS[part](repeats, max_tokens):
+            rows.append(row)
+            # As it goes: of a part that is cut short there is what was measured.
+            save(_TITLES[part], rows, out)
         if rows:
             publish(_TITLES[part], rows, out, f"medians of {repeats}, interleaved; {torch.cuda.get_device_name()}")

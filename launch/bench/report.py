@@ -15,7 +15,7 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Cell", "machine", "median", "publish"]
+__all__ = ["Cell", "machine", "median", "publish", "save"]
 
 Cell: TypeAlias = str | int | float | None
 
@@ -48,6 +48,11 @@ def publish(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None, no
     for row in rows:
         table.add_row(*(_text(cell) for cell in row.values()))
     console.print(table)
+    save(title, rows, out)
+
+
+def save(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None) -> None:
+    """Puts rows into the JSON file `out`, if there is one, under their title."""
     if out is not None:
         results = json.loads(out.read_text()) if out.exists() else {}
         results["machine"] = machine()

@@ -66,11 +66,16 @@ def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out
     end_s = time.monotonic() + limit_s
     rows: list[dict[str, Cell]] = []
     lines: list[str] = []
+    left = len(head_dims) * len(TUNED)
     for head_dim in head_dims:
         for kind in TUNED:
+            # An even share of what is left for each that is still to come.
+            now_s = time.monotonic()
+            share_ends_s = now_s + (end_s - now_s) / left
+            left -= 1
             works = [Work(device, _DTYPES[dtype], head_dim, mask, kind == "forward") for mask in (Full(), Causal())]
             configs = candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize)
-            trials = trials_of(kind, works, configs, lambda run: _seconds(run, repeats), lambda: time.monotonic() > end_s)
+            trials = trials_of(kind, works, configs, lambda run: _seconds(run, repeats), _after(share_ends_s))
             best = best_of(trials)
             rows += [_row(kind, head_dim, trial, trial is best) for trial in trials]
             if best is not None:
@@ -82,6 +87,10 @@ def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out
     title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"
     publish(title, rows, out, f"medians of {repeats}; a full and a causal tile of 4,096 x 4,096 together")
     print("For burst_rt/kernels/triton/configs.py (jobs on this machine use them from now on):", *lines, sep="\n")
+
+
+def _after(moment_s: float) -> Callable[[], bool]:
+    return lambda: time.monotonic() > moment_s
 
 
 def trials_of(

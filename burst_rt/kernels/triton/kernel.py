@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -27,7 +27,8 @@ __all__ = ["TritonKernel"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
 
-# The interpreter keeps the program it is at in a global; ranks may be threads.
+# Ranks may be threads. The interpreter keeps the program it is at in a global; and while a compiled kernel is first started, the launcher
+# leaves it half made for a moment in which another thread would take it.
 _one_at_a_time = threading.RLock()
 
 
@@ -154,13 +155,9 @@ def _arch(device: torch.device) -> int:
 
 @contextmanager
 def _started_on(device: torch.device) -> Iterator[None]:
-    """Triton starts kernels on the current device."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        with _one_at_a_time:
-            yield
+    """Triton starts kernels on the current device. One thread at a time: starting one does not wait for the device."""
+    with _one_at_a_time, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def _check_dense(*tensors: torch.Tensor) -> None:
