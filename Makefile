@@ -66,7 +66,7 @@ gpu-check: ## on a machine with an NVIDIA GPU: correctness, sanitizer, speed, wi
 	rm -rf build/gpu
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --no-compile --ignore-installed --prefix build/gpu \
 		. $(wildcard wheels/*.whl)
-	PATH="$(CURDIR)/build/gpu/bin:$$PATH" MPI4PY_LIBMPI="$(wildcard build/gpu/lib/libmpi.so)" PYTHONSAFEPATH=1 \
+	PATH="$(CURDIR)/build/gpu/bin:$$PATH" MPI4PY_LIBMPI="$$(ls $(CURDIR)/build/gpu/lib/libmpi.so 2>/dev/null)" PYTHONSAFEPATH=1 \
 		PYTHONPATH="$$(echo $(CURDIR)/build/gpu/lib/python3.*/site-packages)" $(GPU_PYTHON) -m burst_rt.launch.gpu_check
 
 clean: ## remove what was built, but not .venv
