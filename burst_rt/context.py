@@ -410,7 +410,7 @@ class Context:
     def _say_broken(self, error: BaseException) -> None:
         """What began on this rank the others must hear of: they would wait for it until their deadlines."""
         if not isinstance(error, (PeerLost, Stalled)):
-            self.watch.say_left(_exit_code(error))
+            self.watch.say_left(_exit_code(error) or 1)  # sys.exit(0) in the middle of a call is no good end
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -578,7 +578,7 @@ def _leave() -> None:
         return  # a child that was forked: MPI is its parent's
     contexts = list(_live)
     failure = next((ctx._broken for ctx in contexts if ctx._broken), _uncaught[-1] if _uncaught else None)
-    code = 0 if failure is None else _exit_code(failure)
+    code = 0 if failure is None else _exit_code(failure) or 1
     mpi = sys.modules.get("mpi4py.MPI")
     # A program may have finalized MPI itself: nobody can be told anything then.
     running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
