@@ -6,12 +6,13 @@ BURST_RT_HARDWARE: a shipped machine's name ("h100-sxm"), the path of a file, or
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.scheduler.hardware import Hardware, load_hardware
 
-__all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware"]
+__all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fitted"]
 
 HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
 
@@ -26,10 +27,21 @@ def find_hardware(device_type: str) -> Hardware | None:
     named = os.environ.get(HARDWARE_VARIABLE)
     if named == "none":
         return None
-    path = calibrated_path(device_type)
-    if not named and not path.is_file():
-        return None
     try:
-        return load_hardware(named or path)
+        path = named or calibrated_path(device_type)
+    except RuntimeError:
+        return None  # this user has no home
+    try:
+        return load_hardware(path) if named or Path(path).is_file() else None
     except InputError as error:
-        raise ConfigError(f"{HARDWARE_VARIABLE}={named}: {error.message}") from error
+        raise ConfigError(f"{HARDWARE_VARIABLE}={named}: {error.message}" if named else error.message) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the machine file {path} cannot be read: {error}; set {HARDWARE_VARIABLE}=none to plan without one") from error
+
+
+def fitted(hardware: Hardware, ranks_per_node: int, world_size: int) -> Hardware | None:
+    """The machine of a file with as many ranks on a host as a job has. None where the job has several hosts, and the file does not say what
+    lies between them."""
+    if ranks_per_node < world_size and hardware.nics is None:
+        return None
+    return replace(hardware, node=replace(hardware.node, ranks=ranks_per_node))

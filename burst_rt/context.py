@@ -118,7 +118,7 @@ class Context:
         self._closed = False
         self._busy = threading.Lock()
         self._stats = Stats()
-        self._uncounted: deque[BaseDriver] = deque()  # of calls whose compute_s is not in `_stats` yet
+        self._uncounted: deque[BaseDriver] = deque()  # of calls whose times are not in `_stats` yet
         # Ranks that are threads are nobody's job but this process's.
         if not isinstance(self.transport, LocalTransport):
             _live.add(self)
@@ -154,9 +154,10 @@ class Context:
         return f"{self.machine.transport_name}: {self.machine.reason}"
 
     def stats(self) -> Stats:
-        """What the attention calls of this context have done so far. On a GPU compute_s is of the calls whose work has ended by now."""
+        """What the attention calls of this context have done so far. On a GPU compute_s and wait_s are of calls that have ended."""
         while self._uncounted and self._uncounted[0].settled():
-            self._stats = self._stats._replace(compute_s=self._stats.compute_s + self._uncounted.popleft().compute_s)
+            s, driver = self._stats, self._uncounted.popleft()
+            self._stats = s._replace(compute_s=s.compute_s + driver.compute_s, wait_s=s.wait_s + driver.wait_s)
         return self._stats
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -347,7 +348,7 @@ class Context:
                 s.bytes_sent + self.transport.bytes_sent - sent,
                 s.bytes_received + self.transport.bytes_received - received,
                 s.compute_s,
-                s.wait_s + driver.wait_s,
+                s.wait_s,
                 s.total_s + time.perf_counter() - started_s,
             )
 

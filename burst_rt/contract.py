@@ -21,6 +21,7 @@ from burst_rt import errors
 from burst_rt.attention.masks import Mask
 from burst_rt.attention.strategies import check_name
 from burst_rt.errors import BurstError, ContractMismatch, InputError
+from burst_rt.kernels import sum_dtype
 from burst_rt.transport import ControlGroup
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         raise InputError(f"burst_attention: v with another head_dim than k is not supported: k has {k.shape[3]}, v {v.shape[3]}")
     if v.shape[2] != k.shape[2]:
         raise InputError(f"burst_attention: v must have k's {k.shape[2]} heads, got {v.shape[2]}")
+    if spec.scale is not None and not 0 < torch.tensor(spec.scale, dtype=sum_dtype(q.dtype)).item() < math.inf:
+        # Fused kernels would make NaN of what is masked.
+        raise InputError(f"burst_attention: scale {spec.scale!r} is 0 or infinite in {sum_dtype(q.dtype)}, in which scores are computed")
     if q.shape[2] % k.shape[2]:
         raise InputError(f"burst_attention: q's heads must be a multiple of k's (grouped heads), got {q.shape[2]} and {k.shape[2]}")
     if values and ctx.check_finite:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from burst_rt.calibrated import find_hardware
+from burst_rt.calibrated import find_hardware, fitted
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch
 from burst_rt.machine import Machine
@@ -135,6 +135,8 @@ def _decide(
     wishes = [Wish(**word.pop("telemetry")) for word in said]
     ranks = [Facts(**word) for word in said]
     taken, per_node = choose_transport(transport, ranks), ranks_per_node([rank.host for rank in ranks])
+    # What staging costs no file says: there the planner goes by bytes.
+    hardware = None if hardware is None or taken.name == "staged" else fitted(hardware, per_node, control.size)
     if taken.name != "nccl":
         return Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware), control, wishes
     nccl: Any = _cupy_nccl()

@@ -47,7 +47,7 @@ def command(attach: int | None, replay: Path | None, until: float | None, once: 
 
 async def _watch(reader: Reader, *, once: bool) -> None:
     from burst_rt.dashboard.links import WINDOW_S, Links
-    from burst_rt.errors import ConfigError
+    from burst_rt.errors import ConfigError, Stalled
 
     links, losses, console = Links(), deque[float](maxlen=40), Console()
 
@@ -67,8 +67,12 @@ async def _watch(reader: Reader, *, once: bool) -> None:
         try:
             while True:
                 await asyncio.sleep(_PERIOD_S)
-                last = await look()
-                live.update(last, refresh=True)
+                try:
+                    last = await look()
+                except Stalled as error:
+                    live.update(Group(last, Text(f"{error.message}; trying again", style="bold yellow")), refresh=True)
+                else:
+                    live.update(last, refresh=True)
         except ConfigError:
             pass
     # The screen is the shell's again: what was last seen stays on it.

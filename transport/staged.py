@@ -18,7 +18,7 @@ message at the same places.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, groupby, zip_longest
 from typing import NamedTuple
 
@@ -29,9 +29,11 @@ __all__ = ["CHUNK_BYTES", "COPY_LANES", "staged"]
 
 # Large enough for PCIe and the wire to run at full speed, small enough that a message of a few dozen MiB has several.
 CHUNK_BYTES = 4 << 20
+# A longer message has larger ones: graphs grow with the number of chunks, and gain nothing from more.
+_CHUNKS_OF_A_MESSAGE = 32
 # Chunks each way: one is copied while the other is on the wire.
 _NUM_CHUNKS = 2
-# More chunks than any message has: tags are tag * _TAG_ROOM + number.
+# More chunks than all messages of a tag have: tags are tag * _TAG_ROOM + number.
 _TAG_ROOM = 4096
 
 COPY_LANES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))
@@ -49,25 +51,36 @@ class _Chunk(NamedTuple):
 
 
 def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
-    """The graph with its exchanges staged through host chunks of at most `chunk_bytes` (None: CHUNK_BYTES). Pure.
+    """The graph with its exchanges staged through host chunks of at most `chunk_bytes` (None: CHUNK_BYTES, or a 32nd of a message). Pure.
 
     On a graph whose compute lane is a stream the copies are on streams of their own; else (host memory standing in for a device) they are
-    tasks of the host. Raises ConfigError for a message of more than 4,096 chunks.
+    tasks of the host. Raises ConfigError where the messages of one tag to one peer are more than 4,096 chunks.
     """
-    chunk_bytes = chunk_bytes or CHUNK_BYTES
-    largest = max((m.size_bytes for task in graph.tasks for m in (*task.sends, *task.recvs)), default=0)
+
+    def chunk(size_bytes: int) -> int:
+        # Of this message alone: both sides must cut it alike.
+        return chunk_bytes or max(CHUNK_BYTES, -(-size_bytes // _CHUNKS_OF_A_MESSAGE))
+
+    sizes: Counter[tuple[bool, int, int]] = Counter()
+    largest = 0
+    for task in graph.tasks:
+        for received, messages in enumerate((task.sends, task.recvs)):
+            for m in messages:
+                sizes[bool(received), m.peer, m.tag] += -(-m.size_bytes // chunk(m.size_bytes))
+                largest = max(largest, min(m.size_bytes, chunk(m.size_bytes)))
     if largest == 0:
         return graph
-    if largest > _TAG_ROOM * chunk_bytes:
-        raise ConfigError(f"staged: a message of {largest:,} bytes is more than {_TAG_ROOM:,} chunks of {chunk_bytes:,}; use larger ones")
-    return _Staging(graph, chunk_bytes, min(largest, chunk_bytes)).build()
+    most = max(sizes.values())
+    if most > _TAG_ROOM:
+        raise ConfigError(f"staged: the messages of one tag to one rank are {most:,} chunks, more than {_TAG_ROOM:,}; use larger ones")
+    return _Staging(graph, chunk, largest).build()
 
 
 class _Staging:
     """Builds the staged graph of one rank, task by task."""
 
-    def __init__(self, graph: Graph, chunk_bytes: int, largest: int) -> None:
-        self.graph, self.chunk_bytes = graph, chunk_bytes
+    def __init__(self, graph: Graph, chunk: Callable[[int], int], largest: int) -> None:
+        self.graph, self.chunk = graph, chunk
         lanes = COPY_LANES if graph.lanes["compute"].ordered else _HOST_COPY_LANES
         self.g = GraphBuilder(graph.rank, graph.world_size, [*graph.lanes.values(), *lanes])
         self.parts: list[Part] = []
@@ -109,7 +122,8 @@ class _Staging:
 
     def _chunks(self, way: str, messages: tuple[Message, ...]) -> Iterator[_Chunk]:
         for part, peer, tag, size in messages:
-            for offset in range(0, size, self.chunk_bytes):
+            step = self.chunk(size)
+            for offset in range(0, size, step):
                 number = self.num_chunks[way, peer, tag]
                 self.num_chunks[way, peer, tag] += 1
-                yield _Chunk(part, offset, min(self.chunk_bytes, size - offset), peer, tag * _TAG_ROOM + number)
+                yield _Chunk(part, offset, min(step, size - offset), peer, tag * _TAG_ROOM + number)

@@ -176,7 +176,9 @@ class Planner:
         picked = pick(work, choice.kernel or key.kernel)
         lowered = self._lower(own)
         if world <= _VERIFY_ALL_UP_TO:
-            check_world([lowered if rank == self._rank else self._lower(graph(rank)) for rank in range(world)])
+            check_world([own if rank == self._rank else graph(rank) for rank in range(world)])
+            if lowered is not own:
+                check_graph(lowered)
         else:
             check_graph(lowered)
             check_messages([self._lower(graph(self._rank - 1)), lowered, self._lower(graph(self._rank + 1))])

@@ -23,7 +23,7 @@ from burst_rt.dashboard.compact import compact
 from burst_rt.dashboard.exporter import CONTENT_TYPE, exposition
 from burst_rt.dashboard.links import WINDOW_S, Links, LinkView
 from burst_rt.dashboard.reader import Reader
-from burst_rt.errors import BurstError
+from burst_rt.errors import BurstError, Stalled
 from burst_rt.telemetry.metrics import METRICS
 from burst_rt.telemetry.views import EventView, JobView, ProgressView, RankView, Snapshot, SourceView
 
@@ -86,7 +86,10 @@ class Dashboard:
         closing = False
         try:
             while True:
-                snapshot, links = await self.present(fresh=closing)
+                try:
+                    snapshot, links = await self.present(fresh=closing)
+                except Stalled:
+                    continue  # it has waited long enough for the next try
                 events = [event for event in snapshot.events if event.number > told]
                 told = max((event.number for event in events), default=told)
                 yield self._event(snapshot, links, events)

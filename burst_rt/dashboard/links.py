@@ -96,11 +96,11 @@ class Links:
 
 
 def _moved(recent: TimelineView) -> dict[tuple[int, int], _Moved]:
-    posted = {(span.rank, span.call, span.task): span.issued_s for span in recent.spans}
+    posted = {(span.rank, span.group, span.call, span.task): span.issued_s for span in recent.spans}
     messages: dict[tuple[int, int], list[tuple[float, float, int]]] = defaultdict(list)
     for flow in recent.flows:
         # On the wire from when both ends had been posted.
-        begun_s = max(flow.sent_s, posted.get((flow.receiver, flow.call, flow.receive_task), flow.sent_s))
+        begun_s = max(flow.sent_s, posted.get((flow.receiver, flow.group, flow.call, flow.receive_task), flow.sent_s))
         messages[flow.sender, flow.receiver].append((begun_s, flow.received_s, flow.size_bytes))
     return {link: _together(some) for link, some in messages.items()}
 

@@ -20,7 +20,7 @@ from burst_rt.drivers.device import Device, Event, Stream
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
 from burst_rt.scheduler import Event as Happening
-from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone, TaskFailed
+from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone, TaskFailed, overlap
 from burst_rt.transport import OrderedTransport
 
 __all__ = ["CudaDriver"]
@@ -109,6 +109,10 @@ class CudaDriver(BaseDriver):
             self.trace.add(Span(task.id, task.name, task.lane, issued.issued_s, start_s, end_s, cost.size_bytes, cost.flops))
             if task.lane == "compute":
                 self.compute_s += end_s - start_s
+        if self._issued:
+            # The host waits for other reasons, or not at all.
+            transfer_s, hidden_s = overlap(list(self.trace))
+            self.wait_s = transfer_s - hidden_s
         self._issued.clear()
         return True
 

@@ -68,7 +68,9 @@ class _Ended(NamedTuple):
     driver: BaseDriver
     started_s: float
     ended_s: float
-    counted_s: float  # of its computing time: a device knows the rest when it has ended
+    # Of its computing time and its waiting: a device knows better when it has ended.
+    counted_s: float
+    waited_s: float
     describe: Callable[[], Described]
 
 
@@ -149,7 +151,9 @@ class CallLog:
         if self._stopped:
             return
         if len(self._waiting) < _MAX_WAITING:
-            self._waiting.append(_Ended(number, known, schedule.graph, driver, self._started_s, now_s, driver.compute_s, describe))
+            self._waiting.append(
+                _Ended(number, known, schedule.graph, driver, self._started_s, now_s, driver.compute_s, driver.wait_s, describe)
+            )
         else:
             self.num_dropped += 1
 
@@ -208,6 +212,7 @@ class CallLog:
         totals = self.totals
         totals.traced_calls += 1
         totals.compute_s += ended.driver.compute_s - ended.counted_s
+        totals.wait_s += ended.driver.wait_s - ended.waited_s
         totals.transfer_s += transfer_s
         totals.overlap_s += hidden_s
         spans = b"".join([_PACK(s.task, s.issued_s - start, s.started_s - start, s.ended_s - start) for s in trace])

@@ -7,10 +7,12 @@ power and use of each GPU, cores, loss. The format: perfetto.dev/docs/getting-st
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from burst_rt.errors import InputError
 from burst_rt.telemetry.messages import Heartbeat, Hello, Report, Sample, Source
 from burst_rt.telemetry.reading import CallOfAll, calls_of
 from burst_rt.telemetry.record import Record, replay
@@ -28,7 +30,9 @@ _COUNTERS = ("power_w", "sm_percent", "gpm_tensor_percent", "memory_used_bytes",
 
 
 def write_trace(record: Record, path: Path) -> int:
-    """Writes the trace of a record; returns how many events it has. Raises OSError."""
+    """Writes the trace of a record; returns how many events it has. Raises OSError, InputError where `path` is the record."""
+    if path.exists() and path.samefile(record.path):
+        raise InputError(f"{path} is the record itself; give the trace another name")
     num_events = 0
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -146,5 +150,5 @@ def _process(number: int, name: str) -> _Event:
 
 def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_Event]:
     for name in _COUNTERS:
-        if name in values:
+        if math.isfinite(values.get(name, math.nan)):  # JSON has no others
             yield {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": at_us, "args": {name: values[name]}}

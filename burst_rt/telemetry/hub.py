@@ -29,7 +29,7 @@ from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Hello, Noti
 from burst_rt.telemetry.record import Recorder
 from burst_rt.telemetry.state import State
 from burst_rt.telemetry.views import EventView, SeriesView, Snapshot, TimelineView
-from burst_rt.telemetry.wire import SECRET_VARIABLE, Frames, frame, until_beat_s
+from burst_rt.telemetry.wire import MAX_FRAME_BYTES, SECRET_VARIABLE, Frames, frame, until_beat_s
 
 if TYPE_CHECKING:
     from burst_rt.dashboard.server import Served
@@ -38,13 +38,19 @@ __all__ = ["Hub", "main"]
 
 # A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking serves both.
 _TICK_S = 0.4
+# A hub that was held up so long has itself to blame for what it has not heard.
+_STOOD_S = 1.0
 # Nobody has come yet, or the last has gone: ranks start at different times. A starter that held on knows that the job is over.
 _EMPTY_S = 60.0
 _LINGER_S = 1.0
 # A stranger has so long to say the secret; a connection has so much room for answers.
 _SECRET_DEADLINE_S = 5.0
+_STRANGER_BYTES = 64 << 10
+_MAX_STRANGERS = 1024
 _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
+# The path of a Unix socket has room for 107 bytes.
+_MAX_FOLDER_BYTES = 100
 # For viewers to be told that the job has ended.
 _CLOSING_S = 1.5
 
@@ -60,6 +66,7 @@ class Hub:
         self.recorder = recorder
         self.notify = notify
         self._began_s = time.perf_counter()
+        self._advanced_s = 0.0
         self.secret = secret
         self._logged = 0
         self.connections: set[_Connection] = set()
@@ -92,7 +99,7 @@ class Hub:
     def answer(self, ask: Ask) -> Snapshot | SeriesView | TimelineView | list[SeriesView]:
         """What a viewer asked for. Raises ProtocolError for what there is not."""
         state = self.state
-        state.advance(self.now_s())
+        self._advance()
         match ask.what:
             case "snapshot":
                 return state.snapshot()
@@ -104,10 +111,17 @@ class Hub:
 
     def tick(self) -> None:
         """Notices silence, writes the record."""
-        self.state.advance(self.now_s())
+        self._advance()
         self._log_events()
         if self.recorder is not None:
             self.recorder.flush()
+
+    def _advance(self) -> None:
+        now_s = self.now_s()
+        if now_s - self._advanced_s > _STOOD_S:
+            self.state.excuse(now_s - self._advanced_s)
+        self._advanced_s = now_s
+        self.state.advance(now_s)
 
     def _log_events(self) -> None:
         for event in self.state.events_after(self._logged):
@@ -130,7 +144,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._frames = Frames()
+        self._frames = Frames(_STRANGER_BYTES)
         self._transport: asyncio.Transport | None = None
         self.since_s = hub.now_s()
         self.known = False
@@ -140,8 +154,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if len(self._hub.connections) >= _MAX_CONNECTIONS:
+        strangers = sum(not connection.known for connection in self._hub.connections)
+        if len(self._hub.connections) >= _MAX_CONNECTIONS or strangers >= _MAX_STRANGERS:
             transport.abort()
+            return
         self._hub.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -202,6 +218,7 @@ class _Connection(asyncio.Protocol):
         if not self.known and not self._hub.knows(secret):
             raise ProtocolError("telemetry: a stranger with a wrong secret")
         self.known = True
+        self._frames.max_bytes = MAX_FRAME_BYTES
 
     def _answer(self, ask: Ask) -> None:
         assert self._transport is not None
@@ -273,8 +290,8 @@ def _announce(address: str, hub: Hub) -> Path | None:
 
 def _over(hub: Hub, released: bool, held: bool) -> bool:
     alone_s = hub.now_s() - hub.empty_since_s
-    # Viewers do not hold up whoever holds the hub.
-    there = hub.ranks if held else hub.connections
+    # Viewers hold up nobody, but may come before the first rank.
+    there = hub.ranks if held or hub.ever else hub.connections
     return released and not there and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
 
 
@@ -300,6 +317,9 @@ def main() -> None:
             _log.error("0.000 s job record: cannot write %s: %s", options.record, error)
             hub.state.record = ""
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-", dir="/tmp"))
     try:
         asyncio.run(serve(hub, options.listen, folder, options.held, options.dashboard, options.metrics_port))
     finally:

@@ -144,6 +144,7 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
 def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -> Agent:
     from burst_rt import __version__
     from burst_rt.telemetry.agent import Agent
+    from burst_rt.telemetry.jobs import readable
     from burst_rt.telemetry.messages import VERSION, Hello
     from burst_rt.telemetry.nvml import GpuId, gpu_source
 
@@ -151,7 +152,7 @@ def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -
     here = [i for i, wished in enumerate(wishes) if wished.host == own.host]
     hello = Hello(
         VERSION, secret, own.rank, own.world_size, here.index(place), own.host, os.getpid(), own.device, gpu_source(own.gpu),
-        " ".join(sys.argv)[:500], __version__, _SAMPLE_HZ,
+        readable(" ".join(sys.argv)[:500]), __version__, _SAMPLE_HZ,
     )  # fmt: skip
     gpus = [GpuId(wishes[i].gpu, wishes[i].pci) for i in here if wishes[i].gpu]
     return Agent(address, hello, list(dict.fromkeys(gpus)) if here[0] == place else None)

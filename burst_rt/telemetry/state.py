@@ -63,13 +63,16 @@ SILENT_S = 2.0
 _SPAN_BYTES = 16 << 20
 _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
-_MAX_PLANS = 64  # of a rank
+_MAX_PLANS = 256  # of a rank
 _MAX_METRICS = 64  # of a source: a job may report what it likes
 # Rates are of the last two seconds: a call counts when it ends, and may be longer than the time between two counts.
 _RATE_OVER_S = 2.0
 _LEAST_S = 0.05
 _MAX_COUNTS = 64
+# Two of each rank, forward and backward, and some more.
 _DECODED_PLANS = 32
+# A figure that has not come for so long is no figure of the present.
+_STALE_S = 5.0
 # Sets of plans, one a rank, whose messages have been matched.
 _MATCHED = 4
 # Calls of all ranks are worked out when somebody looks: at most so many spans at a time; what comes of it is kept, up to so many entries.
@@ -93,7 +96,9 @@ class _Rank:
     offset_s: float | None = None
     beat: Heartbeat = _NOWHERE
     counters: Counters = field(default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0))
-    counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))  # what rates count from, oldest first
+    # What rates count from, oldest first: counts as they were when a call had ended.
+    counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))
+    rates: dict[str, float] = field(default_factory=dict)
     exit_code: int | None = None
     # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
     plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
@@ -115,6 +120,7 @@ class _Source:
     history: History
     at_s: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)  # of each value
     details: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -140,6 +146,7 @@ class State:
         self.events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
         self._num_events = 0
         self._progress = ProgressView(None, 0, {})
+        self._not_finite: set[str] = set()  # what the job reports and is no number now
         self._decoded: OrderedDict[tuple[int, int], Plan] = OrderedDict()
         self._matched: OrderedDict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = OrderedDict()
         self._joint: OrderedDict[tuple[str, int], _Joint] = OrderedDict()
@@ -159,12 +166,19 @@ class State:
 
     def advance(self, now_s: float) -> None:
         """Time has passed: notices ranks that have been silent for 2 s."""
-        self.now_s = max(self.now_s, now_s)
-        for rank in self.ranks.values():
-            if rank.status == "live" and self.now_s - rank.heard_s > SILENT_S:
+        end_s = max(self.now_s, now_s)
+        for rank in sorted(self.ranks.values(), key=lambda rank: rank.heard_s):
+            if rank.status == "live" and end_s - rank.heard_s > SILENT_S:
                 self.revision += 1
-                text = f"nothing heard for {self.now_s - rank.heard_s:.1f} s; {self._doing(rank)}"
-                self._set_status(rank, "silent", Severity.WARNING, text)
+                # Replayed, the next message may be a minute away.
+                self.now_s = max(self.now_s, min(end_s, rank.heard_s + SILENT_S))
+                self._set_status(rank, "silent", Severity.WARNING, f"nothing heard for {SILENT_S:g} s; {self._doing(rank)}")
+        self.now_s = end_s
+
+    def excuse(self, seconds: float) -> None:
+        """Whoever listens has not listened for so long: nobody was silent in that time."""
+        for rank in self.ranks.values():
+            rank.heard_s += seconds
 
     def events_after(self, number: int) -> list[EventView]:
         """Events with a higher number, oldest first."""
@@ -213,8 +227,8 @@ class State:
         seen: dict[tuple[str, int], _Joint | None] = {}
         self._joint_spans = 0
         for _, number, call in calls:
-            plan = self.plan(number, call.plan)
-            if plan is None or len(view.spans) + call.num_spans > limit:
+            plan = self.plan(number, call.plan) if len(view.spans) + call.num_spans <= limit else None
+            if plan is None:
                 view.left_out += call.num_spans
                 continue
             key = (call.group, call.number)
@@ -243,8 +257,10 @@ class State:
             if known is None:
                 return None
             plan = self._decoded[key] = msgspec.msgpack.decode(zlib.decompress(known[1]), type=Plan)
-            if len(self._decoded) > _DECODED_PLANS:
+            if len(self._decoded) > _DECODED_PLANS + 2 * len(self.ranks):
                 self._decoded.popitem(last=False)
+        else:
+            self._decoded.move_to_end(key)
         return plan
 
     def _joint_call(self, group: str, number: int) -> _Joint | None:
@@ -262,7 +278,7 @@ class State:
         known = [plan for plan in plans if plan is not None]
         matched = self._match(members, known) if len(known) == len(plans) else None
         whole = together(known, here, matched) if matched is not None else None
-        joint = self._joint[key] = _join(members, number, whole)
+        joint = self._joint[key] = _join(group, members, number, whole)
         self._num_joint += 1 + len(joint.waits) + len(joint.flows)
         while self._num_joint > _JOINT_ENTRIES:
             _, old = self._joint.popitem(last=False)
@@ -308,6 +324,8 @@ class State:
                 self._sample(rank, message)
             case Call():
                 start, end = rank.at(message.started_s), rank.at(message.ended_s)
+                if message.plan in rank.plans:
+                    rank.plans.move_to_end(message.plan)  # those that run stay
                 rank.recent.add(Kept(message.group, message.number, message.plan, start, end, message.wait_s, message.spans))
             case Counters():
                 self._count(rank, message)
@@ -351,20 +369,32 @@ class State:
             values = {name: value for name, value in values.items() if name in names}
         source.at_s = max(at_s, source.at_s)
         source.values |= values
+        source.times |= dict.fromkeys(values, source.at_s)
         source.history.add(source.at_s, values)
 
     def _count(self, rank: _Rank, new: Counters) -> None:
-        rank.counters = new
+        last, rank.counters = rank.counters, new
         counts = rank.counts
-        counts.append(new)
-        while len(counts) > 2 and counts[1].at_s <= new.at_s - _RATE_OVER_S:
+        ended = not counts or (new.calls, new.traced_calls) != (last.calls, last.traced_calls)
+        if not ended:
+            if rank.beat.call < 0 and new.at_s - counts[-1].at_s >= _RATE_OVER_S:
+                # No call for a while; the next counts from here.
+                rank.rates = dict.fromkeys(rank.rates, 0.0)
+                counts.clear()
+                counts.append(new)
+            # From one end to another: in between a call under way, which may take minutes, has counted nothing.
+            if rank.rates:
+                self._add(self.sources[rank.source], rank.at(new.at_s), rank.rates)
+            return
+        while len(counts) > 1 and counts[1].at_s <= new.at_s - _RATE_OVER_S:
             counts.popleft()
         # The first says how much there was before; a rate needs two, some way apart.
-        old = counts[0]
+        old = counts[0] if counts else new
+        counts.append(new)
         elapsed_s = new.at_s - old.at_s
         if elapsed_s >= _LEAST_S:
             transfer_s = new.transfer_s - old.transfer_s
-            rates = {
+            rates = rank.rates = {
                 "flops_per_s": (_flops(new) - _flops(old)) / elapsed_s,
                 "sent_bytes_per_s": (_sent(new) - _sent(old)) / elapsed_s,
                 "calls_per_s": (new.calls - old.calls) / elapsed_s,
@@ -392,9 +422,19 @@ class State:
         at_s = rank.at(report.at_s)
         if JOB not in self.sources:
             self.sources[JOB] = _Source(Source(JOB, "job", rank.hello.host, [], {}), History())
-        values = {name: value for name, value in report.values.items() if np.isfinite(value)}
-        self._add(self.sources[JOB], at_s, values)
-        self._progress = ProgressView(at_s, report.step, self._progress.values | values)
+        shown = dict(self._progress.values)
+        for name, value in report.values.items():
+            if np.isfinite(value):
+                self._not_finite.discard(name)
+                if name in shown or len(shown) < _MAX_METRICS:
+                    shown[name] = value
+            elif name not in self._not_finite and len(self._not_finite) < _MAX_METRICS:
+                self._not_finite.add(name)
+                self._event(rank.hello.rank, Severity.WARNING, "not finite", f"the job reports {name} = {value} at step {report.step}")
+            if not np.isfinite(value):
+                shown.pop(name, None)
+        self._add(self.sources[JOB], at_s, {name: value for name, value in report.values.items() if np.isfinite(value)})
+        self._progress = ProgressView(at_s, report.step, shown)
 
     def _set_status(self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = "") -> None:
         rank.status, rank.status_since_s = status, self.now_s
@@ -434,9 +474,11 @@ class State:
             for number, rank in self.ranks.items()
             if info.name in (rank.source, rank.hello.gpu) or (info.kind == "host" and info.host == rank.hello.host)
         ]
-        return SourceView(
-            info.name, info.kind, info.host, users, info.about, source.at_s, list(source.history.metrics), source.values, source.details
-        )
+        values, details = source.values, source.details
+        if info.kind != "job":
+            values = {name: value for name, value in values.items() if self.now_s - source.times[name] <= _STALE_S}
+            details = details if values else {}
+        return SourceView(info.name, info.kind, info.host, users, info.about, source.at_s, list(source.history.metrics), values, details)
 
 
 def _flops(counters: Counters) -> int:
@@ -456,7 +498,7 @@ def _span_view(rank: int, call: Kept, plan: Plan, s: Span) -> SpanView:
     )  # fmt: skip
 
 
-def _join(members: Sequence[int], call: int, whole: Together | None) -> _Joint:
+def _join(group: str, members: Sequence[int], call: int, whole: Together | None) -> _Joint:
     """The waits and the messages of a call; none where it cannot be told."""
     joint = _Joint([], [])
     if whole is None:
@@ -464,12 +506,14 @@ def _join(members: Sequence[int], call: int, whole: Together | None) -> _Joint:
     for rank, plan, waits in zip(members, whole.plans, whole.waits, strict=True):
         for wait in waits:
             cause = "exposed" if wait.on_wire else "skew"
-            joint.waits.append(WaitView(rank, call, cause, wait.started_s, wait.ended_s, members[wait.peer], plan.tasks[wait.task].name))
+            peer, task = members[wait.peer], plan.tasks[wait.task].name
+            joint.waits.append(WaitView(rank, call, cause, wait.started_s, wait.ended_s, peer, task, group))
     known = [{span.task: span for span in trace} for trace in whole.traces]
     for end, source in whole.matched.items():
         sent, received = known[source.rank][source.task], known[end.rank][end.task]
         size = whole.plans[end.rank].tasks[end.task].recvs[end.number][2]
+        sender, receiver, number = members[source.rank], members[end.rank], end.number
         joint.flows.append(
-            FlowView(call, members[source.rank], source.task, sent.issued_s, members[end.rank], end.task, received.ended_s, size)
-        )
+            FlowView(call, sender, source.task, sent.issued_s, receiver, end.task, received.ended_s, size, group, number)
+        )  # fmt: skip
     return joint

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, Stalled
 from burst_rt.telemetry.messages import Ask
 from burst_rt.telemetry.views import SeriesView, Snapshot, TimelineView
 from burst_rt.telemetry.wire import Frames, connect, frame
@@ -21,16 +22,16 @@ _View = TypeVar("_View")
 class Viewer:
     """A connection to a hub. address, secret: as ranks have them (BURST_RT_TELEMETRY, BURST_RT_TELEMETRY_SECRET).
 
-    Every question blocks at most `timeout_s`. Raises ConfigError where the hub does not answer.
+    Every question blocks at most `timeout_s`. Raises Stalled where the hub has not answered by then (ask again), ConfigError where there is
+    none any more.
     """
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0) -> None:
+        self._address = address
         self._secret = secret
-        self._frames = Frames(max_bytes=256 << 20)
-        try:
-            self._socket = connect(address, timeout_s)
-        except OSError as error:
-            raise ConfigError(f"no telemetry hub at {address}: {error}. A hub ends with its job") from error
+        self._timeout_s = timeout_s
+        self._socket: socket.socket | None = None
+        self._connect()
 
     def __enter__(self) -> Self:
         return self
@@ -39,8 +40,10 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection."""
-        self._socket.close()
+        """Ends the connection; another question would begin a new one."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def snapshot(self) -> Snapshot:
         """See `State.snapshot`."""
@@ -56,12 +59,32 @@ class Viewer:
         """See `State.timeline`."""
         return self._ask("timeline", TimelineView, since_s=since_s, until_s=until_s, ranks=list(ranks), limit=limit)
 
+    def _connect(self) -> socket.socket:
+        if self._socket is None:
+            self._frames = Frames(max_bytes=256 << 20)
+            try:
+                self._socket = connect(self._address, self._timeout_s)
+            except TimeoutError as error:
+                raise self._late() from error
+            except OSError as error:
+                raise ConfigError(f"no telemetry hub at {self._address}: {error}. A hub ends with its job") from error
+        return self._socket
+
     def _ask(self, what: str, kind: type[_View], **options: Any) -> _View:  # those of Ask
+        peer = self._connect()
         try:
-            self._socket.sendall(frame(msgspec.msgpack.encode(Ask(self._secret, what, **options))))
-            while data := self._socket.recv(1 << 16):
+            peer.sendall(frame(msgspec.msgpack.encode(Ask(self._secret, what, **options))))
+            while data := peer.recv(1 << 16):
                 for payload in self._frames.feed(data):
                     return msgspec.json.decode(payload, type=kind)
+        except TimeoutError as error:
+            self.close()  # a late answer would be taken for that of the next question
+            raise self._late() from error
         except OSError as error:
+            self.close()
             raise ConfigError(f"the telemetry hub does not answer: {error}") from error
+        self.close()
         raise ConfigError("the telemetry hub closed the connection: another secret, or the job is over")
+
+    def _late(self) -> Stalled:
+        return Stalled(f"the telemetry hub at {self._address} has not answered for {self._timeout_s:g} s", elapsed_s=self._timeout_s)

@@ -106,7 +106,7 @@ class PlanView(msgspec.Struct):
 
 class EventView(msgspec.Struct):
     """Something that happened. number: counts up from 1. rank: -1 for the whole job. kind: "joined", "lost", "silent", "back", "left",
-    "plan", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has all of it."""
+    "plan", "not finite", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has all of it."""
 
     number: int
     at_s: float
@@ -177,10 +177,11 @@ class WaitView(msgspec.Struct, array_like=True):
     ended_s: float
     peer: int
     task: str
+    group: str
 
 
 class FlowView(msgspec.Struct, array_like=True):
-    """A message: which task sent it, which received it. In JSON an array in this order."""
+    """A message: which task sent it, which received it. In JSON an array in this order. number: among those its receiver's task gets."""
 
     call: int
     sender: int
@@ -190,6 +191,8 @@ class FlowView(msgspec.Struct, array_like=True):
     receive_task: int
     received_s: float
     size_bytes: int
+    group: str
+    number: int
 
 
 class TimelineView(msgspec.Struct):

@@ -16,6 +16,7 @@ from burst_rt.errors import InputError, ProtocolError
 
 __all__ = [
     "DASHBOARD_VARIABLE",
+    "MAX_FRAME_BYTES",
     "METRICS_VARIABLE",
     "RECORD_VARIABLE",
     "SECRET_VARIABLE",
@@ -39,7 +40,7 @@ METRICS_VARIABLE = "BURST_RT_METRICS_PORT"
 
 _LENGTH = 4
 # A plan of thousands of tasks takes half a megabyte.
-_MAX_FRAME_BYTES = 16 << 20
+MAX_FRAME_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,19 @@ def frame(payload: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts what arrives into payloads."""
+    """Cuts what arrives into payloads of at most `max_bytes`."""
 
-    def __init__(self, max_bytes: int = _MAX_FRAME_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._held = bytearray()
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Payloads that are complete now. Raises ProtocolError for a frame larger than any there is."""
         self._held += data
         while len(self._held) >= _LENGTH:
             size = int.from_bytes(self._held[:_LENGTH], "little")
-            if size > self._max_bytes:
-                raise ProtocolError(f"telemetry: a frame of {size:,} bytes, expected at most {self._max_bytes:,}: not a burst_rt peer")
+            if size > self.max_bytes:
+                raise ProtocolError(f"telemetry: a frame of {size:,} bytes, expected at most {self.max_bytes:,}: not a burst_rt peer")
             if len(self._held) < _LENGTH + size:
                 return
             payload = bytes(self._held[_LENGTH : _LENGTH + size])

@@ -145,6 +145,21 @@ def test_impossible_scales(scale: float) -> None:
         burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12), scale=scale)
 
 
+@pytest.mark.parametrize("scale", [1e-50, 1e39])
+def test_a_scale_that_is_none_in_the_type_of_the_sums(scale: float) -> None:
+    def attend(ctx: Context) -> None:
+        layout = ctx.layout(16)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = torch.ones(1, layout.shard_len, 1, 8, dtype=dtype)
+            if dtype == torch.float64:
+                burst_rt.burst_attention(x, x, x, layout=layout, scale=scale)
+                continue
+            with pytest.raises(InputError, match=r"is 0 or infinite in torch\.float32"):
+                burst_rt.burst_attention(x, x, x, layout=layout, scale=scale)
+
+    burst_rt.run_local(2, attend)
+
+
 def test_a_closed_context_takes_no_call() -> None:
     ctx = burst_rt.init()
     layout = ctx.layout(12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from fake_device import FakeDevice
 from worlds import Case, attend_over_threads
 
 import burst_rt
-from burst_rt import Causal
+from burst_rt import Causal, Context
+from burst_rt.calibrated import fitted
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.joining import DEVICE_VARIABLE, TRANSPORT_VARIABLE, TRANSPORTS, Facts, LocalRank, choose_transport, resolve_device
 from burst_rt.launch import where
+from burst_rt.scheduler.hardware import load_hardware
+from burst_rt.scheduler.network import Network
 from burst_rt.transport import LocalWorld, staged
 
 _CPU = Facts("a", "", 0, multi_rank=False, threads=False)
@@ -166,6 +170,35 @@ def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.
         # K and V of 14 tokens at most, 2 heads of 16, float32, in two slots.
         assert "rank 1: out of memory on cpu: this call takes" in message
         assert "slots" in message
+
+
+def test_a_machine_file_is_fitted_to_the_job() -> None:
+    """What was measured with two ranks must serve eight, and what says nothing of the way between hosts serves none that are on several."""
+    measured = load_hardware("h100-sxm")
+    alone = replace(measured, nics=None, node=replace(measured.node, ranks=2))
+    for ranks in (1, 2, 8, 16):
+        found = fitted(alone, ranks, ranks)
+        assert found is not None
+        assert found.node.ranks == ranks
+        Network(found, ranks)
+    assert fitted(alone, 4, 8) is None
+    spread = fitted(measured, 4, 8)
+    assert spread is not None
+    assert spread.node.ranks == 4
+
+
+def test_auto_plans_on_more_ranks_than_the_file_was_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = load_hardware("h100-sxm")
+    (tmp_path / "two.toml").write_text(replace(measured, nics=None, node=replace(measured.node, ranks=2)).to_toml())
+    monkeypatch.setenv("BURST_RT_HARDWARE", str(tmp_path / "two.toml"))
+
+    def attend(ctx: Context) -> None:
+        layout = ctx.layout(64)
+        x = torch.ones(1, layout.shard_len, 2, 16)
+        assert "forecast" in str(burst_rt.explain(x, x, x, layout=layout))
+        burst_rt.burst_attention(x, x, x, layout=layout)
+
+    burst_rt.run_local(4, attend)
 
 
 def test_the_command_line_offers_what_there_is() -> None:

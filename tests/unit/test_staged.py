@@ -76,6 +76,24 @@ def test_copies_and_messages_of_neighbouring_chunks_may_overlap() -> None:
     assert graph.predecessors[tasks["x out 1"]] == (tasks["x d2h 1"],)
 
 
+def test_long_messages_have_larger_chunks_not_more() -> None:
+    """A gigabyte to each side, with tags for more than a thousand chunks of the usual size."""
+    g = GraphBuilder(0, 2)
+    out, into = (g.buffer(name, size_bytes=1 << 30, initialised=name == "out") for name in ("out", "into"))
+    g.exchange("x", sends=[(out, 1)], recvs=[(into, 1, 1 << 30)], tag=0)
+    graph = staged(g.build())
+    assert sum(bool(task.sends) for task in graph.tasks) == sum(bool(task.recvs) for task in graph.tasks) == 32
+    assert sum(m.size_bytes for task in graph.tasks for m in task.recvs) == 1 << 30
+
+
+def test_chunks_of_one_tag_are_counted_together() -> None:
+    g = GraphBuilder(0, 2)
+    parts = [g.buffer(f"b{i}", size_bytes=3000, initialised=True) for i in range(2)]
+    g.exchange("x", sends=[(part, 1) for part in parts], tag=0)
+    with pytest.raises(ConfigError, match="are 6,000 chunks, more than 4,096"):
+        staged(g.build(), chunk_bytes=1)
+
+
 def test_too_many_chunks_are_refused() -> None:
     g = GraphBuilder(0, 2, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=4097, initialised=True), 1)], tag=0)

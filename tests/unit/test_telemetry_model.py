@@ -10,7 +10,7 @@ import pytest
 from telemetry_feed import arrive, beat, call, counters, gpu_sample, offset_s
 
 from burst_rt.telemetry.history import FULL_S, History
-from burst_rt.telemetry.messages import Bye, FromRank, Note, Presence, Report, Sample, Severity
+from burst_rt.telemetry.messages import Bye, FromRank, Note, Plan, Presence, Report, Sample, Severity
 from burst_rt.telemetry.metrics import METRICS, plausible, throttle_reasons
 from burst_rt.telemetry.state import State
 from burst_rt.telemetry.timeline import Kept, Recent
@@ -126,8 +126,11 @@ def test_reports_notes_and_sources_are_shown() -> None:
     state.apply(1.0, 0, Report(1.0 - offset_s(0), 12, {"loss": 2.5, "tokens_per_s": 1e4}))
     state.apply(1.1, 0, Report(1.1 - offset_s(0), 13, {"loss": float("nan")}))
     state.apply(1.2, 1, Note(1.2, Severity.ERROR, "xid", "gpu:1: XID 79"))
+    state.apply(1.1, 0, Report(1.1 - offset_s(0), 13, {"loss": float("nan")}))
     shown = state.snapshot()
-    assert (shown.progress.step, shown.progress.values) == (13, {"loss": 2.5, "tokens_per_s": 1e4})
+    # Not the last loss there was; and it is said, once.
+    assert (shown.progress.step, shown.progress.values) == (13, {"tokens_per_s": 1e4})
+    assert [e.text for e in shown.events if e.kind == "not finite"] == ["the job reports loss = nan at step 13"]
     sources = {source.name: source for source in shown.sources}
     assert sources["gpu:0"].values["power_w"] == 700.0
     assert sources["gpu:0"].ranks == [0]
@@ -234,6 +237,56 @@ def test_rates_are_steady_where_calls_are_longer_than_the_time_between_counts() 
         state.apply(i / 5, 0, counters(0, i / 5, i // 5))  # a call a second, counted five times a second
     rates = state.series("rank:0", ["calls_per_s"], since_s=4.0).values["calls_per_s"]
     assert all(rate == pytest.approx(1.0) for rate in rates)
+
+
+def test_rates_of_calls_that_take_long() -> None:
+    """Ten calls of 10 s, 95 % of it in tiles, counted five times a second; then nothing any more."""
+    state = _job()
+    for i in range(500):
+        number = i // 50
+        state.apply(i / 5, 0, beat(0, i / 5, number=number, doing="hop 0", since_s=10.0 * number))
+        state.apply(i / 5, 0, msgspec.structs.replace(counters(0, i / 5, number), compute_s=9.5 * number))
+    rates = state.series("rank:0", ["compute_percent", "calls_per_s"], since_s=12.0).values
+    assert {round(x) for x in rates["compute_percent"] if x is not None} == {95}
+    assert state.snapshot().sources[0].values["calls_per_s"] == pytest.approx(0.1)
+    for i in range(500, 530):
+        state.apply(i / 5, 0, beat(0, i / 5))
+        state.apply(i / 5, 0, msgspec.structs.replace(counters(0, i / 5, 9), compute_s=9.5 * 9))
+    assert state.snapshot().sources[0].values["compute_percent"] == 0.0
+
+
+def test_figures_that_no_longer_come_are_not_shown() -> None:
+    state = _job(gpu=True)
+    state.apply(1.0, 0, gpu_sample(0, 1.0, 690.0))
+    for at_s, there in ((5.9, True), (6.1, False)):
+        state.apply(at_s, 0, beat(0, at_s))
+        source = next(s for s in state.snapshot().sources if s.name == "gpu:0")
+        assert ("power_w" in source.values) == there
+    assert state.series("gpu:0", ["power_w"], since_s=0.0).values["power_w"] == [690.0]
+
+
+def test_a_hub_that_stood_still_blames_nobody() -> None:
+    state = _job()
+    for rank in (0, 1):
+        state.apply(1.0, rank, beat(rank, 1.0))
+    state.excuse(7.0)
+    state.advance(8.5)
+    assert [rank.status for rank in state.snapshot().ranks] == ["live", "live"]
+    state.advance(60.0)
+    silent = [event for event in state.snapshot().events if event.kind == "silent"]
+    assert [(event.rank, event.at_s) for event in silent] == [(0, 10.0), (1, 10.0)]
+
+
+def test_plans_that_run_are_kept_and_others_give_way() -> None:
+    state = _job()
+    plan = next(message for message in arrive(0) if isinstance(message, Plan))
+    for number in range(300):
+        state.apply(1.0 + number / 100, 0, msgspec.structs.replace(plan, number=number))
+        state.apply(1.0 + number / 100, 0, msgspec.structs.replace(call(0, number, 1.0 + number / 100, *_TIMES_0), plan=0))
+    shown = state.timeline(0.0, 60.0)
+    assert shown.left_out == 0
+    assert shown.spans
+    assert len(state.ranks[0].plans) == 256
 
 
 def test_a_thinned_window_has_what_came_in_turns() -> None:

@@ -100,7 +100,9 @@ class Hybrid:
         """See `Program.footprint`: the gathered tensors are copies, and so are results before they go back."""
         inner = self.ring.footprint(rank // self.group_size)
         members = range(rank - rank % self.group_size, rank - rank % self.group_size + self.group_size)
-        held = [name for name in (*self.gathered, *self.returned) if name not in ("rows", "lse")]
+        # Where gradients are summed in a wider type, it is the sums that go back.
+        sums = ("dq", "dk", "dv") if self.problem.input_bytes != self.problem.sum_bytes else ()
+        held = [name for name in (*self.gathered, *self.returned) if name not in ("rows", "lse", *sums)]
         copies = sum(self.shard_len(name, member) * self.token_bytes(name) for name in held for member in members)
         # lse and delta of the rank's own queries, before they are spread.
         own_rows = 0 if self.forward else self.shard_len("rows", rank) * self.problem.row_bytes

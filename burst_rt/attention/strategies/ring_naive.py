@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies.program import Footprint
-from burst_rt.attention.strategies.ring import Ring, RingBuilder
+from burst_rt.attention.strategies.ring import Ring, RingBuilder, forward_ring
 from burst_rt.attention.strategies.routes import OneRing
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Op
 
@@ -78,8 +78,10 @@ class RingNaive:
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`: scores of whole rows among the sums."""
+        # Of the rounds of the forward none is one, for `Ring`: the state at home is that of any forward.
         inner = self.rounds[-1].footprint(rank)
-        return Footprint(inner.sums + self.score_bytes(rank), 2 * inner.copies, inner.tile)
+        sums = forward_ring(self.problem).footprint(rank).sums if self.forward else inner.sums
+        return Footprint(sums + self.score_bytes(rank), 2 * inner.copies, inner.tile)
 
     def score_bytes(self, rank: int) -> int:
         """Whole rows of scores of the rank's queries."""

@@ -39,10 +39,11 @@ function health() {
   const ranks = job.present.ranks;
   const counts = { lost: 0, silent: 0, left: 0, live: 0 };
   for (const rank of ranks) counts[looks(rank)] += 1;
-  const worst = ["lost", "silent", "live", "left"].find((status) => counts[status]) || "left";
+  if (!ranks.length) return ["left", `${SIGNS.left} waiting for ranks`];
+  const worst = ["lost", "silent", "live", "left"].find((status) => counts[status]);
   const all = ranks.length === 1 ? "1 rank" : `${ranks.length} ranks`;
-  const words = worst === "live" || worst === "left" ? `${all} ${worst}` : `${counts[worst]} of ${all} ${worst}`;
-  return [worst, `${SIGNS[worst]} ${words}`];
+  const words = counts[worst] === ranks.length ? `${all} ${worst}` : `${counts[worst]} of ${all} ${worst}`;
+  return [worst, `${SIGNS[worst]} ${words}${worst === "live" && counts.left ? `, ${counts.left} left` : ""}`];
 }
 
 // The program without its folders; the page of the job has the whole command.
@@ -70,8 +71,18 @@ function header() {
   attribute(banner, "class", what);
 }
 
+function refused() {
+  const banner = document.getElementById("banner");
+  banner.hidden = false;
+  banner.className = "lost";
+  banner.textContent = "The dashboard does not answer, or has all the viewers it takes. Open the link that the run printed, or try again later.";
+}
+
 function changed() {
-  if (!job.present) return;
+  if (!job.present) {
+    if (job.state === "ended" || job.state === "away") refused();
+    return;
+  }
   header();
   shown?.update();
 }
@@ -92,9 +103,4 @@ addEventListener("keydown", (event) => {
 setInterval(() => { if (job.present) text(document.getElementById("clock"), clock(now())); }, 1000);
 
 route();
-connect(changed).catch(() => {
-  const banner = document.getElementById("banner");
-  banner.hidden = false;
-  banner.className = "lost";
-  banner.textContent = "The dashboard does not answer. Open the link that the run printed, or start it again.";
-});
+connect(changed).catch(refused);

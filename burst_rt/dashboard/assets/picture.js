@@ -290,7 +290,7 @@ export class Picture {
       context.strokeRect(this.x(lane.start[found.at]), top, Math.max(1.5, wide), tall);
     }
     context.beginPath();
-    for (const at of this.spans.flowsOf(found.rank, lane.call[found.at], lane.task[found.at])) line(at, true);
+    for (const at of this.spans.flowsOf(found.rank, lane.group[found.at], lane.call[found.at], lane.task[found.at])) line(at, true);
     context.strokeStyle = colours.text;
     context.stroke();
   }

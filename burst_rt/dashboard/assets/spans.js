@@ -39,13 +39,25 @@ class Rows {
   }
 
   get first() { return Math.max(0, this.count - this.size); }
+
+  // Moves the last row to where its start belongs: calls of several contexts do not come in order.
+  settle() {
+    for (let i = this.count - 1; i > this.first; i -= 1) {
+      const [here, before] = [i % this.size, (i - 1) % this.size];
+      if (this.start[before] <= this.start[here]) return;
+      for (const name of Object.keys(this.columns)) {
+        const column = this[name];
+        [column[here], column[before]] = [column[before], column[here]];
+      }
+    }
+  }
 }
 
 class Lane extends Rows {
   constructor(capacity, levels) {
     super(capacity, {
       issued: Float64Array, start: Float64Array, end: Float64Array, bytes: Float64Array, flops: Float64Array, name: Uint32Array,
-      task: Uint32Array, call: Uint32Array, hop: Int16Array, level: Uint8Array,
+      task: Uint32Array, call: Uint32Array, hop: Int16Array, level: Uint8Array, group: Uint32Array,
     });
     this.longest = 0;
     this.ends = [];
@@ -53,8 +65,9 @@ class Lane extends Rows {
     this.most = levels;
   }
 
-  add(name, hop, issued, start, end, bytes, flops, task, call) {
+  add(name, hop, issued, start, end, bytes, flops, task, call, group) {
     const at = this.next();
+    this.group[at] = group;
     this.name[at] = name;
     this.hop[at] = hop;
     this.issued[at] = issued;
@@ -72,6 +85,7 @@ class Lane extends Rows {
     this.ends[level] = end;
     this.level[at] = level;
     this.levels = Math.max(this.levels, level + 1);
+    this.settle();
   }
 
   // Numbers (not places) of the spans that may have a part in the window: [from, to).
@@ -102,7 +116,7 @@ export class Spans {
     this.seenBefore = new Set();
     this.turnedAt = 0;
     this.flows = new Rows(1 << 15, {
-      call: Uint32Array, sender: Uint32Array, sent: Float64Array, sendTask: Uint32Array, receiver: Uint32Array,
+      group: Uint32Array, call: Uint32Array, sender: Uint32Array, sent: Float64Array, sendTask: Uint32Array, receiver: Uint32Array,
       received: Float64Array, receiveTask: Uint32Array, bytes: Float64Array,
     });
     this.newest = 0;
@@ -114,7 +128,7 @@ export class Spans {
     let found = this.ranks.get(number);
     if (!found) {
       const capacity = Math.max(LEAST, Math.floor(TOTAL / (3 * Math.max(1, numRanks))));
-      found = { last: 0, lanes: LANES.map((name) => new Lane(capacity, name === "compute" ? 1 : LEVELS)), capacity,
+      found = { last: new Map(), lanes: LANES.map((name) => new Lane(capacity, name === "compute" ? 1 : LEVELS)), capacity,
         waits: new Rows(Math.max(LEAST, capacity >> 2), WAIT), calls: new Rows(Math.max(LEAST, capacity >> 4), CALL) };
       this.ranks.set(number, found);
     }
@@ -146,12 +160,12 @@ export class Spans {
     }
     const numbers = view.names.map((word) => this.named(word));
     const lanes = view.names.map(laneOf);
-    for (const call of view.calls) {
+    for (const call of view.calls.sort((a, b) => a.started_s - b.started_s)) {
       if (this.isNew(`${call.rank} ${call.group} ${call.call}`)) this.takeCall(call, numbers, lanes, view.units_per_s, numRanks);
     }
     // Newest last, as they are kept: views begin with the newest.
-    for (const [rank, call, cause, start, end, peer, task] of view.waits.sort((a, b) => a[3] - b[3])) {
-      if (!this.isNew(`w${rank} ${call} ${start}`)) continue;
+    for (const [rank, call, cause, start, end, peer, task, group] of view.waits.sort((a, b) => a[3] - b[3])) {
+      if (!this.isNew(`w${rank} ${group} ${call} ${start}`)) continue;
       const { waits } = this.rank(rank, numRanks);
       const at = waits.next();
       waits.start[at] = start;
@@ -159,11 +173,13 @@ export class Spans {
       waits.exposed[at] = cause === "exposed" ? 1 : 0;
       waits.peer[at] = peer;
       waits.name[at] = this.named(task);
+      waits.settle();
     }
-    for (const [call, sender, sendTask, sent, receiver, receiveTask, received, size] of view.flows.sort((a, b) => a[6] - b[6])) {
-      if (!this.isNew(`f${receiver} ${call} ${receiveTask} ${sender} ${sendTask}`)) continue;
+    for (const [call, sender, sendTask, sent, receiver, receiveTask, received, size, group, number] of view.flows.sort((a, b) => a[6] - b[6])) {
+      if (!this.isNew(`f${receiver} ${group} ${call} ${receiveTask} ${number}`)) continue;
       const { flows } = this;
       const at = flows.next();
+      flows.group[at] = this.named(group);
       flows.call[at] = call;
       flows.sender[at] = sender;
       flows.sent[at] = sent;
@@ -177,14 +193,15 @@ export class Spans {
 
   takeCall(call, numbers, lanes, units, numRanks) {
     const rank = this.rank(call.rank, numRanks);
-    if (call.started_s < rank.last) return; // left out before, and too late now: lanes are in order
-    rank.last = call.started_s;
+    if (call.started_s < (rank.last.get(call.group) || 0)) return; // left out before, and too late now
+    rank.last.set(call.group, call.started_s);
+    const group = this.named(call.group);
     let until = call.started_s;
     call.spans.sort((a, b) => a[5] - b[5]);
     for (const [name, lane, hop, bits, issued, started, ended, bytes, flops, task] of call.spans) {
       const [at, start, end] = [issued, started, ended].map((ticks) => call.started_s + ticks / units);
       const kinds = bits ? [bits & 1 ? 1 : -1, bits & 2 ? 2 : -1] : [lanes[lane]];
-      for (const kind of kinds) if (kind >= 0) rank.lanes[kind].add(numbers[name], hop, at, start, end, bytes, flops, task, call.call);
+      for (const kind of kinds) if (kind >= 0) rank.lanes[kind].add(numbers[name], hop, at, start, end, bytes, flops, task, call.call, group);
       until = Math.max(until, end);
       this.total += 1;
     }
@@ -194,17 +211,18 @@ export class Spans {
     rank.calls.call[at] = call.call;
     rank.calls.kind[at] = this.named(call.kind);
     rank.calls.plan[at] = call.plan;
+    rank.calls.settle();
     this.newest = Math.max(this.newest, until);
     this.oldest = Math.min(this.oldest, call.started_s);
   }
 
   // The messages that a task sent or received.
-  flowsOf(rank, call, task) {
+  flowsOf(rank, group, call, task) {
     const found = [];
     const { flows } = this;
     for (let i = flows.count - 1; i >= flows.first && found.length < 64; i -= 1) {
       const at = i % flows.size;
-      if (flows.call[at] !== call) continue;
+      if (flows.call[at] !== call || flows.group[at] !== group) continue;
       const sent = flows.sender[at] === rank && flows.sendTask[at] === task;
       if (sent || (flows.receiver[at] === rank && flows.receiveTask[at] === task)) found.push(at);
     }

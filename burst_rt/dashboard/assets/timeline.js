@@ -267,7 +267,7 @@ export class Timeline extends Picture {
     add("", kind > 0 && lane.bytes[at] && took > 0 ? rate(lane.bytes[at] / took) : "");
     add("compute", lane.flops[at] && took > 0 ? count(lane.flops[at] / took, "flop/s") : "");
     const { flows } = this.spans;
-    for (const flow of this.spans.flowsOf(rank, lane.call[at], lane.task[at]).slice(0, 4)) {
+    for (const flow of this.spans.flowsOf(rank, lane.group[at], lane.call[at], lane.task[at]).slice(0, 4)) {
       if (kind === 1 && flows.sender[flow] === rank) add("to", `rank ${flows.receiver[flow]}, ${bytes(flows.bytes[flow])}`);
       if (kind === 2 && flows.receiver[flow] === rank) add("from", `rank ${flows.sender[flow]}, ${bytes(flows.bytes[flow])}`);
     }
