@@ -6,6 +6,7 @@ BURST_RT_HARDWARE: a shipped machine's name ("h100-sxm"), the path of a file, or
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
 
 def calibrated_path(device_type: str) -> Path:
     """Where `burst-rt calibrate` keeps what it measured on devices of this type ("cpu", "cuda")."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst_rt" / f"hardware-{device_type}.toml"
+    home = os.environ.get("HOME") or tempfile.gettempdir()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "burst_rt" / f"hardware-{device_type}.toml"
 
 
 def find_hardware(device_type: str) -> Hardware | None:
@@ -27,10 +29,7 @@ def find_hardware(device_type: str) -> Hardware | None:
     named = os.environ.get(HARDWARE_VARIABLE)
     if named == "none":
         return None
-    try:
-        path = named or calibrated_path(device_type)
-    except RuntimeError:
-        return None  # this user has no home
+    path = named or calibrated_path(device_type)
     try:
         return load_hardware(path) if named or Path(path).is_file() else None
     except InputError as error:

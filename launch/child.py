@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import runpy
+import stat
 import sys
 import time
 import traceback
@@ -118,11 +120,23 @@ def _leave(report: RankReport, job_dir: Path | None, error: BaseException | None
     if report.traceback:
         # The launcher prints the whole traceback of the failure that matters last; here one line says that this rank is gone.
         print(_headline(report) if reported else report.traceback, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _tidy_up()
     # Not sys.exit, whose way out waits for threads and for MPI_Finalize, and so for the other ranks. Nor MPI_Abort: mpirun ends the job
     # for a non-zero exit as surely and says so in fewer words, and Open MPI's abort leaves a NUL byte in the log.
     os._exit(report.exit_code)
+
+
+def _tidy_up() -> None:
+    """What the interpreter's own way out would do that others rely on: ends daemonic children, writes what files still hold back."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    for child in multiprocessing.active_children() if multiprocessing is not None else ():
+        child.terminate()
+    files = [x for x in gc.get_objects() if isinstance(x, (io.BufferedWriter, io.TextIOWrapper)) and not x.closed]
+    for file in (*files, sys.stdout, sys.stderr):
+        # Not into pipes of others, which may be full for ever.
+        with contextlib.suppress(OSError, ValueError):
+            if file in (sys.stdout, sys.stderr) or stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                file.flush()
 
 
 def _headline(report: RankReport) -> str:

@@ -116,7 +116,11 @@ def _ask(command: Sequence[str], *, deadline_s: float, environment: dict[str, st
         out, err = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
         kill_job(process)
-        process.communicate()
+        # Something that it started may hold its output open for as long as it likes.
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
         return _Answer(error=f"no answer within {deadline_s:.0f} s")
     if process.returncode != 0:
         lines = [line for line in err.splitlines() if line.strip(" -")]

@@ -77,9 +77,11 @@ class MpiLauncher:
             if not any(name in environment for name in _BATCH_VARIABLES):
                 defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
             environment = defaults | environment
+        # One that is set holds for the other too: torch takes MKL's word over OpenMP's.
+        said = next((environment[name] for name in _THREAD_VARIABLES if environment.get(name)), max(1, num_usable_cores() // num_ranks))
         for name in _THREAD_VARIABLES:
             if threads is not None or name not in environment:
-                environment[name] = str(threads if threads is not None else max(1, num_usable_cores() // num_ranks))
+                environment[name] = str(said if threads is None else threads)
         if sys.stderr.isatty():
             environment[TERMINAL_VARIABLE] = "1"
         if job_dir is not None:
@@ -218,7 +220,9 @@ def _forward_signals() -> Iterator[_Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop  # Python delivers signals to the main thread only, and lets no other one install handlers.
         return
-    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # What whoever started this has told it to ignore (nohup) it ignores.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop.handle) for number in numbers}
     try:
         yield stop
     finally:
@@ -260,7 +264,8 @@ def _verdict(job_dir: Path, num_ranks: int, started_at_s: float, mpirun_code: in
     failure = primary_failure(reports)
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
-    crashed = [rank for rank in silent if _crash_text(job_dir, rank)]
+    # Also on the way out, once the program had ended well.
+    crashed = [rank for rank in range(num_ranks) if (rank in silent or (failure is None and code)) and _crash_text(job_dir, rank)]
     if failure is not None and not failure.secondary:
         return _failure_text(failure, started_at_s), failure.exit_code
     if crashed:

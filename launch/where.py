@@ -32,8 +32,9 @@ def _export(_: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str | None) -> None:
     if value or (value == 0 and parameter.name == "metrics_port"):
-        # An address may be there already: of the hub of whoever started this.
-        os.environ.setdefault(TELEMETRY_VARIABLE, "1")
+        # An address may be there already, of the hub of whoever started this; "0" is overruled.
+        if not os.environ.get(TELEMETRY_VARIABLE, "").startswith(("unix:", "tcp:")):
+            os.environ[TELEMETRY_VARIABLE] = "1"
         if parameter.name == "record":
             os.environ[RECORD_VARIABLE] = os.path.abspath(str(value))
         elif parameter.name == "dashboard":

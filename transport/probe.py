@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def remember(library: str, device: str, answer: bool) -> None:
 
 
 def _path(library: str, device: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    root = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir(), ".cache")
     name = hashlib.blake2b(repr((socket.gethostname(), library, device)).encode(), digest_size=8).hexdigest()
     return Path(root) / "burst_rt" / f"mpi-device-memory-{name}.json"
 

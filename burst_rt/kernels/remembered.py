@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,7 +80,8 @@ def alone(kind: str, key: Mapping[str, str], timeout_s: float) -> Iterator[None]
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "burst_rt"
+    home = os.environ.get("HOME") or tempfile.gettempdir()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "burst_rt"
 
 
 def _path(kind: str, key: Mapping[str, str]) -> Path:

@@ -6,6 +6,7 @@ Not for: the hot path. Everything here rests on `Context.all_reduce`, so every r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -45,8 +46,8 @@ def together(context: Context, action: Callable[[], T]) -> T:
         # Only an action that returned leaves its code at zero, so this is its result (None may be one).
         return result  # type: ignore[return-value]
     failing = int(codes.nonzero()[0].item())
-    message = share_bytes(context, str(error).encode() if context.rank == failing else None, source=failing).decode()
-    raise _CLASSES[int(codes[failing].item()) - 1](message, rank=failing) from error
+    message = share_bytes(context, os.fsencode(str(error)) if context.rank == failing else None, source=failing)
+    raise _CLASSES[int(codes[failing].item()) - 1](os.fsdecode(message), rank=failing) from error
 
 
 def on_first(context: Context, action: Callable[[], T]) -> T | None:

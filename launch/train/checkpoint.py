@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,12 +17,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burst_rt.errors import ConfigError
 
-__all__ = ["Checkpoint", "Manifest", "copy_tensors", "find_checkpoint", "load_checkpoint", "newest_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint", "Manifest", "copy_tensors", "find_checkpoint", "is_checkpoint_name", "load_checkpoint", "newest_checkpoint",
+    "save_checkpoint",
+]  # fmt: skip
+
+_log = logging.getLogger("burst_rt.train")
 
 FORMAT = 1
 _MANIFEST = "config.json"
@@ -55,13 +62,18 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     temporary = parent / f".writing-{final.name}"
     _remove_leftovers(parent)
     temporary.mkdir(parents=True)
-    save_file(checkpoint.weights, temporary / _WEIGHTS)
-    save_file(checkpoint.optimizer, temporary / _OPTIMIZER)
-    files = {name: _describe(temporary / name) for name in (_WEIGHTS, _OPTIMIZER)}
-    manifest = {"format": FORMAT, **asdict(checkpoint.manifest), "files": files}
-    (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in (*temporary.iterdir(), temporary):
-        _sync(path)
+    try:
+        save_file(checkpoint.weights, temporary / _WEIGHTS)
+        save_file(checkpoint.optimizer, temporary / _OPTIMIZER)
+        files = {name: _describe(temporary / name) for name in (_WEIGHTS, _OPTIMIZER)}
+        manifest = {"format": FORMAT, **asdict(checkpoint.manifest), "files": files}
+        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+    except (OSError, SafetensorError) as error:
+        # A disk that is full is to have room for the log.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{final} could not be written: {error}") from error
     if final.exists():
         # Only a damaged one can be here: a run continues from the newest that is whole.
         shutil.rmtree(final)
@@ -100,9 +112,17 @@ def newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
+def is_checkpoint_name(path: Path) -> bool:
+    """Whether it is named like a checkpoint of a run."""
+    return _NAME.fullmatch(path.name) is not None
+
+
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint meant by `path`: itself, or the newest of the run it names. Raises ConfigError when there is none."""
-    if _NAME.fullmatch(path.name):
+    """The checkpoint meant by `path`: itself, or the newest whole one of the run it names; warns of newer ones that are not.
+
+    Raises ConfigError when there is none, OSError where one cannot be read.
+    """
+    if is_checkpoint_name(path):
         _read_manifest(path)
         return path
     folder, passed_over = newest_checkpoint(path)
@@ -111,18 +131,20 @@ def find_checkpoint(path: Path) -> Path:
         raise ConfigError(
             f"{path}: expected a complete checkpoint in {path}/checkpoints/step-N, found none.{reasons} Train with --out first."
         )
+    for reason in passed_over:
+        _log.warning("burst-rt: passed over: %s", reason)
     return folder
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """Read and verify; every way in which a checkpoint can be broken ends in one ConfigError."""
+    """Read and verify; every way in which a checkpoint can be broken ends in one ConfigError. A disk that does not answer is none."""
     try:
         document = json.loads((folder / _MANIFEST).read_text())
         if document["format"] != FORMAT:
             raise ConfigError(f"checkpoint {folder}: expected format {FORMAT}, got {document['format']}; use the version that wrote it.")
         damaged = [name for name in (_WEIGHTS, _OPTIMIZER) if _describe(folder / name) != document["files"][name]]
         manifest = Manifest(document["step"], document["config"], document["corpus"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"checkpoint {folder} is incomplete: {error!r}; delete it or use an older one.") from error
     if damaged:
         raise ConfigError(f"checkpoint {folder} is damaged: {', '.join(damaged)} is not what was written; delete it or use an older one.")

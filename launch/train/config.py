@@ -116,6 +116,8 @@ class TrainConfig:
         for name in ("warmup", "weight_decay", "seed", "eval_every", "eval_sequences", "checkpoint_every"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}.")
+        if self.seed >= 2**63:
+            raise ConfigError(f"--seed must be below 2**63, got {self.seed}.")
         for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}.")

@@ -27,6 +27,8 @@ SEPARATOR = b"\0"
 HELDOUT_PERCENT = 5
 # With fewer documents than this, holding out whole ones could take most of the text or none of it.
 _FEW_DOCUMENTS = 20
+# Chance decides which documents are held out; where it decides badly, it is not asked.
+_LEAST_HELDOUT, _MOST_HELDOUT = 0.02, 0.2
 # Of the standard library: tests, which not every machine has, and tables of code points, which are no text.
 _NOT_SOURCES = frozenset({"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -60,7 +62,8 @@ def load_corpus(path: Path | None) -> Corpus:
     """Read a text file, a folder of them, or (None) the Python standard library's own source files.
 
     In a folder every regular file counts, in sorted order, except hidden ones and those that are not UTF-8 text. Of 20 documents
-    or more, those whose path hashes below 5 % are held out; of fewer, the last 5 % of each.
+    or more, those whose path hashes below 5 % are held out; of fewer, and where those are less than 2 % or more than 20 % of the bytes,
+    the last 5 % of each.
     Raises ConfigError when there is nothing to read; OSError as the file system says it.
     """
     if path is None:
@@ -69,15 +72,12 @@ def load_corpus(path: Path | None) -> Corpus:
         if not path.exists():
             raise ConfigError(f"--data: {path} does not exist; give a text file or a folder of text files.")
         name, documents = str(path), list(_read(path))
-    train: list[bytes] = []
-    heldout: list[bytes] = []
-    for relative, text in documents:
-        if len(documents) >= _FEW_DOCUMENTS:
-            (heldout if _is_heldout(relative) else train).append(text)
-        else:
-            cut = len(text) - len(text) * HELDOUT_PERCENT // 100
-            train.append(text[:cut])
-            heldout.append(text[cut:])
+    heldout = [text for relative, text in documents if _is_heldout(relative)]
+    train = [text for relative, text in documents if not _is_heldout(relative)]
+    share = sum(map(len, heldout)) / max(1, sum(len(text) for _, text in documents))
+    if len(documents) < _FEW_DOCUMENTS or not _LEAST_HELDOUT <= share <= _MOST_HELDOUT:
+        cuts = [(text, len(text) - len(text) * HELDOUT_PERCENT // 100) for _, text in documents]
+        train, heldout = [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
     if not any(train) or not any(heldout):
         raise ConfigError(f"--data: found too little UTF-8 text in {name} ({len(documents)} documents) to train and to hold some out.")
     streams = [SEPARATOR.join(train), SEPARATOR.join(heldout)]
@@ -142,4 +142,5 @@ def _is_heldout(relative: str) -> bool:
 
 def _number(key: str) -> int:
     """A hash that is the same on every machine and every version of every library."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+    # Names of files need not be UTF-8.
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest(), "big")

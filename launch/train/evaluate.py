@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from burst_rt.launch.train.config import DTYPES, LAYOUTS
@@ -64,7 +65,8 @@ def command(context: click.Context, /, checkpoint: Path, num_ranks: int | None, 
 
     chosen = {name: value for name, value in chosen_options(context).items() if name in values}
     with job_world() as world:
-        evaluation = evaluate(world, checkpoint, {"context_parallel": None, **chosen})
+        # What suited the ranks of the training need not suit these.
+        evaluation = evaluate(world, checkpoint, {"context_parallel": None, "strategy": "auto", **chosen})
     if evaluation is None:
         return
     if as_json:
@@ -76,9 +78,9 @@ def command(context: click.Context, /, checkpoint: Path, num_ranks: int | None, 
 def _show(evaluation: Evaluation) -> None:
     # Under mpirun stdout looks like a terminal even where it is a file, so no colours.
     table = Table(title="held-out text", title_justify="left", show_header=False)
-    table.add_row("checkpoint", f"{evaluation.checkpoint} (step {evaluation.step})")
+    table.add_row("checkpoint", escape(f"{evaluation.checkpoint} (step {evaluation.step})"))
     note = "" if evaluation.same_text else "; not the text it was trained on"
-    table.add_row("text", f"{evaluation.data}{note}")
+    table.add_row("text", escape(f"{evaluation.data}{note}"))
     table.add_row("measured", f"{evaluation.num_tokens:,} bytes in sequences of {evaluation.seq_len:,}, on {evaluation.world_size} ranks")
     table.add_row("loss", f"{evaluation.loss:.6f} nats per byte ({evaluation.bits_per_byte:.4f} bits)")
     table.add_row("perplexity", f"{evaluation.perplexity:.5f}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from burst_rt.context import Context
@@ -21,7 +23,7 @@ class RunFolder:
         """Create the folder (None: runs/train-TIME); one that holds a run already is taken only to `resume` it."""
         self._world = world
         claimed = on_first(world, lambda: _claim(out, resume=resume))
-        self.path = Path(share_bytes(world, str(claimed).encode() if claimed else None).decode())
+        self.path = Path(os.fsdecode(share_bytes(world, os.fsencode(claimed) if claimed else None)))
         self._metrics: MetricsFile | None = None
 
     def open_metrics(self, *, after_step: int) -> None:
@@ -51,8 +53,23 @@ class RunFolder:
 
 
 def _claim(out: Path | None, *, resume: bool) -> Path:
-    path = out if out is not None else Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}")
+    if out is None:
+        return _new_folder(Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}"))
+    path = out
     if not resume and any((path / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         raise ConfigError(f"--out: {path} already holds a run; add --resume to continue it, or choose another folder.")
     path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _new_folder(path: Path) -> Path:
+    """That folder, made now, or one named after it: another run may have begun in the same second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(2):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            path = path.with_name(f"{path.name.partition('_')[0]}_{number}")
+        else:
+            break
     return path

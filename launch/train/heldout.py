@@ -34,7 +34,10 @@ class HeldoutLoss:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits_per_byte(self) -> float:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -99,7 +100,7 @@ class Report:
             "communication", f"{summary.bytes_sent / 1e6:,.1f} MB sent by attention; compute waited {summary.wait_fraction:.2%} of the time"
         )
         table.add_row("time", f"{summary.elapsed_s:.1f} s")
-        table.add_row("written", f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/)")
+        table.add_row("written", escape(f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/)"))
         self._bar.stop()
         self._console.print(table)
 

@@ -68,9 +68,7 @@ class Trainer:
         mesh.world.all_reduce(sums)
         loss_sum, wait_s, bytes_sent = sums.tolist()
         if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
-            raise ConfigError(
-                f"step {step}: training diverged (loss {loss_sum / num_tokens}, gradients {grad_norm}); choose a smaller --lr."
-            )
+            raise _diverged(step, f"loss {loss_sum / num_tokens}, gradients {grad_norm}")
         step_s = time.monotonic() - started_s
         loss, tokens_per_s = loss_sum / num_tokens, num_tokens / step_s
         if mesh.world.rank == 0:
@@ -86,10 +84,18 @@ class Trainer:
             bytes_sent=round(bytes_sent),
         )
 
-    def measure_heldout(self) -> HeldoutLoss:
-        """Loss on the held-out text. Collective."""
+    def measure_heldout(self, step: int) -> HeldoutLoss:
+        """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when it is no number to show."""
         config = self._config
-        return measure_heldout(self._model, self._mesh, self._corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences)
+        found = measure_heldout(self._model, self._mesh, self._corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences)
+        if not math.isfinite(found.perplexity):
+            raise _diverged(step, f"held-out loss {found.loss}")
+        return found
+
+    def check_finite(self, step: int) -> None:
+        """Raises ConfigError, on every rank, when the weights after a step are no longer finite: the loss tells only a step later."""
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self._decoder.parameters()):
+            raise _diverged(step, "weights that are not finite")
 
     def checkpoint(self, step: int) -> Checkpoint:
         """The state after `step` steps; its tensors are the live ones, to be written before the next step."""
@@ -105,3 +111,7 @@ class Trainer:
         shared.fill(self._mesh.world, live.weights, live.optimizer)
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
+
+
+def _diverged(step: int, how: str) -> ConfigError:
+    return ConfigError(f"step {step}: training diverged ({how}); choose a smaller --lr.")

@@ -223,6 +223,51 @@ def test_a_crash_in_native_code_leaves_the_python_stack_last(tmp_path: Path) -> 
     assert f'File "{tmp_path}/program.py", line 10 in <module>' in job.err
 
 
+def test_a_crash_on_the_way_out_leaves_the_python_stack_too(tmp_path: Path) -> None:
+    source = "import atexit, ctypes\natexit.register(lambda: ctypes.string_at(0))\n" + _JOIN
+    job = _run(tmp_path, source, num_ranks=2)
+    assert job.exit_code in _killed_by(signal.SIGSEGV)
+    assert "crashed in native code" in job.last_line
+    assert "Fatal Python error: Segmentation fault" in job.err
+
+
+def test_a_rank_that_fails_leaves_no_child_and_no_line_unwritten(tmp_path: Path) -> None:
+    source = """
+import multiprocessing, os, pathlib, time
+def sleep():
+    time.sleep(600)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=sleep, daemon=True)
+    child.start()
+    pathlib.Path("child").write_text(str(child.pid))
+    log = open("log", "w")
+    log.write("the last line")
+    raise ValueError("no more")
+"""
+    job = _run(tmp_path, source, num_ranks=1)
+    assert job.exit_code == 1
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "the last line"
+    _wait_until_gone(int((tmp_path / "child").read_text(encoding="utf-8")))
+
+
+def test_what_is_to_be_ignored_is_ignored(tmp_path: Path) -> None:
+    """As under nohup."""
+    source = _JOIN + "pathlib.Path('there').touch()\nworld.Barrier()\ntime.sleep(2)\nprint('done', flush=True)"
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = _start("-n", "1", "program.py", cwd=tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "there").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    job = _finish(process)
+    assert (job.exit_code, job.out) == (0, "done\n")
+
+
 def test_threads_per_rank_are_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "program.py").write_text("import os; print(os.environ['OMP_NUM_THREADS'])", encoding="utf-8")
@@ -230,7 +275,10 @@ def test_threads_per_rank_are_the_users_choice(tmp_path: Path, monkeypatch: pyte
     many = 4 * len(os.sched_getaffinity(0))
     assert _finish(_start("-n", str(many), "program.py", cwd=tmp_path)).out.replace("\n", "") == "1" * many
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert _finish(_start("-n", "1", "program.py", cwd=tmp_path)).out == "5\n"
+    (tmp_path / "program.py").write_text(
+        "import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())", encoding="utf-8"
+    )
+    assert _finish(_start("-n", "1", "program.py", cwd=tmp_path)).out == "5 5\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -204,6 +204,8 @@ def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], 
         (["train", "-n", "4", "--context-parallel", "2"], "--batch"),
         (["train", "-n", "2", "--heads", "3"], "heads"),
         (["train", "-n", "2", "--resume"], "--out"),
+        (["train", "-n", "2", "--resume", "--out", "run/checkpoints/step-00000004"], "name its run's folder"),
+        (["train", "-n", "2", "--seed", str(2**64)], "--seed"),
         (["eval", "--checkpoint", "nowhere"], "nowhere"),
     ],
 )

@@ -7,9 +7,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import burst_rt
 from burst_rt.context import Context
@@ -127,7 +129,9 @@ def _become_a_list(path: Path) -> None:
         ("config.json", _become_a_list),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_named(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (5, 10):
         save_checkpoint(tmp_path, _checkpoint(step), keep=2)
     damaged = tmp_path / "checkpoints" / "step-00000010"
@@ -143,6 +147,38 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str, damage: 
     folder, passed_over = newest_checkpoint(tmp_path)
     assert folder == tmp_path / "checkpoints" / "step-00000005"
     assert len(passed_over) == 1
+    assert find_checkpoint(tmp_path) == folder
+    assert "passed over: checkpoint" in caplog.text
+    assert "step-00000010" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest may be whole, and must not give way to an older one."""
+    for step in (5, 10):
+        save_checkpoint(tmp_path, _checkpoint(step), keep=2)
+    opened = Path.open
+
+    def fail(path: Path, *args: Any, **options: Any) -> Any:
+        if path.parent.name == "step-00000010" and path.suffix == ".safetensors":
+            raise OSError(5, "Input/output error")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        find_checkpoint(tmp_path)
+
+
+def test_what_finds_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, _checkpoint(5), keep=2)
+
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"some")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(OSError, match=r"step-00000010 could not be written: I/O error: No space left"):
+        save_checkpoint(tmp_path, _checkpoint(10), keep=2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,20 @@ def test_of_many_documents_some_are_held_out_whole(tmp_path: Path) -> None:
     assert not train & heldout
     assert train | heldout == {f"<{name}>".encode() for name in names}
     assert 1 <= len(heldout) <= 30
+
+
+@pytest.mark.parametrize("num", [20, 30, 60])
+def test_chance_does_not_decide_whether_there_is_held_out_text(tmp_path: Path, num: int) -> None:
+    """By their names alone, of 20 documents none would be held out every third time."""
+    for name in range(20):
+        corpus = load_corpus(_write(tmp_path / str(name), {f"{name} {i}": b"some text " * 100 for i in range(num)}))
+        assert 0.02 <= len(corpus.heldout) / (len(corpus.heldout) + len(corpus.train)) <= 0.2
+
+
+def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "texts", {str(i): b"some text " * 100 for i in range(25)})
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff")).write_bytes(b"more text")
+    assert load_corpus(folder).num_documents == 26
 
 
 def test_the_split_depends_on_paths_inside_the_folder_only(tmp_path: Path) -> None:
