@@ -131,7 +131,8 @@ def _tidy_up() -> None:
     multiprocessing = sys.modules.get("multiprocessing")
     for child in multiprocessing.active_children() if multiprocessing is not None else ():
         child.terminate()
-    files = [x for x in gc.get_objects() if isinstance(x, (io.BufferedWriter, io.TextIOWrapper)) and not x.closed]
+    # By type: to ask some libraries' objects what they are an instance of makes them warn.
+    files = [x for x in gc.get_objects() if type(x) in (io.BufferedWriter, io.TextIOWrapper) and not x.closed]
     for file in (*files, sys.stdout, sys.stderr):
         # Not into pipes of others, which may be full for ever.
         with contextlib.suppress(OSError, ValueError):

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from burst_rt.errors import ConfigError
+from burst_rt.launch.train.config import CHECKPOINT_NAME
 
 __all__ = [
-    "Checkpoint", "Manifest", "copy_tensors", "find_checkpoint", "is_checkpoint_name", "load_checkpoint", "newest_checkpoint",
+    "Checkpoint", "Manifest", "copy_tensors", "find_checkpoint", "load_checkpoint", "newest_checkpoint",
     "save_checkpoint",
 ]  # fmt: skip
 
@@ -34,7 +34,6 @@ FORMAT = 1
 _MANIFEST = "config.json"
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
-_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -112,17 +111,12 @@ def newest_checkpoint(run: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def is_checkpoint_name(path: Path) -> bool:
-    """Whether it is named like a checkpoint of a run."""
-    return _NAME.fullmatch(path.name) is not None
-
-
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint meant by `path`: itself, or the newest whole one of the run it names; warns of newer ones that are not.
 
     Raises ConfigError when there is none, OSError where one cannot be read.
     """
-    if is_checkpoint_name(path):
+    if CHECKPOINT_NAME.fullmatch(path.name):
         _read_manifest(path)
         return path
     folder, passed_over = newest_checkpoint(path)
@@ -164,7 +158,7 @@ def _describe(path: Path) -> dict[str, object]:
 def _steps(parent: Path) -> list[tuple[int, Path]]:
     if not parent.is_dir():
         return []
-    matches = ((_NAME.fullmatch(path.name), path) for path in parent.iterdir())
+    matches = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in parent.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 

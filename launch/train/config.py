@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,15 @@ from burst_rt.attention.layouts import KINDS
 from burst_rt.attention.strategies import STRATEGIES, check_name
 from burst_rt.errors import ConfigError, InputError
 
-__all__ = ["DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode", "RunOptions", "ShardingOptions", "TrainConfig", "mesh_shape"]
+__all__ = [
+    "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode", "RunOptions", "ShardingOptions", "TrainConfig",
+    "mesh_shape",
+]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = tuple(sorted(KINDS))
+# Of the folders in a run's `checkpoints`.
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
@@ -164,6 +170,9 @@ class RunOptions:
         """Raise ConfigError for options that contradict each other."""
         if self.resume and self.out is None:
             raise ConfigError("--resume continues the run in --out DIR; name its folder.")
+        if self.out is not None and CHECKPOINT_NAME.fullmatch(self.out.name):
+            # A run inside of a checkpoint would go when the checkpoint goes.
+            raise ConfigError(f"--out: {self.out} is named like a checkpoint; name its run's folder.")
 
 
 def mesh_shape(world_size: int, context_parallel: int | None) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.agreement import same_everywhere, together
-from burst_rt.launch.train.checkpoint import is_checkpoint_name
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.data import Corpus, load_corpus
 from burst_rt.launch.train.folder import RunFolder
@@ -77,9 +76,6 @@ def _read_resumed(world: Context, options: RunOptions) -> SharedCheckpoint | Non
     if not options.resume:
         return None
     assert options.out is not None  # RunOptions.validate
-    if is_checkpoint_name(options.out):
-        # A run inside of a checkpoint would go when the checkpoint goes.
-        raise ConfigError(f"--resume: {options.out} is a checkpoint; name its run's folder with --out")
     return read_shared(world, options.out)
 
 
