@@ -6,12 +6,12 @@ BURST_RT_HARDWARE: a shipped machine's name ("h100-sxm"), the path of a file, or
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.scheduler.hardware import Hardware, load_hardware
+from burst_rt.transport.probe import cache_folder
 
 __all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fitted"]
 
@@ -20,8 +20,7 @@ HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
 
 def calibrated_path(device_type: str) -> Path:
     """Where `burst-rt calibrate` keeps what it measured on devices of this type ("cpu", "cuda")."""
-    home = os.environ.get("HOME") or tempfile.gettempdir()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "burst_rt" / f"hardware-{device_type}.toml"
+    return cache_folder() / f"hardware-{device_type}.toml"
 
 
 def find_hardware(device_type: str) -> Hardware | None:

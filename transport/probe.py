@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["remember", "remembered"]
+__all__ = ["cache_folder", "remember", "remembered"]
 
 _SIZES = (1, 4096, 1 << 20, 1 << 24)
 _DEADLINE_S = 20.0
@@ -43,9 +43,14 @@ def remember(library: str, device: str, answer: bool) -> None:
 
 
 def _path(library: str, device: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir(), ".cache")
     name = hashlib.blake2b(repr((socket.gethostname(), library, device)).encode(), digest_size=8).hexdigest()
-    return Path(root) / "burst_rt" / f"mpi-device-memory-{name}.json"
+    return cache_folder() / f"mpi-device-memory-{name}.json"
+
+
+def cache_folder() -> Path:
+    """Where this user's jobs find what earlier ones have measured. It need not be there."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir(), ".cache")
+    return Path(root) / "burst_rt"
 
 
 def _rank(device: str) -> None:

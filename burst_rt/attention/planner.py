@@ -1,8 +1,9 @@
 """The planner: from a problem to a verified plan, cached.
 
 A plan is everything about one direction of a call that does not depend on the tensors' values: the graph of this rank, its schedule, the
-kernel, what is sent, what memory it takes. Plans of all ranks are built and verified together (up to 64 ranks; above, each rank checks its
-own graph and the message sequences of its neighbours), as the machine runs them: with its lanes, and lowered (staged) where it lowers.
+kernel, what is sent, what memory it takes. The graphs of all ranks, with the machine's lanes, are built and verified together (up to 64
+ranks; above, each rank checks its own graph and the message sequences of its neighbours). Where the machine lowers them (staged), the rank
+verifies its own once more as it will run.
 """
 
 from __future__ import annotations

@@ -10,12 +10,13 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from burst_rt.transport.probe import cache_folder
 
 __all__ = ["alone", "forget", "recall", "remember"]
 
@@ -46,7 +47,7 @@ def remember(kind: str, key: Mapping[str, str], answer: Any) -> bool:  # anythin
 
 def forget(kind: str) -> None:
     """Everything of this kind; as far as it can be removed."""
-    for path in _folder().glob(f"{kind}-*.json"):
+    for path in cache_folder().glob(f"{kind}-*.json"):
         try:
             path.unlink()
         except OSError:
@@ -79,11 +80,6 @@ def alone(kind: str, key: Mapping[str, str], timeout_s: float) -> Iterator[None]
         yield
 
 
-def _folder() -> Path:
-    home = os.environ.get("HOME") or tempfile.gettempdir()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "burst_rt"
-
-
 def _path(kind: str, key: Mapping[str, str]) -> Path:
     name = hashlib.blake2b(repr(sorted(key.items())).encode(), digest_size=8).hexdigest()
-    return _folder() / f"{kind}-{name}.json"
+    return cache_folder() / f"{kind}-{name}.json"

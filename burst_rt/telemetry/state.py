@@ -422,18 +422,19 @@ class State:
         at_s = rank.at(report.at_s)
         if JOB not in self.sources:
             self.sources[JOB] = _Source(Source(JOB, "job", rank.hello.host, [], {}), History())
-        shown = dict(self._progress.values)
-        for name, value in report.values.items():
-            if np.isfinite(value):
-                self._not_finite.discard(name)
-                if name in shown or len(shown) < _MAX_METRICS:
-                    shown[name] = value
-            elif name not in self._not_finite and len(self._not_finite) < _MAX_METRICS:
+        finite = {name: value for name, value in report.values.items() if np.isfinite(value)}
+        odd = {name: value for name, value in report.values.items() if name not in finite}
+        self._not_finite -= finite.keys()
+        for name, value in odd.items():
+            if name not in self._not_finite and len(self._not_finite) < _MAX_METRICS:
                 self._not_finite.add(name)
                 self._event(rank.hello.rank, Severity.WARNING, "not finite", f"the job reports {name} = {value} at step {report.step}")
-            if not np.isfinite(value):
-                shown.pop(name, None)
-        self._add(self.sources[JOB], at_s, {name: value for name, value in report.values.items() if np.isfinite(value)})
+        shown = {name: value for name, value in self._progress.values.items() if name not in odd}
+        for name, value in finite.items():
+            # A job may report under ever new names.
+            if name in shown or len(shown) < _MAX_METRICS:
+                shown[name] = value
+        self._add(self.sources[JOB], at_s, finite)
         self._progress = ProgressView(at_s, report.step, shown)
 
     def _set_status(self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = "") -> None:
