@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, KINDS
+from burst_rt.kernels.triton.configs import ARCHES, KINDS, Loads, choose
 from burst_rt.launch.bench.report import Cell, publish
 
 __all__ = ["main"]
@@ -14,10 +14,10 @@ __all__ = ["main"]
 _NOTE = "a thread's registers (255 at most) and spills; a block's shared memory; products on the tensor cores in the machine code"
 
 
-def main(arches: Sequence[int], head_dims: Sequence[int], dtype: str, out: Path | None) -> None:
-    """Compiles every kernel of the table, prints it. About 1.5 s a kernel the first time."""
+def main(arches: Sequence[int], head_dims: Sequence[int], dtype: str, loads: Loads, out: Path | None) -> None:
+    """Compiles every kernel of the table, with loads of this kind, prints it. About 1.5 s a kernel the first time."""
     requests = [
-        Request(kind, arch, head_dim, causal, dtype)
+        Request(kind, arch, head_dim, causal, dtype, choose(kind, arch, head_dim, 4 if dtype == "fp32" else 2)._replace(loads=loads))
         for arch in arches
         for head_dim in head_dims
         for kind in KINDS
@@ -38,6 +38,7 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
         "block": f"{config.block_m} x {config.block_n}" if request.kind != "delta" else f"{config.block_m}",
         "warps": config.num_warps,
         "stages": config.num_stages,
+        "loads": config.loads,
         "registers": compiled.registers,
         "spills": compiled.spills,
         "shared, KiB": f"{compiled.shared_bytes / 1024:.0f} of {ARCHES[request.arch] // 1024}",

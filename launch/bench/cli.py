@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from burst_rt.kernels.triton.configs import Loads
 from burst_rt.launch.where import machine_options
 
 __all__ = ["command"]
@@ -173,12 +174,15 @@ def every(ctx: click.Context, out: Path | None) -> None:
 @click.option("--arch", "arches", multiple=True, type=click.Choice(["80", "86", "90", "100"]), help="Only these chips; may be repeated.")
 @click.option("--head-dim", "head_dims", multiple=True, type=click.IntRange(16, 256), default=(64, 128), show_default=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True, help="Of the inputs.")
+@click.option(
+    "--loads", type=click.Choice(["pointers", "descriptors"]), default="pointers", show_default=True, help="How; the latter from Hopper on."
+)
 @_OUT
-def aot(arches: tuple[str, ...], head_dims: tuple[int, ...], dtype: str, out: Path | None) -> None:
+def aot(arches: tuple[str, ...], head_dims: tuple[int, ...], dtype: str, loads: Loads, out: Path | None) -> None:
     """The Triton kernels compiled for chips that need not be there: registers, spills, shared memory, tensor-core instructions."""
     from burst_rt.launch.bench.aot import main
 
-    main([int(arch) for arch in arches] or [80, 90, 100], head_dims, dtype, out)
+    main([int(arch) for arch in arches] or [80, 90, 100], head_dims, dtype, loads, out)
 
 
 @command.command()

@@ -2,7 +2,7 @@
 
 Two contexts of one job take turns, a few steps at a time, so that the machine's noise hits both alike: one with everything on (agents, hub,
 record, a viewer that asks twice a second), one without telemetry, during whose turns the hub and the viewer are suspended and the agents
-held.
+held. Before a turn is timed, what has just been woken gets the time to catch up; the turns without telemetry wait as long.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_
 
 __all__ = ["main"]
 
+# A beat of the viewer: what has been held asks, samples and writes at once when it is let go.
+_SETTLE_S = 0.5
+
 
 def main(repeats: int, steps: int, tokens: int, out: Path | None) -> None:
     """The ranks' side."""
@@ -56,6 +59,7 @@ def _compare(
             # Now one first, now the other.
             for ctx in (seen, unseen) if repeat % 2 else (unseen, seen):
                 everything.run(ctx is seen)
+                time.sleep(_SETTLE_S)
                 before, began_s = everything.cpu_s(), time.perf_counter()
                 step_s = _turn(ctx, steps, tokens)
                 used, elapsed_s = everything.cpu_s(), time.perf_counter() - began_s

@@ -1,13 +1,18 @@
-"""`burst-rt bench tune`: block sizes, warps and stages of the Triton kernels, measured on this machine's GPU.
+"""`burst-rt bench tune`: block sizes, warps, stages and ways to load of the Triton kernels, measured on this machine's GPU.
 
 For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled, checked against the table's own configuration and
 timed, full and causal together. The fastest are written where later jobs on this chip find them, and printed as `configs.py` has them.
+
+Kernels whose warps are specialised come last, against the best found before: their warps wait for each other, and one that is compiled
+wrongly may never end. Then the measuring ends there, and what was found stays.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,16 +33,23 @@ __all__ = ["Trial", "best_of", "main", "paste"]
 _WORTH = 0.02
 # Two configurations add up in other orders and round other probabilities to 16 bits; a wrong one is off by far more.
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
+# A tile takes milliseconds.
+_STUCK_S = 10.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (False, True, True)}
 
 
 class Trial(NamedTuple):
-    """How a configuration did: seconds for a full and a causal tile together, or why not."""
+    """How a configuration did: seconds for a full and a causal tile together, or why not; stuck: the device has not come back from it."""
 
     config: Config
     seconds: float | None
     why: str = ""
+    stuck: bool = False
+
+
+class Stuck(Exception):
+    """The device is still at it where it should long be done."""
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
@@ -53,8 +65,8 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 def paste(kind: str, arch: int, head_dim: int, trials: Sequence[Trial], best: Trial) -> str:
     """The line for configs.py."""
     own, found = trials[0], best.config
-    was = f"; {own.config} took {1e3 * own.seconds:.3f}" if own.seconds is not None and own is not best else ""
-    return f'("{kind}", {arch}), head sizes up to {head_dim}: {found}  # {1e3 * (best.seconds or 0.0):.3f} ms{was}'
+    was = f"; {own.config!r} took {1e3 * own.seconds:.3f}" if own.seconds is not None and own is not best else ""
+    return f'("{kind}", {arch}), head sizes up to {head_dim}: {found!r}  # {1e3 * (best.seconds or 0.0):.3f} ms{was}'
 
 
 def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out: Path | None) -> None:
@@ -62,31 +74,66 @@ def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out
     if not torch.cuda.is_available():
         raise ConfigError("bench tune: torch sees no CUDA device; see `burst-rt doctor`")
     device = torch.device("cuda", torch.cuda.current_device())
-    arch = arch_of(torch.cuda.get_device_capability(device))
+    arch, kind_of_input = arch_of(torch.cuda.get_device_capability(device)), _DTYPES[dtype]
+    searches = list(_searches(arch, head_dims, kind_of_input.itemsize))
     end_s = time.monotonic() + limit_s
     rows: list[dict[str, Cell]] = []
-    lines: list[str] = []
-    left = len(head_dims) * len(TUNED)
-    for head_dim in head_dims:
-        for kind in TUNED:
-            # An even share of what is left for each that is still to come.
-            now_s = time.monotonic()
-            share_ends_s = now_s + (end_s - now_s) / left
-            left -= 1
-            works = [Work(device, _DTYPES[dtype], head_dim, mask, kind == "forward") for mask in (Full(), Causal())]
-            configs = candidates(kind, arch, head_dim, _DTYPES[dtype].itemsize)
-            trials = trials_of(kind, works, configs, lambda run: _seconds(run, repeats), _after(share_ends_s))
-            best = best_of(trials)
-            rows += [_row(kind, head_dim, trial, trial is best) for trial in trials]
-            if best is not None:
-                lines.append(paste(kind, arch, head_dim, trials, best))
-                if not keep(kind, device, head_dim, _DTYPES[dtype], best.config):
-                    lines.append("  not remembered: the cache folder cannot be written")
+    found: dict[tuple[int, str], tuple[Trial, str]] = {}
+    trials: list[Trial] = []
+    for i, (head_dim, kind, configs) in enumerate(searches):
+        # An even share of what is left for each that is still to come.
+        now_s = time.monotonic()
+        share_ends_s = now_s + (end_s - now_s) / (len(searches) - i)
+        works = [Work(device, kind_of_input, head_dim, mask, kind == "forward") for mask in (Full(), Causal())]
+        before = found.get((head_dim, kind))
+        if configs[0].loads == "specialized" and before is None:
+            continue  # there is nothing to check them against
+        tried = [before[0].config, *configs] if before else configs
+        trials = trials_of(kind, works, tried, lambda run: _seconds(run, repeats), _after(share_ends_s), settle=_settle)
+        best = best_of(trials)
+        rows += [_row(kind, head_dim, trial, trial is best) for trial in trials]
+        if best is not None:
+            kept = keep(kind, device, head_dim, kind_of_input, best.config)
+            line = paste(kind, arch, head_dim, trials, best)
+            found[head_dim, kind] = best, line if kept else f"{line}  not remembered: the cache folder cannot be written"
+        if trials[-1].stuck:
+            break
     # What was known of this kernel's speed is no longer so.
     forget(KIND)
     title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"
     publish(title, rows, out, f"medians of {repeats}; a full and a causal tile of 4,096 x 4,096 together")
-    print("For burst_rt/kernels/triton/configs.py (jobs on this machine use them from now on):", *lines, sep="\n")
+    print(
+        "For burst_rt/kernels/triton/configs.py (jobs on this machine use them from now on):",
+        *(line for _, line in found.values()),
+        sep="\n",
+    )
+    if trials and trials[-1].stuck:
+        print(f"bench tune: ended early, {trials[-1].config} {trials[-1].why}", file=sys.stderr)
+        # Anything that asks the device, the end of Python too, would wait for ever; the driver ends what this process has started.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _searches(arch: int, head_dims: Sequence[int], input_bytes: int) -> Iterator[tuple[int, str, list[Config]]]:
+    """What to try for each head size and kernel; first all that cannot get stuck."""
+    for specialized in (False, True):
+        for head_dim in head_dims:
+            for kind in TUNED:
+                configs = [c for c in candidates(kind, arch, head_dim, input_bytes) if (c.loads == "specialized") == specialized]
+                if configs:
+                    yield head_dim, kind, configs
+
+
+def _settle() -> None:
+    """Waits until the device has done all it was given; raises Stuck where that takes far too long."""
+    event = torch.cuda.Event()
+    event.record()
+    stuck_at_s = time.monotonic() + _STUCK_S
+    while not event.query():
+        if time.monotonic() > stuck_at_s:
+            raise Stuck(f"does not end (within {_STUCK_S:g} s)")
+        time.sleep(1e-3)
 
 
 def _after(moment_s: float) -> Callable[[], bool]:
@@ -100,8 +147,12 @@ def trials_of(
     seconds: Callable[[Callable[[], None]], float],
     out_of_time: Callable[[], bool],
     tokens: int = 4096,
+    settle: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Every configuration in turn on the standard tiles of some work; the first is what the others' results are checked against."""
+    """Every configuration in turn on the standard tiles of some work; the first is what the others' results are checked against.
+
+    settle: waits for the device. Where it, or `seconds`, raises Stuck, no more are tried.
+    """
     kernel = KERNELS["triton"]
     problems = [TileProblem(work, tokens=tokens) for work in works]
     wanted: list[list[torch.Tensor]] = []
@@ -113,12 +164,16 @@ def trials_of(
         try:
             with trying(kind, config):
                 results = [problem.results(kernel, _NEEDS[kind]) for problem in problems]
+                settle()
                 wanted = wanted or results
                 apart = max(_apart(x, y) for found, right in zip(results, wanted, strict=True) for x, y in zip(found, right, strict=True))
                 if not apart < _SAME[works[0].dtype]:
                     trials.append(Trial(config, None, f"wrong: {apart:.1e} from what the first one gives"))
                     continue
                 took = sum(seconds(lambda problem=problem: problem.run(kernel, _NEEDS[kind])) for problem in problems)  # type: ignore[misc]
+        except Stuck as error:
+            trials.append(Trial(config, None, str(error), stuck=True))
+            break
         except failures() as error:
             trials.append(Trial(config, None, told(error)))
         else:
@@ -139,7 +194,7 @@ def _seconds(run: Callable[[], None], repeats: int) -> float:
         start.record()
         run()
         end.record()
-        end.synchronize()
+        _settle()
         times.append(start.elapsed_time(end) / 1e3)
     return median(times)
 
@@ -152,6 +207,7 @@ def _row(kind: str, head_dim: int, trial: Trial, best: bool) -> dict[str, Cell]:
         "block": f"{config.block_m} x {config.block_n}",
         "warps": config.num_warps,
         "stages": config.num_stages,
+        "loads": config.loads,
         "ms": None if trial.seconds is None else 1e3 * trial.seconds,
         "": "taken" if best else trial.why[:60],
     }

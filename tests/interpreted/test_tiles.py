@@ -6,6 +6,8 @@ Interpreted on a CPU, or compiled on a GPU, where tiles of eight times as many t
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +20,10 @@ from tolerances import ERROR, PRODUCTS
 from burst_rt import Causal, Full, Mask
 from burst_rt.errors import InternalError
 from burst_rt.kernels import KERNELS, State, Tile
+from burst_rt.kernels.triton.configs import Config
+from burst_rt.kernels.triton.kernel import _config
+from burst_rt.kernels.triton.launch import loads_of
+from burst_rt.kernels.triton.tuned import TUNED, trying
 
 KERNEL = KERNELS["triton"]
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -166,6 +172,17 @@ def run_backward(call: Call, *, needs: str = "qkv", start: float = 1.0) -> list[
     return [sums[name] - start if name in needs else None for name in "qkv"]
 
 
+@contextmanager
+def described(call: Call) -> Iterator[None]:
+    """Inside, the kernels load through tensor descriptors, with the blocks they would have anyway."""
+    with ExitStack() as stack:
+        for kind in TUNED:
+            config = _config(kind, call.q)._replace(loads="descriptors")
+            assert loads_of(config, *call[:4])["DESCRIBED"]
+            stack.enter_context(trying(kind, config))
+        yield
+
+
 def assert_right(call: Call) -> None:
     state, truth = run_forward(call), call.truth
     assert relative_error(state.out, truth.out) < ERROR[call.q.dtype]
@@ -205,6 +222,38 @@ def test_heads_in_groups_and_batches(heads: int, kv_heads: int, batch: int) -> N
     assert_right(
         make_call(Place((range(-5, 30),), ((range(19),), (range(19, 30),))), torch.float32, heads=heads, kv_heads=kv_heads, batch=batch)
     )
+
+
+@pytest.mark.parametrize("name", ["lengths that are divided", "striped, queries travel", "more queries than keys", "few tokens"])
+def test_through_descriptors(name: str) -> None:
+    call = make_call(PLACES[name], torch.float32)
+    with described(call):
+        assert_right(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_and_batches_through_descriptors(dtype: torch.dtype) -> None:
+    call = make_call(PLACES["few tokens"], dtype, heads=4, kv_heads=2, batch=2)
+    with described(call):
+        assert_right(call)
+
+
+@pytest.mark.parametrize("head_dim", [20, 64, 96])
+def test_head_sizes_through_descriptors(head_dim: int) -> None:
+    call = make_call(Place((range(37),), ((range(37),),)), torch.float32, heads=1, head_dim=head_dim)
+    with described(call):
+        assert_right(call)
+
+
+def test_what_the_copy_engine_cannot_read_is_loaded_through_pointers() -> None:
+    """33 numbers of 4 bytes are no multiple of 16, nor is the address of the second of two."""
+    config = Config(64, 64, 4, 2, "descriptors")
+    through_pointers = {"DESCRIBED": False, "SPECIALIZE": False}
+    assert loads_of(config, torch.empty(1, 9, 2, 33)) == through_pointers
+    assert loads_of(config, torch.empty(1, 9, 2, 36), torch.empty(1, 9, 2, 37)[..., 1:]) == through_pointers
+    assert loads_of(config._replace(loads="pointers"), torch.empty(1, 9, 2, 36)) == through_pointers
+    assert loads_of(config, torch.empty(1, 9, 2, 36)) == {"DESCRIBED": True, "SPECIALIZE": False}
+    assert loads_of(config._replace(loads="specialized"), torch.empty(1, 9, 2, 36)) == {"DESCRIBED": True, "SPECIALIZE": True}
 
 
 def test_the_order_of_strides_makes_no_difference() -> None:

@@ -12,7 +12,7 @@ from burst_rt.kernels import KERNELS, Work
 from burst_rt.kernels.speed import TileProblem
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.tuned import TUNED, tuned
-from burst_rt.launch.bench.tune import Trial, best_of, trials_of
+from burst_rt.launch.bench.tune import Stuck, Trial, best_of, trials_of
 
 _CONFIGS = [Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(24, 16, 4, 1), Config(16, 16, 4, 1), Config(32, 32, 4, 1)]
 
@@ -54,6 +54,17 @@ def test_trials(kind: str) -> None:
     assert best_of(trials) == Trial(_CONFIGS[3], 4.0)
     assert clock.used == [config for config in (_CONFIGS[0], _CONFIGS[1], _CONFIGS[3]) for _ in works]
     assert tuned(kind, torch.device("cpu"), 256, torch.float32) is None
+
+
+def test_one_that_does_not_end_is_the_last() -> None:
+    def settle() -> None:
+        if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
+            raise Stuck("does not end")
+
+    works = [Work(torch.device("cpu"), torch.float32, 256, Full())]
+    trials = trials_of("forward", works, _CONFIGS, lambda run: 1.0, lambda: False, tokens=20, settle=settle)
+    assert trials == [Trial(_CONFIGS[0], 1.0), Trial(_CONFIGS[1], None, "does not end", stuck=True)]
+    assert best_of(trials) == trials[0]
 
 
 def test_a_configuration_with_wrong_results_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

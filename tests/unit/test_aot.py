@@ -10,40 +10,50 @@ import pytest
 from click.testing import CliRunner
 
 from burst_rt.errors import DeviceError
-from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, Config
+from burst_rt.kernels.triton.aot import Request, compile_all
+from burst_rt.kernels.triton.configs import ARCHES, Config, choose
 from burst_rt.launch.main import cli
 
 # What multiplies 16-bit matrices on each chip: mma, wgmma, tcgen05.mma.
 _PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "tcgen05"}
 # How many a kernel has at least, one for each of its matrix products.
 _NUM_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
-_REQUESTS = [
-    Request(kind, arch, head_dim, causal)
-    for arch in _PRODUCTS
-    for kind in _NUM_PRODUCTS
-    for head_dim in (64, 128)
-    # The causal forward and dq hold all of the other's code; of dk and dv the two differ by one comparison.
-    for causal in ((True,) if kind == "dkdv" else (False, True))
-]
-
+# The registers of a multiprocessor shared out among twelve warps: four that load, twice four that compute.
+_SPECIALIZED = Config(128, 128, 4, 2, "specialized")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is made for Linux")
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[Request, Compiled]:
-    return {each.request: each for each in compile_all(_REQUESTS)}
+@pytest.mark.parametrize("arch", _PRODUCTS)
+def test_the_table_for_16_bit_inputs(arch: int) -> None:
+    requests = [
+        Request(kind, arch, head_dim, causal)
+        for kind in _NUM_PRODUCTS
+        for head_dim in (64, 128)
+        # The causal forward and dq hold all of the other's code; of dk and dv the two differ by one comparison.
+        for causal in ((True,) if kind == "dkdv" else (False, True))
+    ]
+    for found in compile_all(requests):
+        assert found.spills == 0, found
+        assert found.stack_bytes == 0, found
+        assert 0 < found.registers <= 255, found
+        assert 0 < found.shared_bytes <= ARCHES[arch], found
+        assert found.instructions[_PRODUCTS[arch]] >= _NUM_PRODUCTS[found.request.kind], found
+        assert not any(found.instructions[name] for other, name in _PRODUCTS.items() if other != arch), found
 
 
-@pytest.mark.parametrize("request_", _REQUESTS, ids=lambda r: f"{r.kind}-sm_{r.arch}-{r.head_dim}-{'causal' if r.causal else 'full'}")
-def test_the_table_for_16_bit_inputs(compiled: dict[Request, Compiled], request_: Request) -> None:
-    found = compiled[request_]
-    assert found.spills == 0
-    assert found.stack_bytes == 0
-    assert 0 < found.registers <= 255
-    assert 0 < found.shared_bytes <= ARCHES[request_.arch]
-    assert found.instructions[_PRODUCTS[request_.arch]] >= _NUM_PRODUCTS[request_.kind]
-    assert not any(found.instructions[other] for arch, other in _PRODUCTS.items() if arch != request_.arch)
+def test_loads_by_the_copy_engine() -> None:
+    """Tensor descriptors on Hopper and Blackwell; on Hopper specialised warps hold the forward's 128 rows twice as 64."""
+    requests = [
+        Request(kind, arch, 128, kind != "dkdv", config=choose(kind, arch, 128, 2)._replace(loads="descriptors"))
+        for arch in (90, 100)
+        for kind in _NUM_PRODUCTS
+    ]
+    requests += [Request("forward", 90, 128, causal, config=_SPECIALIZED, ragged=not causal) for causal in (False, True)]
+    for found in compile_all(requests):
+        assert found.instructions["TMA"] >= _NUM_PRODUCTS[found.request.kind]
+        assert found.shared_bytes <= ARCHES[found.request.arch]
+        assert found.spills == 0
+        assert (found.registers == 168) == (found.config == _SPECIALIZED)
 
 
 def test_lengths_that_blocks_do_not_divide() -> None:

@@ -30,7 +30,14 @@ _SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 # Pointers to what is float32 whatever the inputs.
 _SUMS = {"p_acc", "p_m", "p_l", "p_lse", "p_dlse", "p_delta", "p_top", "p_dq", "p_dk", "p_dv"}
 # In SASS: tensor-core products of the generations; local memory, where registers spill to.
-_INSTRUCTIONS = {"HMMA": r"\bHMMA\.", "HGMMA": r"\bHGMMA\.", "tcgen05": r"\bUTC\w*MMA\b", "LDL": r"\bLDL\b", "STL": r"\bSTL\b"}
+_INSTRUCTIONS = {
+    "HMMA": r"\bHMMA\.",
+    "HGMMA": r"\bHGMMA\.",
+    "tcgen05": r"\bUTC\w*MMA\b",
+    "TMA": r"\bUTMALDG\b",
+    "LDL": r"\bLDL\b",
+    "STL": r"\bSTL\b",
+}
 _DEADLINE_S = 600.0
 
 
@@ -53,8 +60,8 @@ class Request(NamedTuple):
 class Compiled(NamedTuple):
     """What a kernel takes on its chip. shared_bytes: of shared memory, a block; registers and stack_bytes: a thread.
 
-    instructions: how often HMMA, HGMMA, tcgen05 (products on the tensor cores of sm_80, sm_90, sm_100) and LDL, STL (loads from and stores
-    to local memory: spills) stand in the machine code.
+    instructions: how often HMMA, HGMMA, tcgen05 (products on the tensor cores of sm_80, sm_90, sm_100), TMA (loads by the copy engine) and
+    LDL, STL (loads from and stores to local memory: spills) stand in the machine code.
     """
 
     request: Request
@@ -139,7 +146,7 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
     return {
         "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "CAUSAL": request.causal, "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even, "NEED_DK": True, "NEED_DV": True,
-        "HAS_DLSE": True, "INTERPRET": False,
+        "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers", "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,
     }  # fmt: skip
 
 

@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
 from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import Problem, strides
-from burst_rt.kernels.triton.positions import POSITIONS, add_rows, count_through, load_rows, position_of
+from burst_rt.kernels.triton.launch import Problem, loads_of, strides
+from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
 
@@ -25,8 +26,8 @@ def _add_columns(
     b_lse,
     b_delta,
     b_limit,
-    p_k,
-    p_v,
+    rows_k,
+    rows_v,
     stride_kt,
     stride_vt,
     start,
@@ -38,12 +39,15 @@ def _add_columns(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """dq of a block of rows from the columns [start, stop), unscaled; MASKED: of them a row sees those before its `b_limit`."""
-    for column in range(start, stop, BLOCK_N):
-        b_k = load_rows(p_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
-        b_v = load_rows(p_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
+    EVEN: tl.constexpr = EVEN_N or not MASKED
+    for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
+        b_k = load_block(rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_v = load_block(rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -100,6 +104,8 @@ def dq_kernel(
     CAUSAL: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """One block of BLOCK_M queries of one head against all keys of the tile.
@@ -138,20 +144,22 @@ def dq_kernel(
         if num_seen == 0:
             return
 
-    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
-    b_dout = load_rows(p_dout + i_b * stride_db + i_h * stride_dh, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+    rows_q = rows_of(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    b_q = load_block(rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+    rows_dout = rows_of(p_dout + i_b * stride_db + i_h * stride_dh, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    b_dout = load_block(rows_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
     in_row = i_bh.to(tl.int64) * q_len + o_m
     # log2(e): lse in powers of two.
     b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
     b_delta = tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
-    p_k += i_b * stride_kb + i_kv * stride_kh
-    p_v += i_b * stride_vb + i_kv * stride_vh
+    rows_k = rows_of(p_k + i_b * stride_kb + i_kv * stride_kh, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    rows_v = rows_of(p_v + i_b * stride_vb + i_kv * stride_vh, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     edge = num_full // BLOCK_N * BLOCK_N
     b_dq = _add_columns(
-        b_dq, b_q, b_dout, b_lse, b_delta, num_full, p_k, p_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, INTERPRET,
+        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
         b_limit = tl.full((BLOCK_M,), kv_len, tl.int32)
@@ -159,8 +167,8 @@ def dq_kernel(
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_dq = _add_columns(
-            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, p_k, p_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, INTERPRET,
+            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
     p_dq += i_b * stride_sb + i_h * stride_sh
@@ -218,6 +226,8 @@ def dkdv_kernel(
     EVEN_N: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """One block of BLOCK_N keys of one kv head against all queries of the tile, of every head of its group.
@@ -253,20 +263,25 @@ def dkdv_kernel(
             return
         start = start // BLOCK_M * BLOCK_M
 
-    b_k = load_rows(p_k + i_b * stride_kb + i_kv * stride_kh, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, INTERPRET)
-    b_v = load_rows(p_v + i_b * stride_vb + i_kv * stride_vh, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, INTERPRET)
+    rows_k = rows_of(p_k + i_b * stride_kb + i_kv * stride_kh, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    b_k = load_block(rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
+    rows_v = rows_of(p_v + i_b * stride_vb + i_kv * stride_vh, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    b_v = load_block(rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     # One loop over the row blocks of all query heads of the group: the loads of the next head run ahead as those of the next block do.
     p_q += i_b * stride_qb + i_kv * group * stride_qh
     p_dout += i_b * stride_db + i_kv * group * stride_dh
+    heads_q = heads_of(p_q, stride_qh, stride_qt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    heads_dout = heads_of(p_dout, stride_dh, stride_dt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    i_g = 0
     p_lse += (i_b * kv_heads + i_kv) * group * q_len
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
     row = start
-    for _ in range(group * tl.cdiv(q_len - start, BLOCK_M)):
+    for _ in tl.range(group * tl.cdiv(q_len - start, BLOCK_M), warp_specialize=SPECIALIZE):
         o_m = row + tl.arange(0, BLOCK_M)
-        b_q = load_rows(p_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
-        b_dout = load_rows(p_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
+        b_q = load_of_head(heads_q, i_g, row, stride_qh, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+        b_dout = load_of_head(heads_dout, i_g, row, stride_dh, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
         # Rows beyond the end count for nothing: their lse is +inf.
         b_lse = tl.load(p_lse + o_m) if EVEN_M else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
@@ -283,8 +298,7 @@ def dkdv_kernel(
         row += BLOCK_M
         if row >= q_len:
             row = start
-            p_q += stride_qh
-            p_dout += stride_dh
+            i_g += 1
             p_lse += q_len
             p_delta += q_len
 
@@ -309,7 +323,7 @@ def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: Problem, config: Confi
         *problem.q, *problem.kv, problem.scale, problem.scale_log2,
         HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
         EVEN_M=q_len % config.block_m == 0, EVEN_N=k.shape[1] % config.block_n == 0, INTERPRET=problem.interpret,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        **loads_of(config, q, k, v, dout), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
@@ -326,5 +340,5 @@ def launch_dkdv(inputs: _Inputs, dk: torch.Tensor | None, dv: torch.Tensor | Non
         *problem.q, *problem.kv, problem.scale, problem.scale_log2,
         HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
         EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0, NEED_DK=dk is not None, NEED_DV=dv is not None,
-        INTERPRET=problem.interpret, num_warps=config.num_warps, num_stages=config.num_stages,
+        INTERPRET=problem.interpret, **loads_of(config, q, k, v, dout), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

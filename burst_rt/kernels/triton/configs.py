@@ -1,4 +1,4 @@
-"""Block sizes, warps and stages of every kernel, by chip, head size and input type. Data only: neither torch nor triton.
+"""Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type. Data only: neither torch nor triton.
 
 How they were found: compiled ahead of time for each chip (`aot.py`), the largest blocks whose registers do not spill and whose shared
 memory fits. No GPU has timed them.
@@ -6,15 +6,20 @@ memory fits. No GPU has timed them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-__all__ = ["ARCHES", "KINDS", "Config", "arch_of", "choose", "padded"]
+__all__ = ["ARCHES", "KINDS", "Config", "Loads", "arch_of", "choose", "padded"]
 
 # The kernels.
 KINDS = ("forward", "dq", "dkdv", "delta")
 
 # Compute capability -> bytes of shared memory a block may have (CUDA C++ Programming Guide, table of technical specifications).
 ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+# How blocks of the inputs are loaded: every thread by pointers of its own; by the copy engine of Hopper and later chips, through tensor
+# descriptors (TMA); or so, while some warps do nothing but load and the others compute (warp specialisation).
+Loads = Literal["pointers", "descriptors", "specialized"]
 
 
 class Config(NamedTuple):
@@ -24,6 +29,11 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    loads: Loads = "pointers"
+
+    def __str__(self) -> str:
+        loads = "" if self.loads == "pointers" else f", {self.loads}"
+        return f"{self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages{loads}"
 
 
 # 16-bit inputs: (kernel, chip) -> configurations for head sizes up to 64, 128, 256.

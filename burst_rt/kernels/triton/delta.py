@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import strides
-from burst_rt.kernels.triton.positions import load_rows
 
 __all__ = ["delta_kernel", "launch_delta"]
 

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from burst_rt.kernels.base import State
+from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import Problem, strides
-from burst_rt.kernels.triton.positions import POSITIONS, count_through, load_rows, position_of
+from burst_rt.kernels.triton.launch import Problem, loads_of, strides
+from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["forward_kernel", "launch_forward"]
 
@@ -25,8 +26,8 @@ def _fold(
     b_l,
     b_q,
     b_limit,
-    p_k,
-    p_v,
+    rows_k,
+    rows_v,
     stride_kt,
     stride_vt,
     start,
@@ -38,11 +39,14 @@ def _fold(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Folds the columns [start, stop) into a block of rows; MASKED: of them a row sees those before its `b_limit`."""
-    for column in range(start, stop, BLOCK_N):
-        b_k = load_rows(p_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
+    EVEN: tl.constexpr = EVEN_N or not MASKED
+    for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
+        b_k = load_block(rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -56,7 +60,7 @@ def _fold(
         b_old = tl.exp2(b_m - b_safe)
         b_l = b_l * b_old + tl.sum(b_p, 1)
         b_acc = b_acc * b_old[:, None]
-        b_v = load_rows(p_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N or not MASKED, INTERPRET)
+        b_v = load_block(rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_m = b_m_new
     return b_acc, b_m, b_l
@@ -103,6 +107,8 @@ def forward_kernel(
     LAST: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """One block of BLOCK_M queries of one head against all keys of the tile.
@@ -113,7 +119,7 @@ def forward_kernel(
 
     Reads (acc, m, l) unless FIRST; writes them unless LAST; if LAST writes out = acc / l (0 where l = 0) in p_out's type and
     lse = (m + log2 l) * log(2) (-inf there). acc, out `[batch, q_len, heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense;
-    out may be acc.
+    out may be acc. DESCRIBED: loads through tensor descriptors; SPECIALIZE: some warps load while others compute.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s = [0, log2 3], m = log2 3, l = 1/3 + 1,
     acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) * log 2 = log 4.
@@ -141,7 +147,7 @@ def forward_kernel(
         bottom = position_of(tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step)
         num_full = count_through(top, kv_first, kv_split, kv_second, kv_step, kv_len)
         num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
-        if not (FIRST or LAST):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+        if not (FIRST or LAST or SPECIALIZE):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
             if num_seen == 0:
                 return
 
@@ -159,22 +165,26 @@ def forward_kernel(
         b_m = tl.load(p_m + in_row, mask=o_m < q_len, other=-float("inf"))
         b_l = tl.load(p_l + in_row, mask=o_m < q_len, other=0.0)
 
-    b_q = load_rows(p_q + i_b * stride_qb + i_h * stride_qh, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, INTERPRET)
-    p_k += i_b * stride_kb + i_kv * stride_kh
-    p_v += i_b * stride_vb + i_kv * stride_vh
-    edge = num_full // BLOCK_N * BLOCK_N
-    b_acc, b_m, b_l = _fold(
-        b_acc, b_m, b_l, b_q, num_full, p_k, p_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, INTERPRET,
-    )  # fmt: skip
-    if CAUSAL or not EVEN_N:
+    rows_q = rows_of(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    b_q = load_block(rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+    rows_k = rows_of(p_k + i_b * stride_kb + i_kv * stride_kh, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    rows_v = rows_of(p_v + i_b * stride_vb + i_kv * stride_vh, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    MASKED: tl.constexpr = CAUSAL or not EVEN_N
+    # Triton's Hopper compiler can share out the work of one loop, not of two.
+    edge = 0 if SPECIALIZE and MASKED else num_full // BLOCK_N * BLOCK_N
+    if not (SPECIALIZE and MASKED):
+        b_acc, b_m, b_l = _fold(
+            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    if MASKED:
         b_limit = tl.full((BLOCK_M,), kv_len, tl.int32)
         if CAUSAL:
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, b_limit, p_k, p_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, INTERPRET,
+            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
     if LAST:
@@ -210,5 +220,5 @@ def launch_forward(
         *problem.q, *problem.kv, problem.scale_log2,
         HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
         FIRST=ends[0], LAST=ends[1], EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0, INTERPRET=problem.interpret,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        **loads_of(config, q, k, v), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -68,7 +69,7 @@ class TritonKernel:
         found = {kind: tuned(kind, work.device, work.head_dim, work.dtype) for kind in kinds}
         if not any(found.values()):
             return ()
-        told = ", ".join(f"{kind} {c.block_m} x {c.block_n}, {c.num_warps} warps, {c.num_stages} stages" for kind, c in found.items() if c)
+        told = ", ".join(f"{kind} {config}" for kind, config in found.items() if config)
         return (f"blocks tuned on this machine: {told}",)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
@@ -81,8 +82,7 @@ class TritonKernel:
         if problem.interpret and tile.last and out.dtype != state.acc.dtype:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
             out = torch.empty_like(state.acc)
-        with _started_on(q.device):
-            launch_forward(q, k, v, state, out, problem, _config("forward", q), (tile.first, tile.last))
+        _start(q.device, launch_forward, q, k, v, state, out, problem, _config("forward", q), (tile.first, tile.last))
         if tile.last and out is not state.out:
             state.out.copy_(out)
         tile.progress()
@@ -92,8 +92,7 @@ class TritonKernel:
         from burst_rt.kernels.triton.delta import launch_delta
 
         _check_dense(rows)
-        with _started_on(dout.device):
-            launch_delta(dout, out, lse, dlse, rows, _config("delta", dout), _interpreting())
+        _start(dout.device, launch_delta, dout, out, lse, dlse, rows, _config("delta", dout), _interpreting())
 
     def backward(
         self,
@@ -114,17 +113,19 @@ class TritonKernel:
         _check_dense(lse, delta)
         problem = _problem(q, k, tile)
         inputs = (q, k, v, dout, lse, delta)
-        with _started_on(q.device):
-            if dk is not None or dv is not None:
-                launch_dkdv(inputs, dk, dv, problem, _config("dkdv", q))
-            if dq is not None:
-                launch_dq(inputs, dq, problem, _config("dq", q))
+        if dk is not None or dv is not None:
+            _start(q.device, launch_dkdv, inputs, dk, dv, problem, _config("dkdv", q))
+        if dq is not None:
+            _start(q.device, launch_dq, inputs, dq, problem, _config("dq", q))
         tile.progress()
 
     def scratch_bytes(
         self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
     ) -> int:
-        """Nothing: all there is is registers and shared memory. (The interpreter's temporaries are not counted.)"""
+        """Nothing: all there is is registers and shared memory.
+
+        Not counted: tensor descriptors, where they are used (at most 512 bytes a block of the grid), and the interpreter's temporaries.
+        """
         return 0
 
 
@@ -153,11 +154,23 @@ def _arch(device: torch.device) -> int:
     return arch_of(torch.cuda.get_device_capability(device))
 
 
-@contextmanager
-def _started_on(device: torch.device) -> Iterator[None]:
+def _start(device: torch.device, launch: Callable[..., None], *args: object) -> None:
     """Triton starts kernels on the current device. One thread at a time: starting one does not wait for the device."""
     with _one_at_a_time, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        yield
+        # In a context of its own, for the program may have set an allocator for kernels of its own.
+        copy_context().run(_start_with_scratch, launch, args)
+
+
+def _start_with_scratch(launch: Callable[..., None], args: tuple[object, ...]) -> None:
+    import triton
+
+    triton.set_allocator(_scratch)
+    launch(*args)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Where a kernel makes its tensor descriptors, on the current stream: torch gives the memory to what comes after the kernel there."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _check_dense(*tensors: torch.Tensor) -> None:

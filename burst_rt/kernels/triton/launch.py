@@ -1,4 +1,4 @@
-"""What every launcher needs: a tile as the kernels' plain arguments, and strides that are fit for them."""
+"""What every launcher needs: a tile as the kernels' plain arguments, strides that are fit for them, and how tensors are loaded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
+from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.runs import Runs
 
-__all__ = ["LOG2_E", "Problem", "strides"]
+__all__ = ["LOG2_E", "Problem", "loads_of", "strides"]
 
 LOG2_E = 1.4426950408889634
 # Within a block of at most 256 rows elements are addressed in 32 bits.
@@ -40,3 +41,14 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
             f"apart, got strides {x.stride()}"
         )
     return batch, token, head
+
+
+def loads_of(config: Config, *inputs: torch.Tensor) -> dict[str, bool]:
+    """DESCRIBED and SPECIALIZE of a kernel that loads these BSHD tensors: as configured, if the copy engine can read all of them."""
+    described = config.loads != "pointers" and all(map(_fits_descriptor, inputs))
+    return {"DESCRIBED": described, "SPECIALIZE": described and config.loads == "specialized"}
+
+
+def _fits_descriptor(x: torch.Tensor) -> bool:
+    """CUDA Driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes."""
+    return not any(number % 16 for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3])))

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
+from typing import get_args
 
 import torch
 
 from burst_rt.kernels.remembered import recall, remember
-from burst_rt.kernels.triton.configs import ARCHES, Config, choose, padded
+from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, choose, padded
 
 __all__ = ["TUNED", "candidates", "keep", "trying", "tuned"]
 
@@ -23,6 +24,7 @@ TUNED = ("forward", "dq", "dkdv")
 # The name of what is remembered.
 _KIND = "triton-blocks"
 _MOST_CANDIDATES = 24
+_MOST_SPECIALIZED = 8
 
 # What a trial insists on, by kernel.
 _trial: dict[str, Config] = {}
@@ -53,11 +55,12 @@ def trying(kind: str, config: Config) -> Iterator[None]:
 def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Config]:
     """What to measure: the table's own first, then what may fit the chip's shared memory and registers, the largest blocks first.
 
-    An estimate that is meant to let too many through: what does not fit after all fails to compile or to start, and is passed over.
+    An estimate that is meant to let too many through: what does not fit after all fails to compile or to start, and is passed over. Those
+    with specialised warps come last.
     """
     own = choose(kind, arch, head_dim, input_bytes)
     width = padded(head_dim)
-    found = []
+    found, specialized = [], []
     for m in (128, 64, 32):
         for n in (128, 64, 32):
             for warps in (4, 8):
@@ -67,10 +70,25 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
                     shared = width * input_bytes * (2 * walked * stages + kept * (1 if kind == "forward" else 2))
                     # float32 sums beside the scores, in registers of 32 threads a warp; 255 a thread is the most there is.
                     sums = kept * width * (2 if kind == "dkdv" else 1) + m * n * (1 if kind == "forward" else 2)
-                    if shared <= ARCHES[arch] and sums / (32 * warps) <= 224 and (input_bytes == 2 or m * n <= 64 * 32):
-                        found.append(Config(m, n, warps, stages))
-    found.sort(key=lambda config: (-config.block_m * config.block_n, -config.num_stages))
-    return [own, *(config for config in found if config != own)][:_MOST_CANDIDATES]
+                    if shared > ARCHES[arch] or (input_bytes == 4 and m * n > 64 * 32):
+                        continue
+                    if sums / (32 * warps) <= 224:
+                        found += [Config(m, n, warps, stages, loads) for loads in _loads(arch, stages)]
+                    if _may_specialize(kind, arch, m, warps) and input_bytes == 2 and stages > 1:
+                        specialized.append(Config(m, n, warps, stages, "specialized"))
+    found.sort(key=lambda config: (-config.block_m * config.block_n, config.loads == "pointers", -config.num_stages))
+    specialized.sort(key=lambda config: (-config.block_m * config.block_n, -config.num_stages))
+    return [own, *(config for config in found if config != own)][:_MOST_CANDIDATES] + specialized[:_MOST_SPECIALIZED]
+
+
+def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
+    """The copy engine came with Hopper."""
+    return ("descriptors", "pointers") if arch >= 90 and stages > 1 else ("pointers",)
+
+
+def _may_specialize(kind: str, arch: int, block_m: int, warps: int) -> bool:
+    """What Triton (3.7) compiles. On Hopper: the forward, and its warps come twice, each four with half of the rows."""
+    return arch == 100 or (arch == 90 and kind == "forward" and warps == 4 and block_m == 128)
 
 
 @lru_cache
@@ -78,8 +96,13 @@ def _recalled(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
     if kind not in TUNED or device.type != "cuda" or not torch.cuda.is_available():
         return None
     found = recall(_KIND, _key(kind, device, head_dim, dtype))
-    fits = isinstance(found, list) and len(found) == len(Config._fields) and all(isinstance(x, int) and x > 0 for x in found)
-    return Config(*found) if fits else None
+    match found:
+        case [*numbers, str(loads)] if (
+            len(numbers) == 4 and loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers)
+        ):
+            return Config(*found)
+        case _:
+            return None
 
 
 def _key(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, str]:

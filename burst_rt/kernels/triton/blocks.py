@@ -1,0 +1,147 @@
+"""How kernels load and add to blocks of rows: through pointers, or through tensor descriptors, made on the device, by the chip's copy engine.
+
+Descriptors take memory on the device while the kernel runs (kernel.py gives it), and inputs that fit them (`loads_of` of launch.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_rows", "heads_of", "load_block", "load_of_head", "load_rows", "rows_of"]
+
+
+@triton.jit
+def load_rows(
+    pointer,
+    row,
+    stride,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Rows [row, row + BLOCK_R) of a matrix `[length, HEAD_DIM]` as a block `[BLOCK_R, BLOCK_D]`, 0 beyond its edges.
+
+    EVEN: none of these rows is beyond. The block's corner is addressed in 64 bits, what is inside it in 32.
+    """
+    o_r = tl.arange(0, BLOCK_R)
+    o_d = tl.arange(0, BLOCK_D)
+    pointers = pointer + tl.cast(row, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    if EVEN:
+        block = tl.load(pointers) if HEAD_DIM == BLOCK_D else tl.load(pointers, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        block = tl.load(pointers, mask=(row + o_r < length)[:, None], other=0.0)
+    else:
+        block = tl.load(pointers, mask=(row + o_r < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    if INTERPRET:
+        # The interpreter's 16-bit arithmetic is wrong.
+        block = block.to(tl.float32)
+    return block
+
+
+@triton.jit
+def rows_of(pointer, stride, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, DESCRIBED: tl.constexpr):
+    """What `load_block` loads blocks of a matrix `[length, HEAD_DIM]` from: if DESCRIBED a descriptor, made here, else the pointer."""
+    if DESCRIBED:
+        source = tl.make_tensor_descriptor(pointer, shape=[length, HEAD_DIM], strides=[stride, 1], block_shape=[BLOCK_R, BLOCK_D])
+    else:
+        source = pointer
+    return source
+
+
+@triton.jit
+def load_block(
+    source,
+    row,
+    stride,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Rows [row, row + BLOCK_R) of what `rows_of` gave as a block `[BLOCK_R, BLOCK_D]`, 0 beyond its edges. EVEN: none of them is beyond.
+
+    Through a descriptor the chip's copy engine loads, and sees to the edges by itself.
+    """
+    if DESCRIBED:
+        block = source.load([row, 0])
+        if INTERPRET:
+            block = block.to(tl.float32)
+    else:
+        block = load_rows(source, row, stride, length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET)
+    return block
+
+
+@triton.jit
+def heads_of(
+    pointer,
+    stride_h,
+    stride,
+    heads,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """`rows_of` for matrices `[heads, length, HEAD_DIM]`."""
+    if DESCRIBED:
+        source = tl.make_tensor_descriptor(
+            pointer, shape=[heads, length, HEAD_DIM], strides=[stride_h, stride, 1], block_shape=[1, BLOCK_R, BLOCK_D]
+        )
+    else:
+        source = pointer
+    return source
+
+
+@triton.jit
+def load_of_head(
+    source,
+    head,
+    row,
+    stride_h,
+    stride,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`load_block` from one head of what `heads_of` gave."""
+    if DESCRIBED:
+        block = tl.reshape(source.load([head, row, 0]), (BLOCK_R, BLOCK_D))
+        if INTERPRET:
+            block = block.to(tl.float32)
+    else:
+        source += tl.cast(head, tl.int64) * stride_h
+        block = load_rows(source, row, stride, length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET)
+    return block
+
+
+@triton.jit
+def _add_part(pointer, row, stride, length, part, column, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr):
+    o_r = tl.arange(0, BLOCK_R)
+    o_c = column + tl.arange(0, BLOCK_C)
+    pointers = pointer + tl.cast(row, tl.int64) * stride + (o_r[:, None] * stride + o_c[None, :])
+    inside = (row + o_r < length)[:, None] & (o_c < HEAD_DIM)[None, :]
+    tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + part, mask=inside)
+
+
+@triton.jit
+def add_rows(pointer, row, stride, length, block, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Adds a block `[BLOCK_R, BLOCK_D]` to the rows [row, row + BLOCK_R) of a float32 matrix `[length, HEAD_DIM]`.
+
+    One half of the columns after the other: what is loaded for all of them at once has no room in the registers beside two blocks of sums.
+    """
+    HALF: tl.constexpr = BLOCK_D // 2
+    left, right = tl.split(tl.permute(tl.reshape(block, (BLOCK_R, 2, HALF)), (0, 2, 1)))
+    _add_part(pointer, row, stride, length, left, 0, HEAD_DIM, HALF, BLOCK_R)
+    _add_part(pointer, row, stride, length, right, HALF, HEAD_DIM, HALF, BLOCK_R)
