@@ -1,4 +1,4 @@
-"""How kernels load and add to blocks of rows: through pointers, or through tensor descriptors, made on the device, by the chip's copy engine.
+"""How kernels load and add to blocks of rows: by pointers, or through tensor descriptors made on the device, by the chip's copy engine.
 
 Descriptors take memory on the device while the kernel runs (kernel.py gives it), and inputs that fit them (`loads_of` of launch.py).
 """
