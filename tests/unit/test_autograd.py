@@ -231,6 +231,10 @@ def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
     burst_rt.run_local(2, run)
 
 
+# As one graph; older versions of torch run the call between two.
+_WHOLE = torch.__version__ >= "2.13"
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
@@ -240,6 +244,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, where it goes on after the call
 def test_compiled_is_eager_forward_and_backward(ctx: Context) -> None:
     layout = ctx.layout(16)
 
@@ -248,7 +253,7 @@ def test_compiled_is_eager_forward_and_backward(ctx: Context) -> None:
         return (out.sin() * lse.transpose(1, 2).unsqueeze(-1)).sum()
 
     results = []
-    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+    for function in (model, torch.compile(model, fullgraph=_WHOLE, backend="aot_eager")):
         q, k, v = _qkv(ctx)
         value = function(q, k, v)
         results.append((value.detach(), *torch.autograd.grad(value, (q, k, v))))
@@ -263,7 +268,7 @@ def test_the_compiler_guards_on_every_argument(ctx: Context) -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]) -> torch.Tensor:
         return _attend_with(q, k, v, options)
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)
+    compiled = torch.compile(call, fullgraph=_WHOLE, backend="aot_eager", dynamic=False)
     long, short = ctx.layout(16), ctx.layout(8)
     mask: Mask = Both(Causal(), Causal())
     with torch.no_grad():
@@ -299,7 +304,7 @@ def test_a_result_that_is_not_used_is_computed_all_the_same(ctx: Context) -> Non
 
     q, k, v = (x.detach() for x in _qkv(ctx))
     before = ctx.stats().calls
-    assert torch.equal(torch.compile(unused, fullgraph=True, backend="aot_eager")(q, k, v), q + 1)
+    assert torch.equal(torch.compile(unused, fullgraph=_WHOLE, backend="aot_eager")(q, k, v), q + 1)
     assert ctx.stats().calls == before + 1
 
 
@@ -311,7 +316,7 @@ def test_bad_input_to_a_compiled_call(ctx: Context) -> None:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return _attend_with(q, k, v, {"layout": layout})
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=_WHOLE, backend="aot_eager")
     with torch.no_grad():
         q, k, v = _qkv(ctx)
         with pytest.raises(InputError, match="q must hold this rank's 16 of 16 tokens"):

@@ -65,6 +65,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     cuda = torch.device("cuda")
     several = Work(cuda, torch.bfloat16, 128, Causal(), ring_size=2)
     assert pick(several).kernel.name == "triton"
