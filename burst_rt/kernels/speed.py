@@ -72,10 +72,15 @@ class TileProblem:
             kernel.backward(self._q, self._k, self._v, self._dout, self._rows[0], self._rows[1], self._tile, dq, dk, dv)
 
     def results(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> list[torch.Tensor]:
-        """What the kernel gives: out and lse, or the gradients that are needed."""
+        """What the kernel gives: out and lse, or the gradients that are needed. Of a tile that is not alone: as the first and the last."""
         for total in self._sums:
             total.zero_()
-        self.run(kernel, needs)
+        if self._forward and not self._tile.first:
+            for first in (True, False):
+                tile = self._tile._replace(first=first, last=not first)
+                kernel.forward(self._q, self._k, self._v, tile, self._state)
+        else:
+            self.run(kernel, needs)
         if self._forward:
             return [self._state.out.clone(), self._state.lse.clone()]
         return [total.clone() for total, needed in zip(self._sums, needs, strict=True) if needed]

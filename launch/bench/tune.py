@@ -155,6 +155,10 @@ def trials_of(
     """
     kernel = KERNELS["triton"]
     problems = [TileProblem(work, tokens=tokens) for work in works]
+    checked = problems
+    if any(config.loads == "specialized" for config in configs):
+        # Those the compiler takes apart most: also tiles of a ring, and lengths that blocks do not divide.
+        checked = [*problems, *(TileProblem(work, tokens=tokens - 7, alone=False) for work in works)]
     wanted: list[list[torch.Tensor]] = []
     trials: list[Trial] = []
     for config in configs:
@@ -163,7 +167,7 @@ def trials_of(
             continue
         try:
             with trying(kind, config):
-                results = [problem.results(kernel, _NEEDS[kind]) for problem in problems]
+                results = [problem.results(kernel, _NEEDS[kind]) for problem in checked]
                 settle()
                 wanted = wanted or results
                 apart = max(_apart(x, y) for found, right in zip(results, wanted, strict=True) for x, y in zip(found, right, strict=True))

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from spec import Attention, reference, relative_error
 from tolerances import ERROR, PRODUCTS
 
@@ -243,6 +245,22 @@ def test_head_sizes_through_descriptors(head_dim: int) -> None:
     call = make_call(Place((range(37),), ((range(37),),)), torch.float32, heads=1, head_dim=head_dim)
     with described(call):
         assert_right(call)
+
+
+def test_the_allocator_of_the_program_stays() -> None:
+    """Kernels that make descriptors ask Triton's allocator for memory, and a program may have its own."""
+
+    def own(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        raise AssertionError("not for these kernels")
+
+    def program() -> object:
+        triton.set_allocator(own)
+        call = make_call(PLACES["few tokens"], torch.float32)
+        with described(call):
+            run_forward(call)
+        return triton.runtime._allocation._allocator.get()
+
+    assert copy_context().run(program) is own
 
 
 def test_what_the_copy_engine_cannot_read_is_loaded_through_pointers() -> None:

@@ -56,6 +56,25 @@ def test_trials(kind: str) -> None:
     assert tuned(kind, torch.device("cpu"), 256, torch.float32) is None
 
 
+def test_specialised_warps_are_checked_in_rings_and_on_odd_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    results, lengths = TileProblem.results, set()
+
+    def broken(problem: TileProblem, *args: object) -> list[torch.Tensor]:
+        found = results(problem, KERNELS["triton"])
+        lengths.add(found[0].shape[1])
+        if tuned("forward", torch.device("cpu"), 256, torch.float32) == specialized and found[0].shape[1] == 13:
+            found[0][0, 3] += 1
+        return found
+
+    monkeypatch.setattr(TileProblem, "results", broken)
+    specialized = _CONFIGS[1]._replace(loads="specialized")
+    works = [Work(torch.device("cpu"), torch.float32, 256, Causal())]
+    trials = trials_of("forward", works, [_CONFIGS[0], specialized, _CONFIGS[3]], lambda run: 1.0, lambda: False, tokens=20)
+    assert lengths == {13, 20}
+    assert [trial.seconds for trial in trials] == [1.0, None, 1.0]
+    assert trials[1].why.startswith("wrong: ")
+
+
 def test_one_that_does_not_end_is_the_last() -> None:
     def settle() -> None:
         if tuned("forward", torch.device("cpu"), 256, torch.float32) == _CONFIGS[1]:
