@@ -44,7 +44,8 @@ def burst_attention(
     else "ring-kv" or "burst", the fewer bytes; see `explain`. return_lse: also return lse.
 
     Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for float64 inputs, else float32),
-    differentiable. A query that sees no key gets out 0, lse -inf and zero gradients.
+    differentiable. A query that sees no key gets out 0, lse -inf and zero gradients. torch.compile takes a call for one opaque op; before
+    torch 2.13, where it cannot, it compiles what is around it (so not with fullgraph=True).
 
     Collective: every rank makes the same call; blocks until this rank's part is done. Raises InputError or ContractMismatch on every rank
     alike, before anything is sent; PeerLost or Stalled when a rank is gone or nothing moves (deadlines: `init`).

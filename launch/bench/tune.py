@@ -77,7 +77,7 @@ def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out
     arch, kind_of_input = arch_of(torch.cuda.get_device_capability(device)), _DTYPES[dtype]
     searches = list(_searches(arch, head_dims, kind_of_input.itemsize))
     end_s = time.monotonic() + limit_s
-    rows: list[dict[str, Cell]] = []
+    tried: list[tuple[str, int, Trial]] = []
     found: dict[tuple[int, str], tuple[Trial, str]] = {}
     trials: list[Trial] = []
     for i, (head_dim, kind, configs) in enumerate(searches):
@@ -88,16 +88,19 @@ def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out
         before = found.get((head_dim, kind))
         if configs[0].loads == "specialized" and before is None:
             continue  # there is nothing to check them against
-        tried = [before[0].config, *configs] if before else configs
-        trials = trials_of(kind, works, tried, lambda run: _seconds(run, repeats), _after(share_ends_s), settle=_settle)
+        if before:
+            configs = [before[0].config, *configs]
+        trials = trials_of(kind, works, configs, lambda run: _seconds(run, repeats), _after(share_ends_s), settle=_settle)
         best = best_of(trials)
-        rows += [_row(kind, head_dim, trial, trial is best) for trial in trials]
+        tried += [(kind, head_dim, trial) for trial in trials]
         if best is not None:
             kept = keep(kind, device, head_dim, kind_of_input, best.config)
             line = paste(kind, arch, head_dim, trials, best)
             found[head_dim, kind] = best, line if kept else f"{line}  not remembered: the cache folder cannot be written"
         if trials[-1].stuck:
             break
+    taken = [trial for trial, _ in found.values()]
+    rows = [_row(kind, head_dim, trial, any(trial is each for each in taken)) for kind, head_dim, trial in tried]
     # What was known of this kernel's speed is no longer so.
     forget(KIND)
     title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"

@@ -90,7 +90,10 @@ def heads_of(
     BLOCK_R: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """`rows_of` for matrices `[heads, length, HEAD_DIM]`."""
+    """`rows_of` for matrices `[heads, length, HEAD_DIM]`.
+
+    Only where heads are gone through: Triton's Hopper compiler cannot share out among warps what is loaded as three dimensions.
+    """
     if DESCRIBED:
         source = tl.make_tensor_descriptor(
             pointer, shape=[heads, length, HEAD_DIM], strides=[stride_h, stride, 1], block_shape=[1, BLOCK_R, BLOCK_D]

@@ -96,13 +96,10 @@ def _recalled(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
     if kind not in TUNED or device.type != "cuda" or not torch.cuda.is_available():
         return None
     found = recall(_KIND, _key(kind, device, head_dim, dtype))
-    match found:
-        case [*numbers, str(loads)] if (
-            len(numbers) == 4 and loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers)
-        ):
-            return Config(*found)
-        case _:
-            return None
+    if not isinstance(found, list) or len(found) != len(Config._fields):
+        return None
+    *numbers, loads = found
+    return Config(*found) if loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers) else None
 
 
 def _key(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, str]:
