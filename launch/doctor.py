@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,6 +135,12 @@ def _ask_python(source: str, *, deadline_s: float = _PROBE_DEADLINE_S) -> _Answe
     return _ask([sys.executable, "-P", "-c", source], deadline_s=deadline_s)
 
 
+def _ask_job(launcher: MpiLauncher, program: Sequence[str], *, deadline_s: float) -> _Answer:
+    """What two ranks of `program` print."""
+    with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
+        return _ask(launcher.command(program, 2), deadline_s=deadline_s, environment=launcher.environment(2, None, job_dir))
+
+
 def _python() -> Finding:
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.platform != "linux":
@@ -212,8 +219,7 @@ def _hello_job(launcher: MpiLauncher | None) -> Finding:
     name = "job of 2 ranks"
     if launcher is None:
         return Finding(name, "missing", "not tried", "needs mpirun")
-    command = launcher.command([sys.executable, "-P", "-c", _HELLO], 2)
-    answer = _ask(command, deadline_s=_HELLO_DEADLINE_S, environment=launcher.environment(2, threads=None))
+    answer = _ask_job(launcher, [sys.executable, "-P", "-c", _HELLO], deadline_s=_HELLO_DEADLINE_S)
     if answer.error:
         return Finding(name, "missing", answer.error, f"try it by hand: {launcher.path} -n 2 hostname")
     if answer.text.split() == ["2", "2"]:
@@ -225,7 +231,7 @@ def _hello_job(launcher: MpiLauncher | None) -> Finding:
 def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> Finding:
     """Whether MPI takes memory of the device, by a job that may crash; the answer is remembered for jobs to come. Blocks some seconds."""
     words = [sys.executable, "-P", "-m", "burst_rt.transport.probe", device]
-    answer = _ask(launcher.command(words, 2), deadline_s=_TORCH_DEADLINE_S, environment=launcher.environment(2, threads=None))
+    answer = _ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
     library = _ask_python(_MPI_LIBRARY)
     if not library.error:
         remember(library.text, device_name, not answer.error)

@@ -65,8 +65,11 @@ class MpiLauncher:
     def _exported() -> list[str]:
         return [*_THREAD_VARIABLES, *(name for name in VARIABLES.values() if name in os.environ)]
 
-    def environment(self, num_ranks: int, threads: int | None, job_dir: Path | None = None) -> dict[str, str]:
-        """The environment of mpirun and its ranks: the caller's own, what the user has not set filled in."""
+    def environment(self, num_ranks: int, threads: int | None, job_dir: Path | str, mpi_args: Sequence[str] = ()) -> dict[str, str]:
+        """The environment of mpirun and its ranks: the caller's own, what the user has not set filled in.
+
+        job_dir: a folder of this job alone, for the ranks' reports and mpirun's own files; the caller deletes it when the job has ended.
+        """
         environment = dict(os.environ)
         if self.family == "Open MPI":
             # By environment rather than by flags: what the user exports or passes to mpirun then wins. Names of Open MPI 5, then of 4.
@@ -74,6 +77,10 @@ class MpiLauncher:
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
             if os.geteuid() == 0:
                 defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            if _one_host(mpi_args) and not any(name.endswith("tmpdir_base") for name in environment):
+                # Elsewhere Open MPI 5 names mpirun's files by its process id alone. One that is killed leaves them, and the next mpirun of
+                # that id does not start ("The PMIx server's listener thread failed to start").
+                defaults["PRTE_MCA_prte_tmpdir_base"] = str(job_dir)
             if not any(name in environment for name in _BATCH_VARIABLES):
                 defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
             environment = defaults | environment
@@ -84,8 +91,7 @@ class MpiLauncher:
                 environment[name] = str(said if threads is None else threads)
         if sys.stderr.isatty():
             environment[TERMINAL_VARIABLE] = "1"
-        if job_dir is not None:
-            environment[JOB_DIR_VARIABLE] = str(job_dir)
+        environment[JOB_DIR_VARIABLE] = str(job_dir)
         return environment
 
 
@@ -134,13 +140,14 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
     _check(argv, num_ranks, threads)
     launcher = find_launcher()
     program = [sys.executable, "-P", "-m", "burst_rt.launch.child", *argv]
-    with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
+    # A rank that has been killed may not be quite gone yet.
+    with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:
         job_dir = Path(folder)
         started_at_s = time.time()
         with _forward_signals() as stop, _telemetry(mpi_args) as told:
             mpirun = subprocess.Popen(
                 launcher.command(program, num_ranks, mpi_args, told),
-                env=launcher.environment(num_ranks, threads, job_dir) | told,
+                env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told,
                 stdin=subprocess.DEVNULL,
                 # A group of its own: Ctrl-C must reach it once, through us, and not a second time from the terminal.
                 process_group=0,
@@ -157,6 +164,11 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
         return exit_code
 
 
+def _one_host(mpi_args: Sequence[str]) -> bool:
+    """Whether all ranks are sure to be on this host."""
+    return not any(name in os.environ for name in _BATCH_VARIABLES) and not any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
+
+
 @contextmanager
 def _telemetry(mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
     """The job's hub, where telemetry is asked for, and what its ranks need to find it."""
@@ -164,10 +176,13 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
     if not settings.asked or settings.address:
         yield {}
         return
-    one_host = not any(name in os.environ for name in _BATCH_VARIABLES) and not any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
     try:
         hub = start_hub(
-            one_host=one_host, record=settings.record, held=True, dashboard=settings.dashboard, metrics_port=settings.metrics_port
+            one_host=_one_host(mpi_args),
+            record=settings.record,
+            held=True,
+            dashboard=settings.dashboard,
+            metrics_port=settings.metrics_port,
         )
     except (ConfigError, OSError) as error:
         print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,15 +40,20 @@ def run_job(
 
     Programs may import the modules beside this one. A job that outlives `timeout_s` is killed and raises TimeoutError with its output.
     """
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(_TESTS), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment["OMP_NUM_THREADS"] = "1"
-    if bare:
-        launcher = find_launcher()
-        environment = launcher.environment(num_ranks, threads=1) | environment
-        command = launcher.command([sys.executable, str(program), *args], num_ranks)
-    else:
-        command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(num_ranks), str(program), *args]
+    with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join([str(_TESTS), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment["OMP_NUM_THREADS"] = "1"
+        if bare:
+            launcher = find_launcher()
+            environment = launcher.environment(num_ranks, 1, job_dir) | environment
+            command = launcher.command([sys.executable, str(program), *args], num_ranks)
+        else:
+            command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(num_ranks), str(program), *args]
+        return _run(command, environment, cwd, timeout_s, f"{program.name} on {num_ranks} ranks")
+
+
+def _run(command: Sequence[str], environment: dict[str, str], cwd: Path | None, timeout_s: float, what: str) -> Job:
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -63,5 +69,5 @@ def run_job(
     except subprocess.TimeoutExpired:
         kill_job(process)
         out, err = process.communicate()
-        raise TimeoutError(f"{program.name} on {num_ranks} ranks did not end within {timeout_s:g} s\n{out}\n{err}") from None
+        raise TimeoutError(f"{what} did not end within {timeout_s:g} s\n{out}\n{err}") from None
     return Job(process.returncode, out, err, time.time())

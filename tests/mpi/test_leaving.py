@@ -49,10 +49,14 @@ _LAST_LINE = {
 }
 
 
+def _ended_in_time(job: Job, folder: Path) -> None:
+    assert (folder / "left_at").exists(), f"the job ended before the rank left: {job.text}"
+    assert job.ended_at_s - float((folder / "left_at").read_text(encoding="utf-8")) < _DEADLINE_S, job.text
+
+
 def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, bare: bool) -> Job:
     job = run_job(_PROGRAMS / "attention_leave.py", num_ranks, [how, when, str(leaver)], bare=bare, cwd=folder, timeout_s=60)
-    left_at_s = float((folder / "left_at").read_text(encoding="utf-8"))
-    assert job.ended_at_s - left_at_s < _DEADLINE_S, job.text
+    _ended_in_time(job, folder)
     assert job.exit_code != 0, job.text
     assert "the call went through" not in job.out, job.text
     return job
@@ -94,7 +98,7 @@ with burst_rt.init() as ctx:
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
-    assert job.ended_at_s - float((tmp_path / "left_at").read_text(encoding="utf-8")) < _DEADLINE_S, job.text
+    _ended_in_time(job, tmp_path)
     assert job.exit_code == 1, job.text
     assert "KeyError: 'only rank 1'" in job.err
 
@@ -121,7 +125,7 @@ gc.collect()
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
     assert (tmp_path / "told").exists(), job.text
-    assert job.ended_at_s - float((tmp_path / "left_at").read_text(encoding="utf-8")) < _DEADLINE_S, job.text
+    _ended_in_time(job, tmp_path)
     assert job.exit_code == PeerLost.exit_code, job.text
 
 

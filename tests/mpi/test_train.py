@@ -84,7 +84,7 @@ def _run(cwd: Path, *arguments: str) -> _Job:
 
 def _under_mpirun(cwd: Path, num_ranks: int, *arguments: str) -> _Job:
     launcher = find_launcher()
-    return _finish(_start(launcher.command(_burst_rt(*arguments), num_ranks), cwd, launcher.environment(num_ranks, 1)))
+    return _finish(_start(launcher.command(_burst_rt(*arguments), num_ranks), cwd, launcher.environment(num_ranks, 1, cwd)))
 
 
 def _read(job: _Job) -> dict[str, float]:
