@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from burst_rt import errors
     from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, call_spec, explain
     from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
-    from burst_rt.attention.masks import Causal, Full, Mask
+    from burst_rt.attention.masks import Causal, Full, Mask, Relation
     from burst_rt.context import Context, LocalRank, Stats, init, run_local
     from burst_rt.pipeline import Pipeline
     from burst_rt.sharding import ContextLayout
@@ -35,6 +35,7 @@ _HOME = {
     "LocalRank": "context",
     "Mask": "attention.masks",
     "Pipeline": "pipeline",
+    "Relation": "attention.masks",
     "Stats": "context",
     "burst_attention": "attention.api",
     "call_spec": "attention.api",
@@ -46,7 +47,7 @@ _HOME = {
 
 __all__ = [
     "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout", "Explanation", "Full", "LocalRank", "Mask",
-    "Pipeline", "Stats", "burst_attention", "call_spec", "errors", "explain", "handle_of", "init", "run_local",
+    "Pipeline", "Relation", "Stats", "burst_attention", "call_spec", "errors", "explain", "handle_of", "init", "run_local",
 ]  # fmt: skip
 
 

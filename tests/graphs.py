@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from burst_rt import Causal, Full, Mask
+from burst_rt import Causal, Full, Mask, Relation
 from burst_rt.attention.layouts import KINDS, make_layout
-from burst_rt.attention.masks import Relation
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Program, Ring, choose
 from burst_rt.attention.strategies.ring import travels_whole

@@ -7,11 +7,12 @@ float32 for 16- and 32-bit inputs, float64 for float64."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
 
-from burst_rt.attention.masks import Mask, Piece
+from burst_rt.attention.masks import Mask, Piece, Relation
 
 __all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", "sum_dtype"]
 
@@ -71,6 +72,12 @@ class Tile(NamedTuple):
     progress: Callable[[], None]
     first: bool = False
     last: bool = False
+
+    def relation(self, rows: slice, columns: slice) -> Relation:
+        """What the mask leaves of these rows and columns of the tile, by their positions alone."""
+        runs = product(_some_of(self.q_positions, rows), _some_of(self.kv_positions, columns))
+        relations = {self.mask.relation(q, kv) for q, kv in runs}
+        return relations.pop() if len(relations) == 1 else Relation.PARTIAL
 
     def visible(self, piece: Piece, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | None:
         """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`, or None for all of them."""
@@ -183,9 +190,14 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(runs: tuple[range, ...], rows: slice, device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in _some_of(runs, rows)])
+
+
+def _some_of(runs: tuple[range, ...], rows: slice) -> list[range]:
+    """Some of the positions, which are counted through all runs; a run that has none of them is left out."""
     found, first = [], 0
     for run in runs:
         part = run[max(rows.start - first, 0) : max(rows.stop - first, 0)]
-        found.append(torch.arange(part.start, part.stop, part.step, device=device))
+        found += [part] if part else []
         first += len(run)
-    return torch.cat(found)
+    return found

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from burst_rt.attention.masks import Piece
+from burst_rt.attention.masks import Piece, Relation
 from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold, sum_dtype
 from burst_rt.kernels.naive import NaiveKernel
 
@@ -35,8 +35,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # Rows of queries and of keys in one call of the fused kernel. Large enough that adding up the parts costs about one percent.
 _Q_PART = 4096
 _KV_PART = 4096
-# Columns of one call under a mask, which is made as a matrix.
+# The same in a tile under a mask, which is made as a matrix: less of it, for so many times the heads.
 _MASKED_PART = 1024
+_MASKED_HEADS = 4
 # What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the backward.
 _FUSED_BYTES = 2**20
 # Cells of a tile that is done in float64.
@@ -84,7 +85,7 @@ class CpuKernel:
             return
         if tile.first:
             state.start()
-        for heads, kv_heads in _some_heads(q, k):
+        for heads, kv_heads in _some_heads(q, k, tile):
             some_q, some_k, some_v = _cut(q, 2, heads), _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
             some_state = state._replace(acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads))
             for _, cuts in _parts(tile):
@@ -115,7 +116,7 @@ class CpuKernel:
         if q.shape[1] * k.shape[1] <= _HANDFUL:
             _naive.backward(q, k, v, dout, lse, delta, tile, dq, dk, dv)
             return
-        for heads, kv_heads in _some_heads(q, k):
+        for heads, kv_heads in _some_heads(q, k, tile):
             some_k, some_v = _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
             sums = [None if x is None else _cut(x, 2, at) for x, at in ((dq, heads), (dk, kv_heads), (dv, kv_heads))]
             for rows, cuts in _parts(tile):
@@ -141,34 +142,46 @@ class CpuKernel:
         return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + 2 * _FUSED_BYTES
 
 
-def _some_heads(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+def _some_heads(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Iterator[tuple[slice, slice]]:
     """Heads of q and of k for one call of the fused kernel: as many kv heads as threads, since it spreads heads over threads.
 
     Fewer at a time cost nothing and let transfers move on more often: with all heads at once a part can take the better part of a second.
     """
     num_heads, num_kv_heads, step = q.shape[2], k.shape[2], torch.get_num_threads()
     group = num_heads // num_kv_heads
+    if _is_masked(tile):
+        step *= _MASKED_HEADS
     for a in range(0, num_kv_heads, step):
         b = min(a + step, num_kv_heads)
         yield slice(a * group, b * group), slice(a, b)
 
 
+def _is_masked(tile: Tile) -> bool:
+    return any(piece.masked for piece in tile.pieces)
+
+
 def _parts(tile: Tile) -> Iterator[tuple[slice, Iterator[_Cut]]]:
     """The tile in runs of rows of bounded size, each with its cuts."""
+    q_part, kv_part = (_MASKED_PART, _MASKED_PART) if _is_masked(tile) else (_Q_PART, _KV_PART)
     edges = sorted({edge for piece in tile.pieces for edge in (piece.q_start, piece.q_stop)})
     for top, bottom in pairwise(edges):
         pieces = [piece for piece in tile.pieces if piece.q_start <= top and bottom <= piece.q_stop]
-        for a in range(top, bottom, _Q_PART) if pieces else ():
-            rows = slice(a, min(a + _Q_PART, bottom))
-            yield rows, _cuts(pieces, rows)
+        for a in range(top, bottom, q_part) if pieces else ():
+            rows = slice(a, min(a + q_part, bottom))
+            yield rows, _cuts(tile, pieces, rows, kv_part)
 
 
-def _cuts(pieces: list[Piece], rows: slice) -> Iterator[_Cut]:
+def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterator[_Cut]:
     """What some rows, all of them in every piece, are to compute: full rectangles first, joined where they touch."""
     full, rest = [], []
     for piece in pieces:
         if piece.masked:
-            rest += [_Cut(rows, columns, piece=piece) for columns in _split(piece.kv_start, piece.kv_stop, _MASKED_PART)]
+            for columns in _split(piece.kv_start, piece.kv_stop, kv_part):
+                relation = tile.relation(rows, columns)
+                if relation is Relation.FULL:
+                    full.append((columns.start, columns.stop))
+                elif relation is Relation.PARTIAL:
+                    rest.append(_Cut(rows, columns, piece=piece))
             continue
         full_stop = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop) if piece.diagonal else piece.kv_stop
         full.append((piece.kv_start, full_stop))
@@ -176,7 +189,7 @@ def _cuts(pieces: list[Piece], rows: slice) -> Iterator[_Cut]:
             # Whole: the fused kernel leaves out most of what is masked by itself, and the less the larger the triangle.
             rest.append(_Cut(rows, slice(full_stop, min(full_stop + rows.stop - rows.start, piece.kv_stop)), triangle=True))
     for start, stop in _joined(full):
-        yield from (_Cut(rows, columns) for columns in _split(start, stop, _KV_PART))
+        yield from (_Cut(rows, columns) for columns in _split(start, stop, kv_part))
     yield from rest
 
 
@@ -272,7 +285,7 @@ def _cut(x: torch.Tensor, dim: int, at: slice) -> torch.Tensor:
 def _additive(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     if seen is None:
         return None
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return torch.where(seen, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))
 
 
 def _wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

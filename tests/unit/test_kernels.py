@@ -287,6 +287,35 @@ def test_a_triangle_is_not_computed_where_it_hides_cells(monkeypatch: pytest.Mon
     assert waste == 4 * (3 * 32 * 31 + 4 * 3) // 2
 
 
+@dataclass(frozen=True, eq=False)
+class Stated(Table):
+    """A table that says of every rectangle what it leaves of it."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        part = self.allows(torch.tensor(q)[:, None], torch.tensor(kv))
+        return Relation.FULL if part.all() else Relation.PARTIAL if part.any() else Relation.EMPTY
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_of_a_masked_piece_only_what_is_seen_in_part_is_computed_under_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A band of 70 columns along the diagonal, in parts of 21 x 21 at positions that come in two runs."""
+    seen = torch.ones(100, 130, dtype=torch.bool).tril(50).triu(-19)
+    block = make_block("masked", torch.float32)._replace(mask=Stated(seen))
+    assert_right(KERNELS["cpu"], block)
+    cells = {True: 0, False: 0}
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def counting(q: torch.Tensor, k: torch.Tensor, *rest: Any, attn_mask: torch.Tensor | None, scale: float) -> Any:  # torch's own
+        cells[attn_mask is not None] += q.shape[1] * q.shape[2] * k.shape[2]
+        return fused(q, k, *rest, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr("burst_rt.kernels.cpu._forward", counting)
+    run_forward(KERNELS["cpu"], block)
+    parts = [part for rows in seen.split(21) for part in rows.split(21, dim=1)]
+    assert cells[False] == 4 * sum(part.numel() for part in parts if part.all()) > 0
+    assert cells[True] == 4 * sum(part.numel() for part in parts if part.any() and not part.all()) < 4 * seen.numel()
+
+
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_what_a_row_that_saw_nothing_ends_as(dtype: torch.dtype) -> None:
     state = empty_state(torch.empty(2, 3, 1, 4, dtype=dtype))
