@@ -28,10 +28,13 @@ run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 
 # What needs no MPI job of its own runs a test on each core.
 PARALLEL := -n logical --maxprocesses 8
+# MPI jobs of up to 5 ranks: half their time goes by waiting.
+JOBS := -n 2 --dist loadfile
 
 test: $(ALL) ## all tests
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
-	$(BIN)/pytest --ignore tests/unit --ignore tests/sim
+	$(BIN)/pytest $(JOBS) tests/mpi
+	$(BIN)/pytest --ignore tests/unit --ignore tests/sim --ignore tests/mpi
 
 check: lint types unit ## ruff, mypy and the unit tests
 
