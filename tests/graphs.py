@@ -13,7 +13,7 @@ from burst_rt.attention.strategies import Program, Ring, choose
 from burst_rt.attention.strategies.ring import travels_whole
 from burst_rt.scheduler import Graph
 
-__all__ = ["KIND_PAIRS", "MASKS", "SIZES", "as_ring", "bytes_of", "graphs_of", "other_rings", "problem"]
+__all__ = ["KIND_PAIRS", "MASKS", "SIZES", "Window", "as_ring", "bytes_of", "graphs_of", "other_rings", "problem"]
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ def working_bytes(choice: Choice, rank: int, graph: Graph) -> int:
 
 def untiled_bytes(program: Program, rank: int) -> int:
     """What a tile takes that is not worked in fast memory: whole matrices of scores."""
-    batch, num_heads, _, _, q_len, kv_len = program.footprint(rank).tile
-    return _SCORE_MATRICES * program.problem.sum_bytes * batch * num_heads * q_len * kv_len
+    tile = program.footprint(rank).tile
+    return _SCORE_MATRICES * program.problem.sum_bytes * tile.batch * tile.num_heads * tile.q_len * tile.kv_len
 
 
 def _all_alike(program: Program) -> bool:

@@ -117,8 +117,7 @@ class Plan:
     def memory(self) -> Memory:
         """What one run takes, in bytes."""
         held = self.choice.program.footprint(self.rank)
-        batch, num_heads, num_kv_heads, head_dim, q_len, kv_len = held.tile
-        scratch = self.kernel.scratch_bytes(self.key.forward, batch, num_heads, num_kv_heads, head_dim, self.key.dtype, q_len, kv_len)
+        scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
         slots, chunks = (sum(part.size_bytes for part in parts) for parts in (self.slots, self.chunks))
         return Memory(slots, held.sums, held.copies, scratch, chunks)
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from burst_rt.attention.layouts import Layout
 from burst_rt.attention.masks import Mask
 
-__all__ = ["Problem"]
+__all__ = ["Problem", "TileShape"]
+
+
+class TileShape(NamedTuple):
+    """The largest tile of a rank, which a kernel's memory depends on. masked: tiles may have pieces under the mask itself."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_len: int
+    kv_len: int
+    masked: bool = False
 
 
 @dataclass(frozen=True)

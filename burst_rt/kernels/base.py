@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from burst_rt.attention.masks import Mask, Piece, Relation
+from burst_rt.attention.problem import TileShape
 
 __all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", "sum_dtype"]
 
@@ -148,10 +149,8 @@ class Kernel(Protocol):
         dlse.
         """
 
-    def scratch_bytes(
-        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
-    ) -> int:
-        """The most memory one call allocates for a tile of `q_len` x `kv_len`; bounded whatever they are."""
+    def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
+        """The most memory one call allocates for tiles of up to that shape; what a mask of the user's own takes is a guess."""
 
 
 def delta_rows(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from burst_rt.attention.masks import Piece, Relation
+from burst_rt.attention.problem import TileShape
 from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold, sum_dtype
 from burst_rt.kernels.naive import NaiveKernel
 
@@ -32,12 +33,25 @@ __all__ = ["CpuKernel"]
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# Rows of queries and of keys in one call of the fused kernel. Large enough that adding up the parts costs about one percent.
-_Q_PART = 4096
-_KV_PART = 4096
-# The same in a tile under a mask, which is made as a matrix: less of it, for so many times the heads.
-_MASKED_PART = 1024
-_MASKED_HEADS = 4
+
+class _Part(NamedTuple):
+    """The most of a tile that one call of the fused kernel does: rows of queries, of keys; heads of keys for each thread.
+
+    The kernel spreads heads over threads. More than one for each gains nothing, and lets transfers move on less often: with all heads at
+    once a call can take the better part of a second.
+    """
+
+    q_len: int
+    kv_len: int
+    kv_heads: int
+
+
+# Large enough that adding up the parts costs about one percent.
+_PART = _Part(4096, 4096, 1)
+# In a tile under a mask, which is made as a matrix: less of that, for more heads.
+_MASKED_PART = _Part(1024, 1024, 4)
+# Of a cell, while a mask is made: booleans.
+_MASK_BYTES = 3
 # What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the backward.
 _FUSED_BYTES = 2**20
 # Cells of a tile that is done in float64.
@@ -85,10 +99,11 @@ class CpuKernel:
             return
         if tile.first:
             state.start()
-        for heads, kv_heads in _some_heads(q, k, tile):
+        part = _part_of(tile)
+        for heads, kv_heads in _some_heads(q, k, part):
             some_q, some_k, some_v = _cut(q, 2, heads), _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
             some_state = state._replace(acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads))
-            for _, cuts in _parts(tile):
+            for _, cuts in _parts(tile, part):
                 for cut in cuts:
                     _forward_part(some_q, some_k, some_v, tile, some_state, cut)
                     tile.progress()
@@ -116,59 +131,54 @@ class CpuKernel:
         if q.shape[1] * k.shape[1] <= _HANDFUL:
             _naive.backward(q, k, v, dout, lse, delta, tile, dq, dk, dv)
             return
-        for heads, kv_heads in _some_heads(q, k, tile):
+        part = _part_of(tile)
+        for heads, kv_heads in _some_heads(q, k, part):
             some_k, some_v = _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
             sums = [None if x is None else _cut(x, 2, at) for x, at in ((dq, heads), (dk, kv_heads), (dv, kv_heads))]
-            for rows, cuts in _parts(tile):
+            for rows, cuts in _parts(tile, part):
                 at_rows = [_cut(_cut(x, 2, heads), 1, rows) for x in (q, dout)] + [_cut(_cut(x, 1, heads), 2, rows) for x in (lse, delta)]
                 queries = _Queries(rows.start, *at_rows)
                 for cut in cuts:
                     _backward_part(queries, some_k, some_v, tile, cut, *sums)
                     tile.progress()
 
-    def scratch_bytes(
-        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
-    ) -> int:
-        """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its own buffers."""
+    def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
+        """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its own buffers; the mask, twice."""
         size = sum_dtype(dtype).itemsize
-        if not forward:
-            head_dim += 1  # the channel more that some rows need
-        kv_heads = min(num_kv_heads, torch.get_num_threads())
-        q_part = batch * min(q_len, _Q_PART) * kv_heads * (num_heads // num_kv_heads) * head_dim * size
-        kv_part = batch * min(kv_len, _KV_PART) * kv_heads * head_dim * size
+        part = _MASKED_PART if tile.masked else _PART
+        q_len, kv_len = min(tile.q_len, part.q_len), min(tile.kv_len, part.kv_len)
+        kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
+        head_dim = tile.head_dim if forward else tile.head_dim + 1  # the channel more that some rows need
+        q_part = tile.batch * q_len * kv_heads * (tile.num_heads // tile.num_kv_heads) * head_dim * size
+        kv_part = tile.batch * kv_len * kv_heads * head_dim * size
+        mask = q_len * kv_len * (size + _MASK_BYTES) * tile.masked
         cast = sum_dtype(dtype) != dtype
         if forward:
-            return q_part * (1 + cast) + kv_part * 2 * cast + _FUSED_BYTES
-        return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + 2 * _FUSED_BYTES
+            return q_part * (1 + cast) + kv_part * 2 * cast + mask + _FUSED_BYTES
+        return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + mask + 2 * _FUSED_BYTES
 
 
-def _some_heads(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Iterator[tuple[slice, slice]]:
-    """Heads of q and of k for one call of the fused kernel: as many kv heads as threads, since it spreads heads over threads.
+def _part_of(tile: Tile) -> _Part:
+    return _MASKED_PART if any(piece.masked for piece in tile.pieces) else _PART
 
-    Fewer at a time cost nothing and let transfers move on more often: with all heads at once a part can take the better part of a second.
-    """
-    num_heads, num_kv_heads, step = q.shape[2], k.shape[2], torch.get_num_threads()
+
+def _some_heads(q: torch.Tensor, k: torch.Tensor, part: _Part) -> Iterator[tuple[slice, slice]]:
+    """Heads of q and of k for one call."""
+    num_heads, num_kv_heads, step = q.shape[2], k.shape[2], part.kv_heads * torch.get_num_threads()
     group = num_heads // num_kv_heads
-    if _is_masked(tile):
-        step *= _MASKED_HEADS
     for a in range(0, num_kv_heads, step):
         b = min(a + step, num_kv_heads)
         yield slice(a * group, b * group), slice(a, b)
 
 
-def _is_masked(tile: Tile) -> bool:
-    return any(piece.masked for piece in tile.pieces)
-
-
-def _parts(tile: Tile) -> Iterator[tuple[slice, Iterator[_Cut]]]:
+def _parts(tile: Tile, part: _Part) -> Iterator[tuple[slice, Iterator[_Cut]]]:
     """The tile in runs of rows of bounded size, each with its cuts."""
-    q_part, kv_part = (_MASKED_PART, _MASKED_PART) if _is_masked(tile) else (_Q_PART, _KV_PART)
     edges = sorted({edge for piece in tile.pieces for edge in (piece.q_start, piece.q_stop)})
     for top, bottom in pairwise(edges):
         pieces = [piece for piece in tile.pieces if piece.q_start <= top and bottom <= piece.q_stop]
-        for a in range(top, bottom, q_part) if pieces else ():
-            rows = slice(a, min(a + q_part, bottom))
-            yield rows, _cuts(tile, pieces, rows, kv_part)
+        for a in range(top, bottom, part.q_len) if pieces else ():
+            rows = slice(a, min(a + part.q_len, bottom))
+            yield rows, _cuts(tile, pieces, rows, part.kv_len)
 
 
 def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterator[_Cut]:

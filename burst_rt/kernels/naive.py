@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from burst_rt.attention.masks import Piece
+from burst_rt.attention.problem import TileShape
 from burst_rt.kernels.base import State, Tile, Work, delta_rows, sum_dtype
 
 __all__ = ["NaiveKernel", "UntiledKernel", "dense_scores", "per_group", "per_head"]
@@ -91,11 +92,9 @@ class NaiveKernel:
             if dv is not None:
                 dv[:, columns] += per_group(p.mT @ do, kv_heads).to(dv.dtype)
 
-    def scratch_bytes(
-        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
-    ) -> int:
+    def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """About six score matrices."""
-        return 6 * self.work_dtype(dtype).itemsize * batch * num_heads * q_len * kv_len
+        return 6 * self.work_dtype(dtype).itemsize * tile.batch * tile.num_heads * tile.q_len * tile.kv_len
 
 
 class UntiledKernel(NaiveKernel):

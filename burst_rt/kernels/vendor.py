@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.attention.masks import Piece
+from burst_rt.attention.problem import TileShape
 from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold
 
 __all__ = ["CudnnKernel", "FlashKernel"]
@@ -131,15 +132,14 @@ class _VendorKernel:
                     total[:, at].add_(grad.transpose(1, 2))
         tile.progress()
 
-    def scratch_bytes(
-        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
-    ) -> int:
+    def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """Grows with the tile. Copies of inputs that are not aligned, a part's results; in the backward O' and how it is made, and the
         float32 dq and the dk, dv of every query head that FlashAttention takes for itself. Measured by nobody yet."""
-        q, kv = (batch * n * head_dim * dtype.itemsize for n in (q_len * num_heads, kv_len * num_kv_heads))
+        token = tile.batch * tile.head_dim * dtype.itemsize
+        q, kv = token * tile.q_len * tile.num_heads, token * tile.kv_len * tile.num_kv_heads
         if forward:
             return 2 * q + 2 * kv
-        of_all_heads = batch * kv_len * num_heads * head_dim * dtype.itemsize if num_heads > num_kv_heads else 0
+        of_all_heads = token * tile.kv_len * tile.num_heads if tile.num_heads > tile.num_kv_heads else 0
         return 2 * q + 2 * kv + 4 * q + q + 2 * kv + 4 * q // dtype.itemsize + 2 * of_all_heads
 
     def _part(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

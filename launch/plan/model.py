@@ -141,7 +141,8 @@ def tile_of(
 ) -> tuple[int, int]:
     """Queries and keys of the largest tile of the forward."""
     layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch)
-    return layer.program(forward=True).footprint(0).tile[-2:]
+    tile = layer.program(forward=True).footprint(0).tile
+    return tile.q_len, tile.kv_len
 
 
 def _layer(model: Model, strategy: str, world_size: int, seq_len: int, hardware: Hardware, mask: str, batch: int) -> SpreadLayer:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import problem
+from graphs import Window, problem
 
 from burst_rt.attention.forecast import CANDIDATES, fastest, forecast, memory_bytes, schedules_of, untiled_bytes
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
 from burst_rt.errors import InputError
+from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import UntiledKernel
 from burst_rt.scheduler import Schedule
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
@@ -114,6 +115,13 @@ def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
 
 def test_the_untiled_kernel_takes_as_much_as_forecasts_say() -> None:
     program = choose(_problem(4), "burst-untiled", forward=True).program
-    tile = program.footprint(1).tile
-    batch, heads, kv_heads, head_dim, q_len, kv_len = tile
-    assert untiled_bytes(program, 1) == UntiledKernel().scratch_bytes(True, batch, heads, kv_heads, head_dim, torch.bfloat16, q_len, kv_len)
+    assert untiled_bytes(program, 1) == UntiledKernel().scratch_bytes(True, torch.bfloat16, program.footprint(1).tile)
+
+
+def test_plans_say_whether_tiles_are_computed_under_the_mask_itself() -> None:
+    for mask, masked in ((Causal(), False), (Window(), True)):
+        for forward in (True, False):
+            tile = choose(_problem(4, mask=mask), "ring-kv", forward=forward).program.footprint(1).tile
+            assert tile.masked is masked
+    cpu = CpuKernel()
+    assert cpu.scratch_bytes(True, torch.float32, tile) > cpu.scratch_bytes(True, torch.float32, tile._replace(masked=False))

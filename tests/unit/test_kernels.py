@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,9 +13,11 @@ from tolerances import ERROR
 
 from burst_rt import Full, Mask
 from burst_rt.attention.masks import Piece, Relation
+from burst_rt.attention.problem import TileShape
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS as ALL_KERNELS
 from burst_rt.kernels import Kernel, State, Tile, Work, pick, sum_dtype
+from burst_rt.kernels.cpu import _Part
 
 # Those that take CPU tensors and any mask; tests/interpreted has the others.
 KERNELS = {name: ALL_KERNELS[name] for name in ("cpu", "naive")}
@@ -150,8 +153,8 @@ def assert_right_in_tiles(kernel: Kernel, block: Block, *, split: bool) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every piece crosses them, and divides by none."""
-    for name, rows in (("_Q_PART", 32), ("_KV_PART", 48), ("_MASKED_PART", 21)):
-        monkeypatch.setattr(f"burst_rt.kernels.cpu.{name}", rows)
+    monkeypatch.setattr("burst_rt.kernels.cpu._PART", _Part(32, 48, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu._MASKED_PART", _Part(21, 21, 1))
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -345,8 +348,8 @@ def test_which_kernel_is_taken() -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_scratch_is_bounded_by_the_parts(name: str) -> None:
     kernel = KERNELS[name]
-    for forward in (True, False):
-        sizes = [kernel.scratch_bytes(forward, 1, 8, 2, 64, torch.bfloat16, n, n) for n in (1000, 100_000, 1_000_000)]
+    for forward, masked in itertools.product((True, False), repeat=2):
+        sizes = [kernel.scratch_bytes(forward, torch.bfloat16, TileShape(1, 8, 2, 64, n, n, masked)) for n in (1000, 100_000, 1_000_000)]
         assert sizes[0] > 0
         if name == "cpu":
             assert sizes[1] == sizes[2]

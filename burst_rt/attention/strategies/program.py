@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from burst_rt.attention.problem import Problem
+from burst_rt.attention.problem import Problem, TileShape
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op
 
 __all__ = ["AGREE", "Footprint", "Program", "on_query_side"]
@@ -17,12 +17,11 @@ class Footprint(NamedTuple):
     """What a rank holds beyond inputs, outputs and the buffers that its graph receives into, in bytes; and the largest tile.
 
     sums: running state, gradient sums that are not outputs themselves, lse and delta. copies: of its own tensors, where they must be made.
-    tile: (batch, heads, kv_heads, head_dim, q_len, kv_len).
     """
 
     sums: int
     copies: int
-    tile: tuple[int, int, int, int, int, int]
+    tile: TileShape
 
 
 def on_query_side(name: str) -> bool:

@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from burst_rt.attention.masks import Full, Piece
-from burst_rt.attention.problem import Problem
+from burst_rt.attention.problem import Problem, TileShape
 from burst_rt.attention.strategies.program import AGREE, Footprint
 from burst_rt.attention.strategies.routes import OneRing, Route
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
@@ -162,9 +162,10 @@ class Ring:
         bundle = sum(size for name, size in self.bundle if name != "rows")
         copies = sum(len(block) * bundle for block, wanted in zip(self.travelling[rank], self.wanted[rank], strict=True) if wanted)
         block = max(len(b) for blocks in self.travelling for b in blocks)
-        tile = (block, kv_len) if self.queries_travel else (q_len, block)
-        heads = (problem.batch, problem.num_heads, problem.num_kv_heads, problem.head_dim)
-        return Footprint(sums, copies if problem.batch > 1 else 0, (*heads, *tile))
+        lengths = (block, kv_len) if self.queries_travel else (q_len, block)
+        masked = any(piece.masked for blocks in self.travelling for b in blocks for piece in self.pieces(b, rank))
+        tile = TileShape(problem.batch, problem.num_heads, problem.num_kv_heads, problem.head_dim, *lengths, masked)
+        return Footprint(sums, copies if problem.batch > 1 else 0, tile)
 
 
 class RingBuilder:

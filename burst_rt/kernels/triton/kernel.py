@@ -16,6 +16,7 @@ from importlib.util import find_spec
 import torch
 
 from burst_rt.attention.masks import Causal, Full
+from burst_rt.attention.problem import TileShape
 from burst_rt.errors import InternalError
 from burst_rt.kernels.base import State, Tile, Work
 from burst_rt.kernels.triton.configs import Config, arch_of, choose
@@ -119,9 +120,7 @@ class TritonKernel:
             _start(q.device, launch_dq, inputs, dq, problem, _config("dq", q))
         tile.progress()
 
-    def scratch_bytes(
-        self, forward: bool, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, q_len: int, kv_len: int
-    ) -> int:
+    def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """Nothing: all there is is registers and shared memory.
 
         Not counted: tensor descriptors, where they are used (at most 512 bytes a block of the grid), and the interpreter's temporaries.
