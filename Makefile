@@ -17,7 +17,7 @@ stamp = .venv/installed-$(subst $(comma),-,$(1))
 ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 
-.PHONY: help run test check lint types unit bench gpu-wheels gpu-check clean
+.PHONY: help run test check lint types unit other-cpus bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -52,6 +52,13 @@ types: $(ALL) ## mypy, strict, on the package and on the tests
 
 unit: $(ALL) ## the tests that need no MPI job
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
+
+# The instruction set and the number of threads decide how sums are rounded. No test may depend on it.
+NUMERIC ?= tests/unit/test_fit.py tests/unit/test_kernels.py tests/unit/test_forecast.py -k 'not larger_than'
+
+other-cpus: $(ALL) ## a sample of the numeric tests, as other CPUs would round
+	ATEN_CPU_CAPABILITY=default BURST_RT_TEST_THREADS=4 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
+	MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2 BURST_RT_TEST_THREADS=2 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
 
 bench: $(ALL) ## all benchmarks of the project, on this machine
 	$(BIN)/burst-rt bench all

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ["BURST_RT_POISON"] = "1"
 # What somebody has calibrated on this machine decides nothing here.
 os.environ["BURST_RT_HARDWARE"] = "none"
-# Ranks are threads or processes on few cores; and one thread's results are the same everywhere.
-torch.set_num_threads(1)
+# Ranks are threads or processes on few cores. `make other-cpus` tries more.
+torch.set_num_threads(int(os.environ.get("BURST_RT_TEST_THREADS", "1")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,6 +15,9 @@ from burst_rt.scheduler.hardware import Link, Rate
 
 __all__ = ["Sample", "fit_link", "fit_rate", "fit_rates"]
 
+# Fits whose relative errors differ by less than this are equally good.
+_ROUNDING = 1e-9
+
 
 class Sample(NamedTuple):
     """A task that ran: its rate's name ("forward", "forward-untiled"), what it cost, how long it took."""
@@ -66,19 +69,23 @@ def _fit(
 ) -> list[float]:
     """Coefficients, none negative, with the least sum of squares of relative errors: the best of all choices of columns.
 
-    An error in a task that takes sixteen times as long counts twice: forecasts are of long runs, and made of long tasks.
+    Of equally good choices the one with the fewest columns is taken. An error in a task that takes
+    sixteen times as long counts twice: forecasts are of long runs, and made of long tasks.
     """
     weight = (took / took.max()) ** 0.25
     relative = columns * (weight / took)[:, None]
     # Columns of one size, or a byte's tiny coefficient would be lost in a second's.
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    # Below this a difference is rounding, which is another one on another CPU: the fit with fewer
+    # columns, which comes first, stays.
+    rounding = _ROUNDING**2 * float((weight**2).sum())
     best, best_error = np.zeros(columns.shape[1]), float("inf")
     for count in range(1, columns.shape[1] + 1):
         for chosen in combinations(range(columns.shape[1]), count):
             part = list(chosen)
             found, *_ = np.linalg.lstsq(relative[:, part] / scale[part], weight, rcond=None)
             error = float(((relative[:, part] / scale[part] @ found - weight) ** 2).sum())
-            if (found >= 0).all() and error < best_error * (1 - 1e-9):
+            if (found >= 0).all() and error < best_error * (1 - 1e-9) - rounding:
                 best, best_error = np.zeros(columns.shape[1]), error
                 best[part] = found / scale[part]
     return [float(value) for value in best]

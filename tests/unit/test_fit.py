@@ -43,6 +43,21 @@ def test_what_a_mask_costs_along_its_edge_comes_out() -> None:
     assert all(found.seconds(cost) == pytest.approx((cost.flops + 0.7 * cost.edge_flops) / 1e11) for cost in costs)
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_rounding_adds_no_rate(seed: int) -> None:
+    # Another CPU rounds otherwise: the last bits of what was measured decide nothing.
+    rng = random.Random(seed)
+    costs = [cost for n in (64, 256, 1024, 4096) for cost in (_tile(n), _tile(n, True)._replace(edge_flops=1000 * n * min(n, 512)))]
+
+    def last_bits() -> float:
+        return 1 + rng.randrange(-4, 5) * 2**-52
+
+    found = fit_rate(Sample("forward", cost, (cost.flops + 0.7 * cost.edge_flops) / 1e11 * last_bits()) for cost in costs)
+    assert found.launch_s == 0.0
+    assert found.masked is None
+    assert found.bytes_per_s is None
+
+
 def test_noise_and_an_outlier_do_not_matter_much() -> None:
     rng = random.Random(0)
     samples = [

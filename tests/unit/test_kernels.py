@@ -258,12 +258,14 @@ def test_the_same_bits_every_time(kernel: Kernel) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_transfers_are_looked_after_between_parts() -> None:
+def test_transfers_are_looked_after_between_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With one thread the kernel takes the kv heads one by one.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     block = make_block("all", torch.float32)
     calls: list[str] = []
     tile = block.tile(progress=lambda: calls.append("progress"))._replace(first=True)
     KERNELS["cpu"].forward(block.q, block.k, block.v, tile, empty_state(block.q))
-    # ceil(100 / 32) x ceil(130 / 48), for each of 2 kv heads: these tests have one thread.
+    # ceil(100 / 32) x ceil(130 / 48), for each of 2 kv heads.
     assert len(calls) == 4 * 3 * 2
     zeros = torch.zeros(2, 4, 100)
     KERNELS["cpu"].backward(block.q, block.k, block.v, block.dout, zeros, zeros, tile, None, None, None)
