@@ -18,6 +18,8 @@ from burst_rt.errors import InputError
 __all__ = ["KINDS", "Layout", "make_layout"]
 
 BLOCKS_PER_RANK = 2
+# Positions, and bytes of buffers, are 64-bit integers.
+MOST_TOKENS = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
         raise InputError(f"layout: kind must be one of {sorted(KINDS)}, got {kind!r}")
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
         raise InputError(f"layout: seq_len must be an integer of at least 1 token, got {seq_len!r}")
+    if seq_len > MOST_TOKENS:
+        raise InputError(f"layout: seq_len must be at most 2**48 tokens, got {seq_len!r}")
     return _make(kind, seq_len, world_size)
 
 
