@@ -30,9 +30,10 @@ from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
-from burst_rt.drivers import BaseDriver, Progress, Watch, is_out_of_memory
+from burst_rt.drivers import Backoff, BaseDriver, Progress, Watch, is_out_of_memory
 from burst_rt.drivers.device import Event
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost, Stalled
+from burst_rt.flight import own_flight
 from burst_rt.joining import LocalRank, agent_key, join
 from burst_rt.kernels import PARTIALS, sum_dtype
 from burst_rt.machine import Machine
@@ -53,6 +54,7 @@ __all__ = ["Context", "ContextLayout", "LocalRank", "Pipeline", "Stats", "curren
 _log = logging.getLogger("burst_rt")
 
 _UNCOUNTED_UP_TO = 64
+_JOIN_S = 60.0
 
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=Pending)
@@ -111,24 +113,27 @@ class Context:
         self.watch = Watch(control)
         self.planner = Planner(self.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware)
         self.last_run: tuple[Graph, BaseDriver] | None = None
+        self.pinned: set[CallSpec] = set()  # what compiled programs know by number
         self._poison = os.environ.get("BURST_RT_POISON") == "1"
         self._number = 0
         self._broken: BaseException | None = None
         self._kept: list[object] = []
         self._closed = False
+        self._process = os.getpid()
+        self._flight = None if isinstance(machine.ends, LocalTransport) else own_flight()
         self._busy = threading.Lock()
         self._stats = Stats()
         self._uncounted: deque[BaseDriver] = deque()  # of calls whose times are not in `_stats` yet
         # Ranks that are threads are nobody's job but this process's.
         if not isinstance(self.transport, LocalTransport):
             _live.add(self)
-        _current.context = weakref.ref(self)
+        _here().append(weakref.ref(self))
 
     def __enter__(self) -> Context:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close(0 if error is None else _exit_code(error))
+        self.close(0 if error is None else _exit_code(error), _in_words(error))
 
     def __repr__(self) -> str:
         return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"
@@ -141,7 +146,12 @@ class Context:
         try:
             return ContextLayout(self, make_layout(kind, seq_len, self.world_size))
         except InputError as error:
-            self.refuse("layout", error)
+            refuse("layout", error, self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left the group; also in a child that was forked from it, which is no rank."""
+        return self._closed or os.getpid() != self._process
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -169,8 +179,9 @@ class Context:
         if not isinstance(x, torch.Tensor):
             self.refuse("all_reduce", InputError(f"{where} got {type(x).__name__}"))
         right_type = x.dtype in (torch.float32, torch.float64, torch.int64) and x.layout == torch.strided
-        if not right_type or x.device.type not in ("cpu", "cuda") or not x.is_contiguous():
-            self.refuse("all_reduce", InputError(f"{where} got {x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout})"))
+        if not right_type or x.device.type not in ("cpu", "cuda") or not x.is_contiguous() or x.is_neg():
+            view = ", a negative view" if x.is_neg() else ""
+            self.refuse("all_reduce", InputError(f"{where} got {x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout}{view})"))
         about = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
         host = x.detach().cpu()  # x itself where it is there already
         self.collective(about, lambda: self.control.allreduce_sum(host.numpy()))
@@ -205,18 +216,22 @@ class Context:
         gathered: list[tuple[Graph, list[Span]]] = [pickle.loads(raw) for raw in pending.result()]
         return gathered
 
-    def close(self, code: int = 0) -> None:
-        """Leaves the group: tells the others, who can then enter no further call with this rank. Does not wait for them. Idempotent."""
-        if self._closed:
+    def close(self, code: int = 0, error: str = "") -> None:
+        """Leaves the group: tells the others, who can then enter no further call with this rank. Does not wait for them. Idempotent.
+
+        code: other than 0 where this rank failed; error: of what, in words. In a child that was forked from a rank it does nothing.
+        """
+        if self.closed:
             return
         self._closed = True
-        self.watch.say_left(code)
+        self.watch.say_left(code, error)
         self.control.close()
         if self._broken is None:
             # Where this rank failed, its device may have more to do than will ever end.
             (self.transport.cancel if code else self.transport.close)()
             self.machine.forget()
             self.planner.forget()
+            self.pinned.clear()
             self.last_run = None
             _live.discard(self)
         if self.log is not None:
@@ -291,7 +306,7 @@ class Context:
         takes = partial(_takes, plan) if plan else None
         driver = self.machine.driver(
             schedule, ops=ops, memory=memory, watch=self.watch, opening=opening, timeout_s=self.timeout_s, stall_s=self.stall_s,
-            trace=trace, takes=takes,
+            trace=trace, takes=takes, flight=self._flight,
         )  # fmt: skip
         if progress:
             progress.driver = driver
@@ -321,7 +336,7 @@ class Context:
         self, schedule: Schedule, ops: Mapping[str, Callable[..., None]], memory: Mapping[int, Memory], progress: Progress
     ) -> Trace:
         """Runs a custom schedule the ranks have agreed on. Collective."""
-        with self._exclusive():
+        with self._exclusive(), self._in_call("Pipeline.run"):
             driver, _ = self.perform(schedule, ops, memory, Agreement(self.control, self._number, {}, 0), progress)
             return driver.trace
 
@@ -332,12 +347,13 @@ class Context:
             sent, received = self.transport.bytes_sent, self.transport.bytes_received
             description, digest = _describe(plan.key, spec.scale, spec.return_lse)
             agreement = Agreement(self.control, self._number, description, digest)
-            try:
-                driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, plan)
-            except ContractMismatch:
-                if self._broken is not None:
-                    raise
-                self._settle(agreement)
+            with self._in_call(description["call"]):
+                try:
+                    driver, free = self.perform(plan.schedule, bound.ops, bound.memory, agreement, progress, plan)
+                except ContractMismatch:
+                    if self._broken is not None:
+                        raise
+                    self._settle(agreement)
             self.machine.give_back(plan, bound.slots, free)
             self._uncounted.append(driver)
             # On a device its work may not have ended, and to ask takes longer than to wait until somebody wants to know.
@@ -359,15 +375,50 @@ class Context:
                 raise error
             return
         agreement = Agreement(self.control, self._number, description, digest_of(description), error)
-        with self._unbroken():
+        with self._unbroken(), self._in_call(description["call"]):
             agreement.start()
-            self.watch.wait_for(agreement, self.timeout_s, description["call"])
+            self.watch.wait_for(agreement, self.timeout_s, description["call"], self._number)
         if agreement.failure():
             self._settle(agreement)
 
-    def _enter(self) -> None:
+    @contextmanager
+    def _in_call(self, call: str) -> Iterator[None]:
+        """Writes down that this rank is in the call, for who finds it dead."""
+        flight = self._flight
+        if flight is None:
+            yield
+            return
+        flight.enter(self._number, call)
+        yield
+        # Not after an error: the call is what this rank was in when it failed.
+        flight.leave()
+
+    def awaited(self) -> bool | None:
+        """Whether another rank has said that it waits for this one to enter its next call; None where no other can make that call."""
+        self.watch.look()
+        if any(number > self._number for number in self.watch.entered.values()):
+            return True
+        cannot = (self.watch.refusing or set()) | set(self.watch.left)
+        return None if len(cannot) == self.world_size - 1 else False
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call may be made."""
+        return not self.closed and self._broken is None
+
+    def check_open(self) -> None:
+        """Raises ConfigError where this rank has left the group, or the process is a child that was forked from it."""
+        if os.getpid() != self._process:
+            raise ConfigError(
+                "this process was forked from a rank, and the context is that rank's: make the call there (a child may compute, "
+                "load data and exit)",
+                rank=self.rank,
+            )
         if self._closed:
             raise ConfigError("this context is closed; make another with burst_rt.init", rank=self.rank)
+
+    def _enter(self) -> None:
+        self.check_open()
         if self._broken is not None:
             raise PeerLost(
                 f"rank {self.rank}: this context broke in an earlier call ({self._broken}); start the job again", rank=self.rank
@@ -411,7 +462,7 @@ class Context:
     def _say_broken(self, error: BaseException) -> None:
         """What began on this rank the others must hear of: they would wait for it until their deadlines."""
         if not isinstance(error, (PeerLost, Stalled)):
-            self.watch.say_left(_exit_code(error) or 1)  # sys.exit(0) in the middle of a call is no good end
+            self.watch.say_left(_exit_code(error) or 1, _in_words(error))  # sys.exit(0) in the middle of a call is no good end
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -429,15 +480,18 @@ def init(
     timeout_s: float = 600.0,
     stall_s: float = 30.0,
     *,
+    join_s: float | None = None,
     transport: str = "auto",
     kernel: str = "auto",
     partials: str = "exact",
     check_finite: bool = False,
     telemetry: bool | None = None,
 ) -> Context:
-    """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at most `timeout_s`.
+    """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at most `join_s` for each of a few steps.
 
-    comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI job, or a world of one outside a job.
+    comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI job (inside `run_local`: of that), or a
+    world of one outside a job. join_s: how long the other ranks may take to come here, MPI_Init included; None: what the environment
+    says as BURST_RT_JOIN_S, else 60.
     device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its host) or "cuda:N". transport: "auto",
     "nccl", "mpi", "staged" or "local"; `ctx.why_transport` says what was taken and why. timeout_s: how long a peer may take to enter a
     call. stall_s: how long nothing may move inside a call. kernel: "auto" (the fastest measured on this machine) or a tile kernel's name.
@@ -445,15 +499,27 @@ def init(
     FlashAttention do; errors then grow with the number of ranks). check_finite: refuse inputs with NaN or infinities (costs a pass over
     them).
 
-    Raises ConfigError (no MPI library in an MPI job, a device that is not there), ContractMismatch (options differ between ranks), Stalled.
+    Raises InputError (an option), ConfigError (no MPI library in an MPI job, a device that is not there, ranks of torchrun),
+    ContractMismatch (options differ between ranks), Stalled. Where ranks do not come to MPI_Init, the process ends with Stalled's exit
+    code.
     """
-    for name, value in (("timeout_s", timeout_s), ("stall_s", stall_s)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
-    if partials not in PARTIALS:
-        raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
-    machine, control, wishes = join(comm, str(device), transport, timeout_s, telemetry)
-    ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
+    wrong: BurstError | None = None
+    try:
+        for name, value in (("timeout_s", timeout_s), ("stall_s", stall_s)):
+            _check_seconds(name, value)
+        if partials not in PARTIALS:
+            raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
+    except InputError as error:
+        wrong = error
+    try:
+        within_s = _join_seconds(join_s)
+    except InputError as error:
+        wrong, within_s = error, _JOIN_S
+    if comm is None:
+        comm = getattr(_current, "local_rank", None)
+    machine, control, wishes = join(comm, str(device), transport, within_s, telemetry, wrong)
+    # While the ranks come together it is `join_s` that counts.
+    ctx = Context(machine, control, timeout_s=within_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
     try:
         ctx.agree(
             {
@@ -476,14 +542,65 @@ def init(
 
     ctx.agent_key = agent_key(comm)
     ctx.log = follow(ctx.agent_key, ctx.rank, wishes, machine.transport_name, machine.reason, gather)
+    ctx.timeout_s = timeout_s
     return ctx
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
+
+
+def _join_seconds(asked: float | None) -> float:
+    if asked is None:
+        text = os.environ.get("BURST_RT_JOIN_S", str(_JOIN_S))
+        try:
+            asked = float(text)
+        except ValueError:
+            raise InputError(f"init: BURST_RT_JOIN_S must be a positive number of seconds, got {text!r}") from None
+    _check_seconds("join_s", asked)
+    return asked
+
+
+def _here() -> list[weakref.ref[Context]]:
+    """The contexts that this thread has made, the last one last."""
+    made: list[weakref.ref[Context]] | None = getattr(_current, "made", None)
+    if made is None:
+        made = _current.made = []
+    made[:] = [reference for reference in made if (ctx := reference()) is not None and not ctx.closed]
+    return made
 
 
 def current_context() -> Context | None:
     """The context this thread made last, if it is still open."""
-    reference = getattr(_current, "context", None)
-    ctx: Context | None = reference() if reference else None
-    return None if ctx is None or ctx._closed else ctx
+    return next((ctx for reference in reversed(_here()) if (ctx := reference()) is not None), None)
+
+
+def refuse(call: str, error: BurstError, context: Context | None = None) -> NoReturn:
+    """Raises the error on every rank that waits for this rank's next call, in whichever context it waits.
+
+    context: where this rank was about to make the call, as far as that is known; it may be the wrong one. Blocks until the others
+    have come to that call, at most `timeout_s`; returns at once where no other rank can be waiting.
+    """
+    known = {context, *_live, *(reference() for reference in _here())}
+    shared = [ctx for ctx in known if ctx is not None and ctx.usable and ctx.world_size > 1]
+    if len(shared) == 1:
+        shared[0].refuse(call, error)
+    try:
+        for ctx in shared:
+            ctx.watch.say_refuses()
+        backoff = Backoff()
+        while backoff.elapsed_s() < max((ctx.timeout_s for ctx in shared), default=0.0):
+            answers = {ctx: ctx.awaited() for ctx in shared}
+            for ctx in (ctx for ctx, awaited in answers.items() if awaited):
+                ctx.refuse(call, error)
+            if None in answers.values():
+                break  # nobody waits: the others cannot make the call either
+            backoff.pause()
+    finally:
+        for ctx in shared:
+            ctx.watch.refusing = None
+    raise error
 
 
 def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:
@@ -496,10 +613,17 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
     failures: list[tuple[int, BaseException]] = []
 
     def rank_main(rank: int) -> None:
+        # What `init()` joins in this thread.
+        _current.local_rank = LocalRank(world, rank)
         try:
             # torch runs all backwards of one GPU in one thread of its own, where ranks would wait for each other for ever.
-            with torch.autograd.set_multithreading_enabled(False), init(LocalRank(world, rank), **options) as ctx:
-                results[rank] = fn(ctx)
+            with torch.autograd.set_multithreading_enabled(False), init(**options) as ctx:
+                try:
+                    results[rank] = fn(ctx)
+                except BaseException as error:
+                    _close_here(_exit_code(error), _in_words(error))
+                    raise
+                _close_here(0, "")
         except BaseException as error:  # noqa: BLE001  (handed to the caller's thread)
             failures.append((rank, error))
 
@@ -512,6 +636,14 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
         first = next((error for _, error in failures if not isinstance(error, PeerLost)), failures[0][1])
         raise first
     return results
+
+
+def _close_here(code: int, error: str) -> None:
+    """Closes the contexts that this thread has made and not closed."""
+    for reference in list(_here()):
+        ctx = reference()
+        if ctx is not None:
+            ctx.close(code, error)
 
 
 @lru_cache(maxsize=256)
@@ -554,6 +686,11 @@ def _exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, BurstError) else 1
 
 
+def _in_words(error: BaseException | None) -> str:
+    """An error for the other ranks, in a line."""
+    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+
+
 _print_uncaught = sys.excepthook
 _uncaught: list[BaseException] = []
 _process = os.getpid()
@@ -585,7 +722,7 @@ def _leave() -> None:
     running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     for ctx in contexts if running else ():
         try:
-            ctx.close(code)
+            ctx.close(code, _in_words(failure))
         except Exception:  # noqa: BLE001  (whatever a library raises: the others are to hear of the end all the same)
             _log.warning("rank %d: closing a context failed", ctx.rank, exc_info=True)
     farewell(code, failure)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from burst_rt import errors
+from burst_rt.attention.mask_check import check_mask
 from burst_rt.attention.masks import Mask
 from burst_rt.attention.strategies import check_name
 from burst_rt.errors import BurstError, ContractMismatch, InputError
@@ -53,10 +54,7 @@ def check_spec(spec: CallSpec) -> None:
         raise InputError(f"{where}: layout and kv_layout belong to different contexts; make both with the same ctx.layout(...)")
     if not isinstance(spec.mask, Mask):
         raise InputError(f"{where}: mask must be a burst_rt.Mask such as burst_rt.Causal(), got {type(spec.mask).__name__}")
-    try:
-        hash(spec.mask)
-    except TypeError as error:
-        raise InputError(f"{where}: a mask must be hashable (a frozen dataclass, say), and {type(spec.mask).__name__} is not") from error
+    check_mask(spec.mask, spec.layout.seq_len, spec.kv_layout.seq_len)
     check_name(spec.strategy)
     if spec.scale is not None and not _is_positive(spec.scale):
         raise InputError(f"{where}: scale must be None or a finite number above 0, got {spec.scale!r}")
@@ -84,6 +82,8 @@ def check_call(spec: CallSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         where = f"burst_attention: {name}"
         if not isinstance(x, torch.Tensor):
             raise InputError(f"{where} must be a torch.Tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise InputError(f"{where} must be a dense tensor [batch, tokens, heads, head_dim], got a nested one")
         if x.layout != torch.strided or x.ndim != 4:
             raise InputError(f"{where} must be a dense tensor [batch, tokens, heads, head_dim], got {x.layout} of shape {tuple(x.shape)}")
         if x.device != ctx.device:
@@ -137,7 +137,7 @@ class Agreement:
         self, control: ControlGroup, number: int, description: Mapping[str, str], digest: int, error: BurstError | None = None
     ) -> None:
         self._control = control
-        self._number = number
+        self.number = number
         self._description = description
         self._digest = digest
         self._error = error
@@ -146,7 +146,7 @@ class Agreement:
     def start(self) -> None:
         """Begins the allreduce. Never blocks."""
         code = 1 if self._error else 0
-        self._pending = self._control.allreduce_max([code, self._number, -self._number, self._digest, -self._digest])
+        self._pending = self._control.allreduce_max([code, self.number, -self.number, self._digest, -self._digest])
 
     def test(self) -> bool:
         """True once all ranks have entered. Never blocks."""
@@ -166,7 +166,7 @@ class Agreement:
         """Collective, after `failure` on every rank: what every rank is to raise. Blocks at most `timeout_s`."""
         mine = {
             "error": None if self._error is None else [type(self._error).__name__, self._error.message],
-            "number": self._number,
+            "number": self.number,
             "call": dict(self._description),
         }
         pending = self._control.allgather(json.dumps(mine).encode())

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -19,15 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from burst_rt import launched
 from burst_rt.calibrated import find_hardware, fitted
 from burst_rt.drivers import Watch
-from burst_rt.errors import BurstError, ConfigError, ContractMismatch
+from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError
 from burst_rt.machine import Machine
+from burst_rt.reports import waiting_for
 from burst_rt.scheduler.hardware import parse_hardware
 from burst_rt.telemetry.joining import Wish, wish
 from burst_rt.transport import ControlGroup, LocalWorld, Transport
 from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
 from burst_rt.transport.probe import remembered
+from burst_rt.transport.start import start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,11 +47,8 @@ DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
 # Several ranks on one GPU: an experimental mode of NCCL from this version on.
 _NCCL_MULTI_RANK = 23000
-# What Open MPI, MPICH / Intel MPI and Slurm's srun tell the processes they start: how many there are. The innermost launcher first: an
-# mpirun inside a step of srun leaves srun's variables as they are.
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-# This rank's number among those of its host.
-_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
+# For how long processes of torchrun other than the first keep their error back: torchrun ends them within this time, and one is read.
+_OTHERS_KEEP_QUIET_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,26 @@ class Taken(NamedTuple):
 
 
 def join(
-    comm: MPI.Comm | LocalRank | None, device: str, transport: str, timeout_s: float, telemetry: bool | None = None
+    comm: MPI.Comm | LocalRank | None,
+    device: str,
+    transport: str,
+    join_s: float,
+    telemetry: bool | None = None,
+    wrong: BurstError | None = None,
 ) -> tuple[Machine, ControlGroup, list[Wish]]:
-    """This rank's machine and control group, and what all ranks wish of telemetry. Collective over `comm`; blocks at most `timeout_s` for
+    """This rank's machine and control group, and what all ranks wish of telemetry. Collective over `comm`; blocks at most `join_s` for
     each step.
 
-    Raises ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
+    wrong: what this rank has to complain of already; every rank raises it. Raises InputError, ConfigError and ContractMismatch (on every
+    rank alike), Stalled, DeviceError.
     """
     if transport == "auto":
         transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
     if device == "auto":
         device = os.environ.get(DEVICE_VARIABLE, "auto")
-    host, control = _ends(comm, timeout_s)
+    host, control = _ends(comm, join_s)
     try:
-        return _decide(comm, host, control, device, transport, timeout_s, telemetry)
+        return _decide(comm, host, control, device, transport, join_s, telemetry, wrong)
     except BurstError:
         host.close()
         control.close()
@@ -103,12 +110,14 @@ def join(
 
 
 def _decide(
-    comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str, transport: str, timeout_s: float,
-    telemetry: bool | None,
+    comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str, transport: str, join_s: float,
+    telemetry: bool | None, wrong: BurstError | None,
 ) -> tuple[Machine, ControlGroup, list[Wish]]:  # fmt: skip
     """`join`, once the ranks can talk to each other."""
     where, mine = torch.device("cpu"), {}
     try:
+        if wrong is not None:
+            raise wrong
         if transport not in TRANSPORTS:
             raise ConfigError(f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}")
         where = resolve_device(device)
@@ -118,15 +127,16 @@ def _decide(
         # One machine file for all, or they would plan differently.
         planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
         mine["hardware"] = planned.to_toml() if planned else ""
-    except ConfigError as error:
+    except (ConfigError, InputError) as error:
         # Not raised yet: the others are waiting, and are to raise the same.
-        mine = {"error": error.message}
+        mine = {"error": error.message, "class": type(error).__name__}
     pending = control.allgather(json.dumps(mine).encode())
-    Watch(control).wait_for(pending, timeout_s, "init")
+    Watch(control).wait_for(pending, join_s, "init")
     said = [json.loads(raw) for raw in pending.result()]
     for peer, word in enumerate(said):
         if "error" in word:
-            raise ConfigError(word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}", rank=control.rank, peer=peer)
+            kind = InputError if word["class"] == "InputError" else ConfigError
+            raise kind(word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}", rank=control.rank, peer=peer)
     asked = [word.pop("asked") for word in said]
     text, *_ = [word.pop("hardware") for word in said]
     hardware = parse_hardware(text, "of rank 0") if text else None
@@ -141,8 +151,8 @@ def _decide(
         return Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware), control, wishes
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
-    Watch(control).wait_for(pending, timeout_s, "init")
-    wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, timeout_s, lambda: torch.cuda.set_device(where))
+    Watch(control).wait_for(pending, join_s, "init")
+    wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, join_s, lambda: torch.cuda.set_device(where))
     host.close()
     return Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware), control, wishes
 
@@ -186,8 +196,7 @@ def resolve_device(name: str) -> torch.device:
         )
     if index and int(index) >= count:
         raise ConfigError(f"init: device {name!r} was asked for, but torch sees {count} CUDA devices, cuda:0 to cuda:{count - 1}")
-    local_rank = next((int(os.environ[v]) for v in _LOCAL_RANK_VARIABLES if os.environ.get(v, "").isdigit()), 0)
-    return torch.device("cuda", int(index) if index else local_rank % count)
+    return torch.device("cuda", int(index) if index else (launched.local_rank() or 0) % count)
 
 
 def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
@@ -279,14 +288,17 @@ def _cupy_nccl() -> Any:  # CuPy has no types
     return nccl if getattr(nccl, "available", False) else None
 
 
-def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transport, ControlGroup]:
+def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, ControlGroup]:
     if isinstance(comm, LocalRank):
-        return comm.world.transport(comm.rank), comm.world.control(comm.rank)
-    launched = _launched_ranks()
-    if comm is None and "mpi4py.MPI" not in sys.modules and launched == 1:
+        world = comm.world.duplicate(comm.rank)
+        return world.transport(comm.rank), world.control(comm.rank)
+    launched_ranks = launched.mpi_ranks()
+    if comm is None and "mpi4py.MPI" not in sys.modules and launched_ranks == 1:
+        _refuse_torchrun()
         world = LocalWorld(1)
         return world.transport(0), world.control(0)
     try:
+        start_mpi(join_s)
         from mpi4py import MPI
 
         from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate
@@ -297,20 +309,56 @@ def _ends(comm: MPI.Comm | LocalRank | None, timeout_s: float) -> tuple[Transpor
         ) from error
     if comm is None:
         comm = MPI.COMM_WORLD
-        if comm.size == 1 and launched > 1:
+        if comm.size == 1 and launched_ranks > 1:
             raise ConfigError(
-                f"init: the launcher started {launched} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
+                f"init: the launcher started {launched_ranks} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
                 f"library are of different installations. {_launch_advice()}, or set MPI4PY_LIBMPI; `burst-rt doctor` shows both. Where "
                 "every process is meant to be a world of its own, give comm=MPI.COMM_SELF"
             )
+        if comm.size == 1:
+            _refuse_torchrun()
     if not isinstance(comm, MPI.Intracomm):
-        raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}")
-    return MpiTransport(duplicate(comm, timeout_s)), MpiControl(duplicate(comm, timeout_s))
+        raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}{_instead(comm)}")
+    with waiting_for("init", _numbers_in_job(comm)):
+        return MpiTransport(duplicate(comm, join_s)), MpiControl(duplicate(comm, join_s))
 
 
-def _launched_ranks() -> int:
-    """How many ranks this process's launcher says there are; 1 where no launcher started it."""
-    return next((int(text) for name in _SIZE_VARIABLES if (text := os.environ.get(name, "")).isdigit()), 1)
+def _numbers_in_job(comm: MPI.Intracomm) -> list[int]:
+    """The ranks of the job that are in a communicator."""
+    from mpi4py import MPI
+
+    if comm == MPI.COMM_NULL or comm.Is_inter():
+        return []
+    group, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return list(group.Translate_ranks(None, everyone))
+    finally:
+        group.Free()
+        everyone.Free()
+
+
+def _refuse_torchrun() -> None:
+    """Raises ConfigError where this process is one of several of torchrun's, which MPI does not know: each would be a world of its own."""
+    num_ranks = launched.torchrun_ranks()
+    if num_ranks == 1:
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
+        time.sleep(_OTHERS_KEEP_QUIET_S)
+    raise ConfigError(
+        f"init: RANK and WORLD_SIZE say that this is process {os.environ['RANK']} of {num_ranks} (torchrun?), but MPI sees a world of one. "
+        f"Ranks find each other through MPI: start them with `burst-rt run -n {num_ranks} SCRIPT` or mpirun. Under `burst-rt run` "
+        "torch.distributed.init_process_group() works too. Where every process is meant to be a world of its own, give comm=MPI.COMM_SELF"
+    )
+
+
+def _instead(comm: object) -> str:
+    """What to do with a group that is not MPI's."""
+    if "torch" not in type(comm).__module__:
+        return ""
+    return (
+        ". Groups of torch.distributed are not taken: start the ranks with `burst-rt run` or mpirun, where init() finds all of them and "
+        "torch.distributed works beside, and make a part of them with MPI.COMM_WORLD.Split(color)"
+    )
 
 
 def _launch_advice() -> str:

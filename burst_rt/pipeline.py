@@ -43,7 +43,16 @@ class Pipeline:
         """
         memory: dict[int, Memory] = {}
         error: BurstError | None = None
+        for name, given, of in (
+            ("buffers", buffers, "tensors, by the names of buffers"),
+            ("ops", ops, "functions, by the names of operations"),
+        ):
+            if not isinstance(given, Mapping):
+                error = error or InputError(f"Pipeline.run: {name} must be a mapping of {of}, got {type(given).__name__}")
+        if error is not None:
+            self.context.refuse("Pipeline.run", error)
         largest: dict[int, int] = {}
+        bound_to: dict[int, torch.Tensor] = {}
         for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
             largest[m.part] = max(m.size_bytes, largest.get(m.part, 0))
         for part_id, size in largest.items():
@@ -52,11 +61,24 @@ class Pipeline:
             error = error or self._refuses(part.name, tensor, size)
             if error is None:
                 memory[part_id] = self.context.machine.memory(tensor)
+                bound_to[part_id] = tensor
+        error = error or self._overlap(bound_to)
         missing = sorted({task.op.name for task in self.graph.tasks if task.op and task.lane != "control"} - set(ops))
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")
         self.context.agree({"call": "Pipeline.run", "graphs": self.fingerprint}, error)
         return self.context.run_pipeline(self.schedule, ops, memory, self.progress)
+
+    def _overlap(self, bound_to: Mapping[int, torch.Tensor]) -> BurstError | None:
+        """Why messages would meet in memory: a part that is received into shares it with another part. Or None."""
+        received = {m.part for task in self.graph.tasks for m in task.recvs}
+        for one in sorted(received & bound_to.keys()):
+            for other in bound_to:
+                first, last = sorted((bound_to[one], bound_to[other]), key=torch.Tensor.data_ptr)
+                if one != other and first.data_ptr() + first.nbytes > last.data_ptr():
+                    names = " and ".join(self.graph.parts[part].name for part in (one, other))
+                    return InputError(f"Pipeline.run: {names} share memory, and messages are received into the first; give each its own")
+        return None
 
     def _refuses(self, name: str, tensor: object, size: int) -> BurstError | None:
         """Why a tensor cannot be a part of which messages take up to `size` bytes, or None."""

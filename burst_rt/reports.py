@@ -1,18 +1,39 @@
-"""How a rank's program ended: written by the rank, read by `burst-rt run`.
+"""What ranks tell `burst-rt run` through the job's folder: that they are there, what they wait for, how they ended.
 
-One small JSON file per rank in the job's folder. A rank that is killed writes none; a rank that crashes in native code leaves its
-Python stack in a second file, which `faulthandler` fills. Standard library only: every rank imports this before its program.
+A few small JSON files a rank, written whole or not at all. A rank that is killed leaves no report;
+a rank that crashes in native code leaves its Python stack, which `faulthandler` writes. On other
+hosts than the launcher's the folder does not exist, and nothing is written. Standard library only:
+every rank imports this module before its program.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["JOB_DIR_VARIABLE", "RankReport", "crash_path", "primary_failure", "read_reports", "write_report"]
+from burst_rt import launched
+
+__all__ = [
+    "JOB_DIR_VARIABLE",
+    "RankReport",
+    "Started",
+    "Waiting",
+    "crash_path",
+    "job_folder",
+    "primary_failure",
+    "read_reports",
+    "read_started",
+    "read_waiting",
+    "report_end",
+    "say_started",
+    "waiting_for",
+    "write_report",
+]
 
 # Names the job's folder to its ranks.
 JOB_DIR_VARIABLE = "BURST_RT_JOB_DIR"
@@ -42,16 +63,52 @@ class RankReport:
         return self.exit_code != 0
 
     @property
+    def headline(self) -> str:
+        """The exception's own line, which is the last that starts with its class; "" where there was none."""
+        lines = [line for line in self.traceback.splitlines() if self.kind in line.partition(":")[0] and not line.startswith(" ")]
+        return lines[-1] if lines else self.kind
+
+    @property
     def secondary(self) -> bool:
         """Whether it failed because another rank was gone or silent."""
         return self.kind in _SECONDARY_KINDS
 
 
+class Started(NamedTuple):
+    """A rank whose process is there."""
+
+    rank: int
+    pid: int
+
+
+class Waiting(NamedTuple):
+    """A rank waits in `what` ("MPI_Init" or "init") until all of `ranks` have come there too."""
+
+    rank: int
+    what: str
+    ranks: list[int]
+
+
+def job_folder() -> Path | None:
+    """The job's folder, in a rank that `burst-rt run` has started on its own host; else None."""
+    name = os.environ.get(JOB_DIR_VARIABLE)
+    return Path(name) if name and Path(name).is_dir() else None
+
+
 def write_report(job_dir: Path, report: RankReport) -> None:
     """Write one rank's report so that a reader sees all of it or nothing. Raises OSError where the folder cannot be written."""
-    partial = job_dir / f"rank-{report.rank}.partial"
-    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    os.replace(partial, job_dir / f"rank-{report.rank}.json")
+    _write(job_dir / f"rank-{report.rank}.json", asdict(report))
+
+
+def report_end(report: RankReport) -> bool:
+    """Writes this rank's report to the job's folder; False where there is none or it cannot be written."""
+    folder = job_folder()
+    if folder is None:
+        return False
+    with suppress(OSError):
+        write_report(folder, report)
+        return True
+    return False
 
 
 def read_reports(job_dir: Path) -> list[RankReport]:
@@ -66,6 +123,49 @@ def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
     return min(failures, key=lambda report: (report.secondary, report.ended_at_s, report.rank), default=None)
 
 
+def say_started(job_dir: Path, rank: int) -> None:
+    """Tells the launcher this rank's process. Raises OSError where the folder cannot be written."""
+    _write(job_dir / f"started-{rank}.json", {"rank": rank, "pid": os.getpid()})
+
+
+def read_started(job_dir: Path) -> list[Started]:
+    """The ranks whose processes have said that they are there, in no order."""
+    return [Started(**json.loads(path.read_text(encoding="utf-8"))) for path in job_dir.glob("started-*.json")]
+
+
+@contextmanager
+def waiting_for(what: str, ranks: Iterable[int]) -> Iterator[None]:
+    """While inside, the launcher knows that this rank waits in `what` for `ranks`."""
+    folder, rank = job_folder(), launched.rank()
+    if folder is None or rank is None:
+        yield
+        return
+    path = folder / f"waiting-{rank}.json"
+    with suppress(OSError):
+        _write(path, Waiting(rank, what, list(ranks))._asdict())
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def read_waiting(job_dir: Path) -> list[Waiting]:
+    """The ranks that wait for others to join, in no order."""
+    found = []
+    for path in job_dir.glob("waiting-*.json"):
+        # It may go at any moment.
+        with suppress(FileNotFoundError):
+            found.append(Waiting(**json.loads(path.read_text(encoding="utf-8"))))
+    return found
+
+
 def crash_path(job_dir: Path, rank: int) -> Path:
     """Where `faulthandler` leaves the Python stack of a rank that crashes in native code."""
     return job_dir / f"rank-{rank}.crash"
+
+
+def _write(path: Path, document: object) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(document), encoding="utf-8")
+    os.replace(partial, path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib.abc
 import io
 import os
 import runpy
@@ -18,20 +19,20 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
+from burst_rt import launched
 from burst_rt.errors import BurstError
-from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, write_report
+from burst_rt.reports import RankReport, crash_path, job_folder, report_end, say_started, waiting_for
 
 __all__ = ["main"]
-
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def main(argv: Sequence[str]) -> None:
     """Run `SCRIPT args...` or `-m MODULE args...`; returns where the program ended well, else does not return."""
-    rank = _rank()
+    rank = launched.rank() or 0
     for stream in (sys.stdout, sys.stderr):
         # Whole lines: into mpirun's pipe Python would write blocks, late and lost where the job is killed, or under PYTHONUNBUFFERED
         # pieces of lines, which mix with those of other ranks.
@@ -39,26 +40,64 @@ def main(argv: Sequence[str]) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     # Open MPI leaves rank 0 an input that never ends: a program that reads it would wait for ever.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    job_dir = _job_dir()
+    job_dir = job_folder()
+    if job_dir is not None:
+        with contextlib.suppress(OSError):
+            say_started(job_dir, rank)
     _catch_crashes(job_dir, rank)
+    _set_rendezvous(rank)
+    sys.meta_path.insert(0, _MpiFinder())
     try:
         _run_program(argv)
     except SystemExit as stop:
-        _leave(RankReport(rank, time.time(), _exit_code(stop), kind="SystemExit"), job_dir)
+        _leave(RankReport(rank, time.time(), _exit_code(stop), kind="SystemExit"))
     except BaseException as error:  # noqa: BLE001 - the one place where any failure of the program ends the job
-        _leave(_describe(error, rank), job_dir, error)
+        _leave(_describe(error, rank), error)
     else:
-        _leave(RankReport(rank, time.time(), 0), job_dir)
+        _leave(RankReport(rank, time.time(), 0))
 
 
-def _rank() -> int:
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+def _set_rendezvous(rank: int) -> None:
+    """What torchrun would set, so that `torch.distributed.init_process_group()` works beside MPI.
+
+    The launcher has set MASTER_ADDR and MASTER_PORT.
+    """
+    num_ranks = launched.mpi_ranks()
+    local_rank, num_local = launched.local_rank(), launched.num_local_ranks()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    # A launcher that does not say leaves these two unset.
+    if local_rank is not None:
+        os.environ["LOCAL_RANK"] = str(local_rank)
+    if num_local is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(num_local)
 
 
-def _job_dir() -> Path | None:
-    # On another host than the launcher's the folder does not exist.
-    name = os.environ.get(JOB_DIR_VARIABLE)
-    return Path(name) if name and Path(name).is_dir() else None
+class _MpiFinder(importlib.abc.MetaPathFinder):
+    """Finds `mpi4py.MPI` as the others do, with a loader that tells the launcher for whom it waits."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "mpi4py.MPI":
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        # burst_rt.init imports it without starting MPI.
+        if spec is not None and spec.loader is not None and sys.modules["mpi4py"].rc.initialize:
+            spec.loader = _MpiLoader(spec.loader)
+        return spec
+
+
+class _MpiLoader(importlib.abc.Loader):
+    """Loads `mpi4py.MPI`, which starts MPI: that waits until all ranks have come."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        with waiting_for("MPI_Init", range(launched.mpi_ranks())):
+            self._loader.exec_module(module)
 
 
 def _catch_crashes(job_dir: Path | None, rank: int) -> None:
@@ -105,12 +144,8 @@ def _program_frames(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _leave(report: RankReport, job_dir: Path | None, error: BaseException | None = None) -> None:
-    reported = False
-    if job_dir is not None:
-        with contextlib.suppress(OSError):
-            write_report(job_dir, report)
-            reported = True
+def _leave(report: RankReport, error: BaseException | None = None) -> None:
+    reported = report_end(report)
     if not report.failed:
         return
     # Telemetry, where the program has any, hears why; a light import stays light.
@@ -119,7 +154,7 @@ def _leave(report: RankReport, job_dir: Path | None, error: BaseException | None
         telemetry.farewell(report.exit_code, error)
     if report.traceback:
         # The launcher prints the whole traceback of the failure that matters last; here one line says that this rank is gone.
-        print(_headline(report) if reported else report.traceback, file=sys.stderr)
+        print(f"burst-rt: rank {report.rank}: {report.headline}" if reported else report.traceback, file=sys.stderr)
     _tidy_up()
     # Not sys.exit, whose way out waits for threads and for MPI_Finalize, and so for the other ranks. Nor MPI_Abort: mpirun ends the job
     # for a non-zero exit as surely and says so in fewer words, and Open MPI's abort leaves a NUL byte in the log.
@@ -138,12 +173,6 @@ def _tidy_up() -> None:
         with contextlib.suppress(OSError, ValueError):
             if file in (sys.stdout, sys.stderr) or stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.flush()
-
-
-def _headline(report: RankReport) -> str:
-    # The exception's own line is the last one that starts with its class; a message may go on over more lines.
-    lines = [line for line in report.traceback.splitlines() if report.kind in line.partition(":")[0] and not line.startswith(" ")]
-    return f"burst-rt: rank {report.rank}: {lines[-1] if lines else report.kind}"
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ It finds `mpirun`, gives it what the machine needs (root, more ranks than cores,
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -25,8 +28,10 @@ import click
 import psutil
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, primary_failure, read_reports
+from burst_rt.launch.ranks import Ranks
+from burst_rt.launch.verdict import verdict
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
+from burst_rt.reports import JOB_DIR_VARIABLE, Waiting, primary_failure, read_reports
 from burst_rt.telemetry.starting import start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
@@ -37,7 +42,9 @@ _POLL_S = 0.05
 _REPORT_POLL_S = 0.2
 # How long mpirun may live on after a rank reported a failure or a signal came. It needs some 1 s; now and then it misses the exit of a
 # rank on a busy machine (seen with MPICH 5), and the others would wait for ever.
-_ENDING_DEADLINE_S = 4.0
+_ENDING_DEADLINE_S = 3.0
+# How long a rank may seem to wait for one that has ended.
+_JOINED_GRACE_S = 1.0
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set inside an allocation of a batch system, whose count of slots is then the truth.
@@ -144,22 +151,24 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:
         job_dir = Path(folder)
         started_at_s = time.time()
-        with _forward_signals() as stop, _telemetry(mpi_args) as told:
+        with _forward_signals() as stop, _telemetry(mpi_args) as told, Ranks(job_dir, num_ranks) as ranks:
+            told = told | _rendezvous(mpi_args)
             mpirun = subprocess.Popen(
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told,
                 stdin=subprocess.DEVNULL,
                 # A group of its own: Ctrl-C must reach it once, through us, and not a second time from the terminal.
                 process_group=0,
+                preexec_fn=partial(_end_with, os.getpid()),
             )
             stop.attach(mpirun)
-            _wait(mpirun, job_dir, stop)
+            stuck = _wait(mpirun, job_dir, ranks, stop)
         sys.stdout.flush()
         if stop.received is not None:
             name = signal.Signals(stop.received).name
             print(f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
             return 128 + stop.received
-        text, exit_code = _verdict(job_dir, num_ranks, started_at_s, mpirun.returncode)
+        text, exit_code = verdict(job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck)
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code
 
@@ -167,6 +176,27 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
 def _one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
     return not any(name in os.environ for name in _BATCH_VARIABLES) and not any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
+
+
+def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
+    """Where the ranks' `torch.distributed.init_process_group()` meets, unless the user has said so: on this host."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1" if _one_host(mpi_args) else socket.gethostname(), "MASTER_PORT": str(port)}
+
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _end_with(launcher: int) -> None:
+    """In mpirun, before it starts: when the launcher is gone, however it went, mpirun is to end the job."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:
+        os._exit(1)
 
 
 @contextmanager
@@ -258,71 +288,31 @@ def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
             process.kill()
 
 
-def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, stop: _Stop) -> None:
-    """Wait for mpirun to end; once a rank has reported a failure or a signal came, it has 4 s to end the job."""
+def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _Stop) -> tuple[Waiting, int] | None:
+    """Waits for mpirun to end. Once a rank has failed, or a signal came, it has 3 s to end the job.
+
+    Where a rank waits to join one that has ended, the job is ended; returns these two then.
+    """
     ending_since_s: float | None = None
     looked_at_s = time.monotonic()
+    stuck_since_s: float | None = None
+    stuck: tuple[Waiting, int] | None = None
     while mpirun.poll() is None:
-        time.sleep(_POLL_S)
+        ranks.wait(_POLL_S)
         now_s = time.monotonic()
         if ending_since_s is None and now_s - looked_at_s > _REPORT_POLL_S:
             looked_at_s = now_s
             ending_since_s = now_s if stop.received is not None or primary_failure(read_reports(job_dir)) else None
+            stuck = ranks.stuck() if ending_since_s is None else None
+            stuck_since_s = None if stuck is None else stuck_since_s or now_s
+            # A rank that has joined may have ended before the others noticed that it came.
+            if stuck_since_s is not None and now_s - stuck_since_s > _JOINED_GRACE_S:
+                mpirun.terminate()
+                ending_since_s = now_s
         if ending_since_s is not None and now_s - ending_since_s > _ENDING_DEADLINE_S:
             kill_job(mpirun)
             mpirun.wait()
-
-
-def _verdict(job_dir: Path, num_ranks: int, started_at_s: float, mpirun_code: int) -> tuple[str, int]:
-    """The last words on the job ("" where all is well) and its exit code."""
-    reports = read_reports(job_dir)
-    failure = primary_failure(reports)
-    code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
-    silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
-    # Also on the way out, once the program had ended well.
-    crashed = [rank for rank in range(num_ranks) if (rank in silent or (failure is None and code)) and _crash_text(job_dir, rank)]
-    if failure is not None and not failure.secondary:
-        return _failure_text(failure, started_at_s), failure.exit_code
-    if crashed:
-        rank = crashed[0]
-        return f"{_crash_text(job_dir, rank)}burst-rt: rank {rank} crashed in native code (exit code {code})\n", code or 1
-    if failure is not None:
-        return _secondary_text(failure, reports, silent, started_at_s), failure.exit_code
-    if code == 0:
-        return "", 0
-    left = "".join(f"burst-rt: rank {r.rank} had left with exit code 0 after {r.ended_at_s - started_at_s:.1f} s\n" for r in reports)
-    return _silent_text(silent, num_ranks, code) + left, code
-
-
-def _crash_text(job_dir: Path, rank: int) -> str:
-    path = crash_path(job_dir, rank)
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _failure_text(report: RankReport, started_at_s: float) -> str:
-    after_s = report.ended_at_s - started_at_s
-    return f"{report.traceback}burst-rt: rank {report.rank} failed after {after_s:.1f} s (exit code {report.exit_code})\n"
-
-
-def _secondary_text(failure: RankReport, reports: Sequence[RankReport], silent: Sequence[int], started_at_s: float) -> str:
-    """The words where every failure reported is another rank's fault: name that other rank."""
-    ended = [report for report in reports if not report.failed]
-    left = next((report for report in ended if report.rank == failure.peer), ended[0] if ended else None)
-    if left is not None and failure.kind == "PeerLost":
-        after_s = left.ended_at_s - started_at_s
-        return f"{failure.traceback}burst-rt: rank {left.rank} left with exit code 0 after {after_s:.1f} s while others were in a call\n"
-    if failure.peer in silent:
-        return f"{_failure_text(failure, started_at_s)}burst-rt: rank {failure.peer} gave no report: it was killed, or it was stuck\n"
-    return _failure_text(failure, started_at_s)
-
-
-def _silent_text(silent: Sequence[int], num_ranks: int, code: int) -> str:
-    if not silent:
-        return f"burst-rt: every rank's program ended well, but mpirun's exit code is {code}\n"
-    if len(silent) == num_ranks:
-        return f"burst-rt: no rank said why it ended; mpirun's exit code is {code} and its own message, if any, is above\n"
-    names = ", ".join(map(str, silent))
-    return f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun when another was; mpirun's exit code is {code}\n"
+    return stuck if ending_since_s is not None and stop.received is None else None
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "show_default": True})

@@ -100,16 +100,20 @@ class OrderedTransport(Protocol):
 class NoticeKind(IntEnum):
     """Why a rank writes to another outside any collective."""
 
-    ALIVE = 1  # I am inside a call and still computing
-    LEFT = 2  # I have closed my context and will enter no further call
+    ALIVE = 1  # I am inside a call and still computing: the id of my task
+    LEFT = 2  # I have closed my context and will enter no further call: my exit code, and my error
+    ENTERED = 3  # I wait for you to enter a call: its number
+    REFUSES = 4  # I cannot make my next call, and ask in which context you wait for it: number of the question
+    REFUSES_TOO = 5  # neither can I: number of your question
 
 
 class Notice(NamedTuple):
-    """A small unsolicited word from `peer`; `value` is the id of its current task (ALIVE)."""
+    """A small unsolicited word from `peer`. `NoticeKind` says what `value` and `text` are."""
 
     peer: int
     kind: NoticeKind
     value: int
+    text: str = ""
 
 
 class Pending(Protocol):
@@ -153,8 +157,8 @@ class ControlGroup(Protocol):
     def allgather(self, payload: bytes) -> PendingBytes:
         """Every rank's bytes (any lengths) on every rank."""
 
-    def notify(self, peer: int, kind: NoticeKind, value: int = 0) -> None:
-        """Writes to a peer that may read it at any later time, or never."""
+    def notify(self, peer: int, kind: NoticeKind, value: int = 0, text: str = "") -> None:
+        """Writes to a peer that may read it at any later time, or never. Of a long text the beginning arrives."""
 
     def notices(self) -> list[Notice]:
         """What peers have written since the last call."""

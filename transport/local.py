@@ -37,6 +37,20 @@ class LocalWorld:
         self._rounds: dict[int, dict[int, Any]] = {}
         self._readers_left: dict[int, int] = {}
         self._notices: list[deque[Notice]] = [deque() for _ in range(size)]
+        # Worlds that some ranks have taken and others not yet, by number; and the number of each rank's next.
+        self._duplicates: dict[int, tuple[LocalWorld, set[int]]] = {}
+        self._next_duplicate = [0] * size
+
+    def duplicate(self, rank: int) -> LocalWorld:
+        """A world of the same ranks in which no message meets one of this world's: for a rank's nth request always the same."""
+        with self._lock:
+            number = self._next_duplicate[rank]
+            self._next_duplicate[rank] += 1
+            world, takers = self._duplicates.setdefault(number, (LocalWorld(self.size), set()))
+            takers.add(rank)
+            if len(takers) == self.size:
+                del self._duplicates[number]
+            return world
 
     def transport(self, rank: int) -> LocalTransport:
         """Rank's end of the data transport."""
@@ -221,9 +235,9 @@ class LocalControl:
         """See `ControlGroup.allgather`."""
         return self._join(payload, lambda payloads: payloads)
 
-    def notify(self, peer: int, kind: NoticeKind, value: int = 0) -> None:
+    def notify(self, peer: int, kind: NoticeKind, value: int = 0, text: str = "") -> None:
         """See `ControlGroup.notify`."""
-        self._world.write(peer, Notice(self.rank, kind, value))
+        self._world.write(peer, Notice(self.rank, kind, value, text))
 
     def notices(self) -> list[Notice]:
         """See `ControlGroup.notices`."""

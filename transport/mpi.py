@@ -7,6 +7,7 @@ whenever: the memory that MPI may still read or write stays (`_in_use`).
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +18,14 @@ from mpi4py import MPI
 
 from burst_rt.errors import ConfigError, ProtocolError, Stalled
 from burst_rt.transport.base import Capabilities, Completed, Memory, Notice, NoticeKind
+from burst_rt.transport.start import who_is_missing
 
 __all__ = ["MpiControl", "MpiTransport", "duplicate"]
 
 _NOTICE_TAG = 1
+# A notice: kind, value, length of the text, text. Small enough for every MPI to send it at once (eagerly).
+_NOTICE = struct.Struct("=qqq")
+_NOTICE_BYTES = 512
 # Counts are 32-bit before MPI 4 and in parts of Open MPI 5; larger messages go in pieces that match in order.
 _PIECE_BYTES = 1 << 30
 # By id: what holds memory that MPI has been given and has not done with. Without it an error on the way would free memory that a late
@@ -37,7 +42,12 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
-            raise Stalled(f"rank {comm.rank} of {comm.size} waited {timeout_s} s in init for the other ranks to call it", rank=comm.rank)
+            raise Stalled(
+                f"rank {comm.rank} of {comm.size} waited {timeout_s:g} s in burst_rt.init for the other ranks to call it (join_s). "
+                f"{who_is_missing()}",
+                rank=comm.rank,
+                elapsed_s=timeout_s,
+            )
         time.sleep(0.0005)
     del _in_use[id(new)]
     return new
@@ -216,10 +226,10 @@ class MpiControl:
         self.size = comm.size
         self._comm = comm
         self._piece_bytes = piece_bytes
-        self._box = np.zeros(2, dtype=np.int64)
-        self._inbox = comm.Recv_init(self._box, MPI.ANY_SOURCE, _NOTICE_TAG)
+        self._box = bytearray(_NOTICE_BYTES)
+        self._inbox = comm.Recv_init([self._box, MPI.BYTE], MPI.ANY_SOURCE, _NOTICE_TAG)
         self._inbox.Start()
-        self._outgoing: list[tuple[MPI.Request, npt.NDArray[np.int64]]] = []
+        self._outgoing: list[tuple[MPI.Request, bytes]] = []
         _in_use[id(self)] = self
 
     def allreduce_max(self, values: Sequence[int]) -> _Reduction:
@@ -236,18 +246,21 @@ class MpiControl:
         """See `ControlGroup.allgather`."""
         return _Gather(self._comm, payload, self._piece_bytes)
 
-    def notify(self, peer: int, kind: NoticeKind, value: int = 0) -> None:
+    def notify(self, peer: int, kind: NoticeKind, value: int = 0, text: str = "") -> None:
         """See `ControlGroup.notify`. Small enough to leave at once (eager), so a rank that is about to exit can still say so."""
         self._outgoing = [(request, box) for request, box in self._outgoing if not request.Test()]
-        box = np.array([int(kind), value], dtype=np.int64)
-        self._outgoing.append((self._comm.Isend(box, peer, _NOTICE_TAG), box))
+        written = text.encode()[: _NOTICE_BYTES - _NOTICE.size]
+        box = _NOTICE.pack(int(kind), value, len(written)) + written
+        self._outgoing.append((self._comm.Isend([box, MPI.BYTE], peer, _NOTICE_TAG), box))
 
     def notices(self) -> list[Notice]:
         """See `ControlGroup.notices`."""
         found = []
         status = MPI.Status()
         while self._inbox and self._inbox.Test(status):  # there is none once closed
-            found.append(Notice(status.Get_source(), NoticeKind(int(self._box[0])), int(self._box[1])))
+            kind, value, length = _NOTICE.unpack_from(self._box)
+            text = self._box[_NOTICE.size : _NOTICE.size + length].decode(errors="replace")
+            found.append(Notice(status.Get_source(), NoticeKind(kind), value, text))
             self._inbox.Start()
         return found
 

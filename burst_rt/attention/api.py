@@ -7,12 +7,12 @@ from typing import NoReturn
 
 import torch
 
-from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
+from burst_rt.attention.autograd import BurstAttentionFunction, handle_of, held_handle
 from burst_rt.attention.masks import Causal, Full, Mask
 from burst_rt.attention.planner import Plan
-from burst_rt.context import current_context
+from burst_rt.context import refuse
 from burst_rt.contract import CallSpec, check_call, check_spec
-from burst_rt.errors import InputError
+from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.sharding import ContextLayout
 
 __all__ = ["BurstAttention", "Explanation", "burst_attention", "call_spec", "explain"]
@@ -56,12 +56,16 @@ def burst_attention(
         out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
         return (out, lse) if return_lse else out
     try:
+        if torch._C._are_functorch_transforms_active():
+            raise InputError("burst_attention: torch.func's transforms (grad, vmap, jvp) are not supported; use loss.backward()")
         spec = _make_spec(mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v))
         # Before torch sees them: a tensor of another device would take another way. Values are looked at once, by the op.
         check_call(spec, q, k, v, values=False)
-    except InputError as error:
+        spec.layout.context.check_open()
+    except (InputError, ConfigError) as error:
         _refuse(error, layout, kv_layout)
-    out, lse = BurstAttentionFunction.apply(q, k, v, handle_of(spec))  # type: ignore[no-untyped-call]
+    spec, handle = held_handle(spec)
+    out, lse = BurstAttentionFunction.apply(q, k, v, handle)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -140,13 +144,9 @@ def _constant_handle(
 _constant_handle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refuse(error: InputError, *layouts: object) -> NoReturn:
-    """Raises the error on every rank, where it is known which ranks those are."""
-    named = (layout.context for layout in layouts if isinstance(layout, ContextLayout))
-    context = next(named, current_context())
-    if context is None:
-        raise error
-    context.refuse("burst_attention", error)
+def _refuse(error: BurstError, *layouts: object) -> NoReturn:
+    """Raises the error on every rank that waits for this rank's call."""
+    refuse("burst_attention", error, next((layout.context for layout in layouts if isinstance(layout, ContextLayout)), None))
 
 
 @dataclass(frozen=True)

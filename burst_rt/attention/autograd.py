@@ -7,7 +7,9 @@ else. Second derivatives are refused. Autocast ends at the ops: sums are kept in
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,21 +21,34 @@ from burst_rt.contract import CallSpec, check_call, check_spec
 from burst_rt.errors import InputError
 from burst_rt.kernels import sum_dtype
 
-__all__ = ["BurstAttentionFunction", "handle_of"]
+__all__ = ["BurstAttentionFunction", "handle_of", "held_handle"]
 
-_specs: list[CallSpec] = []
-_handles: dict[CallSpec, int] = {}
+# The custom ops take a number, not an object. A spec stands here as long as somebody holds it: the call that runs, the graph node that
+# waits for its backward, or the context it was pinned to. So closed contexts and lengths of the past leave nothing behind.
+_specs: weakref.WeakValueDictionary[int, CallSpec] = weakref.WeakValueDictionary()
+_handles: weakref.WeakKeyDictionary[CallSpec, int] = weakref.WeakKeyDictionary()
+_next_handle = itertools.count()
 _lock = threading.Lock()
 
 
-def handle_of(spec: CallSpec) -> int:
-    """The number by which the custom ops know a spec; the same for equal specs. Specs are small and kept for the life of the process."""
+def held_handle(spec: CallSpec) -> tuple[CallSpec, int]:
+    """The spec to hold, equal to the one given, and the number by which the custom ops know it as long as it is held."""
     with _lock:
         handle = _handles.get(spec)
-        if handle is None:
-            handle = _handles[spec] = len(_specs)
-            _specs.append(spec)
-        return handle
+        known = None if handle is None else _specs.get(handle)
+        if known is not None and handle is not None:
+            return known, handle
+        _handles.pop(spec, None)
+        handle = _handles[spec] = next(_next_handle)
+        _specs[handle] = spec
+        return spec, handle
+
+
+def handle_of(spec: CallSpec) -> int:
+    """The number by which the custom ops know a spec; the same for equal specs. It holds until the spec's context is closed."""
+    spec, handle = held_handle(spec)
+    spec.layout.context.pinned.add(spec)
+    return handle
 
 
 def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,13 +119,19 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     q, k, v, handle = inputs
     out, lse = output
     ctx.handle = handle
+    ctx.spec = _specs[handle]  # holds it
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    needs = _specs[ctx.handle].needs_grad
+    try:
+        q, k, v, out, lse = ctx.saved_tensors
+    except RuntimeError as error:
+        # Changed in place, or freed by an earlier backward: this rank cannot take part, and the others wait for it.
+        call = "backward of burst_attention"
+        ctx.spec.layout.context.refuse(call, InputError(f"{call}: {error}"))
+    needs = ctx.spec.needs_grad
     if dout is None:
         dout = torch.zeros_like(out)
     grads = _below_autograd(_run_backward, dout, dlse, q, k, v, out, lse, ctx.handle)

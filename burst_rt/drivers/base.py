@@ -14,6 +14,7 @@ import torch
 
 from burst_rt.drivers.watch import Backoff, Watch
 from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
+from burst_rt.flight import FlightRecord
 from burst_rt.scheduler import Event, Graph, Op, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
@@ -29,7 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Opening(Protocol):
-    """What a control task waits for: the ranks' agreement on the call."""
+    """What a control task waits for: the ranks' agreement on the call. number: of the call."""
+
+    number: int
 
     def start(self) -> None:
         """Begins; does not wait."""
@@ -45,7 +48,8 @@ class BaseDriver:
     """One driver performs one run of a graph.
 
     ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message names. transport: for exchanges on free
-    lanes. opening: what control tasks wait for. takes: what memory the call takes, in words, for the error when a task finds none.
+    lanes. opening: what control tasks wait for. takes: what memory the call takes, in words, for the error when a task finds none. flight:
+    where it is written down what this rank does.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class BaseDriver:
         stall_s: float,
         trace: Trace,
         takes: Callable[[], str] | None = None,
+        flight: FlightRecord | None = None,
     ) -> None:
         self._graph = graph
         self._ops = ops
@@ -72,6 +77,7 @@ class BaseDriver:
         self._stall_s = stall_s
         self.trace = trace
         self._takes = takes
+        self._flight = flight
         self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
         self._control: Task | None = None
         self._about: dict[int, tuple[Task, int]] = {}  # handle of a message under way -> its task and peer
@@ -169,6 +175,8 @@ class BaseDriver:
         if op is None or op.name not in self._ops:
             known = sorted(self._ops)
             raise InternalError(f"task {task.name!r} asks for operation {op and op.name!r}; this driver has {known}", task=task.name)
+        if self._flight is not None:
+            self._flight.task(task.name)
         try:
             self._ops[op.name](*op.args)
         except (MemoryError, RuntimeError) as error:
@@ -222,6 +230,10 @@ class BaseDriver:
         if waiting is None:
             raise InternalError("the driver was asked to wait with nothing under way")
         task, limit_s, own = waiting
+        if self._flight is not None:
+            self._flight.task(task.name)
+        if self._control is not None:
+            self._watch.say_entered(self._opening.number, backoff.elapsed_s(), limit_s)
         lost = self._watch.lost(None if self._control is not None else {peer for _, peer in self._about.values()})
         if lost:
             return TaskFailed(task.id, lost)
@@ -233,7 +245,12 @@ class BaseDriver:
     def _stalled(self, task: Task, silent_s: float) -> Stalled:
         rank = self._graph.rank
         if self._control is not None:
-            message = f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call (timeout_s)"
+            number = self._opening.number
+            missing = self._watch.absent(number)
+            message = (
+                f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call (timeout_s)"
+                f"{f': {missing} not entered call {number}, this one' if missing else ''}. See what they are doing (py-spy dump)"
+            )
             return Stalled(message, rank=rank, task=task.name, elapsed_s=silent_s)
         peers = sorted({m.peer for m in (*task.sends, *task.recvs)})
         said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}

@@ -45,22 +45,46 @@ class Backoff:
 
 
 class Watch:
-    """What this rank knows of the others, from their notices. One per context."""
+    """What this rank knows of the others, from their notices. One per context.
+
+    left: when a rank was noticed to have left, with which exit code and error. alive: when a rank
+    last said that it computes, and its task. entered: the last call that a rank said it waits in.
+    refusing: ranks that, like this one, cannot make their next call, and do not know in which
+    context the others wait for it; None while this rank has no such trouble.
+    """
 
     def __init__(self, control: ControlGroup) -> None:
         self.control = control
-        self.left: dict[int, tuple[float, int]] = {}  # peer -> (when noticed, exit code it gave)
-        self.alive: dict[int, tuple[float, int]] = {}  # peer -> (when it last said so, its task)
+        self.left: dict[int, tuple[float, int, str]] = {}
+        self.alive: dict[int, tuple[float, int]] = {}
+        self.entered: dict[int, int] = {}
+        self.refusing: set[int] | None = None
+        self._asked = 0  # how often this rank has asked who waits for it
+        self._asking: dict[int, int] = {}  # the last question of each that asked
+        self._curious: set[int] = set()  # those to tell which call this rank waits in
+        self._told: dict[int, int] = {}  # the last call each was told of
 
     def look(self) -> None:
         """Reads notices. Never blocks."""
         for notice in self.control.notices():
-            now = time.perf_counter()
+            now, peer = time.perf_counter(), notice.peer
             if notice.kind is NoticeKind.LEFT:
                 # A rank that failed says so at once, and once more when it closes its context.
-                self.left.setdefault(notice.peer, (now, notice.value))
-            else:
-                self.alive[notice.peer] = (now, notice.value)
+                self.left.setdefault(peer, (now, notice.value, notice.text))
+            elif notice.kind is NoticeKind.ALIVE:
+                self.alive[peer] = (now, notice.value)
+            elif notice.kind is NoticeKind.ENTERED:
+                self._curious.add(peer)
+                self.entered[peer] = notice.value
+            elif notice.kind is NoticeKind.REFUSES:
+                self._curious.add(peer)
+                self._asking[peer] = notice.value
+            elif self.refusing is not None and notice.value == self._asked:
+                self.refusing.add(peer)
+        if self.refusing is not None:
+            for peer, question in self._asking.items():
+                self.control.notify(peer, NoticeKind.REFUSES_TOO, question)
+            self._asking.clear()
 
     def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
         """PeerLost (DeviceError where that is what it had), once a rank has left for longer than its last messages may take.
@@ -68,49 +92,87 @@ class Watch:
         awaited: the ranks whose messages are open (None: all). One that ended well and owes nothing is no loss to a call under way.
         """
         now = time.perf_counter()
-        for peer, (since, code) in self.left.items():
+        for peer, (since, code, _) in self.left.items():
             if now - since > _LEAVE_GRACE_S and (code or awaited is None or peer in awaited):
-                return self._lost(peer, code)
+                return self._lost(peer)
         return None
 
     def require_all(self) -> None:
         """Raises PeerLost if any rank has left already: a new call cannot be entered."""
         self.look()
-        for peer, (_, code) in self.left.items():
-            raise self._lost(peer, code)
+        for peer in self.left:
+            raise self._lost(peer)
 
     def say_alive(self, peers: Iterable[int], task: int) -> None:
         """Tells peers that this rank is computing."""
         for peer in peers:
             self.control.notify(peer, NoticeKind.ALIVE, task)
 
-    def say_left(self, code: int) -> None:
-        """Tells every other rank that this one enters no further call, and with which exit code. Does not wait."""
-        for peer in range(self.control.size):
-            if peer != self.control.rank:
-                self.control.notify(peer, NoticeKind.LEFT, code)
+    def say_left(self, code: int, error: str = "") -> None:
+        """Tells every other rank that this one enters no further call, with which exit code, and why. Does not wait."""
+        for peer in self._others():
+            self.control.notify(peer, NoticeKind.LEFT, code, error)
 
-    def wait_for(self, pending: Pending, timeout_s: float, what: str) -> None:
-        """Blocks until `pending` is done. Raises Stalled after `timeout_s`, PeerLost when a rank has left."""
+    def say_refuses(self) -> None:
+        """Tells every other rank that this one cannot make its next call: who waits in it says so, and who cannot make it either.
+
+        Does not wait. Until `refusing` is set to None again, this rank answers likewise.
+        """
+        self.refusing = set()
+        self._asked += 1
+        for peer in self._others():
+            self.control.notify(peer, NoticeKind.REFUSES, self._asked)
+
+    def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
+        """While this rank waits for the others to enter call `number`: tells who wants to know, and after half the time everybody."""
+        for peer in list(self._curious) if waited_s < timeout_s / 2 else self._others():
+            if self._told.get(peer) != number:
+                self._told[peer] = number
+                self.control.notify(peer, NoticeKind.ENTERED, number)
+        self._curious.clear()
+
+    def absent(self, number: int) -> str:
+        """Which ranks have not said that they wait in call `number`, in words; "" where all have."""
+        ranks = [peer for peer in self._others() if self.entered.get(peer) != number]
+        if not ranks:
+            return ""
+        return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+
+    def wait_for(self, pending: Pending, timeout_s: float, what: str, number: int | None = None) -> None:
+        """Blocks until `pending` is done. Raises Stalled after `timeout_s`, PeerLost when a rank has left.
+
+        number: of the call that `pending` opens, where it opens one.
+        """
         backoff = Backoff()
         while not pending.test():
-            self.look()
+            if not backoff.hot:
+                self.look()
+                if number is not None:
+                    self.say_entered(number, backoff.elapsed_s(), timeout_s)
             error = self.lost()
             if error:
                 raise error
             if backoff.elapsed_s() > timeout_s:
+                missing = self.absent(number) if number is not None else ""
                 raise Stalled(
-                    f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to enter {what}. "
-                    "If they do long work between calls (a checkpoint), raise timeout_s in burst_rt.init",
+                    f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to enter {what}"
+                    f"{f' (call {number}): {missing} not' if missing else ''}. "
+                    "If they do long work between calls (a checkpoint), raise timeout_s in burst_rt.init (join_s, where they wait in init)",
                     rank=self.control.rank,
                     elapsed_s=backoff.elapsed_s(),
                 )
             backoff.pause()
 
-    def _lost(self, peer: int, code: int) -> BurstError:
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.control.size) if peer != self.control.rank]
+
+    def _lost(self, peer: int) -> BurstError:
+        _, code, error = self.left[peer]
         # A device that failed is everybody's error, of the same class: no rank can go on, and none is to blame.
         kind = DeviceError if code == DeviceError.exit_code else PeerLost
         how = "closed its context or ended normally" if code == 0 else f"failed (exit code {code})"
+        if error:
+            how += f" with {error}"
         return kind(
             f"rank {self.control.rank}: rank {peer} {how}, and cannot take part in this call. Look at that rank's own error first; "
             "every rank must make the same calls",

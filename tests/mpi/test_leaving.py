@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import Job, run_job
 
@@ -39,14 +43,16 @@ _UNDER_MPIRUN = [
 ]
 # What the launcher's last line must say of the rank that left.
 _LAST_LINE = {
-    "exception": r"burst-rt: rank {rank} failed after \d+\.\d s \(exit code 1\)",
+    "exception": r"burst-rt: rank {rank} failed after \d+\.\d s with RuntimeError: the leaver's own error \(exit code 1\)",
     "exit-0": r"burst-rt: rank {rank} left with exit code 0 after \d+\.\d s while others were in a call",
     "exit-3": r"burst-rt: rank {rank} failed after \d+\.\d s \(exit code 3\)",
-    # A process that ends without a word: what is known is its exit code, or the signal, from mpirun.
-    "os-exit-0": r"burst-rt: .*exit code is [1-9]\d*.*",
-    "os-exit-3": r"burst-rt: .*exit code is 3.*",
-    "sigkill": r"burst-rt: .*exit code is (137|9).*",
+    # A process that ends without a word: the signal, or the exit code, is known from mpirun.
+    "os-exit-0": r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is [1-9]\d*\) after \d+\.\d s",
+    "os-exit-3": r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is 3\) after \d+\.\d s",
+    "sigkill": r"burst-rt: rank {rank} was killed by signal 9, SIGKILL after \d+\.\d s",
 }
+# Where in the program, known however the process ended.
+_DOING = {"before": "", "wait": "", "inside": r", in call \d+ \(burst_attention\), task '.*hop 0.*'"}
 
 
 def _ended_in_time(job: Job, folder: Path) -> None:
@@ -66,7 +72,7 @@ def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, ba
 def test_under_burst_rt_run(tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str) -> None:
     job = _leave(tmp_path, num_ranks, leaver, how, when, bare=False)
     lines = job.err.rstrip("\n").split("\n")
-    assert re.fullmatch(_LAST_LINE[how].format(rank=leaver), lines[-1]), job.text
+    assert re.fullmatch(_LAST_LINE[how].format(rank=leaver) + _DOING[when], lines[-1]), job.text
     if how == "exception":
         # That rank's traceback, whole, and no other.
         assert lines[-2] == "RuntimeError: the leaver's own error", job.text
@@ -83,6 +89,188 @@ def test_under_mpirun(tmp_path: Path, num_ranks: int, leaver: int, how: str, whe
         assert "RuntimeError: the leaver's own error" in job.err, job.text
     elif how.startswith("exit") and when != "inside":
         assert f"rank {leaver} closed its context or ended normally, and cannot take part in this call" in job.err, job.text
+
+
+_JOINING = """
+import os, pathlib, sys, time
+import burst_rt.context  # takes seconds on a busy machine, and starts no MPI
+when, starter, how = sys.argv[1:]
+def leave():
+    pathlib.Path("left_at").write_text(str(time.time()))
+    {"exit-0": lambda: sys.exit(0), "exit-3": lambda: sys.exit(3), "os-exit-0": lambda: os._exit(0)}[how]()
+leaver = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1"
+if when == "before MPI":
+    if leaver:
+        leave()
+    # Of a rank that leaves while others start MPI Open MPI itself takes notice.
+    time.sleep(1.5)
+if starter == "mpi4py":
+    from mpi4py import MPI
+if leaver and when == "before init":
+    time.sleep(0.5)
+    leave()
+burst_rt.init()
+print("joined")
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "starter", "how"),
+    [
+        ("before MPI", "mpi4py", "exit-0"),
+        ("before MPI", "burst_rt", "exit-0"),
+        ("before MPI", "burst_rt", "os-exit-0"),
+        ("before MPI", "burst_rt", "exit-3"),
+        ("before init", "mpi4py", "exit-0"),
+        ("before init", "mpi4py", "exit-3"),
+    ],
+)
+def test_a_rank_that_leaves_before_it_has_joined(tmp_path: Path, when: str, starter: str, how: str) -> None:
+    (tmp_path / "program.py").write_text(_JOINING, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 3, [when, starter, how], cwd=tmp_path, timeout_s=60)
+    _ended_in_time(job, tmp_path)
+    last = job.err.rstrip("\n").split("\n")[-1]
+    if how == "exit-3":
+        assert re.fullmatch(_LAST_LINE[how].format(rank=1), last), job.text
+        assert job.exit_code == 3, job.text
+        return
+    how_told = "left with exit code 0 after .* s" if how == "exit-0" else "ended without a word"
+    where = "before it had started MPI" if when == "before MPI" else "before init"
+    assert re.fullmatch(rf"burst-rt: rank 1 {how_told}, {where}, where rank [02] waited for it; the job was ended", last), job.text
+    assert job.exit_code == PeerLost.exit_code, job.text
+    assert "joined" not in job.out, job.text
+
+
+@pytest.mark.parametrize(("when", "starter"), [("before MPI", "burst_rt"), ("before init", "mpi4py")])
+def test_under_mpirun_a_rank_that_never_joins_ends_the_job_after_join_s(
+    tmp_path: Path, when: str, starter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURST_RT_JOIN_S", "2")
+    (tmp_path / "program.py").write_text(_JOINING, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 2, [when, starter, "exit-0"], bare=True, cwd=tmp_path, timeout_s=60)
+    assert job.exit_code == Stalled.exit_code, job.text
+    assert "Stalled: rank 0 of 2 waited 2 s in " in job.err, job.text
+    if when == "before MPI":
+        # A process that has started MPI waits for the others on its way out.
+        assert "1 of this host's 2 ranks have ended; still there are [0]" in job.err, job.text
+
+
+def test_ranks_that_end_at_different_times_are_no_failure(tmp_path: Path) -> None:
+    source = """
+import os, time
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
+time.sleep(3 * rank)
+print("done")
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 2, cwd=tmp_path, timeout_s=60)
+    assert (job.exit_code, job.out) == (0, "done\ndone\n"), job.text
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, time
+import burst_rt
+ctx = burst_rt.init()
+pathlib.Path(f"pid-{ctx.rank}").write_text(str(os.getpid()))
+ctx.agree({"call": "ready"})
+time.sleep(600)
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", "2", "--telemetry", "program.py"]
+    launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline_s = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid-*"))) < 2:
+        assert launcher.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    below = psutil.Process(launcher.pid).children(recursive=True)
+    assert {int(path.read_text()) for path in tmp_path.glob("pid-*")} <= {process.pid for process in below}
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs(below, timeout=_DEADLINE_S)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_the_error_that_ended_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    """Also one of Python's own, at a call that this rank got wrong."""
+    source = """
+import pathlib, time
+import torch
+import burst_rt
+ctx = burst_rt.init()
+x = torch.zeros(1, 4, 1, 16)
+if ctx.rank == 1:
+    pathlib.Path("left_at").write_text(str(time.time()))
+    burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causl=True)
+burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causal=True)
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
+    _ended_in_time(job, tmp_path)
+    expected = "PeerLost: rank 0: rank 1 failed (exit code 1) with TypeError: burst_attention() got an unexpected keyword argument 'causl'"
+    assert expected in job.err, job.text
+
+
+def test_a_rank_that_goes_on_without_the_call_is_named_with_the_call(tmp_path: Path) -> None:
+    source = """
+import time
+import torch
+import burst_rt
+ctx = burst_rt.init(timeout_s=3.0)
+x = torch.zeros(1, 4, 1, 16)
+layout = ctx.layout(4 * ctx.world_size)
+burst_rt.burst_attention(x, x, x, layout=layout)
+if ctx.rank == 1:
+    time.sleep(20)  # it has caught its error, say
+burst_rt.burst_attention(x, x, x, layout=layout)
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 3, cwd=tmp_path, timeout_s=60)
+    assert job.exit_code == Stalled.exit_code, job.text
+    # Numbers of calls: joining took some.
+    assert re.search(r"Stalled: rank [02]: waited 3\.\d s .*: rank 1 has not entered call \d+, this one", job.err), job.text
+
+
+def test_children_that_were_forked_are_no_ranks(tmp_path: Path) -> None:
+    """Their calls are refused, and however they end, the others notice nothing."""
+    source = """
+import os, sys
+import torch
+import burst_rt
+ctx = burst_rt.init(timeout_s=20)
+layout = ctx.layout(4 * ctx.world_size)
+x = torch.zeros(1, 4, 1, 16)
+def call():
+    burst_rt.burst_attention(x, x, x, layout=layout)
+call()
+def child(end):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    for use in (call, lambda: ctx.all_reduce(torch.zeros(1)), lambda: layout.unshard(x), lambda: ctx.layout(0)):
+        try:
+            use()
+        except (burst_rt.errors.ConfigError, burst_rt.errors.InputError) as error:
+            assert "forked" in str(error) or "seq_len" in str(error), error
+        else:
+            os._exit(99)
+    ctx.close()
+    end()
+def fail():
+    raise ValueError("of the child")
+if ctx.rank == 0:
+    assert child(lambda: sys.exit(0)) == 0
+    assert child(lambda: sys.exit(3)) == 3
+    assert child(lambda: os._exit(4)) == 4
+call()
+print("all is well")
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    for bare in (True, False):
+        job = run_job(tmp_path / "program.py", 2, bare=bare, cwd=tmp_path, timeout_s=60)
+        assert job.exit_code == 0, job.text
+        assert job.out.count("all is well") == 2, job.text
 
 
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +17,7 @@ from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, Mask
+from burst_rt.attention import autograd
 from burst_rt.attention.masks import Both
 from burst_rt.errors import InputError
 
@@ -333,3 +336,38 @@ def test_ops_of_a_meta_world_need_no_rank() -> None:
         before = ctx.stats().calls
         out, lse = torch.ops.burst_rt.attention_forward(*(x.detach().to("meta") for x in (q, k, v)), handle)
         assert (out.shape, lse.shape, ctx.stats().calls) == (q.shape, (2, 4, 16), before)
+
+
+def test_contexts_and_lengths_of_the_past_leave_nothing_behind() -> None:
+    before = len(autograd._specs)
+    contexts = []
+    with burst_rt.init() as ctx:
+        for seq_len in range(1, 301):
+            q = torch.zeros(1, seq_len, 1, 8)
+            burst_rt.burst_attention(q, q, q, layout=ctx.layout(seq_len))
+    assert len(autograd._specs) == before
+    for _ in range(100):
+        with burst_rt.init() as ctx:
+            contexts.append(weakref.ref(ctx))
+            layout = ctx.layout(8)
+            q = torch.ones(1, 8, 1, 8, requires_grad=True)
+            out = burst_rt.burst_attention(q, q, q, layout=layout)
+            assert isinstance(out, torch.Tensor)
+            out.sum().backward()
+            # What a program has asked for by number stays until its context is closed.
+            burst_rt.handle_of(burst_rt.call_spec(q, q, q, layout=layout))
+    del ctx, layout, q, out
+    gc.collect()
+    assert len(autograd._specs) == len(autograd._handles) == before
+    assert [reference for reference in contexts if reference() is not None] == []
+
+
+def test_a_spec_lives_as_long_as_the_backward_may_come() -> None:
+    with burst_rt.init() as ctx:
+        q = torch.ones(1, 8, 1, 8, requires_grad=True)
+        outs = [burst_rt.burst_attention(q, q, q, layout=ctx.layout(8), scale=scale) for scale in (0.5, 1.0, 2.0)]
+        gc.collect()
+        for out in outs:
+            assert isinstance(out, torch.Tensor)
+            out.sum().backward()
+        assert q.grad is not None

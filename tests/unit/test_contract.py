@@ -447,7 +447,7 @@ def test_how_a_context_is_left_is_told(stop: BaseException, code: int) -> None:
             return
         assert told.wait(20)
         ctx.watch.look()
-        assert [code for _, code in ctx.watch.left.values()] == [code]
+        assert [left for _, left, _ in ctx.watch.left.values()] == [code]
 
     burst_rt.run_local(2, run)
 

@@ -26,6 +26,8 @@ _LANES = {"nccl": NCCL_LANES, "mpi": DEVICE_LANES, "staged": (*DEVICE_LANES, *_C
 class Opened:
     """An agreement reached, or refused, after some polls."""
 
+    number = 1
+
     def __init__(self, polls: int, refusal: BurstError | None = None) -> None:
         self.left = polls
         self.refusal = refusal

@@ -28,6 +28,7 @@ class _Opening:
     error: BurstError | None = None
     started_s: float | None = None
     num_tests: int = 0
+    number: int = 1
 
     def start(self) -> None:
         self.started_s = time.perf_counter()
@@ -448,15 +449,32 @@ def test_a_watch_knows_who_left_and_who_lives() -> None:
     watch.require_all()
     others[0].say_alive([0], 5)
     others[0].say_alive([0], 6)
-    others[1].say_left(70)
+    others[1].say_left(70, "ValueError: no more")
     watch.look()
     assert [(peer, task) for peer, (_, task) in watch.alive.items()] == [(1, 6)]
-    assert [(peer, code) for peer, (_, code) in watch.left.items()] == [(2, 70)]
-    with pytest.raises(PeerLost, match=r"rank 0: rank 2 failed \(exit code 70\)"):
+    assert [(peer, code, error) for peer, (_, code, error) in watch.left.items()] == [(2, 70, "ValueError: no more")]
+    with pytest.raises(PeerLost, match=r"rank 0: rank 2 failed \(exit code 70\) with ValueError: no more"):
         watch.require_all()
     others[0].look()
     assert [*others[0].left] == [2]
     assert watch.lost() is None, "what it sent last may still be on its way"
+
+
+def test_a_stall_names_the_ranks_that_have_not_entered() -> None:
+    world = LocalWorld(4)
+    watch, *others = (Watch(world.control(rank)) for rank in range(4))
+    # Rank 1 waits in the same call, rank 2 in an earlier one, rank 3 says nothing.
+    others[0].say_entered(7, waited_s=0.6, timeout_s=1.0)
+    others[1].say_entered(6, waited_s=0.6, timeout_s=1.0)
+    with pytest.raises(Stalled, match=r"to enter unshard \(call 7\): ranks 2, 3 have not\."):
+        watch.wait_for(_Never(), 0.2, "unshard", number=7)
+    # After half the time each told everybody. Who comes late says so at once to those that wait.
+    others[2].look()
+    assert others[2].entered == {0: 7, 1: 7, 2: 6}
+    others[2].say_entered(7, waited_s=0.0, timeout_s=1.0)
+    watch.look()
+    assert watch.entered == {1: 7, 2: 6, 3: 7}
+    assert watch.absent(7) == "rank 2 has"
 
 
 class _Never:

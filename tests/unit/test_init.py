@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import burst_rt
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.transport import LocalWorld
 
 
 def test_outside_a_job_it_is_a_world_of_one() -> None:
@@ -29,13 +34,13 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         burst_rt.init(device="tpu")
 
 
-_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_")
+_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "RANK", "WORLD_SIZE", "TORCHELASTIC_")
 
 
-def _init_under(launcher: dict[str, str]) -> str:
+def _init_under(launcher: dict[str, str], before: str = "") -> str:
     """What `init` says in a process of its own that has a launcher's variables."""
     attempt = "try:\n    print('ranks', burst_rt.init().world_size)\nexcept burst_rt.errors.ConfigError as error:\n    print(error)"
-    program = f"import burst_rt\n{attempt}"
+    program = f"{before}import burst_rt\n{attempt}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     done = subprocess.run(
@@ -60,6 +65,96 @@ def test_srun_without_the_pmi_of_the_library_is_noticed(pmi: dict[str, str]) -> 
 
 def test_one_rank_of_mpirun_inside_a_step_of_srun_is_a_world_of_one() -> None:
     assert _init_under({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "1"}) == "ranks 1\n"
+
+
+@pytest.mark.parametrize("program", ["", "from mpi4py import MPI\n"], ids=["alone", "with mpi4py"])
+def test_processes_of_torchrun_are_no_worlds_of_one(program: str) -> None:
+    said = _init_under({"RANK": "0", "WORLD_SIZE": "2"}, program)
+    assert "process 0 of 2 (torchrun?), but MPI sees a world of one" in said
+    assert "burst-rt run -n 2" in said
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_one_process_of_torchrun_is_a_world_of_one(variables: dict[str, str]) -> None:
+    assert _init_under(variables) == "ranks 1\n"
+
+
+def test_torchrun_ends_with_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import burst_rt\nburst_rt.init()\nprint('trained')\n", encoding="utf-8")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "trained" not in done.stdout
+    assert done.stderr.count("burst_rt.errors.ConfigError: init: RANK and WORLD_SIZE say that this is process 0 of 2") == 1
+    assert done.stderr.count("ConfigError: ") == 1
+
+
+def test_a_group_of_another_library_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ProcessGroup:
+        __module__ = "torch.distributed"
+
+    with pytest.raises(
+        ConfigError, match=r"got ProcessGroup\. Groups of torch\.distributed are not taken: start the ranks with `burst-rt run`"
+    ):
+        burst_rt.init(ProcessGroup())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("option", "said"), [({"join_s": -1}, "join_s"), ({"join_s": float("nan")}, "join_s"), ({}, "BURST_RT_JOIN_S")])
+def test_join_s_is_checked(option: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not option:
+        monkeypatch.setenv("BURST_RT_JOIN_S", "a minute")
+    with pytest.raises(InputError, match=f"{said} must be a positive number of seconds"):
+        burst_rt.init(**option)
+
+
+def test_init_inside_run_local_joins_that_world() -> None:
+    def program(outer: burst_rt.Context) -> tuple[int, int, float]:
+        inner = burst_rt.init()
+        total = inner.all_reduce(torch.tensor([float(inner.rank)]))
+        outer.all_reduce(torch.zeros(1))
+        return inner.rank, inner.world_size, float(total)
+
+    assert burst_rt.run_local(3, program) == [(rank, 3, 3.0) for rank in range(3)]
+    # Outside of it this thread is alone again.
+    with burst_rt.init() as ctx:
+        assert ctx.world_size == 1
+
+
+def test_a_context_made_inside_run_local_does_not_outlive_it() -> None:
+    def program(outer: burst_rt.Context) -> burst_rt.Context:
+        inner = burst_rt.init(timeout_s=20)
+        if outer.rank == 0:
+            return inner
+        # Rank 0 has returned, and takes part in nothing more.
+        with pytest.raises(burst_rt.errors.PeerLost, match="rank 0 closed its context or ended normally"):
+            inner.all_reduce(torch.zeros(1))
+        return inner
+
+    assert [ctx.closed for ctx in burst_rt.run_local(2, program)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "options", [{"timeout_s": float("nan")}, {"partials": "half"}, {"transport": "pigeon"}, {"device": "tpu"}, {"join_s": "soon"}]
+)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_one_ranks_wrong_option_is_every_ranks_error(options: dict[str, Any], odd: int) -> None:
+    world = LocalWorld(2)
+    raised: dict[int, burst_rt.errors.BurstError] = {}
+
+    def join(rank: int) -> None:
+        try:
+            burst_rt.init(burst_rt.LocalRank(world, rank), **(options if rank == odd else {}))
+        except burst_rt.errors.BurstError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert {type(error) for error in raised.values()} == {InputError if "_s" in str(options) or "partials" in options else ConfigError}
+    assert [str(raised[rank]).startswith(f"rank {odd}: init: ") for rank in range(2)] == [True, True]
 
 
 def test_a_closed_context_is_not_used() -> None:

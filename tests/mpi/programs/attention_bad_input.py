@@ -19,6 +19,7 @@ import torch
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
 from burst_rt.errors import BurstError
+from burst_rt.scheduler import Graph, GraphBuilder
 
 TOKENS = 24
 Call = Callable[["Rank"], object]
@@ -31,6 +32,46 @@ class Unhashable(Mask):
     keys: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Silent(Mask):
+    """Without methods of its own."""
+
+
+@dataclass(frozen=True)
+class Broken(Mask):
+    """The causal mask, but for one method, which raises."""
+
+    method: str
+
+    def _fail(self, method: str) -> None:
+        if method == self.method:
+            raise RuntimeError("no answer")
+
+    def relation(self, q: range, kv: range) -> burst_rt.Relation:
+        self._fail("relation")
+        return Causal().relation(q, kv)
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        self._fail("allows")
+        return kv_position <= q_position
+
+    def __hash__(self) -> int:
+        self._fail("hash")
+        return 0
+
+    def __repr__(self) -> str:
+        self._fail("repr")
+        return "Broken()"
+
+
+def neighbours(rank: int, world_size: int) -> Graph:
+    """Each rank sends 8 bytes to the next."""
+    g = GraphBuilder(rank, world_size)
+    send = g.buffer("out", size_bytes=8, initialised=True)
+    g.exchange("pass on", sends=[(send, (rank + 1) % world_size)], recvs=[(g.buffer("in", size_bytes=8), (rank - 1) % world_size)], tag=0)
+    return g.build()
+
+
 class Rank:
     """What a call may use: contexts, layouts and good tensors of this rank. `strict` checks that inputs are finite."""
 
@@ -38,6 +79,8 @@ class Rank:
         self.strict, self.ctx = strict, ctx
         self.layout = ctx.layout(TOKENS)
         self.out = self.good(grad=True)
+        self.spoiled = self.changed_before_backward()
+        self.pipe = ctx.pipeline(lambda rank: neighbours(rank, ctx.world_size))
 
     def qkv(self, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, batch: int = 1, grad: bool = False) -> list[torch.Tensor]:
         shapes = [(batch, self.layout.shard_len, h, head_dim) for h in (heads, kv_heads, kv_heads)]
@@ -77,6 +120,31 @@ class Rank:
 
     def needing(self, names: str) -> object:
         return self.attend([x.requires_grad_(name in names) for name, x in zip("qkv", self.qkv(), strict=True)])
+
+    def transformed(self) -> object:
+        q, k, v = self.qkv()
+        return torch.func.grad(lambda q: self.attend([q, k, v]).sum())(q)
+
+    def changed_before_backward(self) -> torch.Tensor:
+        q, k, v = self.qkv(grad=True)
+        inner = q * 1
+        out = self.attend([inner, k, v])
+        with torch.no_grad():
+            inner.zero_()
+        return out
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {"out": torch.zeros(8, dtype=torch.uint8), "in": torch.zeros(8, dtype=torch.uint8)}
+
+    def passed_on(self) -> None:
+        self.pipe.run(buffers=self.buffers(), ops={})
+
+    def sent_and_received(self) -> object:
+        both = torch.zeros(8, dtype=torch.uint8)
+        return self.pipe.run(buffers={"out": both, "in": both}, ops={})
+
+    def negative(self) -> object:
+        return self.ctx.all_reduce(torch._neg_view(torch.zeros(2)))
 
     def backward(self) -> None:
         self.out.sum().backward(retain_graph=True)
@@ -143,6 +211,23 @@ INPUT: dict[str, tuple[Call, str]] = {
     "a boolean tensor for a mask": (lambda r: r.attend(mask=torch.ones(2, 2) > 0), "got Tensor"),
     "a mask without a hash": (lambda r: r.attend(mask=Unhashable()), "a mask must be hashable"),
     "return_lse as a number": (lambda r: r.attend(return_lse=1), "return_lse must be True or False, got 1"),
+    "a sequence beyond every machine": (lambda r: r.ctx.layout(2**70), "seq_len must be"),
+    "a nested q": (lambda r: r.changed("q", lambda x: torch.nested.nested_tensor([x[0], x[0, 1:]])), "q must be a dense tensor"),
+    "a mask that raises when asked": (lambda r: r.attend(mask=Broken("relation")), "Broken: relation raised RuntimeError: no answer"),
+    "a mask that raises when hashed": (lambda r: r.attend(mask=Broken("hash")), "Broken: hash() raised RuntimeError: no answer"),
+    "a mask that raises when printed": (lambda r: r.attend(mask=Broken("repr")), "Broken: repr() raised RuntimeError: no answer"),
+    "a mask that raises at positions": (lambda r: r.attend(mask=Broken("allows")), "Broken: allows raised RuntimeError: no answer"),
+    "a mask without methods": (lambda r: r.attend(mask=Silent()), "Silent: relation raised NotImplementedError"),
+    "a mask that does not say what it is": (lambda r: r.attend(mask=Mask()), "mask Mask: repr() must say everything"),
+    "a transform of torch.func": (lambda r: r.transformed(), "torch.func"),
+    "what the backward needs, changed": (lambda r: r.spoiled.sum().backward(), "modified by an inplace operation"),
+    "no layout, of another context's call": (lambda r: r.attend(layout=None), "layout must come from ctx.layout(...), got NoneType"),
+    "a layout of another context's call": (lambda r: r.attend(layout=r.ctx.layout(3 * TOKENS)), f"of {3 * TOKENS} tokens"),
+    "a bad layout, of another context's call": (lambda r: r.ctx.layout(TOKENS, "spiral"), "kind must be one of"),
+    "a pipeline without buffers": (lambda r: r.pipe.run(buffers=None, ops={}), "buffers must be a mapping"),  # type: ignore[arg-type]
+    "a pipeline without operations": (lambda r: r.pipe.run(buffers=r.buffers(), ops=None), "ops must be a mapping"),  # type: ignore[arg-type]
+    "a pipeline that sends what it receives": (lambda r: r.sent_and_received(), "in[0] and out[0] share memory"),
+    "all_reduce of a negative view": (lambda r: r.negative(), "a negative view"),
     "nan in k, asked to check": (lambda r: r.not_finite("k", math.nan), "k holds values that are not finite"),
     "inf in v, asked to check": (lambda r: r.not_finite("v", math.inf), "v holds values that are not finite"),
     "unshard of a list": (lambda r: r.layout.unshard([1]), "layout.unshard: expected a tensor, got list"),  # type: ignore[arg-type]
@@ -151,6 +236,11 @@ INPUT: dict[str, tuple[Call, str]] = {
     "unshard of what needs gradients": (lambda r: r.layout.unshard(r.qkv(grad=True)[0]), "pass x.detach()"),
     "all_reduce of bf16": (lambda r: r.ctx.all_reduce(torch.zeros(2, dtype=torch.bfloat16)), "got torch.bfloat16"),
     "all_reduce of a number": (lambda r: r.ctx.all_reduce(3.0), "got float"),  # type: ignore[arg-type]
+}
+# Where the others do something else than a forward.
+OTHERS: dict[str, Call] = {
+    "what the backward needs, changed": lambda r: r.backward(),
+    **{name: lambda r: r.passed_on() for name in INPUT if name.startswith("a pipeline")},
 }
 # Name -> what the odd rank does, what the others do, each good on its own; words of the ContractMismatch.
 MISMATCH: dict[str, tuple[Call, Call, str]] = {
@@ -177,8 +267,8 @@ MISMATCH: dict[str, tuple[Call, Call, str]] = {
     "unshard of other shapes": (lambda r: r.layout.unshard(r.qkv(heads=6)[0]), lambda r: r.layout.unshard(r.qkv()[0]), "other dims: "),
     "all_reduce of other shapes": (lambda r: r.ctx.all_reduce(torch.zeros(3)), lambda r: r.ctx.all_reduce(torch.zeros(2)), "shape: "),
 }
-# There the others call in the context that checks, too.
-_CHECKED = {name for name in INPUT if name.endswith("asked to check")}
+# There the others call in the context that checks: the odd rank's own, or not the one that it, too, made last.
+_IN_STRICT = {name for name in INPUT if name.endswith(("asked to check", "of another context's call"))}
 
 
 def main() -> None:
@@ -188,7 +278,7 @@ def main() -> None:
     with burst_rt.init(timeout_s=20, check_finite=True) as strict, burst_rt.init(timeout_s=20) as ctx:
         r = Rank(strict, ctx)
         for name, (bad, words) in INPUT.items():
-            others: Call = (lambda r: r.attend(layout=r.strict.layout(TOKENS))) if name in _CHECKED else fine
+            others: Call = (lambda r: r.attend(layout=r.strict.layout(TOKENS))) if name in _IN_STRICT else OTHERS.get(name, fine)
             entries += [try_case(r, name, odd, "InputError", bad, others, words) for odd in range(ctx.world_size)]
         for name, (bad, others, words) in MISMATCH.items():
             entries += [try_case(r, name, odd, "ContractMismatch", bad, others, words) for odd in range(ctx.world_size)]

@@ -1,0 +1,86 @@
+"""What the launcher of this process says about its job: this rank's number, and how many ranks there are.
+
+Launchers say it by environment variables: Open MPI, MPICH and Intel MPI, Slurm's srun, PALS, and
+torchrun. Standard library only, but for `ranks_here`, which looks at processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+__all__ = ["local_rank", "mpi_ranks", "num_local_ranks", "rank", "ranks_here", "torchrun_ranks"]
+
+# The innermost launcher first: an mpirun inside a step of srun leaves srun's variables as they are.
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+# The same for all ranks of one job, and for no other job of this host.
+_JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+
+
+def rank() -> int | None:
+    """This process's number in its MPI job; None where no launcher started it."""
+    return _number(_RANK)
+
+
+def mpi_ranks() -> int:
+    """How many ranks the MPI launcher started; 1 where there is none."""
+    return _number(_SIZE) or 1
+
+
+def local_rank() -> int | None:
+    """This rank's number among those of its host; None where the launcher does not say."""
+    return _number(_LOCAL_RANK)
+
+
+def num_local_ranks() -> int | None:
+    """How many ranks of the job are on this host; None where the launcher does not say."""
+    return _number(_LOCAL_SIZE)
+
+
+def torchrun_ranks() -> int:
+    """How many processes torchrun, or whoever sets its variables, says there are; 1 where nobody says."""
+    return _number(("WORLD_SIZE",)) or 1 if os.environ.get("RANK", "").isdigit() else 1
+
+
+def ranks_here() -> dict[int, int]:
+    """The process ids of the ranks of this job that are alive on this host, by rank, as far as they can be seen.
+
+    Empty where no launcher started this process, or where its other processes may not be looked at.
+    """
+    import psutil
+
+    own = {name: os.environ[name] for name in _JOB if name in os.environ}
+    if rank() is None:
+        return {}
+    found: dict[int, int] = {}
+    # Above the first process that is no rank, a wrapper's shell say, nothing belongs to the job.
+    top = psutil.Process()
+    while (parent := top.parent()) is not None and _rank_of(parent, own) is not None:
+        top = parent
+    for process in (top.parent() or top).children(recursive=True):
+        number = _rank_of(process, own)
+        # The outermost process of a rank comes first, and ends last.
+        if number is not None and process.status() != psutil.STATUS_ZOMBIE:
+            found.setdefault(number, process.pid)
+    return found
+
+
+def _rank_of(process: object, job: dict[str, str]) -> int | None:
+    """The rank that a process belongs to; None where it is of another job or may not be looked at."""
+    import psutil
+
+    assert isinstance(process, psutil.Process)
+    try:
+        environment = process.environ()
+    except (psutil.Error, OSError):
+        return None
+    if any(environment.get(name) != value for name, value in job.items()):
+        return None
+    return next((int(v) for name in _RANK if (v := environment.get(name, "")).isdigit()), None)
+
+
+def _number(names: Sequence[str]) -> int | None:
+    return next((int(text) for name in names if (text := os.environ.get(name, "")).isdigit()), None)

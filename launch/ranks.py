@@ -1,0 +1,82 @@
+"""The processes of a job's ranks on this host, as its launcher sees them: which have ended, and in which order.
+
+Ranks are mpirun's children, not the launcher's. Each tells its process id when it starts, and the
+kernel tells at once when that process ends, through a file descriptor (pidfd, Linux 5.3).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import time
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+
+from burst_rt.reports import Waiting, read_reports, read_started, read_waiting
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The ranks that have started on this host. A context manager.
+
+    ended_at_s: when a rank's process was seen to have ended, in seconds since the epoch.
+    """
+
+    def __init__(self, job_dir: Path, num_ranks: int) -> None:
+        self.ended_at_s: dict[int, float] = {}
+        self._job_dir = job_dir
+        self._num_ranks = num_ranks
+        self._seen: set[int] = set()
+        self._ranks: dict[int, int] = {}  # by descriptor
+        self._poller = select.poll()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for descriptor in self._ranks:
+            os.close(descriptor)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until a rank has ended, at most `timeout_s`."""
+        if len(self._seen) < self._num_ranks:
+            self._look_for_more()
+        ended = self._poller.poll(timeout_s * 1e3)
+        now_s = time.time()
+        for descriptor, _ in ended:
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+            self.ended_at_s[self._ranks.pop(descriptor)] = now_s
+
+    def stuck(self) -> tuple[Waiting, int] | None:
+        """A rank that waits to join others, and that of them which ended first, before it; None where there is none."""
+        ended = {report.rank: report.ended_at_s for report in read_reports(self._job_dir)} | self.ended_at_s
+        for waiting in read_waiting(self._job_dir):
+            until_s = ended.get(waiting.rank, math.inf)
+            gone = [rank for rank in waiting.ranks if ended.get(rank, math.inf) < until_s]
+            if gone:
+                return waiting, min(gone, key=lambda rank: ended[rank])
+        return None
+
+    def first_silent(self, reported: Collection[int]) -> list[int]:
+        """The rank whose process ended first of those that gave no report; several where they ended at once."""
+        silent = {rank: at_s for rank, at_s in self.ended_at_s.items() if rank not in reported}
+        return [rank for rank, at_s in silent.items() if at_s == min(silent.values())]
+
+    def _look_for_more(self) -> None:
+        for rank, pid in read_started(self._job_dir):
+            if rank in self._seen:
+                continue
+            self._seen.add(rank)
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self.ended_at_s[rank] = time.time()
+            except OSError:
+                continue  # a kernel that has none
+            else:
+                self._ranks[descriptor] = rank
+                self._poller.register(descriptor, select.POLLIN)

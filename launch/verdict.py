@@ -1,0 +1,125 @@
+"""The last words of `burst-rt run` on a job: who failed first, how, doing what; and the job's exit code.
+
+What is known comes from the ranks' reports, from the order in which their processes ended
+(`ranks.py`), from their flight records, and from mpirun's exit code.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import shorten
+
+from burst_rt.errors import PeerLost
+from burst_rt.flight import read_flight
+from burst_rt.launch.ranks import Ranks
+from burst_rt.reports import RankReport, Waiting, crash_path, primary_failure, read_reports
+
+__all__ = ["verdict"]
+
+# The error itself stands right above, whole.
+_HEADLINE_WIDTH = 200
+
+
+def verdict(
+    job_dir: Path, num_ranks: int, started_at_s: float, mpirun_code: int, ranks: Ranks, stuck: tuple[Waiting, int] | None
+) -> tuple[str, int]:
+    """The text to print ("" where all is well), whose last line names the cause, and the exit code.
+
+    mpirun_code: negative where a signal ended mpirun. stuck: for whom a rank waited in vain, where
+    that is why the launcher ended the job.
+    """
+    reports = read_reports(job_dir)
+    failure = primary_failure(reports)
+    code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
+    silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
+    # Also on the way out, once the program had ended well.
+    crashed = [rank for rank in range(num_ranks) if (rank in silent or (failure is None and code)) and _crash_text(job_dir, rank)]
+    if failure is not None and not failure.secondary:
+        return _failed(job_dir, failure, started_at_s), failure.exit_code
+    if crashed:
+        rank = crashed[0]
+        how = _in_words(code) or f"exit code {code}"
+        return f"{_crash_text(job_dir, rank)}burst-rt: rank {rank} crashed in native code ({how}){_doing(job_dir, rank)}\n", code or 1
+    # An MPI may notice by itself that a rank has ended without it.
+    noticed = ranks.stuck() if code and failure is None else None
+    if noticed is not None and noticed[1] not in silent:
+        stuck = noticed
+    if stuck is not None:
+        return _stuck(stuck, reports, started_at_s), PeerLost.exit_code
+    first = ranks.first_silent({report.rank for report in reports})
+    went_at_s = ranks.ended_at_s[first[0]] if first else 0.0
+    if code and first and (failure is None or went_at_s < failure.ended_at_s):
+        return _went(job_dir, first, went_at_s - started_at_s, code, failure), failure.exit_code if failure else code
+    if failure is not None:
+        return _secondary(job_dir, failure, reports, silent, started_at_s), failure.exit_code
+    if code == 0:
+        return "", 0
+    left = "".join(f"burst-rt: rank {r.rank} had left with exit code 0 after {r.ended_at_s - started_at_s:.1f} s\n" for r in reports)
+    return _unknown(silent, num_ranks, code) + left, code
+
+
+def _failed(job_dir: Path, report: RankReport, started_at_s: float) -> str:
+    error = f" with {shorten(report.headline, _HEADLINE_WIDTH, placeholder=' ...')}" if report.traceback else ""
+    after_s = report.ended_at_s - started_at_s
+    doing = _doing(job_dir, report.rank)
+    return f"{report.traceback}burst-rt: rank {report.rank} failed after {after_s:.1f} s{error} (exit code {report.exit_code}){doing}\n"
+
+
+def _stuck(stuck: tuple[Waiting, int], reports: Sequence[RankReport], started_at_s: float) -> str:
+    waiting, rank = stuck
+    report = next((report for report in reports if report.rank == rank), None)
+    how = f"left with exit code {report.exit_code} after {report.ended_at_s - started_at_s:.1f} s" if report else "ended without a word"
+    where = "before it had started MPI" if waiting.what == "MPI_Init" else f"before {waiting.what}"
+    return f"burst-rt: rank {rank} {how}, {where}, where rank {waiting.rank} waited for it; the job was ended\n"
+
+
+def _went(job_dir: Path, first: Sequence[int], after_s: float, code: int, failure: RankReport | None) -> str:
+    """Ranks whose processes were gone before the others', without a report."""
+    # Where another rank reported that it lost this one, mpirun's exit code is of that other rank.
+    name = "" if failure else _in_words(code)
+    how = f"was killed by {name}" if name else f"ended without a word (mpirun's exit code is {code})"
+    who = f"rank {first[0]}" if len(first) == 1 else f"one of ranks {', '.join(map(str, first))}"
+    doing = _doing(job_dir, first[0]) if len(first) == 1 else ""
+    return f"{failure.traceback if failure else ''}burst-rt: {who} {how} after {after_s:.1f} s{doing}\n"
+
+
+def _secondary(job_dir: Path, failure: RankReport, reports: Sequence[RankReport], silent: Sequence[int], started_at_s: float) -> str:
+    """The words where every failure reported is another rank's fault: name that other rank."""
+    ended = [report for report in reports if not report.failed]
+    left = next((report for report in ended if report.rank == failure.peer), ended[0] if ended else None)
+    if left is not None and failure.kind == "PeerLost":
+        after_s = left.ended_at_s - started_at_s
+        return f"{failure.traceback}burst-rt: rank {left.rank} left with exit code 0 after {after_s:.1f} s while others were in a call\n"
+    if failure.peer in silent:
+        return f"{_failed(job_dir, failure, started_at_s)}burst-rt: rank {failure.peer} gave no report: it was killed, or it was stuck\n"
+    return _failed(job_dir, failure, started_at_s)
+
+
+def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:
+    if not silent:
+        return f"burst-rt: every rank's program ended well, but mpirun's exit code is {code}\n"
+    how = f"{code} ({name})" if (name := _in_words(code)) else str(code)
+    if len(silent) == num_ranks:
+        return f"burst-rt: no rank said why it ended; mpirun's exit code is {how} and its own message, if any, is above\n"
+    names = ", ".join(map(str, silent))
+    return f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun when another was; mpirun's exit code is {how}\n"
+
+
+def _in_words(code: int) -> str:
+    """The signal that an exit code stands for, as a shell counts; "" where it stands for none."""
+    try:
+        return f"signal {code - 128}, {signal.Signals(code - 128).name}"
+    except ValueError:
+        return ""
+
+
+def _doing(job_dir: Path, rank: int) -> str:
+    flight = read_flight(job_dir, rank)
+    return f", {flight}" if flight else ""
+
+
+def _crash_text(job_dir: Path, rank: int) -> str:
+    path = crash_path(job_dir, rank)
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -1,0 +1,110 @@
+"""Starting MPI, under a deadline.
+
+MPI_Init waits for every rank of the job and has no deadline of its own. mpi4py calls it, when
+`mpi4py.MPI` is imported, while it holds the interpreter's lock, so no thread could end that wait.
+Here mpi4py is imported without starting MPI, and MPI_Init_thread is called with the lock released,
+while a thread watches the time. A program that imports `mpi4py.MPI` before it calls
+`burst_rt.init` starts MPI by itself, without a deadline.
+
+Who starts MPI ends it: at exit, and not in a child that was forked, whose MPI_Finalize would
+disturb its parent's (mpi4py's own does).
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from burst_rt import launched, reports
+from burst_rt.errors import ConfigError, Stalled
+
+__all__ = ["start_mpi", "who_is_missing"]
+
+# The process that has started MPI here, and is to end it.
+_started_by: set[int] = set()
+
+
+def start_mpi(deadline_s: float) -> None:
+    """Starts MPI in this process, unless it runs already. Blocks until all ranks of the job have come.
+
+    After `deadline_s` it prints who is missing, as far as that can be known, and ends the process
+    with the exit code of `Stalled`, which ends the job: MPI_Init cannot be left in any other way.
+    Raises ImportError or RuntimeError where there is no MPI library, ConfigError where mpi4py is
+    told not to start MPI.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return
+    import mpi4py
+
+    by_import, finalize = mpi4py.rc.initialize, mpi4py.rc.finalize
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    finally:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = by_import, finalize
+    if MPI.Is_initialized():
+        return
+    if not by_import:
+        raise ConfigError(
+            "init: mpi4py.rc.initialize is False, and MPI has not been started; call MPI.Init_thread() before burst_rt.init()"
+        )
+    start = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread")  # noqa: B009  (a name of the library's, not of a class)
+    provided = ctypes.c_int()
+    everyone = range(launched.mpi_ranks())
+    with reports.waiting_for("MPI_Init", everyone), _deadline(deadline_s):
+        code = start(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
+    if finalize is not False:
+        _started_by.add(os.getpid())
+    if code:
+        raise RuntimeError(f"MPI_Init_thread failed: {MPI.Get_error_string(code)}")
+
+
+@atexit.register
+def _finalize() -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and os.getpid() in _started_by and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def who_is_missing() -> str:
+    """Which ranks of this host have ended, or that none has: for the message of a wait that is over."""
+    here, expected = launched.ranks_here(), launched.num_local_ranks()
+    own = launched.rank()
+    if own is None or expected is None or own not in here:
+        return "Which rank is missing is not known here"
+    pids = ", ".join(f"rank {rank}: {pid}" for rank, pid in sorted(here.items()) if rank != own)
+    if len(here) < expected:
+        return (
+            f"{expected - len(here)} of this host's {expected} ranks have ended; still there are {sorted(here)}. "
+            "Every rank must come to burst_rt.init, or none"
+        )
+    return f"All {expected} ranks of this host are alive; see what they do (py-spy dump --pid; {pids or 'there is no other'})"
+
+
+@contextmanager
+def _deadline(deadline_s: float) -> Iterator[None]:
+    over = threading.Event()
+
+    def watch() -> None:
+        if over.wait(deadline_s):
+            return
+        rank = launched.rank() or 0
+        message = (
+            f"burst_rt.errors.Stalled: rank {rank} of {launched.mpi_ranks()} waited {deadline_s:g} s in MPI_Init for the other "
+            f"ranks of the job to start MPI (join_s). {who_is_missing()}\n"
+        )
+        reports.report_end(reports.RankReport(rank, time.time(), Stalled.exit_code, kind="Stalled", traceback=message))
+        print(message, end="", file=sys.stderr, flush=True)
+        os._exit(Stalled.exit_code)
+
+    threading.Thread(target=watch, name="burst_rt MPI_Init deadline", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
