@@ -10,14 +10,15 @@ import os
 import re
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from burst_rt.errors import ConfigError, DeviceError, Stalled
-from burst_rt.joining import _cupy_nccl
-from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
+from burst_rt.joining import _connect, _cupy_nccl
+from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
 
 # As long as NCCL's, with every bit set somewhere and zeros inside.
 _ID = bytes(range(0, 256, 2))
@@ -29,6 +30,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fail: dict[str, Exception] = {}
+        self.stay: dict[str, threading.Event] = {}
         self.joining = threading.Event()
         self.joining.set()
 
@@ -46,6 +48,8 @@ class Recorder:
 
     def _call(self, name: str, *args: Any) -> None:
         self.calls.append((name, *args))
+        if name in self.stay:
+            self.stay[name].wait(20)
         if name in self.fail:
             raise self.fail[name]
 
@@ -69,9 +73,11 @@ class Recorder:
 
 
 def joined(nccl: Recorder, **options: Any) -> NcclTransport:  # NcclTransport's own
-    transport = NcclTransport(nccl, unique_id_bytes(nccl), 1, 3, options.pop("timeout_s", 20.0), lambda: None)
-    assert nccl.calls == [("get_unique_id",), ("join", 3, _ID, 1)]
-    nccl.calls.clear()
+    options.setdefault("timeout_s", 20.0)
+    options.setdefault("enter_device", lambda: None)
+    transport = NcclTransport(nccl, unique_id_bytes(nccl), 1, 3, **options)
+    assert nccl.calls[:2] == [("get_unique_id",), ("join", 3, _ID, 1)]
+    del nccl.calls[:2]
     return transport
 
 
@@ -118,6 +124,52 @@ def test_joining_has_a_deadline() -> None:
         NcclTransport(nccl, unique_id_bytes(nccl), 1, 3, 0.2, lambda: None)
     assert caught.value.rank == 1
     nccl.joining.set()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 200])
+def test_the_rounds_in_which_ranks_connect_fit(size: int) -> None:
+    """In each round every rank sends once and receives once, from who sends to it."""
+    rounds = [first_pairs(rank, size) for rank in range(size)]
+    for at in range(len(rounds[0])):
+        assert [rounds[rounds[rank][at][0]][at][1] for rank in range(size)] == list(range(size))
+    connected = {(rank, to) for rank in range(size) for to, _ in rounds[rank]}
+    ring = {(rank, (rank + shift) % size) for rank in range(size) for shift in (1, -1)}
+    every_pair = {(a, b) for a in range(size) for b in range(size) if a != b}
+    assert connected == (every_pair if size <= 64 else ring)
+
+
+def test_init_connects_every_pair_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        cuda_stream = 7
+
+        def synchronize(self) -> None:
+            nccl.calls.append(("synchronize",))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    nccl = Recorder()
+    transport = joined(nccl, connect=partial(_connect, torch.device("cpu")))
+    whom = [(call[0], call[2], call[4:]) for call in nccl.calls if call[0] in ("send", "recv")]
+    assert whom == [("send", 1, (2, 7)), ("recv", 1, (0, 7)), ("send", 1, (0, 7)), ("recv", 1, (2, 7))]
+    assert [call[0] for call in nccl.calls].count("groupEnd") == 2
+    assert nccl.calls[-1] == ("synchronize",)
+    assert (transport.bytes_sent, transport.bytes_received) == (0, 0)  # none of the program's
+
+
+def test_connecting_has_a_deadline_and_ends_the_communicator() -> None:
+    nccl, over = Recorder(), threading.Event()
+    nccl.stay["groupEnd"] = over
+    with pytest.raises(Stalled, match=r"NCCL waited 0\.2 s for the ranks to connect with each other"):
+        joined(nccl, connect=lambda wire: wire.exchange([], [], 1), timeout_s=0.2)
+    assert nccl.calls[-1] == ("abort",)
+    over.set()
+
+
+def test_what_fails_while_connecting_is_an_error_of_init() -> None:
+    nccl = Recorder()
+    nccl.fail["groupEnd"] = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+    with pytest.raises(DeviceError, match=r"NCCL could not connect with the other ranks: .* NCCL_ERROR_REMOTE_ERROR"):
+        joined(nccl, connect=lambda wire: wire.exchange([], [], 1))
+    assert nccl.calls[-1] == ("abort",)
 
 
 def test_what_nccl_says_is_passed_on() -> None:
