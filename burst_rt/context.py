@@ -30,8 +30,11 @@ from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
-from burst_rt.drivers import BaseDriver, Progress, Watch, is_out_of_memory
+from burst_rt.drivers import BaseDriver, CudaDriver, Progress, Watch, is_out_of_memory
 from burst_rt.drivers.device import Event
+from burst_rt.drivers.watch import SharedWatch
+from burst_rt.drivers.watchdog import Watchdog
+from burst_rt.ending import end_job, mpi_takes_threads
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost, Stalled
 from burst_rt.joining import LocalRank, agent_key, join
 from burst_rt.kernels import PARTIALS, sum_dtype
@@ -108,7 +111,9 @@ class Context:
         self.check_finite = check_finite
         self.transport = machine.ends
         self.control = control
-        self.watch = Watch(control)
+        self.watch = Watch(control) if machine.wire is None else SharedWatch(control)
+        # With a wire of the device calls return before they have ended.
+        self._watchdog = Watchdog(machine.wire, self.watch, timeout_s, machine.enter, self._give_up) if machine.wire is not None else None
         self.planner = Planner(self.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware)
         self.last_run: tuple[Graph, BaseDriver] | None = None
         self._poison = os.environ.get("BURST_RT_POISON") == "1"
@@ -210,8 +215,9 @@ class Context:
         if self._closed:
             return
         self._closed = True
-        self.watch.say_left(code)
-        self.control.close()
+        if self._watchdog is not None:
+            self._watchdog.finish()
+        self.watch.leave(code)
         if self._broken is None:
             # Where this rank failed, its device may have more to do than will ever end.
             (self.transport.cancel if code else self.transport.close)()
@@ -297,6 +303,9 @@ class Context:
             progress.driver = driver
         if log is not None:
             log.began(self._number, driver)
+        watched = None
+        if self._watchdog is not None and isinstance(driver, CudaDriver):
+            watched = self._watchdog.begin(self._number, _name_of(plan), driver)
         try:
             run(Engine(schedule), driver)
         except BaseException as error:
@@ -309,7 +318,12 @@ class Context:
             self._broken = error
             self._kept.append((memory, ops))
             self._say_broken(error)
+            if self._watchdog is not None:
+                self._watchdog.stop()  # the driver has ended all messages, and this error is the one to be told
             raise
+        finally:
+            if watched is not None:
+                watched.issuing = False
         free = self.machine.join(driver)
         driver.forget()
         if log is not None:
@@ -389,9 +403,8 @@ class Context:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            call = "burst_attention" if plan.key.forward else "backward of burst_attention"
             self.refuse(
-                call,
+                _name_of(plan),
                 DeviceError(
                     f"out of memory on {self.device}: {_takes(plan)}",
                     rank=self.rank,
@@ -407,6 +420,13 @@ class Context:
             self._broken = error
             self._say_broken(error)
             raise
+
+    def _give_up(self, error: BurstError) -> None:
+        """In the watchdog's thread: a call that was issued cannot end. Ends the job."""
+        self._broken = error
+        if not self._closed and mpi_takes_threads():
+            self._say_broken(error)
+        end_job(error, self.transport.cancel)
 
     def _say_broken(self, error: BaseException) -> None:
         """What began on this rank the others must hear of: they would wait for it until their deadlines."""
@@ -512,6 +532,13 @@ def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> l
         first = next((error for _, error in failures if not isinstance(error, PeerLost)), failures[0][1])
         raise first
     return results
+
+
+def _name_of(plan: Plan | None) -> str:
+    """The call that runs a plan, or a custom schedule (None)."""
+    if plan is None:
+        return "Pipeline.run"
+    return "burst_attention" if plan.key.forward else "backward of burst_attention"
 
 
 @lru_cache(maxsize=256)

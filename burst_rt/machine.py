@@ -30,7 +30,8 @@ __all__ = ["Machine"]
 
 class Machine:
     """See the module's table. taken: the transport's name and why; transport: of the host, or None with NCCL; wire: NCCL, or None.
-    ranks_per_node: ranks of a host, where all hosts have as many; else 1. hardware: what to plan with, if there is a file for it."""
+    ranks_per_node: ranks of a host, where all hosts have as many; else 1. hardware: what to plan with, if there is a file for it.
+    streams: the device's, which tests have of their own."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Machine:
         wire: OrderedTransport | None = None,
         ranks_per_node: int = 1,
         hardware: Hardware | None = None,
+        streams: Device | None = None,
     ) -> None:
         self.device = device
         self.transport_name, self.reason = taken
@@ -47,7 +49,7 @@ class Machine:
         self.ranks_per_node = ranks_per_node
         self.hardware = hardware
         self.wire = wire
-        self._streams: Device | None = TorchDevice(device) if device.type == "cuda" else None
+        self._streams = TorchDevice(device) if streams is None and device.type == "cuda" else streams
         self._pool = SlotPool(self._streams)
 
     @property
@@ -87,6 +89,11 @@ class Machine:
         if self._streams is None or not any(lane.ordered for lane in graph.lanes.values()):
             return HostDriver(graph, transport=self.transport, **options)
         return CudaDriver(schedule, device=self._streams, wire=self.wire, transport=self.transport, **options)
+
+    def enter(self) -> None:
+        """Makes this rank's GPU, if it has one, that of the thread which calls."""
+        if self._streams is not None:
+            self._streams.enter()
 
     def join(self, driver: BaseDriver) -> Event | None:
         """After a run: the caller's stream waits for it. Returns the event after which the run's memory is free (None: it is)."""

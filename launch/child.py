@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from burst_rt.ending import report_with
 from burst_rt.errors import BurstError
 from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, write_report
 
@@ -41,6 +42,8 @@ def main(argv: Sequence[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     job_dir = _job_dir()
     _catch_crashes(job_dir, rank)
+    # What a context's own thread finds, while the program waits for a device.
+    report_with(lambda error: _say_why(_describe(error, rank), job_dir, error))
     try:
         _run_program(argv)
     except SystemExit as stop:
@@ -106,6 +109,15 @@ def _program_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _leave(report: RankReport, job_dir: Path | None, error: BaseException | None = None) -> None:
+    _say_why(report, job_dir, error)
+    if report.failed:
+        # Not sys.exit, whose way out waits for threads and for MPI_Finalize, and so for the other ranks. Nor MPI_Abort: mpirun ends the
+        # job for a non-zero exit as surely and says so in fewer words, and Open MPI's abort leaves a NUL byte in the log.
+        os._exit(report.exit_code)
+
+
+def _say_why(report: RankReport, job_dir: Path | None, error: BaseException | None = None) -> None:
+    """Reports the end to the launcher, and of a failure to telemetry and on stderr."""
     reported = False
     if job_dir is not None:
         with contextlib.suppress(OSError):
@@ -121,9 +133,6 @@ def _leave(report: RankReport, job_dir: Path | None, error: BaseException | None
         # The launcher prints the whole traceback of the failure that matters last; here one line says that this rank is gone.
         print(_headline(report) if reported else report.traceback, file=sys.stderr)
     _tidy_up()
-    # Not sys.exit, whose way out waits for threads and for MPI_Finalize, and so for the other ranks. Nor MPI_Abort: mpirun ends the job
-    # for a non-zero exit as surely and says so in fewer words, and Open MPI's abort leaves a NUL byte in the log.
-    os._exit(report.exit_code)
 
 
 def _tidy_up() -> None:

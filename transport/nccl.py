@@ -10,6 +10,7 @@ CuPy's `nccl` module is taken as an argument so that tests can record the calls;
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ _CLOSE_DEADLINE_S = 5.0
 _ALL_PAIRS_UP_TO = 64
 # CuPy's NcclError is a RuntimeError. For results that its table lacks (7 and up) it raises KeyError while it makes one.
 _ERRORS = (RuntimeError, KeyError)
+_IN_PROGRESS = 7
 
 
 class Nccl(Protocol):
@@ -86,7 +88,9 @@ class NcclTransport:
         self.capabilities = Capabilities(device_memory=True, ordered=True, max_message_bytes=2**62)
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.entered_s: float | None = None
         self._nccl = nccl
+        self._ending = threading.Lock()  # nobody may ask a communicator that is no more
         self._enter_device = enter_device
         self._communicator: Any = None
         self._join(unique_id, timeout_s, connect)
@@ -99,6 +103,7 @@ class NcclTransport:
         """
         if self._communicator is None:
             raise ConfigError(f"rank {self.rank}: this NCCL communicator was aborted or closed; start the job again", rank=self.rank)
+        self.entered_s = time.perf_counter()
         try:
             self._nccl.groupStart()
             try:
@@ -115,6 +120,21 @@ class NcclTransport:
             peers = sorted({peer for _, peer in (*sends, *recvs)})
             why = f"rank {self.rank}: NCCL could not start messages with ranks {peers}: {_said(error)}"
             raise DeviceError(why, rank=self.rank) from error
+        finally:
+            self.entered_s = None
+
+    def check(self) -> None:
+        """See `OrderedTransport.check`."""
+        with self._ending:
+            if self._communicator is None:
+                return
+            try:
+                self._communicator.check_async_error()
+            except _ERRORS as error:
+                if isinstance(error, KeyError) and error.args == (_IN_PROGRESS,):
+                    return
+                why = f"rank {self.rank}: NCCL failed while moving data: {_said(error)}"
+                raise DeviceError(why, rank=self.rank) from error
 
     def cancel(self) -> None:
         """See `OrderedTransport.cancel`. Waits at most 5 s."""
@@ -125,7 +145,8 @@ class NcclTransport:
         self._end("destroy")
 
     def _end(self, how: str) -> None:
-        communicator, self._communicator = self._communicator, None
+        with self._ending:
+            communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
 

@@ -23,6 +23,9 @@ _ORIGIN_S = 10.0
 class Device(Protocol):
     """What work can be put on, in order, without waiting for it. No method blocks (`origin` for some microseconds)."""
 
+    def enter(self) -> None:
+        """Makes the device that of the thread which calls."""
+
     def caller(self) -> Stream:
         """The stream the caller's work is on."""
 
@@ -58,6 +61,10 @@ class TorchDevice:
         self._device = device
         self._lanes: dict[str, torch.cuda.Stream] = {}
         self._origin: tuple[torch.cuda.Event, float] | None = None
+
+    def enter(self) -> None:
+        """See `Device.enter`. A thread that has not called it takes memory on the first device for whatever it asks of CUDA."""
+        torch.cuda.set_device(self._device)
 
     def caller(self) -> torch.cuda.Stream:
         """See `Device.caller`: torch's current stream, of the thread that asks."""

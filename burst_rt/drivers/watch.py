@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable
 
 from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
 from burst_rt.transport import ControlGroup, NoticeKind, Pending
 
-__all__ = ["Backoff", "Watch"]
+__all__ = ["Backoff", "SharedWatch", "Watch"]
 
 # A rank that has left may have done all its part of the call already; what it sent is still on its way this long.
 _LEAVE_GRACE_S = 1.0
@@ -49,6 +50,7 @@ class Watch:
 
     def __init__(self, control: ControlGroup) -> None:
         self.control = control
+        # Never changed, but replaced: another thread may be reading them.
         self.left: dict[int, tuple[float, int]] = {}  # peer -> (when noticed, exit code it gave)
         self.alive: dict[int, tuple[float, int]] = {}  # peer -> (when it last said so, its task)
 
@@ -58,9 +60,9 @@ class Watch:
             now = time.perf_counter()
             if notice.kind is NoticeKind.LEFT:
                 # A rank that failed says so at once, and once more when it closes its context.
-                self.left.setdefault(notice.peer, (now, notice.value))
+                self.left = {notice.peer: (now, notice.value)} | self.left
             else:
-                self.alive[notice.peer] = (now, notice.value)
+                self.alive = self.alive | {notice.peer: (now, notice.value)}
 
     def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
         """PeerLost (DeviceError where that is what it had), once a rank has left for longer than its last messages may take.
@@ -90,6 +92,11 @@ class Watch:
             if peer != self.control.rank:
                 self.control.notify(peer, NoticeKind.LEFT, code)
 
+    def leave(self, code: int) -> None:
+        """`say_left`, and closes the control group."""
+        self.say_left(code)
+        self.control.close()
+
     def wait_for(self, pending: Pending, timeout_s: float, what: str) -> None:
         """Blocks until `pending` is done. Raises Stalled after `timeout_s`, PeerLost when a rank has left."""
         backoff = Backoff()
@@ -117,3 +124,31 @@ class Watch:
             rank=self.control.rank,
             peer=peer,
         )
+
+
+class SharedWatch(Watch):
+    """A `Watch` that a second thread uses too: it reads and writes notices under a lock, which contexts with one thread do without."""
+
+    def __init__(self, control: ControlGroup) -> None:
+        super().__init__(control)
+        self._lock = threading.RLock()
+
+    def look(self) -> None:
+        """See `Watch.look`."""
+        with self._lock:
+            super().look()
+
+    def say_alive(self, peers: Iterable[int], task: int) -> None:
+        """See `Watch.say_alive`."""
+        with self._lock:
+            super().say_alive(peers, task)
+
+    def say_left(self, code: int) -> None:
+        """See `Watch.say_left`."""
+        with self._lock:
+            super().say_left(code)
+
+    def leave(self, code: int) -> None:
+        """See `Watch.leave`."""
+        with self._lock:
+            super().leave(code)

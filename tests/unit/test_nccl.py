@@ -65,6 +65,9 @@ class Recorder:
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._call("recv", recvbuf, count, datatype, peer, stream)
 
+    def check_async_error(self) -> None:
+        self._call("check_async_error")
+
     def abort(self) -> None:
         self._call("abort")
 
@@ -197,6 +200,38 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     over.set()
 
 
+def test_nccls_later_errors_are_told_to_who_asks() -> None:
+    nccl = Recorder()
+    transport = joined(nccl)
+    transport.check()
+    nccl.fail["check_async_error"] = KeyError(7)  # still at it, says nccl.h
+    transport.check()
+    for error, said in ((RuntimeError("NCCL_ERROR_REMOTE_ERROR"), "NCCL_ERROR_REMOTE_ERROR"), (KeyError(8), r"result 8 of nccl\.h")):
+        nccl.fail["check_async_error"] = error
+        with pytest.raises(DeviceError, match=f"rank 1: NCCL failed while moving data: {said}"):
+            transport.check()
+    transport.cancel()
+    transport.check()  # there is nothing left to fail
+
+
+def test_who_watches_sees_that_a_thread_is_inside_nccl_and_can_end_it() -> None:
+    nccl, over = Recorder(), threading.Event()
+    transport = joined(nccl)
+    assert transport.entered_s is None
+    nccl.stay["groupEnd"] = over
+    thread = threading.Thread(target=transport.exchange, args=([], [], 1))
+    thread.start()
+    while ("groupEnd",) not in nccl.calls:
+        time.sleep(0.01)
+    assert transport.entered_s is not None
+    transport.check()
+    transport.cancel()
+    assert nccl.calls[-1] == ("abort",)
+    over.set()
+    thread.join()
+    assert transport.entered_s is None
+
+
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_an_ended_transport_refuses(end: str) -> None:
     nccl = Recorder()
@@ -252,9 +287,9 @@ def test_the_double_is_like_the_real_one(real: Any) -> None:
         assert of_module != hasattr(communicator, name), name
         mine = [p for p in inspect.signature(getattr(Recorder, name)).parameters if p != "self"]
         assert _parameters(getattr(real if of_module else communicator, name))[: len(mine)] == mine, name
-        if name in ("send", "recv"):
+        if name in ("send", "recv", "check_async_error"):
             with pytest.raises(real.NcclError, match="INVALID_ARGUMENT"):
-                getattr(communicator, name)(0, 1, 1, 0, 0)
+                getattr(communicator, name)(*[0] * len(mine))
         elif not of_module:
             getattr(communicator, name)()
 
