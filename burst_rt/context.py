@@ -458,9 +458,11 @@ def init(
     """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at most `timeout_s`.
 
     comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI job, or a world of one outside a job.
-    device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its host) or "cuda:N". transport: "auto",
-    "nccl", "mpi", "staged" or "local"; `ctx.why_transport` says what was taken and why. timeout_s: how long a peer may take to enter a
-    call. stall_s: how long nothing may move inside a call. kernel: "auto" (the fastest measured on this machine) or a tile kernel's name.
+    device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its host) or "cuda:N"; a GPU becomes the
+    calling thread's current device, so that device="cuda" is the same to torch. transport: "auto", "nccl", "mpi", "staged" or "local";
+    `ctx.why_transport` says what was taken and why. timeout_s: how long a peer may take to enter a call; with NCCL also how long no task of
+    a call may end. stall_s: how long nothing may move inside a call. kernel: "auto" (the fastest measured on this machine) or a tile
+    kernel's name.
     partials: "exact", or "16bit" to let kernels round what each tile gives to the inputs' 16 bits before it is added up (cuDNN's and
     FlashAttention do; errors then grow with the number of ranks). check_finite: refuse inputs with NaN or infinities (costs a pass over
     them).
@@ -473,6 +475,7 @@ def init(
     if partials not in PARTIALS:
         raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     machine, control, wishes = join(comm, str(device), transport, timeout_s, telemetry)
+    machine.enter()
     ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
     try:
         ctx.agree(
