@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
-from burst_rt.drivers.device import Device, Event, TorchDevice
+from burst_rt.drivers.device import Device, Event, Stream, TorchDevice
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
@@ -73,6 +73,10 @@ class Machine:
     def memory(self, tensor: torch.Tensor) -> Memory:
         """The bytes of a contiguous tensor, as this machine's transport takes them."""
         return raw_bytes(tensor) if tensor.device.type == "cpu" else flat_bytes(tensor)
+
+    def caller(self) -> Stream | None:
+        """The stream that the caller's work is on; None on the host."""
+        return None if self._streams is None else self._streams.caller()
 
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
         """Memory for one call: used before for the same `key` (the very same object), or new."""

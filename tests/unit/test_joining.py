@@ -277,6 +277,27 @@ def test_slots_go_to_the_next_call_that_waits_for_them() -> None:
     device.use((), ["slots"], "caller")  # after the event: no race
 
 
+def test_slots_that_are_let_go_wait_for_their_last_use_where_they_were_allocated() -> None:
+    """By a call from another stream; the allocator knows the first one only."""
+    device, key = FakeDevice(), object()
+    pool = SlotPool(device)
+
+    def call() -> None:
+        """Uses the slots on a lane, as a call from the current stream does."""
+        caller = device.caller()
+        slots = pool.take(key, lambda: replace(_slots(), home=caller))
+        device.wait("compute", device.record(caller))
+        device.use((), ["slots"], "compute")
+        device.wait(caller, device.record("compute"))
+        pool.give_back(key, slots, device.record(caller))
+
+    call()
+    device.current = "other caller"
+    call()
+    pool.forget()
+    device.use((), ["slots"], "caller")  # the next to have this memory
+
+
 def test_a_host_keeps_small_slots_only() -> None:
     pool = SlotPool(None, capacity=2)
     small, large, new = _slots(), _slots(1 << 21), _slots()
