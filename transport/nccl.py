@@ -162,11 +162,16 @@ class NcclTransport:
 
     def _join(self, unique_id: bytes, timeout_s: float, connect: Callable[[NcclTransport], None]) -> None:
         failed: list[BaseException] = []
+        given_up = False
 
         def join() -> None:
             try:
                 self._enter_device()
-                self._communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
+                communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
+                if given_up:  # it came too late: nobody knows of it
+                    communicator.abort()
+                    return
+                self._communicator = communicator
                 connect(self)
             except Exception as error:  # noqa: BLE001  (whatever CuPy raises: it is handed to the caller below)
                 failed.append(error)
@@ -177,6 +182,7 @@ class NcclTransport:
         thread.join(timeout_s)
         if not thread.is_alive() and not failed:
             return
+        given_up = True
         joined = self._communicator is not None
         self.cancel()
         if failed:

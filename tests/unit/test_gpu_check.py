@@ -57,13 +57,11 @@ def test_steps_that_measure_run_alone() -> None:
 def test_the_sanitizers_see_a_tile_such_as_models_have() -> None:
     root = Path(__file__).resolve().parents[2]
     cases = runpy.run_path(str(root / "tests" / "gpu" / "test_rings.py"))["_CASES"]
-    for name in ("memcheck", "racecheck"):
-        (step,) = (step for step in STEPS if step.name == name)
-        words = step.words[step.words.index("-k") :]
-        collected = _collected(root, "tests/gpu/test_rings.py", *words)
-        chosen = {cases[found] for found in re.findall(r"test_rings_against_the_spec\[(.+)-\d+-\w+\]", collected)}
-        assert {(case.dtype, case.head_dim) for case in chosen} == {(torch.float32, 16), (torch.bfloat16, 128)}
-        assert len(re.findall("test_rings_against_the_spec", collected)) <= 8  # a sanitizer is slow
+    (words,) = {step.words[step.words.index("tests/gpu/test_rings.py") :] for step in STEPS if step.needs == "compute-sanitizer"}
+    collected = _collected(root, *words)
+    chosen = [cases[found] for found in re.findall(r"test_rings_against_the_spec\[(.+)-\d+-\w+\]", collected)]
+    assert {(case.dtype, case.head_dim) for case in chosen} == {(torch.float32, 16), (torch.bfloat16, 128)}
+    assert len(chosen) <= 8  # a sanitizer is slow
 
 
 # What pip makes of a prefix: Debian's Python has a scheme of its own.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import burst_rt
 from burst_rt import Context
 from burst_rt import context as contexts
 from burst_rt.drivers.watch import SharedWatch, Watch
+from burst_rt.ending import mpi_takes_threads
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, PeerLost, Stalled
 from burst_rt.transport import LocalWorld, NoticeKind
 
@@ -88,7 +90,7 @@ def world() -> Iterator[World]:
 @pytest.fixture
 def hasty() -> Iterator[World]:
     """The same with a short deadline."""
-    yield from _world(timeout_s=0.5)
+    yield from _world(timeout_s=1.0)
 
 
 def _world(timeout_s: float) -> Iterator[World]:
@@ -150,17 +152,17 @@ def test_a_message_that_never_ends(hasty: World, ends: Ends) -> None:
     hasty.device[0].held.add("network")
     hasty.run()
     error = ends.one()
-    _about(error, "hop 1", r"no task has for 0\.\d s \(timeout_s\)")
+    _about(error, "hop 1", r"no task has for \d\.\d s \(timeout_s\)")
     assert type(error) is Stalled
     assert error.elapsed_s is not None
-    assert error.elapsed_s > 0.5
+    assert error.elapsed_s > 1.0
     assert hasty.wire[0].cancelled.is_set()
 
 
 def test_work_of_the_callers_may_take_as_long_as_it_likes(hasty: World, ends: Ends) -> None:
     hasty.device[0].held |= {"caller", "compute", "network"}
     hasty.run()
-    assert not ends.came.wait(1.2)
+    assert not ends.came.wait(1.7)
     hasty.device[0].held -= {"caller", "compute"}
     _about(ends.one(), "hop 1", "no task has for")
 
@@ -168,9 +170,9 @@ def test_work_of_the_callers_may_take_as_long_as_it_likes(hasty: World, ends: En
 def test_tasks_that_end_are_progress(hasty: World, ends: Ends) -> None:
     hasty.device[0].held |= {"compute", "network"}
     hasty.run()
-    time.sleep(0.35)
+    time.sleep(0.5)
     hasty.device[0].held.remove("network")
-    assert not ends.came.wait(0.3)
+    assert not ends.came.wait(0.7)
     _about(ends.one(), "own tile", "no task has for")
 
 
@@ -178,7 +180,7 @@ def test_a_thread_that_does_not_come_back_from_nccl(hasty: World, ends: Ends) ->
     """Two ranks that have not met connect there."""
     hasty.wire[0].inside.clear()
     hasty.run()  # comes back, because the watchdog ends it
-    _about(ends.one(), "hop 1", r"NCCL has been starting it for 0\.\d s \(timeout_s\)")
+    _about(ends.one(), "hop 1", r"NCCL has been starting it for \d\.\d s \(timeout_s\)")
     assert hasty.wire[0].cancelled.is_set()
 
 
@@ -343,6 +345,18 @@ def test_notices_are_read_by_one_thread_at_a_time() -> None:
         for reader in readers:
             reader.result(_SOON_S)
     assert watch.alive[1][1] == 1999
+
+
+@pytest.mark.parametrize(
+    ("level", "initialized", "finalized", "may"),
+    [(3, True, False, True), (2, True, False, False), (3, False, False, False), (3, True, True, False)],
+)
+def test_a_second_thread_keeps_out_of_an_mpi_that_takes_one(
+    monkeypatch: pytest.MonkeyPatch, level: int, initialized: bool, finalized: bool, may: bool
+) -> None:
+    mpi = SimpleNamespace(THREAD_MULTIPLE=3, Query_thread=lambda: level, Is_initialized=lambda: initialized, Is_finalized=lambda: finalized)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    assert mpi_takes_threads() is may
 
 
 def test_the_end_of_a_job_is_a_line_and_an_exit_code() -> None:
