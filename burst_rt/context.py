@@ -113,7 +113,9 @@ class Context:
         self.control = control
         self.watch = Watch(control) if machine.wire is None else SharedWatch(control)
         # With a wire of the device calls return before they have ended.
-        self._watchdog = Watchdog(machine.wire, self.watch, timeout_s, machine.enter, self._give_up) if machine.wire is not None else None
+        self._watchdog: Watchdog | None = None
+        if machine.wire is not None:
+            self._watchdog = Watchdog(machine.wire, self.watch, timeout_s, machine.enter_to_watch, self._give_up)
         self.planner = Planner(self.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware)
         self.last_run: tuple[Graph, BaseDriver] | None = None
         self._poison = os.environ.get("BURST_RT_POISON") == "1"

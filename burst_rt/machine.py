@@ -99,6 +99,11 @@ class Machine:
         if self._streams is not None:
             self._streams.enter()
 
+    def enter_to_watch(self) -> None:
+        """As `enter`, for a thread that only asks whether events have happened."""
+        if self._streams is not None:
+            self._streams.enter_to_watch()
+
     def join(self, driver: BaseDriver) -> Event | None:
         """After a run: the caller's stream waits for it. Returns the event after which the run's memory is free (None: it is)."""
         return driver.join() if isinstance(driver, CudaDriver) else None

@@ -66,6 +66,9 @@ class FakeDevice:
     def enter(self) -> None:
         pass
 
+    def enter_to_watch(self) -> None:
+        pass
+
     def caller(self) -> str:
         return self.current
 

@@ -50,7 +50,7 @@ class Call:
 class Watchdog:
     """See the module. One a context; its thread starts with the first call.
 
-    watch: shared with the thread that makes the calls. enter: makes the device that of the thread which calls it. fail:
+    watch: shared with the thread that makes the calls. enter: called first in the thread (`Device.enter_to_watch`). fail:
     called once, in the thread, with what has been seen; no call is watched after that.
     """
 

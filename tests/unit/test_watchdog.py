@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from issued import HeldDevice, HeldWire, context_of, exchange_graph
 import burst_rt
 from burst_rt import Context
 from burst_rt import context as contexts
+from burst_rt.drivers.device import TorchDevice
 from burst_rt.drivers.watch import SharedWatch, Watch
 from burst_rt.ending import mpi_takes_threads
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, PeerLost, Stalled
@@ -307,6 +309,28 @@ def test_an_error_of_this_ranks_own_call_is_the_one_that_is_told(world: World, e
     assert type(error) is DeviceError
     assert (error.rank, error.peer) == (1, 0)
     assert world.wire[0].cancelled.is_set()
+
+
+def test_the_thread_does_not_disturb_a_capture_of_the_programs(world: World, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on the right device before it asks anything, and CUDA is told that captures of other threads do not concern it."""
+    did: list[object] = []
+
+    class Driver:
+        @staticmethod
+        def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:
+            did.append((mode._obj.value, threading.current_thread().name))
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: did.append(name) or Driver)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(torch.cuda, "set_device", did.append)
+    device = TorchDevice(torch.device("cuda", 1))
+    monkeypatch.setattr(world.device[0], "enter_to_watch", device.enter_to_watch)
+    world.run()
+    watchdog = world.ctx[0]._watchdog
+    assert watchdog is not None
+    while watchdog._calls:
+        time.sleep(0.01)
+    assert did == [torch.device("cuda", 1), "libcuda.so.1", (1, "burst_rt watchdog 0")]
 
 
 def test_host_contexts_have_neither_thread_nor_lock() -> None:
