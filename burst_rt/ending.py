@@ -1,4 +1,5 @@
-"""Ends the job from a thread that is not the program's: what it finds cannot be raised where the program would see it.
+"""Ends the job from a thread that is not the program's: what it finds cannot be raised where the
+program would see it.
 
 Standard library only: `burst-rt run` imports it before the program.
 """
@@ -24,16 +25,18 @@ _report: Callable[[BurstError], None] | None = None
 
 
 def report_with(report: Callable[[BurstError], None]) -> None:
-    """How this process says why it ends, from now on; then a non-zero exit code is all its launcher needs to end the job."""
+    """How this process says why it ends, from now on; then a non-zero exit code is all its
+    launcher needs to end the job."""
     global _report
     _report = report
 
 
 def end_job(error: BurstError, abort: Callable[[], None]) -> NoReturn:
-    """Says why in a line on stderr, and ends this process and its MPI job with the error's exit code. For any thread.
+    """Says why in a line on stderr, and ends this process and its MPI job with the error's exit
+    code. For any thread.
 
-    abort: ends what is on the device. The program may then go on with results that are none, so it comes last, and is
-    not waited for longer than a tenth of a second.
+    abort: ends what is on the device. The program may then go on with results that are none, so
+    it comes last, and is not waited for longer than a tenth of a second.
     """
     last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (error.exit_code,))
     last_resort.daemon = True
@@ -58,7 +61,8 @@ def _say(error: BurstError) -> None:
 
 
 def mpi_takes_threads() -> bool:
-    """Whether MPI, if this process uses it, takes calls of several threads at once, and still takes any."""
+    """Whether MPI, if this process uses it, takes calls of several threads at once, and still
+    takes any."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None:
         return True

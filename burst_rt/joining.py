@@ -151,7 +151,8 @@ def _decide(
 
 
 def _connect(device: torch.device, wire: OrderedTransport) -> None:
-    """Sends a byte to every rank that `first_pairs` names, and receives one. Blocks until they are there."""
+    """Sends a byte to every rank that `first_pairs` names, and receives one. Blocks until they
+    are there."""
     byte = torch.zeros(2, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device)
     for to, source in first_pairs(wire.rank, wire.size):

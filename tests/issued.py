@@ -1,4 +1,5 @@
-"""Contexts whose device and NCCL are doubles: calls are issued, and end if and when a test says so."""
+"""Contexts whose device and NCCL are doubles: calls are issued, and end if and when a test says
+so."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class HeldDevice(FakeDevice):
 
 
 class HeldWire(FakeWire):
-    """error: what NCCL reports, to who asks. inside: while it is not set, nobody comes back from starting messages."""
+    """error: what NCCL reports, to who asks. inside: while it is not set, nobody comes back from
+    starting messages."""
 
     def __init__(self, device: HeldDevice, rank: int, size: int) -> None:
         super().__init__(device)

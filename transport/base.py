@@ -90,14 +90,16 @@ class OrderedTransport(Protocol):
     entered_s: float | None
 
     def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
-        """Starts messages (device bytes, peer) that progress together, as one group on the stream. Does not wait for them; but two ranks
-        may have to connect first, which has no deadline."""
+        """Starts messages (device bytes, peer) that progress together, as one group on the
+        stream. Does not wait for them; but two ranks may have to connect first, which has no
+        deadline."""
 
     def check(self) -> None:
         """Raises DeviceError if what was started has failed since. Never blocks."""
 
     def cancel(self) -> None:
-        """Aborts everything under way; the transport cannot be used any more. What was to be received is not."""
+        """Aborts everything under way; the transport cannot be used any more. What was to be
+        received is not."""
 
     def close(self) -> None:
         """Releases the transport; nothing may be under way."""

@@ -23,10 +23,12 @@ __all__ = ["Nccl", "NcclTransport", "first_pairs", "unique_id_bytes"]
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
 _CLOSE_DEADLINE_S = 5.0
-# Up to so many ranks every two are connected from the start. With more that takes many rounds, and memory
-# of the device for connections that only all-to-alls use: then only neighbours in the ring are.
+# Up to so many ranks every two are connected from the start. With more that takes many rounds, and
+# memory of the device for connections that only all-to-alls use: then only neighbours in the ring
+# are.
 _ALL_PAIRS_UP_TO = 64
-# CuPy's NcclError is a RuntimeError. For results that its table lacks (7 and up) it raises KeyError while it makes one.
+# CuPy's NcclError is a RuntimeError. For results that its table lacks (7 and up) it raises KeyError
+# while it makes one.
 _ERRORS = (RuntimeError, KeyError)
 _IN_PROGRESS = 7
 
@@ -48,7 +50,8 @@ class Nccl(Protocol):
 
 
 def unique_id_bytes(nccl: Nccl) -> bytes:
-    """A fresh unique id, for the control group to hand on. Raises DeviceError with what NCCL says."""
+    """A fresh unique id, for the control group to hand on. Raises DeviceError with what NCCL
+    says."""
     try:
         return nccl.get_unique_id()
     except _ERRORS as error:
@@ -56,7 +59,8 @@ def unique_id_bytes(nccl: Nccl) -> bytes:
 
 
 def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
-    """The rounds in which ranks connect: in each, whom this rank sends to and whom it receives from.
+    """The rounds in which ranks connect: in each, whom this rank sends to and whom it receives
+    from.
 
     Every round fits on all ranks: who is sent to in one receives in the same one.
     """
@@ -77,11 +81,11 @@ class NcclTransport:
         enter_device: Callable[[], None],
         connect: Callable[[NcclTransport], None] = lambda _: None,
     ) -> None:
-        """Joins the communicator and connects: collective; blocks at most `timeout_s`, then raises Stalled. Raises DeviceError with what
-        NCCL says.
+        """Joins the communicator and connects: collective; blocks at most `timeout_s`, then raises
+        Stalled. Raises DeviceError with what NCCL says.
 
-        enter_device: makes this rank's device current in the thread that calls it. connect: exchanges something with the `first_pairs`,
-        and waits for it.
+        enter_device: makes this rank's device current in the thread that calls it. connect:
+        exchanges something with the `first_pairs`, and waits for it.
         """
         self.rank = rank
         self.size = size
@@ -97,21 +101,24 @@ class NcclTransport:
         self.bytes_sent = self.bytes_received = 0
 
     def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
-        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this rank's device.
+        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this
+        rank's device.
 
         Raises DeviceError with what NCCL says.
         """
-        if self._communicator is None:
+        # Who watches may end it at any time.
+        communicator = self._communicator
+        if communicator is None:
             raise ConfigError(f"rank {self.rank}: this NCCL communicator was aborted or closed; start the job again", rank=self.rank)
         self.entered_s = time.perf_counter()
         try:
             self._nccl.groupStart()
             try:
                 for buffer, peer in sends:
-                    self._communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                    communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
                     self.bytes_sent += buffer.numel()
                 for buffer, peer in recvs:
-                    self._communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                    communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
                     self.bytes_received += buffer.numel()
             finally:
                 # A group left open would swallow every later call.
@@ -151,7 +158,8 @@ class NcclTransport:
             return
 
         def end() -> None:
-            # NCCL goes back to the device that the thread had before, and so would take memory on the first one.
+            # NCCL goes back to the device that the thread had before, and so would take memory on
+            # the first one.
             with suppress(RuntimeError):
                 self._enter_device()
             getattr(communicator, how)()

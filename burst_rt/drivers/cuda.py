@@ -85,11 +85,13 @@ class CudaDriver(BaseDriver):
         return self._device.record(caller)
 
     def begun(self) -> bool:
-        """Whether the caller's stream has come to this run; before that it has work of the caller's. Never blocks; any thread may ask."""
+        """Whether the caller's stream has come to this run; before that it has work of the
+        caller's. Never blocks; any thread may ask."""
         return self._device.happened(self._opened)
 
     def unended(self) -> list[Task]:
-        """The tasks put on streams that have not ended, as they were issued. Never blocks; any thread may ask."""
+        """The tasks put on streams that have not ended, as they were issued. Never blocks; any
+        thread may ask."""
         # Copied in one step, because the thread that makes the call adds to them.
         issued = list(self._issued.values())
         return [each.task for each in issued if not self._device.happened(each.ended)]

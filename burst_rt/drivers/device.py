@@ -69,12 +69,14 @@ class TorchDevice:
         self._origin: tuple[torch.cuda.Event, float] | None = None
 
     def enter(self) -> None:
-        """See `Device.enter`. A thread that has not called it takes memory on the first device for whatever it asks of CUDA."""
+        """See `Device.enter`. A thread that has not called it takes memory on the first device
+        for whatever it asks of CUDA."""
         torch.cuda.set_device(self._device)
 
     def enter_to_watch(self) -> None:
-        """See `Device.enter_to_watch`. While the program captures a CUDA graph, CUDA by default takes a question about any event, from
-        any thread, for an error of the capture; a thread may say that it has no part in it."""
+        """See `Device.enter_to_watch`. While the program captures a CUDA graph, CUDA by default
+        takes a question about any event, from any thread, for an error of the capture; a thread
+        may say that it has no part in it."""
         self.enter()
         mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
         with suppress(OSError, AttributeError):

@@ -62,8 +62,9 @@ class SlotPool:
             del self._idle[0]
 
     def forget(self) -> None:
-        """Lets go of all idle sets. On a device too: its allocator hands their memory out again on the stream that they were allocated on,
-        which is made to wait for their last use; that may have been in a call from another stream."""
+        """Lets go of all idle sets. On a device too: its allocator hands their memory out again
+        on the stream that they were allocated on, which is made to wait for their last use; that
+        may have been in a call from another stream."""
         if self._device is not None:
             for _, slots, free in self._idle:
                 self._device.wait(slots.home, free)

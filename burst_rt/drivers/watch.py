@@ -127,7 +127,8 @@ class Watch:
 
 
 class SharedWatch(Watch):
-    """A `Watch` that a second thread uses too: it reads and writes notices under a lock, which contexts with one thread do without."""
+    """A `Watch` that a second thread uses too: it reads and writes notices under a lock, which
+    contexts with one thread do without."""
 
     def __init__(self, control: ControlGroup) -> None:
         super().__init__(control)

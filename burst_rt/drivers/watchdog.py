@@ -1,17 +1,21 @@
 """Watches calls that have been issued and have not ended.
 
-With an ordered transport (NCCL) a call returns once its work is on streams. If another rank then fails, that work never
-ends, and the program waits for it somewhere of its own, in `.item()` say, for ever. So a daemon thread of the context
-watches the oldest call on the device that has not ended; while there is none it sleeps. Of that call it sees:
+With an ordered transport (NCCL) a call returns once its work is on streams. If another rank then
+fails, that work never ends, and the program waits for it somewhere of its own, in `.item()` say,
+for ever. So a daemon thread of the context watches the oldest call on the device that has not
+ended; while there is none it sleeps. Of that call it sees:
 
 * that another rank has failed, by its notice, while messages are open;
 * that NCCL reports an error, which it does only to who asks;
-* that a message could not be started for `timeout_s`: two ranks may still have to connect, on the host;
-* that for `timeout_s` no task of it has ended. That time begins when the caller's stream has come to the call: work of
-  the caller's may take as long as it likes. It is as long as a rank may be late for a call, because another rank's
-  stream may have such work too, for which this rank's messages wait.
+* that a message could not be started for `timeout_s`: two ranks may still have to connect, on the
+  host;
+* that for `timeout_s` no task of it has ended. That time begins when the caller's stream has come
+  to the call: work of the caller's may take as long as it likes. It is as long as a rank may be
+  late for a call, because another rank's stream may have such work too, for which this rank's
+  messages wait.
 
-What it sees ends the job (`fail`). To abort the messages and go on would give the program results that are none.
+What it sees ends the job (`fail`). To abort the messages and go on would give the program
+results that are none.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ _PERIOD_S = 0.05
 
 @dataclass(eq=False)
 class Call:
-    """A call of a context on its device. issuing: the thread that makes it has not issued all of it yet."""
+    """A call of a context on its device. issuing: the thread that makes it has not issued all of
+    it yet."""
 
     number: int
     name: str
@@ -50,8 +55,9 @@ class Call:
 class Watchdog:
     """See the module. One a context; its thread starts with the first call.
 
-    watch: shared with the thread that makes the calls. enter: called first in the thread (`Device.enter_to_watch`). fail:
-    called once, in the thread, with what has been seen; no call is watched after that.
+    watch: shared with the thread that makes the calls. enter: called first in the thread
+    (`Device.enter_to_watch`). fail: called once, in the thread, with what has been seen; no call
+    is watched after that.
     """
 
     def __init__(
@@ -122,7 +128,8 @@ class Watchdog:
         atexit.unregister(self.stop)
 
     def _oldest(self) -> tuple[Call, list[Task]] | None:
-        """The oldest call that has not ended, and its tasks on streams that have not; forgets those before it."""
+        """The oldest call that has not ended, and its tasks on streams that have not; forgets
+        those before it."""
         while self._calls:
             call = self._calls[0]
             # In this order: nothing comes to a call that has been issued.
@@ -160,12 +167,12 @@ class Watchdog:
                 return self._error(type(lost), call, messages[0], lost.message, peer=lost.peer)
         now_s = time.perf_counter()
         if inside_s is not None and now_s - inside_s > self._timeout_s:
-            return self._stalled(call, putting, "NCCL has been starting it for", now_s - inside_s)
+            return self._stalled(call, putting, "NCCL has not started its messages for", now_s - inside_s)
         known = (call, len(tasks))
         if not begun or known != self._known:
             self._known, self._since_s = known, now_s
         if tasks and now_s - self._since_s > self._timeout_s:
-            return self._stalled(call, tasks[0], "no task has for", now_s - self._since_s)
+            return self._stalled(call, tasks[0], "no task of it has ended for", now_s - self._since_s)
         return None
 
     def _stalled(self, call: Call, task: Task | None, what: str, elapsed_s: float) -> BurstError:
@@ -179,7 +186,7 @@ class Watchdog:
     def _error(self, kind: type[BurstError], call: Call, task: Task | None, why: str, **fields: Any) -> BurstError:
         rank = self._wire.rank
         name = None if task is None else task.name
-        at = "" if name is None else f", {name!r} has not"
+        at = "" if name is None else f", at {name!r}"
         said = why.removeprefix(f"rank {rank}: ")
         message = f"rank {rank}: call {call.number} ({call.name}) was issued and has not ended{at}: {said}"
         return kind(message, rank=rank, task=name, **fields)

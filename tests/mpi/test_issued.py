@@ -1,4 +1,5 @@
-"""A rank that fails after its call was issued ends the job, though nobody is in a call; with doubles of the device and of NCCL."""
+"""A rank that fails after its call was issued ends the job, though nobody is in a call; with
+doubles of the device and of NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from jobs import run_job
 _PROGRAM = Path(__file__).parent / "programs" / "issued_leave.py"
 _DEADLINE_S = 6.0
 _WHY = (
-    r"rank 0: call \d+ \(Pipeline\.run\) was issued and has not ended, 'hop 1' has not: "
+    r"rank 0: call \d+ \(Pipeline\.run\) was issued and has not ended, at 'hop 1': "
     r"rank 1 failed \(exit code 74\), and cannot take part in this call"
 )
 

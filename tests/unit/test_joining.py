@@ -109,7 +109,8 @@ def test_the_number_on_the_host_picks_the_gpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_gpu_of_init_is_torchs_own_in_the_thread_that_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a program's device="cuda" would be the first GPU on every rank. Two ranks as threads, a GPU each, which are none."""
+    """Or a program's device="cuda" would be the first GPU on every rank. Two ranks as threads, a
+    GPU each, which are none."""
     current: dict[int, torch.device] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,6 +1,8 @@
-"""The NCCL transport against a double that records the calls: what is called, in which order, with which arguments, and what fails how.
+"""The NCCL transport against a double that records the calls: what is called, in which order, with
+which arguments, and what fails how.
 
-And against the real CuPy and NCCL as far as they go without a GPU: arguments are taken, and NCCL itself answers.
+And against the real CuPy and NCCL as far as they go without a GPU: arguments are taken, and NCCL
+itself answers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _ID = bytes(range(0, 256, 2))
 
 
 class Recorder:
-    """`cupy.cuda.nccl` and its communicator in one; `test_the_double_is_like_the_real_one` compares it with the real ones."""
+    """`cupy.cuda.nccl` and its communicator in one; `test_the_double_is_like_the_real_one`
+    compares it with the real ones."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -280,7 +283,8 @@ def test_results_that_the_real_cupy_has_no_name_for(real: Any, status: int) -> N
 
 
 def test_the_double_is_like_the_real_one(real: Any) -> None:
-    """Same methods, same arguments; and the real communicator takes them, though one that is none has nothing to send with."""
+    """Same methods, same arguments; and the real communicator takes them, though one that is
+    none has nothing to send with."""
     names = [name for name, _ in inspect.getmembers(Recorder, inspect.isfunction) if not name.startswith("_")]
     assert {"NcclCommunicator", "abort", "destroy", "get_unique_id", "groupEnd", "groupStart", "recv", "send"} <= set(names)
     communicator = real.NcclCommunicator.__new__(real.NcclCommunicator)
@@ -297,7 +301,8 @@ def test_the_double_is_like_the_real_one(real: Any) -> None:
 
 
 def _parameters(compiled: Any) -> list[str]:
-    """The names of a compiled function's parameters, from the first line of its text: "send(self, intptr_t sendbuf, ...)"."""
+    """The names of a compiled function's parameters, from the first line of its text:
+    "send(self, intptr_t sendbuf, ...)"."""
     found = re.search(r"\((.*)\)", (compiled.__doc__ or "").partition("\n")[0])
     assert found, compiled
     words = [word.partition("=")[0].split() for word in found[1].split(",") if word.strip()]

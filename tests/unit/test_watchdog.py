@@ -1,4 +1,5 @@
-"""What is seen of calls that were issued and have not ended, on doubles of a device and of NCCL; and how it ends the job."""
+"""What is seen of calls that were issued and have not ended, on doubles of a device and of NCCL;
+and how it ends the job."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class World:
             list(pool.map(one, range(2)))
 
     def fails(self, code: int = 1) -> None:
-        """Rank 1 says so, as a rank does that runs out of memory in a later call, or dies of its own error."""
+        """Rank 1 says so, as a rank does that runs out of memory in a later call, or dies of its
+        own error."""
         self.ctx[1].watch.say_left(code)
 
 
@@ -113,7 +115,7 @@ def _world(timeout_s: float) -> Iterator[World]:
 def _about(error: BurstError, task: str, why: str) -> None:
     """It says who, in which call, at which task, and why."""
     number = r"rank 0: call \d+ \(Pipeline\.run\) was issued and has not ended"
-    assert re.match(rf"{number}, '{task}' has not: {why}", error.message), error.message
+    assert re.match(rf"{number}, at '{task}': {why}", error.message), error.message
     assert (error.rank, error.task) == (0, task)
 
 
@@ -154,7 +156,7 @@ def test_a_message_that_never_ends(hasty: World, ends: Ends) -> None:
     hasty.device[0].held.add("network")
     hasty.run()
     error = ends.one()
-    _about(error, "hop 1", r"no task has for \d\.\d s \(timeout_s\)")
+    _about(error, "hop 1", r"no task of it has ended for \d\.\d s \(timeout_s\)")
     assert type(error) is Stalled
     assert error.elapsed_s is not None
     assert error.elapsed_s > 1.0
@@ -166,7 +168,7 @@ def test_work_of_the_callers_may_take_as_long_as_it_likes(hasty: World, ends: En
     hasty.run()
     assert not ends.came.wait(1.7)
     hasty.device[0].held -= {"caller", "compute"}
-    _about(ends.one(), "hop 1", "no task has for")
+    _about(ends.one(), "hop 1", "no task of it has ended for")
 
 
 def test_tasks_that_end_are_progress(hasty: World, ends: Ends) -> None:
@@ -175,14 +177,14 @@ def test_tasks_that_end_are_progress(hasty: World, ends: Ends) -> None:
     time.sleep(0.5)
     hasty.device[0].held.remove("network")
     assert not ends.came.wait(0.7)
-    _about(ends.one(), "own tile", "no task has for")
+    _about(ends.one(), "own tile", "no task of it has ended for")
 
 
 def test_a_thread_that_does_not_come_back_from_nccl(hasty: World, ends: Ends) -> None:
     """Two ranks that have not met connect there."""
     hasty.wire[0].inside.clear()
     hasty.run()  # comes back, because the watchdog ends it
-    _about(ends.one(), "hop 1", r"NCCL has been starting it for \d\.\d s \(timeout_s\)")
+    _about(ends.one(), "hop 1", r"NCCL has not started its messages for \d\.\d s \(timeout_s\)")
     assert hasty.wire[0].cancelled.is_set()
 
 
@@ -211,7 +213,8 @@ def test_a_device_that_fails(world: World, ends: Ends, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("held", [set(), {"compute"}], ids=["ended", "tiles only"])
 def test_what_a_failure_cannot_harm_goes_on(world: World, ends: Ends, held: set[str]) -> None:
-    """A call that has ended, or whose messages have: its results are right. The next call says that the rank is gone."""
+    """A call that has ended, or whose messages have: its results are right. The next call says
+    that the rank is gone."""
     world.device[0].held |= held
     world.run()
     world.fails()
@@ -259,7 +262,8 @@ def test_the_thread_sleeps_while_nothing_is_under_way(world: World, ends: Ends, 
 
 
 def test_attention_is_watched_by_name(world: World, ends: Ends) -> None:
-    """Forward and backward, the oldest first; what they compute is nothing, because nothing is sent."""
+    """Forward and backward, the oldest first; what they compute is nothing, because nothing is
+    sent."""
 
     def one(rank: int) -> None:
         x = torch.zeros(1, 8, 1, 16, requires_grad=True)
@@ -281,11 +285,12 @@ def test_a_closed_contexts_calls_are_watched_to_their_end(hasty: World, ends: En
     hasty.device[0].held.add("network")
     hasty.run()
     hasty.ctx[0].close()
-    _about(ends.one(), "hop 1", "no task has for")
+    _about(ends.one(), "hop 1", "no task of it has ended for")
 
 
 def test_an_error_of_this_ranks_own_call_is_the_one_that_is_told(world: World, ends: Ends) -> None:
-    """A tile finds no memory: the others hear of it, the program has its error, and the job is not ended behind its back."""
+    """A tile finds no memory: the others hear of it, the program has its error, and the job is
+    not ended behind its back."""
 
     def one(rank: int) -> None:
         ran: list[None] = []
@@ -312,7 +317,8 @@ def test_an_error_of_this_ranks_own_call_is_the_one_that_is_told(world: World, e
 
 
 def test_the_thread_does_not_disturb_a_capture_of_the_programs(world: World, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is on the right device before it asks anything, and CUDA is told that captures of other threads do not concern it."""
+    """It is on the right device before it asks anything, and CUDA is told that captures of other
+    threads do not concern it."""
     did: list[object] = []
 
     class Driver:

@@ -1,4 +1,5 @@
-"""Rank 1 fails (`args[0]`: how) after its call was issued; rank 0 waits for its device as `.item()` does, and would for ever."""
+"""Rank 1 fails (`args[0]`: how) after its call was issued; rank 0 waits for its device as
+`.item()` does, and would for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ if ctx.rank == 1:
     except burst_rt.errors.DeviceError as error:
         if how == "dies":
             raise
-        # A program may catch its error and do something else; only the other ranks can know that the job is at its end.
+        # A program may catch its error and do something else; only the other ranks can know that
+        # the job is at its end.
         with ctx._busy:
             ctx._say_broken(error)
 if wire.cancelled.wait(60):
