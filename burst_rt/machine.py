@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
-from burst_rt.drivers.device import Device, Event, TorchDevice
+from burst_rt.drivers.device import Device, Event, Stream, TorchDevice
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
@@ -30,7 +30,8 @@ __all__ = ["Machine"]
 
 class Machine:
     """See the module's table. taken: the transport's name and why; transport: of the host, or None with NCCL; wire: NCCL, or None.
-    ranks_per_node: ranks of a host, where all hosts have as many; else 1. hardware: what to plan with, if there is a file for it."""
+    ranks_per_node: ranks of a host, where all hosts have as many; else 1. hardware: what to plan with, if there is a file for it.
+    streams: the device's, which tests have of their own."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Machine:
         wire: OrderedTransport | None = None,
         ranks_per_node: int = 1,
         hardware: Hardware | None = None,
+        streams: Device | None = None,
     ) -> None:
         self.device = device
         self.transport_name, self.reason = taken
@@ -47,7 +49,7 @@ class Machine:
         self.ranks_per_node = ranks_per_node
         self.hardware = hardware
         self.wire = wire
-        self._streams: Device | None = TorchDevice(device) if device.type == "cuda" else None
+        self._streams = TorchDevice(device) if streams is None and device.type == "cuda" else streams
         self._pool = SlotPool(self._streams)
 
     @property
@@ -72,6 +74,10 @@ class Machine:
         """The bytes of a contiguous tensor, as this machine's transport takes them."""
         return raw_bytes(tensor) if tensor.device.type == "cpu" else flat_bytes(tensor)
 
+    def caller(self) -> Stream | None:
+        """The stream that the caller's work is on; None on the host."""
+        return None if self._streams is None else self._streams.caller()
+
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
         """Memory for one call: used before for the same `key` (the very same object), or new."""
         return self._pool.take(key, make)
@@ -87,6 +93,16 @@ class Machine:
         if self._streams is None or not any(lane.ordered for lane in graph.lanes.values()):
             return HostDriver(graph, transport=self.transport, **options)
         return CudaDriver(schedule, device=self._streams, wire=self.wire, transport=self.transport, **options)
+
+    def enter(self) -> None:
+        """Makes this rank's GPU, if it has one, that of the thread which calls."""
+        if self._streams is not None:
+            self._streams.enter()
+
+    def enter_to_watch(self) -> None:
+        """As `enter`, for a thread that only asks whether events have happened."""
+        if self._streams is not None:
+            self._streams.enter_to_watch()
 
     def join(self, driver: BaseDriver) -> Event | None:
         """After a run: the caller's stream waits for it. Returns the event after which the run's memory is free (None: it is)."""

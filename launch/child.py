@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from burst_rt import launched
+from burst_rt.ending import report_with
 from burst_rt.errors import BurstError
 from burst_rt.reports import RankReport, crash_path, job_folder, report_end, say_started, waiting_for
 
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> None:
     _catch_crashes(job_dir, rank)
     _set_rendezvous(rank)
     sys.meta_path.insert(0, _MpiFinder())
+    # What a context's own thread finds, while the program waits for a device.
+    report_with(lambda error: _say_why(_describe(error, rank), error))
     try:
         _run_program(argv)
     except SystemExit as stop:
@@ -145,6 +148,15 @@ def _program_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _leave(report: RankReport, error: BaseException | None = None) -> None:
+    _say_why(report, error)
+    if report.failed:
+        # Not sys.exit, whose way out waits for threads and for MPI_Finalize, and so for the other ranks. Nor MPI_Abort: mpirun ends the
+        # job for a non-zero exit as surely and says so in fewer words, and Open MPI's abort leaves a NUL byte in the log.
+        os._exit(report.exit_code)
+
+
+def _say_why(report: RankReport, error: BaseException | None = None) -> None:
+    """Reports the end to the launcher, and of a failure to telemetry and on stderr."""
     reported = report_end(report)
     if not report.failed:
         return
@@ -156,9 +168,6 @@ def _leave(report: RankReport, error: BaseException | None = None) -> None:
         # The launcher prints the whole traceback of the failure that matters last; here one line says that this rank is gone.
         print(f"burst-rt: rank {report.rank}: {report.headline}" if reported else report.traceback, file=sys.stderr)
     _tidy_up()
-    # Not sys.exit, whose way out waits for threads and for MPI_Finalize, and so for the other ranks. Nor MPI_Abort: mpirun ends the job
-    # for a non-zero exit as surely and says so in fewer words, and Open MPI's abort leaves a NUL byte in the log.
-    os._exit(report.exit_code)
 
 
 def _tidy_up() -> None:

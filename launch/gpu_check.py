@@ -64,7 +64,8 @@ _TUNE = (sys.executable, "-m", "burst_rt.launch.main", "bench", "tune", "--out",
 _RANKS = (sys.executable, "-m", "burst_rt.launch.main", "run", "-n", "2", "-m", "burst_rt.launch.main", "bench", "gpu", "--out", "{out}")
 # Without torch's own cache of memory, in whose blocks a small tensor that is overrun runs into others, unseen.
 _SANITIZER = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "9", "--tool")
-_SMALL = (*_PYTEST, "tests/gpu/test_rings.py", "-k", "three")
+# Plain float32 tiles, and such as models have: with wgmma, and loads that run ahead.
+_SMALL = (*_PYTEST, "tests/gpu/test_rings.py", "-k", "three or (short and 2-local)")
 _TILES = "tests/interpreted/test_tiles.py"
 _HALF = "bfloat16 or float16 or 16_bit or head_sizes"
 

@@ -63,6 +63,12 @@ class FakeDevice:
         self.num_uses = 0
         self._uses: dict[object, _Uses] = defaultdict(_Uses)
 
+    def enter(self) -> None:
+        pass
+
+    def enter_to_watch(self) -> None:
+        pass
+
     def caller(self) -> str:
         return self.current
 
@@ -164,7 +170,11 @@ class FakeWire:
     def __init__(self, device: FakeDevice) -> None:
         self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, True, 2**62)
         self.bytes_sent = self.bytes_received = 0
+        self.entered_s: float | None = None
         self._device = device
+
+    def check(self) -> None:
+        pass
 
     def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int) -> None:
         assert stream == self._device.handle(self._device.current)

@@ -78,7 +78,8 @@ class Transport(Protocol):
 class OrderedTransport(Protocol):
     """Moves messages between the ranks of one context on a stream of the device, which orders them: the host only starts them.
 
-    Messages with the same peer match in the order they are started; tags do not exist.
+    Messages with the same peer match in the order they are started; tags do not exist. One thread starts messages; a second may watch:
+    `entered_s`, `check` and `cancel` are for any thread. entered_s: since when (`time.perf_counter`) a thread is in `exchange`, or None.
     """
 
     rank: int
@@ -86,12 +87,19 @@ class OrderedTransport(Protocol):
     capabilities: Capabilities
     bytes_sent: int
     bytes_received: int
+    entered_s: float | None
 
     def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
-        """Starts messages (device bytes, peer) that progress together, as one group on the stream. Does not wait."""
+        """Starts messages (device bytes, peer) that progress together, as one group on the
+        stream. Does not wait for them; but two ranks may have to connect first, which has no
+        deadline."""
+
+    def check(self) -> None:
+        """Raises DeviceError if what was started has failed since. Never blocks."""
 
     def cancel(self) -> None:
-        """Aborts everything under way; the transport cannot be used any more."""
+        """Aborts everything under way; the transport cannot be used any more. What was to be
+        received is not."""
 
     def close(self) -> None:
         """Releases the transport; nothing may be under way."""

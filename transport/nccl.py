@@ -1,7 +1,8 @@
 """GPUs over NCCL, point to point, through CuPy: messages are work on a stream, in one group each exchange.
 
 Only host work happens here: the stream orders everything. NCCL's communicators start and end blocking and have no deadline of their own, so
-that happens in threads that are watched; a communicator that hangs is aborted (`cancel`), which also ends its kernels.
+that happens in threads that are watched; a communicator that hangs is aborted (`cancel`), which also ends its kernels. Two ranks connect in
+their first exchange, on the host and without a deadline too: `first_pairs` says whom to exchange something with from the start.
 
 CuPy's `nccl` module is taken as an argument so that tests can record the calls; nothing here imports CuPy or needs a GPU.
 """
@@ -9,26 +10,36 @@ CuPy's `nccl` module is taken as an argument so that tests can record the calls;
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from burst_rt.errors import ConfigError, DeviceError, Stalled
 from burst_rt.transport.base import Capabilities, Memory
 
-__all__ = ["Nccl", "NcclTransport", "unique_id_bytes"]
+__all__ = ["Nccl", "NcclTransport", "first_pairs", "unique_id_bytes"]
 
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
 _CLOSE_DEADLINE_S = 5.0
+# Up to so many ranks every two are connected from the start. With more that takes many rounds, and
+# memory of the device for connections that only all-to-alls use: then only neighbours in the ring
+# are.
+_ALL_PAIRS_UP_TO = 64
+# CuPy's NcclError is a RuntimeError. For results that its table lacks (7 and up) it raises KeyError
+# while it makes one.
+_ERRORS = (RuntimeError, KeyError)
+_IN_PROGRESS = 7
 
 
 class Nccl(Protocol):
     """What is used of `cupy.cuda.nccl`."""
 
-    def NcclCommunicator(self, size: int, unique_id: tuple[int, ...], rank: int, /) -> Any:
+    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int, /) -> Any:
         """Joins a communicator; blocks until all ranks have."""
 
-    def get_unique_id(self) -> tuple[int, ...]:
+    def get_unique_id(self) -> bytes:
         """A new id, made by one rank and given to all."""
 
     def groupStart(self) -> None:
@@ -39,65 +50,137 @@ class Nccl(Protocol):
 
 
 def unique_id_bytes(nccl: Nccl) -> bytes:
-    """A fresh unique id as bytes, for the control group to hand on. NCCL's ids are signed chars in CuPy."""
-    return bytes(value & 0xFF for value in nccl.get_unique_id())
+    """A fresh unique id, for the control group to hand on. Raises DeviceError with what NCCL
+    says."""
+    try:
+        return nccl.get_unique_id()
+    except _ERRORS as error:
+        raise DeviceError(f"NCCL could not make an id for its communicator: {_said(error)}") from error
+
+
+def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
+    """The rounds in which ranks connect: in each, whom this rank sends to and whom it receives
+    from.
+
+    Every round fits on all ranks: who is sent to in one receives in the same one.
+    """
+    shifts = range(1, size) if size <= _ALL_PAIRS_UP_TO else (1, size - 1)
+    return [((rank + shift) % size, (rank - shift) % size) for shift in shifts]
 
 
 class NcclTransport:
     """See `OrderedTransport`. One communicator a context and device."""
 
-    def __init__(self, nccl: Nccl, unique_id: bytes, rank: int, size: int, timeout_s: float, enter_device: Callable[[], None]) -> None:
-        """Joins the communicator: collective; blocks at most `timeout_s`, then raises Stalled. Raises DeviceError with what NCCL says.
+    def __init__(
+        self,
+        nccl: Nccl,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        enter_device: Callable[[], None],
+        connect: Callable[[NcclTransport], None] = lambda _: None,
+    ) -> None:
+        """Joins the communicator and connects: collective; blocks at most `timeout_s`, then raises
+        Stalled. Raises DeviceError with what NCCL says.
 
-        enter_device: makes this rank's device current in the thread that calls it.
+        enter_device: makes this rank's device current in the thread that calls it. connect:
+        exchanges something with the `first_pairs`, and waits for it.
         """
         self.rank = rank
         self.size = size
         self.capabilities = Capabilities(device_memory=True, ordered=True, max_message_bytes=2**62)
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.entered_s: float | None = None
         self._nccl = nccl
-        self._communicator: Any = self._join(unique_id, timeout_s, enter_device)
+        self._ending = threading.Lock()  # nobody may ask a communicator that is no more
+        self._enter_device = enter_device
+        self._communicator: Any = None
+        self._join(unique_id, timeout_s, connect)
+        self.bytes_sent = self.bytes_received = 0
 
     def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
-        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this rank's device."""
-        if self._communicator is None:
+        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this
+        rank's device.
+
+        Raises DeviceError with what NCCL says.
+        """
+        # Who watches may end it at any time.
+        communicator = self._communicator
+        if communicator is None:
             raise ConfigError(f"rank {self.rank}: this NCCL communicator was aborted or closed; start the job again", rank=self.rank)
-        self._nccl.groupStart()
+        self.entered_s = time.perf_counter()
         try:
-            for buffer, peer in sends:
-                self._communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
-                self.bytes_sent += buffer.numel()
-            for buffer, peer in recvs:
-                self._communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
-                self.bytes_received += buffer.numel()
+            self._nccl.groupStart()
+            try:
+                for buffer, peer in sends:
+                    communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                    self.bytes_sent += buffer.numel()
+                for buffer, peer in recvs:
+                    communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+                    self.bytes_received += buffer.numel()
+            finally:
+                # A group left open would swallow every later call.
+                self._nccl.groupEnd()
+        except _ERRORS as error:
+            peers = sorted({peer for _, peer in (*sends, *recvs)})
+            why = f"rank {self.rank}: NCCL could not start messages with ranks {peers}: {_said(error)}"
+            raise DeviceError(why, rank=self.rank) from error
         finally:
-            # A group left open would swallow every later call.
-            self._nccl.groupEnd()
+            self.entered_s = None
+
+    def check(self) -> None:
+        """See `OrderedTransport.check`."""
+        with self._ending:
+            if self._communicator is None:
+                return
+            try:
+                self._communicator.check_async_error()
+            except _ERRORS as error:
+                if isinstance(error, KeyError) and error.args == (_IN_PROGRESS,):
+                    return
+                why = f"rank {self.rank}: NCCL failed while moving data: {_said(error)}"
+                raise DeviceError(why, rank=self.rank) from error
 
     def cancel(self) -> None:
-        """See `OrderedTransport.cancel`."""
-        if self._communicator is not None:
-            communicator, self._communicator = self._communicator, None
-            communicator.abort()
+        """See `OrderedTransport.cancel`. Waits at most 5 s."""
+        self._end("abort")
 
     def close(self) -> None:
         """See `OrderedTransport.close`. Waits at most 5 s: NCCL waits for the work on the streams, and for the other ranks of this host."""
-        if self._communicator is not None:
-            communicator, self._communicator = self._communicator, None
-            thread = threading.Thread(target=communicator.destroy, name=f"burst_rt nccl close {self.rank}", daemon=True)
-            thread.start()
-            thread.join(_CLOSE_DEADLINE_S)
+        self._end("destroy")
 
-    def _join(self, unique_id: bytes, timeout_s: float, enter_device: Callable[[], None]) -> Any:
-        made: list[Any] = []
+    def _end(self, how: str) -> None:
+        with self._ending:
+            communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+
+        def end() -> None:
+            # NCCL goes back to the device that the thread had before, and so would take memory on
+            # the first one.
+            with suppress(RuntimeError):
+                self._enter_device()
+            getattr(communicator, how)()
+
+        thread = threading.Thread(target=end, name=f"burst_rt nccl {how} {self.rank}", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_DEADLINE_S)
+
+    def _join(self, unique_id: bytes, timeout_s: float, connect: Callable[[NcclTransport], None]) -> None:
         failed: list[BaseException] = []
+        given_up = False
 
         def join() -> None:
             try:
-                enter_device()
-                signed = tuple(value - 256 if value > 127 else value for value in unique_id)
-                made.append(self._nccl.NcclCommunicator(self.size, signed, self.rank))
+                self._enter_device()
+                communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
+                if given_up:  # it came too late: nobody knows of it
+                    communicator.abort()
+                    return
+                self._communicator = communicator
+                connect(self)
             except Exception as error:  # noqa: BLE001  (whatever CuPy raises: it is handed to the caller below)
                 failed.append(error)
 
@@ -105,12 +188,23 @@ class NcclTransport:
         thread = threading.Thread(target=join, name=f"burst_rt nccl rank {self.rank}", daemon=True)
         thread.start()
         thread.join(timeout_s)
-        if thread.is_alive():
-            raise Stalled(
-                f"rank {self.rank}: NCCL waited {timeout_s:g} s for all {self.size} ranks to join its communicator. "
-                "See NCCL_DEBUG=INFO; check that the ranks reach each other (NCCL_SOCKET_IFNAME)",
-                rank=self.rank, elapsed_s=timeout_s,
-            )  # fmt: skip
+        if not thread.is_alive() and not failed:
+            return
+        given_up = True
+        joined = self._communicator is not None
+        self.cancel()
         if failed:
-            raise DeviceError(f"rank {self.rank}: NCCL could not make a communicator: {failed[0]}", rank=self.rank) from failed[0]
-        return made[0]
+            what = "connect with the other ranks" if joined else "make a communicator"
+            why = f"rank {self.rank}: NCCL could not {what}: {_said(failed[0])}"
+            raise DeviceError(why, rank=self.rank) from failed[0]
+        what = "the ranks to connect with each other" if joined else f"all {self.size} ranks to join its communicator"
+        raise Stalled(
+            f"rank {self.rank}: NCCL waited {timeout_s:g} s for {what}. "
+            "See NCCL_DEBUG=INFO; check that the ranks reach each other (NCCL_SOCKET_IFNAME)",
+            rank=self.rank, elapsed_s=timeout_s,
+        )  # fmt: skip
+
+
+def _said(error: BaseException) -> str:
+    """What an error of CuPy's says."""
+    return f"result {error} of nccl.h" if isinstance(error, KeyError) else str(error)

@@ -145,10 +145,14 @@ def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
 # Registered by hand: `torch.library.custom_op` does the same, but wraps the function so that its first call imports the compiler, which
 # costs a second on every rank.
 _library = torch.library.Library("burst_rt", "DEF")
-_library.define("attention_forward(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)")
+# The host takes part in every call (the ranks' agreement, events it waits for): a graph that
+# replays launches cannot hold one.
+_tags = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+_library.define("attention_forward(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)", tags=_tags)
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int handle) "
-    "-> (Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor)",
+    tags=_tags,
 )
 _library.impl("attention_forward", _forward_op, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward_op, "CompositeExplicitAutograd")

@@ -50,6 +50,7 @@ class CudaDriver(BaseDriver):
         self._held: list[Task] = []  # exchanges of the host that wait for the caller's stream
         self._caller_done = False
         self._failed = False
+        self.putting: Task | None = None  # on a stream; any thread may ask
         self._resolving = threading.Lock()  # the trace may be wanted by the caller and by telemetry
         # Not `_opened`, which happens only when the caller's stream gets there.
         self._origin, self._origin_s = device.origin()
@@ -82,6 +83,18 @@ class CudaDriver(BaseDriver):
         for stream in self._streams.values():
             self._device.wait(caller, self._device.record(stream))
         return self._device.record(caller)
+
+    def begun(self) -> bool:
+        """Whether the caller's stream has come to this run; before that it has work of the
+        caller's. Never blocks; any thread may ask."""
+        return self._device.happened(self._opened)
+
+    def unended(self) -> list[Task]:
+        """The tasks put on streams that have not ended, as they were issued. Never blocks; any
+        thread may ask."""
+        # Copied in one step, because the thread that makes the call adds to them.
+        issued = list(self._issued.values())
+        return [each.task for each in issued if not self._device.happened(each.ended)]
 
     def settle(self, timeout_s: float) -> None:
         """See `BaseDriver.settle`. Blocks; raises Stalled."""
@@ -122,6 +135,7 @@ class CudaDriver(BaseDriver):
             self._device.wait(stream, self._issued[other].ended)
         started = self._device.record(stream)
         failure: TaskFailed | None = None
+        self.putting = task
         with self._device.on(stream, task.name):
             if task.is_exchange:
                 assert self._wire is not None
@@ -129,6 +143,7 @@ class CudaDriver(BaseDriver):
                 self._wire.exchange(sends, recvs, self._device.handle(stream))
             else:
                 failure = self._perform(task)
+        self.putting = None
         if failure is not None:
             self._failed = True
             self._landed.append(failure)

@@ -5,8 +5,9 @@ Streams and events are whatever the device says they are; the driver only hands 
 
 from __future__ import annotations
 
+import ctypes
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -18,10 +19,18 @@ Stream: TypeAlias = Any
 Event: TypeAlias = Any
 
 _ORIGIN_S = 10.0
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h: captures of other threads do not concern this one.
+_CAPTURE_THREAD_LOCAL = 1
 
 
 class Device(Protocol):
     """What work can be put on, in order, without waiting for it. No method blocks (`origin` for some microseconds)."""
+
+    def enter(self) -> None:
+        """Makes the device that of the thread which calls."""
+
+    def enter_to_watch(self) -> None:
+        """As `enter`, for a thread that only asks whether events have happened."""
 
     def caller(self) -> Stream:
         """The stream the caller's work is on."""
@@ -58,6 +67,20 @@ class TorchDevice:
         self._device = device
         self._lanes: dict[str, torch.cuda.Stream] = {}
         self._origin: tuple[torch.cuda.Event, float] | None = None
+
+    def enter(self) -> None:
+        """See `Device.enter`. A thread that has not called it takes memory on the first device
+        for whatever it asks of CUDA."""
+        torch.cuda.set_device(self._device)
+
+    def enter_to_watch(self) -> None:
+        """See `Device.enter_to_watch`. While the program captures a CUDA graph, CUDA by default
+        takes a question about any event, from any thread, for an error of the capture; a thread
+        may say that it has no part in it."""
+        self.enter()
+        mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def caller(self) -> torch.cuda.Stream:
         """See `Device.caller`: torch's current stream, of the thread that asks."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from burst_rt.drivers.device import Device, Event
+from burst_rt.drivers.device import Device, Event, Stream
 from burst_rt.transport import Memory
 
 __all__ = ["SlotPool", "Slots"]
@@ -23,11 +23,12 @@ _SMALL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Slots:
-    """What one run of a plan receives into and packs in, by part: raw bytes, and the same as the transport takes them. `views`: of slots,
-    by part and the owner of what is in it, as they were first used."""
+    """What one run of a plan receives into and packs in, by part: raw bytes, and the same as the transport takes them. `home`: the stream
+    they were allocated on (None on the host). `views`: of slots, by part and the owner of what is in it, as they were first used."""
 
     storage: dict[int, torch.Tensor]
     memory: dict[int, Memory]
+    home: Stream | None = None
     views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -61,6 +62,10 @@ class SlotPool:
             del self._idle[0]
 
     def forget(self) -> None:
-        """Lets go of all idle sets. On a device too: its allocator hands their memory out again behind the caller's stream, which has been
-        made to wait for their last use."""
+        """Lets go of all idle sets. On a device too: its allocator hands their memory out again
+        on the stream that they were allocated on, which is made to wait for their last use; that
+        may have been in a call from another stream."""
+        if self._device is not None:
+            for _, slots, free in self._idle:
+                self._device.wait(slots.home, free)
         self._idle.clear()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable
 
 from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
 from burst_rt.transport import ControlGroup, NoticeKind, Pending
 
-__all__ = ["Backoff", "Watch"]
+__all__ = ["Backoff", "SharedWatch", "Watch"]
 
 # A rank that has left may have done all its part of the call already; what it sent is still on its way this long.
 _LEAVE_GRACE_S = 1.0
@@ -55,6 +56,7 @@ class Watch:
 
     def __init__(self, control: ControlGroup) -> None:
         self.control = control
+        # Never changed, but replaced: another thread may be reading them.
         self.left: dict[int, tuple[float, int, str]] = {}
         self.alive: dict[int, tuple[float, int]] = {}
         self.entered: dict[int, int] = {}
@@ -70,12 +72,12 @@ class Watch:
             now, peer = time.perf_counter(), notice.peer
             if notice.kind is NoticeKind.LEFT:
                 # A rank that failed says so at once, and once more when it closes its context.
-                self.left.setdefault(peer, (now, notice.value, notice.text))
+                self.left = {peer: (now, notice.value, notice.text)} | self.left
             elif notice.kind is NoticeKind.ALIVE:
-                self.alive[peer] = (now, notice.value)
+                self.alive = self.alive | {peer: (now, notice.value)}
             elif notice.kind is NoticeKind.ENTERED:
                 self._curious.add(peer)
-                self.entered[peer] = notice.value
+                self.entered = self.entered | {peer: notice.value}
             elif notice.kind is NoticeKind.REFUSES:
                 self._curious.add(peer)
                 self._asking[peer] = notice.value
@@ -131,6 +133,11 @@ class Watch:
                 self.control.notify(peer, NoticeKind.ENTERED, number)
         self._curious.clear()
 
+    def leave(self, code: int, error: str = "") -> None:
+        """`say_left`, and closes the control group."""
+        self.say_left(code, error)
+        self.control.close()
+
     def absent(self, number: int) -> str:
         """Which ranks have not said that they wait in call `number`, in words; "" where all have."""
         ranks = [peer for peer in self._others() if self.entered.get(peer) != number]
@@ -179,3 +186,42 @@ class Watch:
             rank=self.control.rank,
             peer=peer,
         )
+
+
+class SharedWatch(Watch):
+    """A `Watch` that a second thread uses too: it reads and writes notices under a lock, which
+    contexts with one thread do without."""
+
+    def __init__(self, control: ControlGroup) -> None:
+        super().__init__(control)
+        self._lock = threading.RLock()
+
+    def look(self) -> None:
+        """See `Watch.look`."""
+        with self._lock:
+            super().look()
+
+    def say_alive(self, peers: Iterable[int], task: int) -> None:
+        """See `Watch.say_alive`."""
+        with self._lock:
+            super().say_alive(peers, task)
+
+    def say_left(self, code: int, error: str = "") -> None:
+        """See `Watch.say_left`."""
+        with self._lock:
+            super().say_left(code, error)
+
+    def say_refuses(self) -> None:
+        """See `Watch.say_refuses`."""
+        with self._lock:
+            super().say_refuses()
+
+    def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
+        """See `Watch.say_entered`."""
+        with self._lock:
+            super().say_entered(number, waited_s, timeout_s)
+
+    def leave(self, code: int, error: str = "") -> None:
+        """See `Watch.leave`."""
+        with self._lock:
+            super().leave(code, error)

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
+import torch.nn.attention
 
 from burst_rt.kernels.base import Kernel, State, Tile, Work, sum_dtype
 from burst_rt.kernels.remembered import alone, recall, remember
@@ -156,6 +157,8 @@ def speed_key(work: Work) -> dict[str, str]:
         "triton": _version("triton"),
         "burst_rt": __version__,
         "cudnn": str(torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None),
+        # A program may put another one behind torch's operators (`activate_flash_attention_impl`).
+        "flash": str(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()),
         "dtype": str(work.dtype),
         "head_dim": str(work.head_dim),
         "direction": "forward" if work.forward else "backward",

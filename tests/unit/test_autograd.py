@@ -56,6 +56,12 @@ def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> 
         opcheck(torch.ops.burst_rt.attention_backward.default, (torch.randn_like(out), dlse, *tensors, handle))
 
 
+@pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
+def test_no_cuda_graph_may_hold_a_call(name: str) -> None:
+    """torch.compile(mode="reduce-overhead") would capture it, waits of the host and all."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.burst_rt, name).default.tags
+
+
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 def test_gradcheck(ctx: Context, strategy: str) -> None:
     layout = ctx.layout(6)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,13 +54,71 @@ def test_steps_that_measure_run_alone() -> None:
     assert list(groups([])) == []
 
 
+def test_the_sanitizers_see_a_tile_such_as_models_have() -> None:
+    root = Path(__file__).resolve().parents[2]
+    cases = runpy.run_path(str(root / "tests" / "gpu" / "test_rings.py"))["_CASES"]
+    (words,) = {step.words[step.words.index("tests/gpu/test_rings.py") :] for step in STEPS if step.needs == "compute-sanitizer"}
+    collected = _collected(root, *words)
+    chosen = [cases[found] for found in re.findall(r"test_rings_against_the_spec\[(.+)-\d+-\w+\]", collected)]
+    assert {(case.dtype, case.head_dim) for case in chosen} == {(torch.float32, 16), (torch.bfloat16, 128)}
+    assert len(chosen) <= 8  # a sanitizer is slow
+
+
+# What pip makes of a prefix: Debian's Python has a scheme of its own.
+_LAYOUTS = {"usual": ("lib", "site-packages", "bin"), "Debian": ("local/lib", "dist-packages", "local/bin")}
+_PYTHON = """#!/bin/sh
+case "$*" in
+    *"pip install"*"--prefix build/gpu"*)
+        mkdir -p build/gpu/{lib}/python3.12/{packages} build/gpu/{programs}
+        touch build/gpu/{lib}/libmpi.so build/gpu/{lib}/libmpi.so.40 ;;
+    *burst_rt.launch.gpu_check*) env > seen ;;
+    *) PYTHONPATH=fake exec {python} "$@" ;;
+esac
+"""
+
+
+def _make_gpu_check(folder: Path, layout: str, setuptools: str) -> subprocess.CompletedProcess[str]:
+    """`make gpu-check` with a Python that installs nothing, but into the right places."""
+    lib, packages, programs = _LAYOUTS[layout]
+    shutil.copy(Path(__file__).resolve().parents[2] / "Makefile", folder)
+    (folder / "fake" / "setuptools").mkdir(parents=True)
+    (folder / "fake" / "setuptools" / "__init__.py").write_text(setuptools)
+    python = folder / "python"
+    python.write_text(_PYTHON.format(lib=lib, packages=packages, programs=programs, python=sys.executable))
+    python.chmod(0o755)
+    words = ["make", "gpu-check", f"GPU_PYTHON={python}"]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_what_pip_installs_is_found(tmp_path: Path, layout: str) -> None:
+    done = _make_gpu_check(tmp_path, layout, "__version__ = '77.0.1'")
+    assert done.returncode == 0, done.stderr
+    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
+    lib, packages, programs = (tmp_path / "build" / "gpu" / name for name in _LAYOUTS[layout])
+    assert seen["PYTHONPATH"] == str(lib / "python3.12" / packages.name)
+    assert seen["MPI4PY_LIBMPI"] == str(lib / "libmpi.so.40")
+    assert str(programs) in seen["PATH"].split(":")
+
+
+@pytest.mark.parametrize(
+    ("setuptools", "has"), [("__version__ = '66.1.1'", r"has setuptools 66\.1\.1"), ("raise ImportError", "has no setuptools")]
+)
+def test_setuptools_that_cannot_build_this_are_noticed_before(tmp_path: Path, setuptools: str, has: str) -> None:
+    done = _make_gpu_check(tmp_path, "usual", setuptools)
+    assert done.returncode != 0
+    assert re.search(rf"gpu-check: .*{has}; .* needs 77 or newer", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "build").exists()
+
+
 def test_every_test_of_a_step_is_there() -> None:
     """What pytest is given exists, and no test of the tiles belongs to both halves or to none."""
     root = Path(__file__).resolve().parents[2]
     for step in STEPS:
         assert all((root / word).exists() for word in step.words if word.startswith("tests/"))
     whole, *halves = (
-        re.search(r"(\d+)(?:/\d+)? tests collected", _collected(root, *words))
+        re.search(r"(\d+)(?:/\d+)? tests collected", _collected(root, "tests/interpreted/test_tiles.py", *words))
         for words in ((), *(step.words[step.words.index("-k") :] for step in STEPS if step.name.startswith("tiles")))
     )
     assert whole is not None
@@ -77,7 +137,6 @@ def _collected(root: Path, *words: str) -> str:
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/interpreted/test_tiles.py",
         *words,
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +106,25 @@ def test_the_number_on_the_host_picks_the_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert resolve_device("cuda:0") == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="cuda:0 to cuda:1"):
         resolve_device("cuda:2")
+
+
+def test_the_gpu_of_init_is_torchs_own_in_the_thread_that_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a program's device="cuda" would be the first GPU on every rank. Two ranks as threads, a
+    GPU each, which are none."""
+    current: dict[int, torch.device] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a double")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.setdefault(threading.get_ident(), device))
+    world = LocalWorld(2)
+
+    def join(rank: int) -> bool:
+        with burst_rt.init(LocalRank(world, rank), device=f"cuda:{1 - rank}", timeout_s=20) as ctx:
+            return ctx.device == torch.device("cuda", 1 - rank) == current[threading.get_ident()]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(join, range(2))) == [True, True]
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -255,6 +276,27 @@ def test_slots_go_to_the_next_call_that_waits_for_them() -> None:
     assert pool.take(keys[1], lambda: new) is made[1]
     assert pool.take(keys[1], lambda: new) is new
     device.use((), ["slots"], "caller")  # after the event: no race
+
+
+def test_slots_that_are_let_go_wait_for_their_last_use_where_they_were_allocated() -> None:
+    """By a call from another stream; the allocator knows the first one only."""
+    device, key = FakeDevice(), object()
+    pool = SlotPool(device)
+
+    def call() -> None:
+        """Uses the slots on a lane, as a call from the current stream does."""
+        caller = device.caller()
+        slots = pool.take(key, lambda: replace(_slots(), home=caller))
+        device.wait("compute", device.record(caller))
+        device.use((), ["slots"], "compute")
+        device.wait(caller, device.record("compute"))
+        pool.give_back(key, slots, device.record(caller))
+
+    call()
+    device.current = "other caller"
+    call()
+    pool.forget()
+    device.use((), ["slots"], "caller")  # the next to have this memory
 
 
 def test_a_host_keeps_small_slots_only() -> None:

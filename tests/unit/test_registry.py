@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl, restore_flash_attention_impl
 
 import burst_rt
 from burst_rt import Causal, Full
@@ -85,6 +87,20 @@ def test_the_answer_is_remembered_from_job_to_job(monkeypatch: pytest.MonkeyPatc
     for work in (_square()._replace(head_dim=64), _square()._replace(dtype=torch.float16), _square(2, partials="16bit")):
         assert pick(work).kernel.name == "triton"
     assert len(later.asked) == 6
+
+
+def test_another_flash_attention_is_measured_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch puts it behind the same operators, when a program asks for it."""
+    _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=3e-3, flash=4e-3))
+    assert pick(_square()).kernel.name == "triton"
+    _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=3e-3, flash=1e-3))
+    register_flash_attention_impl("double", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    activate_flash_attention_impl("double")
+    try:
+        assert pick(_square()).kernel.name == "flash"
+    finally:
+        restore_flash_attention_impl()
+    assert pick(_square()).kernel.name == "triton"
 
 
 def test_only_kernels_that_can_and_repeat_themselves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class Run:
         with torch.inference_mode(False):
             slots = {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device) for part in self.plan.slots}
             slots |= {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned) for part in self.plan.chunks}
-        return Slots(slots, {part: self._machine.memory(slot) for part, slot in slots.items()})
+        return Slots(slots, {part: self._machine.memory(slot) for part, slot in slots.items()}, self._machine.caller())
 
     def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory; NaN where the context is told to poison."""

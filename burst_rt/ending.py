@@ -1,0 +1,77 @@
+"""Ends the job from a thread that is not the program's: what it finds cannot be raised where the
+program would see it.
+
+Standard library only: `burst-rt run` imports it before the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from burst_rt.errors import BurstError
+
+__all__ = ["end_job", "mpi_takes_threads", "report_with"]
+
+# Whatever holds up the end: the process is gone after so long.
+_LAST_RESORT_S = 10.0
+_ABORT_S = 0.1
+
+_report: Callable[[BurstError], None] | None = None
+
+
+def report_with(report: Callable[[BurstError], None]) -> None:
+    """How this process says why it ends, from now on; then a non-zero exit code is all its
+    launcher needs to end the job."""
+    global _report
+    _report = report
+
+
+def end_job(error: BurstError, abort: Callable[[], None]) -> NoReturn:
+    """Says why in a line on stderr, and ends this process and its MPI job with the error's exit
+    code. For any thread.
+
+    abort: ends what is on the device. The program may then go on with results that are none, so
+    it comes last, and is not waited for longer than a tenth of a second.
+    """
+    last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (error.exit_code,))
+    last_resort.daemon = True
+    last_resort.start()
+    (_report or _say)(error)
+    aborting = threading.Thread(target=abort, daemon=True)
+    aborting.start()
+    aborting.join(_ABORT_S)
+    if _report is None:
+        _abort_mpi(error.exit_code)
+    os._exit(error.exit_code)
+
+
+def _say(error: BurstError) -> None:
+    print(f"burst-rt: {type(error).__name__}: {error.message}", file=sys.stderr)
+    telemetry = sys.modules.get("burst_rt.telemetry.joining")
+    if telemetry is not None:
+        telemetry.farewell(error.exit_code, error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def mpi_takes_threads() -> bool:
+    """Whether MPI, if this process uses it, takes calls of several threads at once, and still
+    takes any."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return True
+    running = bool(mpi.Is_initialized() and not mpi.Is_finalized())
+    return running and bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+def _abort_mpi(code: int) -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    # Otherwise the launcher ends the job for the exit code.
+    if mpi is not None and mpi_takes_threads() and mpi.COMM_WORLD.size > 1:
+        mpi.COMM_WORLD.Abort(code)
