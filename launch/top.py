@@ -31,7 +31,14 @@ _LINKS_SPANS = 2000
 _SHOWN_EVENTS = 5
 _SHOWN_LINKS = 8
 # A sign as well as a colour, for those who do not see the difference.
-_STATES = {"live": ("●", "green"), "silent": ("▲", "yellow"), "lost": ("✕", "bold red"), "left": ("○", "dim")}
+_STATES = {
+    "live": ("●", "green"),
+    "silent": ("▲", "yellow"),
+    "lost": ("✕", "bold red"),
+    "left": ("○", "dim"),
+    "ended": ("◌", "dim"),
+    "stopped": ("○", "dim"),
+}
 _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
 

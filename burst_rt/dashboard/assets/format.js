@@ -52,8 +52,9 @@ export function clock(value) {
   return `${hours ? `${hours}:` : ""}${hours ? two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)}:${two(whole % 60)}`;
 }
 
-// The sign of a rank's state, which its colour alone must not carry; one that left with an error is as bad as one lost.
-export const SIGNS = { live: "●", silent: "▲", lost: "✕", left: "○" };
+// The sign of a rank's state, which its colour alone must not carry; one that left with an error is as bad as one lost. Those that ended
+// after it are not.
+export const SIGNS = { live: "●", silent: "▲", lost: "✕", ended: "◌", stopped: "○", left: "○" };
 export const looks = (rank) => (rank.status === "left" && rank.exit_code ? "lost" : rank.status);
 
 // By the unit of a metric (telemetry/metrics.py).

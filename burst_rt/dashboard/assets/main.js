@@ -37,10 +37,10 @@ function route() {
 
 function health() {
   const ranks = job.present.ranks;
-  const counts = { lost: 0, silent: 0, left: 0, live: 0 };
+  const counts = { lost: 0, silent: 0, ended: 0, stopped: 0, left: 0, live: 0 };
   for (const rank of ranks) counts[looks(rank)] += 1;
   if (!ranks.length) return ["left", `${SIGNS.left} waiting for ranks`];
-  const worst = ["lost", "silent", "live", "left"].find((status) => counts[status]);
+  const worst = ["lost", "silent", "live", "stopped", "ended", "left"].find((status) => counts[status]);
   const all = ranks.length === 1 ? "1 rank" : `${ranks.length} ranks`;
   const words = counts[worst] === ranks.length ? `${all} ${worst}` : `${counts[worst]} of ${all} ${worst}`;
   return [worst, `${SIGNS[worst]} ${words}${worst === "live" && counts.left ? `, ${counts.left} left` : ""}`];
