@@ -81,6 +81,7 @@ _JOINT_SPANS = 20_000
 _JOINT_ENTRIES = 50_000
 JOB = "job"
 
+_WORTH_SAYING_S = 0.05
 # What a rank says that fails because of another one: "PeerLost: ...".
 _SECONDARY = ("PeerLost:", "Stalled:")
 # Of a rank in no call.
@@ -208,6 +209,7 @@ class State:
             self.record,
             sum(rank.dropped for rank in ranks),
             self.replayed,
+            self.first_lost.rank if self.first_lost is not None else -1,
         )
         sources = [self._source_view(source) for source in self.sources.values()]
         plans = [view for number in sorted(self.ranks) for view, _ in self.ranks[number].plans.values()]
@@ -496,7 +498,8 @@ class State:
             return ""
         call, task, at_s = self._last_seen(rank)
         if call >= 0:
-            what = f"in call {call}, {task or 'between tasks'}, for {max(0.0, at_s - rank.at(rank.beat.since_s)):.1f} s"
+            for_s = at_s - rank.at(rank.beat.since_s)
+            what = f"in call {call}, {task or 'between tasks'}{f', for {for_s:.1f} s' if for_s >= _WORTH_SAYING_S else ''}"
         else:
             what = f"after call {rank.ended_call[1]}" if rank.ended_call[1] >= 0 else "in no call"
         return f"last heard {max(0.0, self.now_s - at_s):.1f} s before, {what}"
@@ -507,14 +510,14 @@ class State:
 
     def _rank_view(self, number: int, rank: _Rank) -> RankView:
         hello, beat, counts = rank.hello, rank.beat, rank.counters
-        busy = beat.call >= 0
+        call, doing, _ = self._last_seen(rank)
         overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
         return RankView(
             number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status, rank.status_since_s, rank.exit_code,
-            beat.group, beat.call, hop_of(beat.doing), beat.doing, rank.at(beat.since_s) if busy else 0.0, rank.heard_s,
+            beat.group, call, hop_of(doing), doing, rank.at(beat.since_s) if call >= 0 else 0.0, rank.heard_s,
             rank.offset_s or 0.0, beat.rtt_s,
             counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped, counts.lanes,
-            rank.at(beat.sent_s), rank.ending,
+            rank.ended_call[1], rank.ending,
         )  # fmt: skip
 
     def _source_view(self, source: _Source) -> SourceView:

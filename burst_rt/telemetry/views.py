@@ -18,7 +18,8 @@ __all__ = [
 class JobView(msgspec.Struct):
     """now_s: when the snapshot was made. world_size: 0 before a rank has come. record: the file it is recorded to, "" for none.
 
-    dropped: messages that ranks had no room for; replayed: this is a record, not a running job.
+    dropped: messages that ranks had no room for; replayed: this is a record, not a running job. first_lost: the rank that was lost, or
+    failed, before all others, -1 for none.
     """
 
     began_at_s: float
@@ -29,14 +30,16 @@ class JobView(msgspec.Struct):
     record: str
     dropped: int
     replayed: bool
+    first_lost: int = -1
 
 
 class RankView(msgspec.Struct):
     """A rank. status: "live", "silent" (no heartbeat for 2 s), "lost" (its connection ended without a word), "left" (it ended by itself);
     "ended" (lost or failed after another one had been), "stopped" (lost or failed after the job was told to stop).
 
-    call: number of the call under way, -1 outside any; doing: its task or what it waits for, since doing_since_s: all as it was at
-    known_s. Counters are those of `messages.Counters`. source: of its process; gpu: of its GPU, "" without. exit_code: of one that left.
+    call: number of the call under way, -1 outside any; doing: its task or what it waits for, since doing_since_s: as it was when the rank
+    last told. last_call: that it is known to have ended, -1: none. calls and other counters are those of `messages.Counters`; the number
+    of a call counts agreements and reductions too. source: of its process; gpu: of its GPU, "" without. exit_code: of one that left.
     ending: how it ended, in words, "" while it has not.
     """
 
@@ -64,7 +67,7 @@ class RankView(msgspec.Struct):
     overlap: float | None
     dropped: int
     lanes: dict[str, LaneCounters]
-    known_s: float = 0.0
+    last_call: int = -1
     ending: str = ""
 
 

@@ -52,9 +52,16 @@ export function clock(value) {
   return `${hours ? `${hours}:` : ""}${hours ? two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)}:${two(whole % 60)}`;
 }
 
+// To a tenth of a second: 1:02.3. Ranks end within a second of each other.
+export function tenths(value) {
+  const whole = Math.floor(Math.max(0, value) * 10 + 1e-6);
+  return `${clock(whole / 10)}.${whole % 10}`;
+}
+
 // The sign of a rank's state, which its colour alone must not carry; one that left with an error is as bad as one lost. Those that ended
 // after it are not.
 export const SIGNS = { live: "●", silent: "▲", lost: "✕", ended: "◌", stopped: "○", left: "○" };
+export const ending = (rank) => (rank.status === "lost" ? "was lost" : `failed with code ${rank.exit_code}`);
 export const looks = (rank) => (rank.status === "left" && rank.exit_code ? "lost" : rank.status);
 
 // By the unit of a metric (telemetry/metrics.py).

@@ -42,6 +42,9 @@ export function curve(source, metric) {
   return found;
 }
 
+// The rank that was lost, or failed, before all others.
+export const firstLost = (present) => present.ranks.find((rank) => rank.rank === present.job.first_lost);
+
 // Seconds since the hub began, now.
 export function now() {
   if (!job.present) return 0;

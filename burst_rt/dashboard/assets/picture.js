@@ -1,7 +1,7 @@
 // The timeline's picture on its canvas, and what lies under a point of it. `spans` is what is held, `until` and `span` the window.
 
 import { el } from "./dom.js";
-import { seconds } from "./format.js";
+import { looks, seconds } from "./format.js";
 import { ticks } from "./chart.js";
 import { job, now } from "./live.js";
 import { LANES, Spans } from "./spans.js";
@@ -126,7 +126,7 @@ export class Picture {
     context.textAlign = "left";
     context.textBaseline = "middle";
     const narrow = this.labelWidth === LABEL_NARROW;
-    const states = new Map(job.present.ranks.map((rank) => [rank.rank, rank.status]));
+    const states = new Map(job.present.ranks.map((rank) => [rank.rank, looks(rank)]));
     for (const row of this.rows) {
       const y = AXIS + row.y - this.scroll + row.height / 2;
       if (y < AXIS - 10 || y > height + 10) continue;
@@ -134,7 +134,7 @@ export class Picture {
         context.fillStyle = colours.line;
         context.fillRect(0, Math.round(y - row.height / 2 - 3), width, 1);
         const status = states.get(row.rank);
-        context.fillStyle = status === "live" ? colours.text : colours[status];
+        context.fillStyle = status === "live" ? colours.text : colours[status] || colours.left;
         context.font = "600 11.5px system-ui, sans-serif";
         const sign = { lost: " ✕", silent: " ▲" }[status] || "";
         context.fillText(narrow ? `${row.rank}${sign}` : `rank ${row.rank}${sign}`, 9, y + (row.height < 10 ? 4 : 2));

@@ -4,7 +4,7 @@ import { ask, el, panel, table } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { job } from "./live.js";
 
-const COUNTED = ["calls", "sent", "exchanges", "copied", "computed", "computing", "waiting", "transfers hidden"];
+const COUNTED = ["graph calls", "sent", "exchanges", "copied", "computed", "computing", "waiting", "transfers hidden"];
 
 export class Traffic {
   constructor() {
