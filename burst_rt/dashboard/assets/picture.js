@@ -13,7 +13,8 @@ export const BEHIND_S = 1.6; // calls come late: the picture of a running job is
 const LABEL = 84;
 const LABEL_NARROW = 46;
 const SHORT = ["comp", "send", "recv", "copy", "ctrl"];
-const MESSAGES = 1500; // drawn at most
+export const MESSAGES = 1500; // drawn at most
+const HEAD = 5; // of a message's arrow
 
 export class Picture {
   constructor() {
@@ -260,17 +261,21 @@ export class Picture {
       const [a, b] = [this.x(flows.sent[at]), this.x(flows.received[at])];
       context.moveTo(a, from);
       context.bezierCurveTo(a + (b - a) * 0.4, from, b - (b - a) * 0.4, to, b, to);
-      if (strong) { context.moveTo(b - 5, to - 3); context.lineTo(b, to); context.lineTo(b - 5, to + 3); }
+      // A message that takes no room has none for an arrow either.
+      if (!strong && b - a < 2 * HEAD) return;
+      context.moveTo(b - HEAD, to - 3);
+      context.lineTo(b, to);
+      context.lineTo(b - HEAD, to + 3);
     };
     context.lineWidth = 1;
+    this.met = 0;
     if (this.withMessages) {
       context.beginPath();
-      let drawn = 0;
-      for (let i = flows.count - 1; i >= flows.first && drawn < MESSAGES; i -= 1) {
+      for (let i = flows.count - 1; i >= flows.first; i -= 1) {
         const at = i % flows.size;
         if (flows.received[at] < this.since || flows.sent[at] > this.until) continue;
-        line(at, false);
-        drawn += 1;
+        this.met += 1;
+        if (this.met <= MESSAGES) line(at, false);
       }
       context.globalAlpha = 0.45;
       context.strokeStyle = colours.muted;

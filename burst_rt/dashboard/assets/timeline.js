@@ -4,7 +4,7 @@ import { ask, el, text } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { beside } from "./chart.js";
 import { job, now } from "./live.js";
-import { AXIS, Picture } from "./picture.js";
+import { AXIS, MESSAGES, Picture } from "./picture.js";
 import { LANES } from "./spans.js";
 
 const ASK_MS = 1000;
@@ -221,6 +221,7 @@ export class Timeline extends Picture {
     if (this.complete) {
       words.push(`exposed transfers ${percent(100 * share(2))} of it, late peers ${percent(100 * share(1))} (mean of the ranks in view)`);
     }
+    if (this.met > MESSAGES) words.push(`only the newest ${count(MESSAGES)} of ${count(this.met)} messages drawn: zoom in`);
     if (this.leftOut) words.push(`${count(this.leftOut)} older spans left out`);
     return words.join(" · ");
   }
