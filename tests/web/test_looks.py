@@ -89,7 +89,7 @@ def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
             running.do(lambda state, rank=rank: state.apply(9.1, -1, Presence(rank, "lost", "it ended")))  # type: ignore[misc]
         expect(page.locator(".card.stopped")).to_have_count(3)
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
-        expect(page.locator(".events").last).to_contain_text("job stopping by SIGINT")
+        expect(page.locator(".events")).to_contain_text("job stopping by SIGINT")
         expect(page.locator(".lost")).to_have_count(0)
         page.close()
 
@@ -99,7 +99,7 @@ def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_dra
         page = _open(browser, running.served.link)
         page.keyboard.press("2")
         expect(page.locator(".stage canvas")).to_be_visible()
-        page.wait_for_function("async () => (await import('/main.js')).made.get('timeline').spans.total > 0")
+        expect(page.locator(".status")).to_contain_text("shown", timeout=10_000)
         page.keyboard.press("l")
         count = """async () => {
           const picture = (await import('/main.js')).made.get('timeline');

@@ -20,7 +20,7 @@ export class Overview {
     this.grid = el("div", { class: "cards" });
     this.loss = new Chart("1");
     this.events = el("ol", { class: "events" });
-    this.cause = el("ol", { class: "events cause", hidden: true, "aria-label": "what was lost first" });
+    this.cause = el("ol", { class: "cause", hidden: true, "aria-label": "what was lost first" });
     this.told = "";
     const ring = panel("Ring", "", this.ring.node, this.ring.legend);
     this.ringNote = ring.hint;
