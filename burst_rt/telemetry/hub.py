@@ -168,7 +168,9 @@ class _Connection(asyncio.Protocol):
                 self._receive(payload)
         except (ProtocolError, msgspec.DecodeError) as error:
             who = "somebody" if self.rank is None else f"rank {self.rank}"
-            _log.warning("%.3f s %s is not heard any more: %s", self._hub.now_s(), who, error)
+            # Strangers may come by the thousand, and the terminal is the training's.
+            level = logging.WARNING if self.known else logging.DEBUG
+            _log.log(level, "%.3f s %s is not heard any more: %s", self._hub.now_s(), who, error)
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -225,6 +225,21 @@ def test_strangers_are_not_heard(hub: RunningHub) -> None:
         assert viewer.snapshot().ranks == []
 
 
+def test_strangers_write_nothing_into_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    running = start_hub(one_host=True, held=True)
+    for _ in range(20):
+        with connect(running.address, _DEADLINE_S) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(100) == b""
+    with _rank(running, 0) as rank:
+        rank.sendall(frame(b"\xc1"))
+        assert rank.recv(100) == b""
+    running.release()
+    said = capfd.readouterr().err
+    assert said.count("is not heard any more") == 1
+    assert "rank 0 is not heard any more" in said
+
+
 def test_over_tcp_with_the_secret() -> None:
     running = start_hub(one_host=False, held=True)
     try:
