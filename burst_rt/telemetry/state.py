@@ -524,7 +524,7 @@ class State:
         info = source.info
         users = [
             number
-            for number, rank in self.ranks.items()
+            for number, rank in sorted(self.ranks.items())
             if info.name in (rank.source, rank.hello.gpu) or (info.kind == "host" and info.host == rank.hello.host)
         ]
         values, details = source.values, source.details

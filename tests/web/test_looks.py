@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
-from telemetry_feed import Load
+from telemetry_feed import Load, arrive, gpu_sample, offset_s
 
-from burst_rt.telemetry.messages import Presence
+from burst_rt.telemetry.messages import Presence, Sample, Source
 from burst_rt.telemetry.state import State
 
 _LAPTOP = {"width": 1440, "height": 900}
@@ -24,6 +26,12 @@ _RING = """(svg) => {
   }));
   const texts = [...svg.querySelectorAll("text")].filter((node) => node.textContent).map((node) => [node.textContent, ...box(node)]);
   return { texts, points, svg: box(svg), tips: svg.querySelectorAll("path.tip").length };
+}"""
+
+_TICKS = """async () => {
+  const { ticks } = await import("/chart.js");
+  const { measure, short } = await import("/format.js");
+  return ticks(0, 1.1, 3).map((at) => short(measure(at, "B/s")));
 }"""
 
 
@@ -121,4 +129,39 @@ def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_dra
         expect(page.locator(".status")).not_to_contain_text("messages drawn")
         page.keyboard.press("f")
         expect(page.locator(".status")).to_contain_text("only the newest 1.50 k of")
+        page.close()
+
+
+def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) -> None:
+    state = State(time.time())
+    for rank in (2, 10, 0, 1):
+        for message in arrive(rank, 11, gpu=True):
+            state.apply(0.0, rank, message)
+    # One that nobody computes on.
+    state.apply(0.0, 0, Source("gpu:1234-abcdef", "gpu", "host", ["power_w"], {"name": "a GPU"}))
+    for i in range(20):
+        for rank in (2, 10, 0, 1):
+            sample = gpu_sample(rank, i / 2, 300.0 + rank)
+            values = sample.values | {"sm_clock_mhz": 1980.0, "throttle_bits": 0x44, "pcie_tx_bytes_per_s": 0.0}
+            state.apply(i / 2, rank, msgspec.structs.replace(sample, values=values))
+        state.apply(i / 2, 0, Sample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0}))
+    with serving(state) as running:
+        page = _open(browser, running.served.link)
+        page.keyboard.press("3")
+        expect(page.locator(".charts .panel").first).to_be_visible(timeout=10_000)
+        names = ["rank 0: a GPU", "rank 1: a GPU", "rank 2: a GPU", "rank 10: a GPU", "a GPU abcdef"]
+        assert page.locator(".tools .legend span").all_inner_texts() == names
+        assert page.locator("select").nth(1).locator("option").all_inner_texts() == ["all", *names]
+        colours = page.locator(".tools .legend .swatch").evaluate_all("(all) => all.map((one) => one.style.background)")
+        assert len(set(colours)) == 5
+        for metric, words in (("sm clock mhz", "1.98 GHz"), ("throttle bits", "power cap, hardware thermal slowdown")):
+            canvas = page.locator(".charts .panel", has=page.locator("h2", has_text=re.compile(f"^{metric}$"))).locator("canvas")
+            canvas.scroll_into_view_if_needed()
+            canvas.hover()
+            tip = page.locator(".chart .tooltip:visible")
+            expect(tip).to_contain_text(words)
+            # The same colours as above.
+            assert tip.locator(".swatch").evaluate_all("(all) => all.map((one) => one.style.background)") == colours[:4]
+            page.mouse.move(0, 0)
+        assert page.evaluate(_TICKS) == ["0 B/s", "0.5 B/s", "1 B/s"]
         page.close()

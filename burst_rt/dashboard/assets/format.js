@@ -25,7 +25,7 @@ export const short = (words) => words.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replac
 
 export function bytes(value) {
   const [size, unit] = scaled(value, 1000, ["B", "kB", "MB", "GB", "TB", "PB"]);
-  return `${unit === "B" ? Math.round(size) : digits(size)} ${unit}`;
+  return `${unit === "B" && (size >= 10 || Number.isInteger(size)) ? Math.round(size) : digits(size)} ${unit}`;
 }
 
 // A part and its whole, in the unit of the whole: 63.1/85.5 GB.
@@ -64,6 +64,15 @@ export const SIGNS = { live: "●", silent: "▲", lost: "✕", ended: "◌", st
 export const ending = (rank) => (rank.status === "lost" ? "was lost" : `failed with code ${rank.exit_code}`);
 export const looks = (rank) => (rank.status === "left" && rank.exit_code ? "lost" : rank.status);
 
+// Why clocks are held back (telemetry/metrics.py), once the page has been told: words by bit.
+export const REASONS = {};
+
+function reasons(bits) {
+  if (!Number.isInteger(bits)) return "changing"; // a mean over time
+  const words = Object.entries(REASONS).filter(([bit]) => bits & Number(bit)).map(([, reason]) => reason);
+  return words.join(", ") || (bits ? `reason ${bits}` : "none");
+}
+
 // By the unit of a metric (telemetry/metrics.py).
 export function measure(value, unit) {
   if (value == null || Number.isNaN(value)) return "";
@@ -74,6 +83,8 @@ export function measure(value, unit) {
     case "s": return seconds(value);
     case "W": return `${digits(value)} W`;
     case "C": return `${Math.round(value)} °C`;
+    case "MHz": return count(value * 1e6, "Hz");
+    case "bits": return reasons(value);
     case "flop/s": return count(value, "flop/s");
     case "1": case "1/s": return Math.abs(value) < 100 && !Number.isInteger(value) ? Number(value.toPrecision(4)).toString() : count(value);
     default: return count(value, unit);

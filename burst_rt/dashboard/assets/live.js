@@ -1,6 +1,7 @@
 // The job as the page knows it: the last present, short histories for small curves, events. Bounded, whatever the job does.
 
 import { ask } from "./dom.js";
+import { REASONS } from "./format.js";
 
 const POINTS = 240; // of a small curve: two minutes
 const EVENTS = 300;
@@ -86,6 +87,7 @@ async function before() {
 
 export async function connect(changed) {
   job.metrics = await ask("metrics");
+  Object.assign(REASONS, job.metrics.throttle_bits?.[2]);
   let first = true;
   const source = new EventSource("/api/events");
   source.onmessage = (message) => {
