@@ -57,7 +57,7 @@ class RunningHub:
     def first_lost(self) -> Lost | None:
         """The rank that was lost, or failed, before all others, and what is known of what it did; None: none was, or the hub is gone.
 
-        Waits at most 0.8 s. Ask before `release`.
+        Waits at most 0.8 s. Ask before `release`, which ends the hub.
         """
         with suppress(ConfigError, Stalled), self._viewer() as viewer:
             return viewer.first_lost()
@@ -114,6 +114,9 @@ def start_hub(*, one_host: bool, record: str = "", held: bool = False, dashboard
         stderr=None if held else subprocess.DEVNULL,
         start_new_session=True,
     )
+    # While it starts: `stopping` is called by a signal's handler, which is no place to import in.
+    import burst_rt.telemetry.viewer  # noqa: F401
+
     address, *links = _read_line(process).split("\t")
     if not address:
         process.kill()

@@ -189,6 +189,20 @@ def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(capfd: pytest.Ca
     assert "without a word" not in capfd.readouterr().err
 
 
+def test_stopping_imports_nothing_in_a_signals_handler() -> None:
+    source = """
+import sys
+from burst_rt.telemetry.starting import start_hub
+hub = start_hub(one_host=True, held=True)
+before = set(sys.modules)
+hub.stopping("SIGINT")
+print({name for name in set(sys.modules) - before if name.startswith("burst_rt")})
+hub.release()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_a_hub_that_does_not_answer_holds_the_launcher_up_for_less_than_a_second(hub: RunningHub) -> None:
     os.kill(hub._process.pid, signal.SIGSTOP)
     try:
