@@ -127,6 +127,11 @@ def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_dra
         assert 50 < messages <= 1500
         assert page.evaluate(count) >= bare + messages  # two lines each, but for those too short to be seen
         expect(page.locator(".status")).not_to_contain_text("messages drawn")
+        page.keyboard.press("n")
+        expect(page.locator(".status")).to_contain_text(
+            re.compile(r"hop \d+ q\d+ kv\d+: a tile: queries of rank \d+ with keys of rank \d+")
+        )
+        page.keyboard.press("Escape")
         page.keyboard.press("f")
         expect(page.locator(".status")).to_contain_text("only the newest 1.50 k of")
         page.close()
