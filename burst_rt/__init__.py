@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from burst_rt import errors
+    from burst_rt import errors, telemetry
     from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, call_spec, explain
     from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
     from burst_rt.attention.masks import Causal, Full, Mask, Relation
@@ -45,19 +45,24 @@ _HOME = {
     "run_local": "context",
 }
 
+_MODULES = ("errors", "telemetry")
+# Of this file alone.
+_HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
+
 __all__ = [
     "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout", "Explanation", "Full", "LocalRank", "Mask",
     "Pipeline", "Relation", "Stats", "burst_attention", "call_spec", "errors", "explain", "handle_of", "init", "run_local",
+    "telemetry",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name == "errors":
-        return import_module("burst_rt.errors")
+    if name in _MODULES:
+        return import_module(f"burst_rt.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'burst_rt' has no attribute {name!r}")
     return getattr(import_module(f"burst_rt.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - _HIDDEN)

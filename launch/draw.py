@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from burst_rt.attention.strategies import check_name
 from burst_rt.scheduler import Graph, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from burst_rt.context import Context
 
@@ -26,6 +28,10 @@ __all__ = ["command", "draw_ring", "draw_timeline"]
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7")
 _LANES = ("compute", "network", "control")
+_TRANSFER, _OTHER = "#BBBBBB", "#444444"
+_PLAIN = (("network", _TRANSFER, "transfer"), ("control", _OTHER, "agreement, others"))
+# Of an arrow's bend, as a part of its length; of two ranks' arrows, which have the same ends.
+_BEND, _BEND_OF_TWO = 0.22, 0.34
 
 
 def draw_timeline(traces: Sequence[Iterable[Span]], path: Path, *, title: str, ranks: Sequence[int] | None = None) -> None:
@@ -49,9 +55,11 @@ def draw_timeline(traces: Sequence[Iterable[Span]], path: Path, *, title: str, r
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     hops = sorted({hop for _, lane, found in rows if lane == "compute" for span in found if (hop := _hop(span)) is not None})
-    if hops:
-        handles = [Patch(facecolor=_COLOURS[hop % len(_COLOURS)], label=f"hop {hop}") for hop in hops]
-        axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1, 1.16), ncols=min(len(hops), 8), frameon=False, fontsize=8)
+    handles = [Patch(facecolor=_COLOURS[hop % len(_COLOURS)], label=f"hop {hop}") for hop in hops]
+    here = {lane for _, lane, _ in rows}
+    handles += [Patch(facecolor=colour, label=what) for lane, colour, what in _PLAIN if lane in here]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 10), frameon=False, fontsize=8)
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
@@ -68,7 +76,7 @@ def _draw_lane(axes: Axes, y: int, lane: str, spans: list[Span], start: float) -
     for span, level in placed:
         left, width = (span.started_s - start) * 1e3, (span.ended_s - span.started_s) * 1e3
         hop = _hop(span)
-        colour = "#BBBBBB" if lane == "network" else "#444444" if lane == "control" or hop is None else _COLOURS[hop % len(_COLOURS)]
+        colour = _TRANSFER if lane == "network" else _OTHER if lane == "control" or hop is None else _COLOURS[hop % len(_COLOURS)]
         bottom = y - 0.4 + level * height
         axes.broken_barh([(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.5)
         label = span.name if lane == "network" else ""
@@ -83,6 +91,10 @@ def _hop(span: Span) -> int | None:
 
 def draw_ring(graphs: Sequence[Graph], path: Path, *, title: str, labels: Sequence[str]) -> None:
     """Draws ranks on a ring with a label each, and on the arrows the bytes each sends to each peer, counted from the graphs."""
+    _ring(graphs, title, labels).savefig(path, dpi=130)
+
+
+def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
     world = len(graphs)
@@ -94,28 +106,37 @@ def draw_ring(graphs: Sequence[Graph], path: Path, *, title: str, labels: Sequen
         for task in graph.tasks:
             for m in task.sends:
                 sent[graph.rank, m.peer] = sent.get((graph.rank, m.peer), 0) + m.size_bytes
-    for (source, peer), size in sent.items():
-        style = {"arrowstyle": "-|>", "color": "#555555", "lw": 1.6, "shrinkA": 44, "shrinkB": 44, "connectionstyle": "arc3,rad=-0.22"}
-        axes.annotate("", at[peer], at[source], arrowprops=style)
-        x, y = (at[source][0] + at[peer][0]) / 2, (at[source][1] + at[peer][1]) / 2
-        out = 1.18 / max(math.hypot(x, y), 0.5) if world > 2 else 1.0
-        axes.annotate(f"{size / 2**20:.1f} MiB", (x * out, y * out), ha="center", va="center", fontsize=9, color="#333333")
-    for rank, (x, y) in enumerate(at):
+    boxes = [
         axes.annotate(
-            f"rank {rank}\n{labels[rank]}", (x, y), ha="center", va="center", fontsize=9, color="white",
+            f"rank {rank}\n{labels[rank]}", where, ha="center", va="center", fontsize=9, color="white",
             bbox={"boxstyle": "round,pad=0.6", "facecolor": _COLOURS[0], "edgecolor": "none"},
-        )  # fmt: skip
+        ).get_bbox_patch()
+        for rank, where in enumerate(at)
+    ]  # fmt: skip
+    bend = _BEND_OF_TWO if world == 2 else _BEND
+    for (source, peer), size in sent.items():
+        # From box to box.
+        style = {"arrowstyle": "-|>", "color": "#555555", "lw": 1.6, "patchA": boxes[source], "patchB": boxes[peer]}
+        style |= {"shrinkA": 3, "shrinkB": 3, "connectionstyle": f"arc3,rad={-bend}"}
+        axes.annotate("", at[peer], at[source], arrowprops=style)
+        # Beside the middle of the curve: words are wider than they are high.
+        dx, dy = at[peer][0] - at[source][0], at[peer][1] - at[source][1]
+        length = math.hypot(dx, dy)
+        nx, ny = -dy / length, dx / length
+        out = bend / 2 * length + 0.06 + 0.2 * abs(nx)
+        x, y = (at[source][0] + at[peer][0]) / 2 + out * nx, (at[source][1] + at[peer][1]) / 2 + out * ny
+        axes.annotate(f"{size / 2**20:.1f} MiB", (x, y), ha="center", va="center", fontsize=9, color="#333333")
     axes.set_xlim(-1.6, 1.6)
     axes.set_ylim(-1.45, 1.45)
     axes.axis("off")
     axes.set_title(title, loc="left", fontsize=11)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-n", "--num-ranks", type=click.IntRange(min=1), help="Start this many ranks; left out inside an MPI job.")
-@click.option("--tokens", default=8192, show_default=True, help="Length of the whole sequence.")
-@click.option("--strategy", default="burst", show_default=True, help="auto, burst or ring-kv.")
+@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(min=1), help="Length of the whole sequence.")
+@click.option("--strategy", default="burst", show_default=True, help="As of burst_attention: auto, ring-kv, burst, bidirectional, ...")
 @click.option("--full", is_flag=True, help="Full attention instead of causal.")
 @click.option(
     "--out",
@@ -126,6 +147,7 @@ def draw_ring(graphs: Sequence[Graph], path: Path, *, title: str, labels: Sequen
 )
 def command(num_ranks: int | None, tokens: int, strategy: str, full: bool, out: Path) -> None:
     """Draw the ring and a timeline of one backward (4 heads x 64, float32), measured on the ranks of this machine."""
+    check_name(strategy)
     if num_ranks is not None:
         from burst_rt.launch.run import launch
 

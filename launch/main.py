@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
+from typing import IO, Any
 
 import click
 
@@ -30,6 +32,19 @@ _COMMANDS = {
 }
 
 
+class _Misused(click.ClickException):
+    """A usage error as all other errors are told: in one line."""
+
+    exit_code = 2
+
+    def __init__(self, error: click.UsageError) -> None:
+        path = error.ctx.command_path if error.ctx else "burst-rt"
+        super().__init__(f"{error.format_message().rstrip('.')}; see {path} --help")
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"burst-rt: {self.format_message()}", file=file, err=True)
+
+
 class _LazyGroup(click.Group):
     """A click group that imports a command when it is called, not when it is listed."""
 
@@ -43,6 +58,20 @@ class _LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], _COMMANDS, n=1) if args and args[0] not in _COMMANDS else []
+        if near:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            raise _Misused(error) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console, Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
-from rich.panel import Panel
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +23,7 @@ from burst_rt.launch.watch import open_reader, viewer_options
 if TYPE_CHECKING:
     from burst_rt.dashboard.links import LinkView
     from burst_rt.dashboard.reader import Reader
-    from burst_rt.telemetry.views import RankView, Snapshot, SourceView
+    from burst_rt.telemetry.views import JobView, RankView, Snapshot
 
 __all__ = ["command", "render"]
 
@@ -31,8 +32,20 @@ _LINKS_SPANS = 2000
 _SHOWN_EVENTS = 5
 _SHOWN_LINKS = 8
 # A sign as well as a colour, for those who do not see the difference.
-_STATES = {"live": ("●", "green"), "silent": ("▲", "yellow"), "lost": ("✕", "bold red"), "left": ("○", "dim")}
+_STATES = {
+    "live": ("●", "green"),
+    "silent": ("▲", "yellow"),
+    "lost": ("✕", "bold red"),
+    "left": ("○", "dim"),
+    "ended": ("◌", "dim"),
+    "stopped": ("○", "dim"),
+}
 _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
+# A rank's computing as a bar, and, where there is no room for one, as a number.
+_BAR, _SHARE = "computing", "busy"
+# Columns that a narrow terminal does without, in this order, so that what a rank does has some room.
+_DROPPED = ("graph calls", "flop/s", _BAR, "sends", "power", "temp", "memory", "waits")
+_LEAST_DOING = 24
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -82,90 +95,113 @@ async def _watch(reader: Reader, *, once: bool) -> None:
 
 def render(snapshot: Snapshot, links: Iterable[LinkView], losses: Iterable[float] = ()) -> Group:
     """The whole picture. losses: the last ones, for a small curve."""
-    sources = {source.name: source for source in snapshot.sources}
-    parts: list[Panel | Table | Text] = [_head(snapshot, losses), _ranks(snapshot, sources)]
+    parts: list[RenderableType] = [_head(snapshot, losses), _Ranks(snapshot)]
     parts += _links(list(links))
-    events = snapshot.events[-_SHOWN_EVENTS:]
-    if events:
-        text = Text()
-        for event in events:
-            who = "job" if event.rank < 0 else f"rank {event.rank}"
-            text.append(f"{event.at_s:8.1f} s  {who} {event.kind}: {event.text}\n", style=_SEVERITIES[event.severity])
-        text.rstrip()
-        parts.append(text)
+    events = _events(snapshot)
+    if events.row_count:
+        parts.append(events)
     return Group(*parts)
+
+
+def _events(snapshot: Snapshot) -> Table:
+    """The last ones; above them, however many came after it, who was lost first."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True, min_width=9)
+    table.add_column(ratio=1)
+    cause = next((rank for rank in snapshot.ranks if rank.rank == snapshot.job.first_lost), None)
+    last = snapshot.events[-_SHOWN_EVENTS:]
+    if cause is not None:
+        last = [event for event in last if (event.rank, event.kind) != (cause.rank, cause.status)]
+        said = f"first: rank {cause.rank} {cause.status}: {cause.ending}"
+        table.add_row(f"{cause.status_since_s:.1f} s", escape(said), style=_SEVERITIES["error"])
+    for event in last:
+        who = "job" if event.rank < 0 else f"rank {event.rank}"
+        table.add_row(f"{event.at_s:.1f} s", escape(f"{who} {event.kind}: {event.text}"), style=_SEVERITIES[event.severity])
+    return table
 
 
 def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
     job, progress = snapshot.job, snapshot.progress
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("burst_rt ", style="bold")
-    text.append(f"{job.command}  ", style="cyan")
     began = time.strftime("%H:%M:%S", time.localtime(job.began_at_s))
-    text.append(f"{job.world_size} ranks, {job.now_s:.0f} s since {began}{', a record' if job.replayed else ''}\n", style="dim")
+    text.append(f"{job.world_size} ranks, {job.now_s:.0f} s since {began}{', a record' if job.replayed else ''}  ", style="dim")
+    text.append(f"{job.command}\n", style="cyan")
     if progress.at_s is not None:
         text.append(f"step {progress.step}", style="bold")
         for name, value in progress.values.items():
             text.append(f"  {name} ", style="dim")
-            text.append(f"{value:.4g}" if abs(value) < 1000 else _count(value))
+            text.append(f"{value:.4g}" if abs(value) < 1000 else _counted(value, ""))
         text.append(f"  {_curve(list(losses))}", style="cyan")
     else:
         text.append("no report yet", style="dim")
     return text
 
 
-def _ranks(snapshot: Snapshot, sources: dict[str, SourceView]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
-    gpus = any(rank.gpu for rank in snapshot.ranks)
-    names = (
-        "rank",
-        "state",
-        "computing",
-        "waits",
-        *(("GPU", "memory", "power", "temp") if gpus else ("core", "memory")),
-        "sends",
-        "flop/s",
-    )
-    for name in names:
-        table.add_column(name, justify="left" if name in ("state", "computing") else "right", no_wrap=True)
-    # What does not fit the terminal goes first.
-    table.add_column("calls", justify="right", no_wrap=True, overflow="crop")
-    table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
-    for rank in snapshot.ranks:
-        own = sources[rank.source].values if rank.source in sources and rank.status == "live" else {}
-        gpu = sources[rank.gpu].values if rank.gpu in sources and rank.status == "live" else {}
+class _Ranks:
+    """A row a rank: as many columns as the terminal has room for, whole; what does not fit goes in the order of _DROPPED."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._job = snapshot.job
+        self._ranks = snapshot.ranks
+        self._sources = {source.name: source for source in snapshot.sources}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [self._cells(rank) for rank in self._ranks]
+        names = list(rows[0]) if rows else []
+        widths = {name: 1 + max(cell_len(name), *(cell_len(str(row[name])) for row in rows)) for name in names}
+        for name in _DROPPED:
+            if sum(widths.values()) + _LEAST_DOING <= options.max_width:
+                break
+            if widths.pop(name, None) and name == _BAR:
+                widths[_SHARE] = 1 + max(cell_len(_SHARE), cell_len("100 %"))
+        names = [name for name in (*names[:2], _SHARE, *names[2:]) if name in widths]
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False, expand=True)
+        for name in names:
+            table.add_column(name, justify="left" if name in ("state", _BAR) else "right", no_wrap=True, width=widths[name] - 1)
+        table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
+        for rank, row in zip(self._ranks, rows, strict=True):
+            row[_SHARE] = Text(row[_BAR].plain.lstrip("█░ "))
+            table.add_row(*(row[name] for name in names), escape(_doing(rank, self._job)))
+        yield table
+
+    def _cells(self, rank: RankView) -> dict[str, Text]:
+        known = self._sources if rank.status == "live" else {}
+        own = known[rank.source].values if rank.source in known else {}
+        gpu = known[rank.gpu].values if rank.gpu in known else {}
         sign, style = _STATES["lost" if rank.status == "left" and rank.exit_code else rank.status]
-        cells: list[str | Text] = [
-            str(rank.rank),
-            Text(f"{sign} {rank.status}", style),
-            _bar(own.get("compute_percent", 0.0)),
-            _percent(own.get("wait_percent")),
-        ]
-        if gpus:
-            cells += [_percent(gpu.get("sm_percent")), _bytes(gpu.get("memory_used_bytes"))]
-            cells += [_plain(gpu.get("power_w"), "W"), _plain(gpu.get("temperature_c"), "°C")]
+        cells = {
+            "rank": Text(str(rank.rank)),
+            "state": Text(f"{sign} {rank.status}{' first' if rank.rank == self._job.first_lost else ''}", style),
+            _BAR: _bar(own.get("compute_percent", 0.0)),
+            "waits": _percent(own.get("wait_percent")),
+        }
+        if any(rank.gpu for rank in self._ranks):
+            cells |= {"GPU": _percent(gpu.get("sm_percent")), "memory": _bytes(gpu.get("memory_used_bytes"))}
+            cells |= {"power": _plain(gpu.get("power_w"), "W"), "temp": _plain(gpu.get("temperature_c"), "°C")}
         else:
-            cells += [_percent(own.get("process_percent")), _bytes(own.get("rss_bytes"))]
-        cells += [_bytes(own.get("sent_bytes_per_s"), "/s"), _count(own.get("flops_per_s"))]
-        table.add_row(*cells, _count(rank.calls), _doing(rank, snapshot))
-    return table
+            cells |= {"core": _percent(own.get("process_percent")), "memory": _bytes(own.get("rss_bytes"))}
+        cells |= {"sends": _bytes(own.get("sent_bytes_per_s"), "/s"), "flop/s": _count(own.get("flops_per_s"))}
+        return cells | {"graph calls": _count(rank.calls)}
 
 
 def _links(links: list[LinkView]) -> list[Text]:
     bad = [link for link in links if link.state != "ok"]
     if not links:
         return []
-    text = Text(f"{len(links)} links, {_bytes(sum(link.bytes_per_s for link in links), '/s')}", style="dim")
+    text = Text(f"{len(links)} links, {_counted(sum(link.bytes_per_s for link in links), 'B/s')}", style="dim")
     for link in bad[:_SHOWN_LINKS]:
         style = "bold red" if link.state == "silent" else "yellow"
-        text.append(f"   {link.sender} → {link.receiver} {link.state} {_bytes(link.bytes_per_s, '/s')}", style=style)
+        text.append(f"   {link.sender} → {link.receiver} {link.state} {_counted(link.bytes_per_s, 'B/s')}", style=style)
     return [text]
 
 
-def _doing(rank: RankView, snapshot: Snapshot) -> str:
+def _doing(rank: RankView, job: JobView) -> str:
+    if rank.ending:
+        return rank.ending
     if rank.call < 0:
-        return ""
-    return f"{rank.doing or 'between tasks'} of call {rank.call}, {max(0.0, snapshot.job.now_s - rank.doing_since_s):.1f} s"
+        return f"after call {rank.last_call}" if rank.last_call >= 0 else ""
+    return f"call {rank.call}, {rank.doing or 'between tasks'}, {max(0.0, job.now_s - rank.doing_since_s):.1f} s"
 
 
 def _bar(percent: float) -> Text:
@@ -180,21 +216,23 @@ def _curve(values: list[float]) -> str:
     return "".join(_BARS[round((value - low) / ((high - low) or 1) * (len(_BARS) - 1))] for value in values)
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f} %"
+def _percent(value: float | None) -> Text:
+    return _plain(value, "%")
 
 
-def _plain(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{value:.0f} {unit}"
+def _plain(value: float | None, unit: str) -> Text:
+    return Text("" if value is None else f"{value:.0f} {unit}")
 
 
-def _bytes(value: float | None, per: str = "") -> str:
+def _bytes(value: float | None, per: str = "") -> Text:
     return _count(value, f"B{per}")
 
 
-def _count(value: float | None, unit: str = "") -> str:
-    if value is None:
-        return ""
+def _count(value: float | None, unit: str = "") -> Text:
+    return Text("" if value is None else _counted(value, unit))
+
+
+def _counted(value: float, unit: str) -> str:
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or prefix == "T":
             return f"{value:.3g} {prefix}{unit}".strip() if prefix or not float(value).is_integer() else f"{value:.0f} {unit}".strip()

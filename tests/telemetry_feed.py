@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from burst_rt.telemetry.messages import (
@@ -14,17 +16,22 @@ from burst_rt.telemetry.messages import (
     Hello,
     LaneCounters,
     Plan,
+    Report,
     Sample,
     Source,
     TaskInfo,
 )
+from burst_rt.telemetry.state import State
 from burst_rt.telemetry.timeline import SPAN
 
-__all__ = ["SECRET", "arrive", "beat", "call", "counters", "gpu_sample", "hello"]
+__all__ = ["SECRET", "Load", "arrive", "beat", "call", "counters", "gpu_sample", "hello"]
 
 SECRET = "a secret"
 # A rank's clock is so far behind the hub's (its offset).
 _OFFSET_S = 100.0
+# Of a call of `Load`.
+_HOPS = 8
+_TASKS = 2 * _HOPS - 1
 
 
 def offset_s(rank: int) -> float:
@@ -83,3 +90,66 @@ _GPU_METRICS = (
     "num_processes", "ecc_corrected", "ecc_uncorrected", "num_xid", "gpm_sm_percent", "gpm_occupancy_percent", "gpm_tensor_percent",
     "gpm_dram_percent",
 )  # fmt: skip
+
+
+class Load:
+    """Ranks that each make calls of `_TASKS` tasks so that all together there are `rate` spans a second."""
+
+    def __init__(self, num_ranks: int, rate: float) -> None:
+        self.num_ranks = num_ranks
+        self.period_s = num_ranks * _TASKS / rate
+        self.calls = 0
+        self.spans = 0
+
+    def begin(self, state: State) -> None:
+        """All ranks join."""
+        everyone = list(range(self.num_ranks))
+        for rank in everyone:
+            following, preceding = (rank + 1) % self.num_ranks, (rank - 1) % self.num_ranks
+            tiles = [
+                TaskInfo(f"hop {h} q{rank} kv{(rank - h) % self.num_ranks}", "compute", "forward", h, 0, 10**9, False, [], [])
+                for h in range(_HOPS)
+            ]
+            moves = [
+                TaskInfo(f"hop {h}", "network", "exchange", h, 10**6, 0, False, [(following, h, 10**6)], [(preceding, h, 10**6)])
+                for h in range(_HOPS - 1)
+            ]
+            hello = Hello(VERSION, "", rank, self.num_ranks, rank % 8, f"node{rank // 8}", 1000 + rank, "cpu", "", "load.py", "0.1", 5.0)
+            first: list[FromRank] = [
+                hello,
+                Group("all", everyone, "mpi", ""),
+                Plan(0, "all", "forward", [*tiles, *moves], "made up", self.period_s * 0.8),
+            ]
+            for message in first:
+                state.apply(0.0, rank, message)
+
+    def advance(self, state: State, now_s: float) -> None:
+        """What has happened since."""
+        while (self.calls + 1) * self.period_s <= now_s:
+            self._call(state, self.calls * self.period_s)
+            self.calls += 1
+        for rank in range(self.num_ranks):
+            state.apply(now_s, rank, Heartbeat(now_s, 0.0, 1e-4, "all", self.calls, f"hop {self.calls % _HOPS}", now_s))
+            lanes = {
+                "network": LaneCounters(self.calls * 7, self.calls * 7 * 10**6, 0),
+                "compute": LaneCounters(self.calls * 8, 0, self.calls * 8 * 10**9),
+            }
+            worked_s = 0.85 * self.calls * self.period_s
+            state.apply(
+                now_s, rank, Counters(now_s, self.calls, self.calls, worked_s, 0.1 * worked_s, worked_s, worked_s, 0.9 * worked_s, lanes, 0)
+            )
+        state.apply(now_s, 0, Report(now_s, self.calls, {"loss": 1 + 5 * math.exp(-now_s / 100), "tokens_per_s": 1e6}))
+
+    def _call(self, state: State, start_s: float) -> None:
+        hop_s = 0.9 * self.period_s / _HOPS
+        for rank in range(self.num_ranks):
+            shake = 0.05 * hop_s * math.sin(rank * 7 + self.calls)
+            spans = np.zeros(_TASKS, SPAN)
+            spans["task"] = np.arange(_TASKS)
+            begins = np.concatenate([np.arange(_HOPS), np.arange(_HOPS - 1) + 0.05]) * hop_s + shake + 0.05 * hop_s
+            spans["issued"] = spans["started"] = begins
+            spans["ended"] = begins + hop_s * 0.9
+            state.apply(
+                start_s + self.period_s, rank, Call("all", self.calls, 0, start_s, start_s + self.period_s, 0.0, 0.0, spans.tobytes())
+            )
+            self.spans += _TASKS

@@ -24,7 +24,7 @@ from burst_rt.dashboard.exporter import CONTENT_TYPE, exposition
 from burst_rt.dashboard.links import WINDOW_S, Links, LinkView
 from burst_rt.dashboard.reader import Reader
 from burst_rt.errors import BurstError, Stalled
-from burst_rt.telemetry.metrics import METRICS
+from burst_rt.telemetry.metrics import METRICS, THROTTLE_REASONS
 from burst_rt.telemetry.views import EventView, JobView, ProgressView, RankView, Snapshot, SourceView
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
@@ -140,7 +140,8 @@ def make_app(dashboard: Dashboard) -> Starlette:
         return _json(msgspec.json.encode([plan for plan in snapshot.plans if rank in (plan.rank, math.inf)]))
 
     async def names(request: Request) -> Response:
-        return _json(msgspec.json.encode({name: (metric.unit, metric.label) for name, metric in METRICS.items()}))
+        told = {name: (metric.unit, metric.label, THROTTLE_REASONS if metric.unit == "bits" else {}) for name, metric in METRICS.items()}
+        return _json(msgspec.json.encode(told))
 
     async def metrics(request: Request) -> Response:
         return Response(exposition(*await dashboard.present()), media_type=CONTENT_TYPE)

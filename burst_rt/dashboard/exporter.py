@@ -20,7 +20,7 @@ from burst_rt.telemetry.views import RankView, Snapshot, SourceView
 __all__ = ["CONTENT_TYPE", "DCGM", "exposition"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_STATUSES = ("live", "silent", "lost", "left")
+_STATUSES = ("live", "silent", "lost", "left", "ended", "stopped")
 _LINK_STATES = ("ok", "slow", "silent")
 _MIB = 1 << 20
 

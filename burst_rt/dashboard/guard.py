@@ -60,6 +60,8 @@ class Guard:
                     headers[name] = value
             await send(message)
 
+        if response is not None and response.status_code >= 400:
+            response.headers["Connection"] = "close"  # every guess takes a connection of its own
         await (response or self._app)(scope, receive, with_headers)
 
     def _answer(self, scope: Scope) -> Response | None:

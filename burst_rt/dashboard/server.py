@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from burst_rt.dashboard.app import Dashboard, make_app, metrics_app
 from burst_rt.dashboard.guard import Guard
@@ -22,6 +23,10 @@ __all__ = ["DEFAULT_PORT", "Served", "Where"]
 DEFAULT_PORT = 8870
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_CONNECTIONS = 128
+# Of those, so many may have asked for nothing yet; where more come, who has been there longest without a word goes. A request must have
+# come whole within so long.
+_MAX_MUTE = 64
+_REQUEST_DEADLINE_S = 10.0
 _CLOSING_S = 1
 
 
@@ -59,6 +64,40 @@ class Where:
             f"WARNING: the dashboard listens on {self.host}; whoever reaches it and has the link sees this job, and the link travels "
             "unencrypted. A tunnel to 127.0.0.1 is safer: ssh -L PORT:127.0.0.1:PORT HOST"
         )
+
+
+class _Connection(H11Protocol):
+    """A connection that asks in time, or ends: those who open many and say nothing must not keep out who has the token."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._await_request()
+        mute = [one for one in self.connections if isinstance(one, _Connection) and one._deadline is not None]
+        if len(mute) > _MAX_MUTE:
+            longest = min(mute, key=lambda one: one._deadline.when() if one._deadline else 0.0)
+            longest._stop_waiting()
+            longest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._await_request()  # a part of the next one has come
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_request(self) -> None:
+        self._deadline = self.loop.call_later(_REQUEST_DEADLINE_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 class _Server(uvicorn.Server):
@@ -100,9 +139,10 @@ class Served:
 
 
 def _server(app: ASGIApp) -> _Server:
+    # Of requests that are none it would warn in the terminal of the training, a line each.
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, lifespan="off", limit_concurrency=_MAX_CONNECTIONS,
-        timeout_graceful_shutdown=_CLOSING_S, ws="none",
+        app, http=_Connection, log_config=None, log_level="error", access_log=False, server_header=False, lifespan="off",
+        limit_concurrency=_MAX_CONNECTIONS, timeout_graceful_shutdown=_CLOSING_S, ws="none",
     )  # fmt: skip
     return _Server(config)
 

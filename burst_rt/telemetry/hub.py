@@ -25,10 +25,10 @@ import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
 from burst_rt.telemetry.jobs import announce
-from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Hello, Notice, Ping, Pong, Presence, Severity, ToRank
+from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Hello, Notice, Ping, Pong, Presence, Severity, Stopping, ToRank
 from burst_rt.telemetry.record import Recorder
 from burst_rt.telemetry.state import State
-from burst_rt.telemetry.views import EventView, SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.views import EventView, Lost, SeriesView, Snapshot, TimelineView
 from burst_rt.telemetry.wire import MAX_FRAME_BYTES, SECRET_VARIABLE, Frames, frame, until_beat_s
 
 if TYPE_CHECKING:
@@ -96,18 +96,20 @@ class Hub:
                 self.recorder.add(now_s, rank, payload)
         self._log_events()
 
-    def answer(self, ask: Ask) -> Snapshot | SeriesView | TimelineView | list[SeriesView]:
+    def answer(self, ask: Ask) -> Snapshot | Lost | TimelineView | list[SeriesView] | None:
         """What a viewer asked for. Raises ProtocolError for what there is not."""
         state = self.state
         self._advance()
         match ask.what:
             case "snapshot":
                 return state.snapshot()
+            case "first_lost":
+                return state.first_lost
             case "series":
                 return [state.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit) for name in ask.sources or state.sources]
             case "timeline":
                 return state.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
-        raise ProtocolError(f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, series and timeline")
+        raise ProtocolError(f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, first_lost, series and timeline")
 
     def tick(self) -> None:
         """Notices silence, writes the record."""
@@ -140,7 +142,7 @@ class Hub:
 class _Connection(asyncio.Protocol):
     """One connection: of a rank once it has said `Hello`, of a viewer once it has asked with the secret."""
 
-    decoder = msgspec.msgpack.Decoder(FromRank | Ping | Ask)
+    decoder = msgspec.msgpack.Decoder(FromRank | Ping | Ask | Stopping)
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -166,7 +168,9 @@ class _Connection(asyncio.Protocol):
                 self._receive(payload)
         except (ProtocolError, msgspec.DecodeError) as error:
             who = "somebody" if self.rank is None else f"rank {self.rank}"
-            _log.warning("%.3f s %s is not heard any more: %s", self._hub.now_s(), who, error)
+            # Strangers may come by the thousand, and the terminal is the training's.
+            level = logging.WARNING if self.known else logging.DEBUG
+            _log.log(level, "%.3f s %s is not heard any more: %s", self._hub.now_s(), who, error)
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -195,7 +199,11 @@ class _Connection(asyncio.Protocol):
         hub = self._hub
         if isinstance(message, Ask):
             self._trust(message.secret)
-            self._answer(message)
+            self._answer(hub.answer(message))
+        elif isinstance(message, Stopping):
+            self._trust(message.secret)
+            hub.apply(-1, Presence(-1, "stopping", message.signal))
+            self._answer(None)
         elif isinstance(message, Hello):
             self._trust(message.secret)
             if message.version != VERSION:
@@ -220,11 +228,11 @@ class _Connection(asyncio.Protocol):
         self.known = True
         self._frames.max_bytes = MAX_FRAME_BYTES
 
-    def _answer(self, ask: Ask) -> None:
+    def _answer(self, view: Snapshot | Lost | TimelineView | list[SeriesView] | None) -> None:
         assert self._transport is not None
         if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
             raise ProtocolError("telemetry: a viewer that does not read its answers")
-        self._transport.write(frame(msgspec.json.encode(self._hub.answer(ask))))
+        self._transport.write(frame(msgspec.json.encode(view)))
 
 
 async def serve(hub: Hub, listen: str, folder: Path, held: bool, dashboard: str = "", metrics_port: int | None = None) -> None:

@@ -114,7 +114,8 @@ def _forked() -> None:
 def report(step: int = 0, **values: float) -> None:
     """Tells viewers how the job is doing: `report(step, loss=..., tokens_per_s=...)`, and any other number by its name.
 
-    Returns at once; does nothing without telemetry. One rank's word is enough. Raises InputError for a value that is no number.
+    Returns at once. Does nothing without telemetry, and before `init`, which begins it. One rank's word is enough. Raises InputError for
+    a value that is no number.
     """
     agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
     if agent is None:

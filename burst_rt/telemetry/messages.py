@@ -18,8 +18,8 @@ import msgspec
 
 __all__ = [
     "VERSION", "Ask", "Bye", "Call", "Candidate", "Counters", "FromRank", "Group", "Heartbeat", "Hello", "Item", "LaneCounters", "Note",
-    "Notice", "Ping", "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample", "Severity", "Source", "TaskInfo",
-    "ToRank", "Wire", "hop_of",
+    "Notice", "Ping", "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample", "Severity", "Source", "Stopping",
+    "TaskInfo", "ToRank", "Wire", "hop_of",
 ]  # fmt: skip
 
 # Of the messages' meaning; a hub refuses ranks of another one.
@@ -254,8 +254,8 @@ ToRank: TypeAlias = Pong | Notice
 class Ask(_Message, tag="ask"):
     """A viewer's question; the first on a connection must carry the secret. Answered by one frame of JSON (`views`).
 
-    what: "snapshot", "series" or "timeline"; for the last two a window in seconds since the hub began (negative: before now), sources or
-    ranks (none: all), and how much at most.
+    what: "snapshot", "first_lost", "series" or "timeline"; for the last two a window in seconds since the hub began (negative: before
+    now), sources or ranks (none: all), and how much at most.
     """
 
     secret: str
@@ -268,6 +268,16 @@ class Ask(_Message, tag="ask"):
     limit: int = 2000
 
 
+class Stopping(_Message, tag="stopping"):
+    """The launcher's word before it ends the job, for whoever asked it to: ranks that end from now on are not lost. signal: its name.
+
+    On a connection as a viewer's; answered by one frame of JSON (null) once the hub knows.
+    """
+
+    secret: str
+    signal: str
+
+
 class RecordHeader(_Message, tag="header"):
     """Begins a record. began_at_s: when the hub began, in seconds since the epoch."""
 
@@ -277,7 +287,8 @@ class RecordHeader(_Message, tag="header"):
 
 
 class Presence(_Message, tag="presence"):
-    """What the hub itself sees of a rank: "lost" (its connection ended without a `Bye`)."""
+    """What the hub itself sees of a rank: "lost" (its connection ended without a `Bye`); or of the job (rank -1): "stopping" (text: by
+    which signal)."""
 
     rank: int
     status: str

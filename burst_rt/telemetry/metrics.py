@@ -39,7 +39,7 @@ METRICS: dict[str, Metric] = {
     "memory_temperature_c": Metric("C", "memory temperature", -50, 200),
     "sm_clock_mhz": Metric("MHz", "clock of the multiprocessors", 0, 1e5),
     "memory_clock_mhz": Metric("MHz", "clock of device memory", 0, 1e5),
-    "throttle_bits": Metric("bits", "why clocks are held back (THROTTLE_REASONS)", 0, 2**24),
+    "throttle_bits": Metric("bits", "why clocks are held back", 0, 2**24),
     "pcie_tx_bytes_per_s": Metric("B/s", "sent over PCIe", 0, _TERABYTE),
     "pcie_rx_bytes_per_s": Metric("B/s", "received over PCIe", 0, _TERABYTE),
     "nvlink_tx_bytes_per_s": Metric("B/s", "sent over NVLink", 0, 10 * _TERABYTE),

@@ -13,15 +13,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, Stalled
 from burst_rt.telemetry.wire import DASHBOARD_VARIABLE, METRICS_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
+
+if TYPE_CHECKING:
+    from burst_rt.telemetry.viewer import Viewer
+    from burst_rt.telemetry.views import Lost
 
 __all__ = ["RunningHub", "scrubbed", "start_hub"]
 
 _READY_DEADLINE_S = 15.0
 _END_DEADLINE_S = 3.0
+# To connect, and again for the answer: the launcher asks when a person waits for the job to end.
+_ASK_DEADLINE_S = 0.4
 # Of Open MPI, PMIx, MPICH and Intel MPI; and batch systems' that make a process look like a rank.
 _MPI_PREFIXES = ("OMPI_", "OPAL_", "PMIX_", "PMI_", "PRTE_", "MPI_", "MPIR_", "MPICH_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_", "SLURM_")
 
@@ -38,6 +46,27 @@ class RunningHub:
     def environment(self) -> dict[str, str]:
         """What ranks need to find it."""
         return {TELEMETRY_VARIABLE: self.address, SECRET_VARIABLE: self.secret}
+
+    def stopping(self, signal_name: str) -> None:
+        """Tells the hub that the job is about to be ended by this signal ("SIGINT"): ranks that end from now on are shown as stopped, and
+        nobody as lost. Call it before the ranks are signalled. Waits at most 0.8 s for the hub to know; a hub that is gone is no failure.
+        """
+        with suppress(ConfigError, Stalled), self._viewer() as viewer:
+            viewer.stopping(signal_name)
+
+    def first_lost(self) -> Lost | None:
+        """The rank that was lost, or failed, before all others, and what is known of what it did; None: none was, or the hub is gone.
+
+        Waits at most 0.8 s. Ask before `release`, which ends the hub.
+        """
+        with suppress(ConfigError, Stalled), self._viewer() as viewer:
+            return viewer.first_lost()
+        return None
+
+    def _viewer(self) -> Viewer:
+        from burst_rt.telemetry.viewer import Viewer
+
+        return Viewer(self.address, self.secret, _ASK_DEADLINE_S)
 
     def release(self) -> None:
         """Lets a held hub end with its last rank; waits a little for that, so that its record is whole."""
@@ -85,6 +114,9 @@ def start_hub(*, one_host: bool, record: str = "", held: bool = False, dashboard
         stderr=None if held else subprocess.DEVNULL,
         start_new_session=True,
     )
+    # While it starts: `stopping` is called by a signal's handler, which is no place to import in.
+    import burst_rt.telemetry.viewer  # noqa: F401
+
     address, *links = _read_line(process).split("\t")
     if not address:
         process.kill()

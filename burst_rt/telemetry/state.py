@@ -44,6 +44,7 @@ from burst_rt.telemetry.views import (
     EventView,
     FlowView,
     JobView,
+    Lost,
     PlanView,
     ProgressView,
     RankView,
@@ -80,6 +81,9 @@ _JOINT_SPANS = 20_000
 _JOINT_ENTRIES = 50_000
 JOB = "job"
 
+_WORTH_SAYING_S = 0.05
+# What a rank says that fails because of another one: "PeerLost: ...".
+_SECONDARY = ("PeerLost:", "Stalled:")
 # Of a rank in no call.
 _NOWHERE = Heartbeat(0.0, 0.0, -1.0, "", -1, "", 0.0)
 
@@ -100,6 +104,8 @@ class _Rank:
     counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))
     rates: dict[str, float] = field(default_factory=dict)
     exit_code: int | None = None
+    ending: str = ""  # how it ended, in words
+    ended_call: tuple[str, int] = ("", -1)  # group and number of the last call that is known to have ended
     # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
     plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
 
@@ -144,6 +150,8 @@ class State:
         self.sources: dict[str, _Source] = {}
         self.groups: dict[str, Group] = {}
         self.events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
+        self.first_lost: Lost | None = None  # before all others that were lost or failed
+        self._stopping = ""  # the signal by which the job is being ended
         self._num_events = 0
         self._progress = ProgressView(None, 0, {})
         self._not_finite: set[str] = set()  # what the job reports and is no number now
@@ -172,7 +180,8 @@ class State:
                 self.revision += 1
                 # Replayed, the next message may be a minute away.
                 self.now_s = max(self.now_s, min(end_s, rank.heard_s + SILENT_S))
-                self._set_status(rank, "silent", Severity.WARNING, f"nothing heard for {SILENT_S:g} s; {self._doing(rank)}")
+                severity = Severity.INFO if self._stopping else Severity.WARNING
+                self._set_status(rank, "silent", severity, _joined(f"nothing heard for {SILENT_S:g} s", self._known(rank)))
         self.now_s = end_s
 
     def excuse(self, seconds: float) -> None:
@@ -200,6 +209,7 @@ class State:
             self.record,
             sum(rank.dropped for rank in ranks),
             self.replayed,
+            self.first_lost.rank if self.first_lost is not None else -1,
         )
         sources = [self._source_view(source) for source in self.sources.values()]
         plans = [view for number in sorted(self.ranks) for view, _ in self.ranks[number].plans.values()]
@@ -296,6 +306,8 @@ class State:
     # What messages do.
 
     def _hello(self, at_s: float, hello: Hello) -> None:
+        if self.first_lost is not None and self.first_lost.rank == hello.rank:
+            self.first_lost = None  # it is back
         limit = _SPAN_BYTES // max(1, hello.world_size, len(self.ranks))
         rank = self.ranks[hello.rank] = _Rank(hello, Recent(limit), status_since_s=at_s, heard_s=at_s)
         for number in [key for key in self._decoded if key[0] == hello.rank]:
@@ -306,10 +318,13 @@ class State:
 
     def _presence(self, at_s: float, seen: Presence) -> None:
         rank = self.ranks.get(seen.rank)
-        if rank is None:
+        if seen.status == "stopping":
+            self._stopping = seen.text
+            self._event(-1, Severity.INFO, seen.status, f"by {seen.text}")
+        elif rank is None:
             self._event(seen.rank, Severity.WARNING, seen.status, seen.text)
-        elif rank.status != "left":
-            self._set_status(rank, "lost", Severity.ERROR, f"{seen.text}; {self._doing(rank)}")
+        elif rank.exit_code is None:
+            self._end(rank, "lost", _joined(seen.text, self._known(rank)))
 
     def _from_rank(self, at_s: float, rank: _Rank, message: FromRank) -> None:
         rank.heard_s = at_s
@@ -326,6 +341,7 @@ class State:
                 start, end = rank.at(message.started_s), rank.at(message.ended_s)
                 if message.plan in rank.plans:
                     rank.plans.move_to_end(message.plan)  # those that run stay
+                rank.ended_call = (message.group, message.number)
                 rank.recent.add(Kept(message.group, message.number, message.plan, start, end, message.wait_s, message.spans))
             case Counters():
                 self._count(rank, message)
@@ -347,9 +363,10 @@ class State:
                 rank.exit_code = message.code
                 if message.code == 0:
                     rank.beat = _NOWHERE
-                severity = Severity.INFO if message.code == 0 else Severity.ERROR
-                why = f": {message.text}" if message.text else ""
-                self._set_status(rank, "left", severity, f"exit code {message.code}{why}")
+                    self._set_status(rank, "left", Severity.INFO, "exit code 0")
+                else:
+                    why = f": {message.text}" if message.text else ""
+                    self._end(rank, "left", f"exit code {message.code}{why}", message.text)
             case Hello():
                 raise AssertionError("a hello has its own way in")
 
@@ -437,6 +454,29 @@ class State:
         self._add(self.sources[JOB], at_s, finite)
         self._progress = ProgressView(at_s, report.step, shown)
 
+    def _end(self, rank: _Rank, status: str, text: str, said: str = "") -> None:
+        """A rank was lost, or failed. The first is the cause, as far as anybody can see; those after it are not as bad."""
+        if self._stopping:
+            status, severity, text = "stopped", Severity.INFO, f"by {self._stopping}; {text}"
+        elif self.first_lost is not None:
+            status, severity, text = "ended", Severity.INFO, f"after rank {self.first_lost.rank}; {text}"
+        else:
+            severity = Severity.ERROR
+            if not said.startswith(_SECONDARY):
+                self.first_lost = self._lost(rank, said)
+                for other in self.ranks.values():
+                    if other.exit_code and other is not rank:
+                        other.status = "ended"  # it failed for want of this one, and said so sooner
+        rank.ending = text
+        self._set_status(rank, status, severity, text)
+
+    def _lost(self, rank: _Rank, said: str) -> Lost:
+        call, task, at_s = self._last_seen(rank)
+        return Lost(
+            rank.hello.rank, self.began_at_s + self.now_s, call, task, hop_of(task), max(0.0, self.now_s - at_s), rank.ended_call[1],
+            self._known(rank), rank.exit_code, said,
+        )  # fmt: skip
+
     def _set_status(self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = "") -> None:
         rank.status, rank.status_since_s = status, self.now_s
         self._event(rank.hello.rank, severity, kind or status, text)
@@ -445,13 +485,24 @@ class State:
         self._num_events += 1
         self.events.append(EventView(self._num_events, self.now_s, rank, severity, kind, text))
 
-    def _doing(self, rank: _Rank) -> str:
-        """What a rank did when it was last heard of."""
+    def _last_seen(self, rank: _Rank) -> tuple[int, str, float]:
+        """A rank's call (-1: none), its task there, and when that was so: a rank tells it only now and then."""
         beat = rank.beat
-        if beat.call < 0:
-            return "it was in no call"
-        for_s = self.now_s - rank.at(beat.since_s)
-        return f"it was in call {beat.call}, {beat.doing or 'between tasks'}, for {for_s:.1f} s"
+        if beat.call < 0 or (rank.ended_call[0] == beat.group and rank.ended_call[1] >= beat.call):
+            return -1, "", rank.heard_s
+        return beat.call, beat.doing, rank.at(beat.sent_s)
+
+    def _known(self, rank: _Rank) -> str:
+        """What a rank did when that was last known, and how long ago that is; nothing where nothing is known."""
+        if rank.beat is _NOWHERE:
+            return ""
+        call, task, at_s = self._last_seen(rank)
+        if call >= 0:
+            for_s = at_s - rank.at(rank.beat.since_s)
+            what = f"in call {call}, {task or 'between tasks'}{f', for {for_s:.1f} s' if for_s >= _WORTH_SAYING_S else ''}"
+        else:
+            what = f"after call {rank.ended_call[1]}" if rank.ended_call[1] >= 0 else "in no call"
+        return f"last heard {max(0.0, self.now_s - at_s):.1f} s before, {what}"
 
     def _window(self, since_s: float, until_s: float | None) -> tuple[float, float]:
         since, until = since_s, self.now_s if until_s is None else until_s
@@ -459,20 +510,21 @@ class State:
 
     def _rank_view(self, number: int, rank: _Rank) -> RankView:
         hello, beat, counts = rank.hello, rank.beat, rank.counters
-        busy = beat.call >= 0
+        call, doing, _ = self._last_seen(rank)
         overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
         return RankView(
             number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status, rank.status_since_s, rank.exit_code,
-            beat.group, beat.call, hop_of(beat.doing), beat.doing, rank.at(beat.since_s) if busy else 0.0, rank.heard_s,
+            beat.group, call, hop_of(doing), doing, rank.at(beat.since_s) if call >= 0 else 0.0, rank.heard_s,
             rank.offset_s or 0.0, beat.rtt_s,
             counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped, counts.lanes,
+            rank.ended_call[1], rank.ending,
         )  # fmt: skip
 
     def _source_view(self, source: _Source) -> SourceView:
         info = source.info
         users = [
             number
-            for number, rank in self.ranks.items()
+            for number, rank in sorted(self.ranks.items())
             if info.name in (rank.source, rank.hello.gpu) or (info.kind == "host" and info.host == rank.hello.host)
         ]
         values, details = source.values, source.details
@@ -480,6 +532,10 @@ class State:
             values = {name: value for name, value in values.items() if self.now_s - source.times[name] <= _STALE_S}
             details = details if values else {}
         return SourceView(info.name, info.kind, info.host, users, info.about, source.at_s, list(source.history.metrics), values, details)
+
+
+def _joined(text: str, more: str) -> str:
+    return f"{text}; {more}" if more else text
 
 
 def _flops(counters: Counters) -> int:

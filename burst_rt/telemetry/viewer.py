@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from burst_rt.errors import ConfigError, Stalled
-from burst_rt.telemetry.messages import Ask
-from burst_rt.telemetry.views import SeriesView, Snapshot, TimelineView
+from burst_rt.telemetry.messages import Ask, Stopping
+from burst_rt.telemetry.views import Lost, SeriesView, Snapshot, TimelineView
 from burst_rt.telemetry.wire import Frames, connect, frame
 
 __all__ = ["Viewer"]
@@ -49,6 +49,14 @@ class Viewer:
         """See `State.snapshot`."""
         return self._ask("snapshot", Snapshot)
 
+    def first_lost(self) -> Lost | None:
+        """See `State.first_lost`."""
+        return self._ask("first_lost", Lost | None)  # type: ignore[arg-type]  # a union is no type to mypy
+
+    def stopping(self, signal_name: str) -> None:
+        """Tells the hub that the job is being ended; returns once it knows."""
+        self._exchange(Stopping(self._secret, signal_name), type(None))
+
     def series(
         self, sources: Sequence[str] = (), metrics: Sequence[str] = (), since_s: float = -600.0, limit: int = 2000
     ) -> list[SeriesView]:
@@ -71,9 +79,12 @@ class Viewer:
         return self._socket
 
     def _ask(self, what: str, kind: type[_View], **options: Any) -> _View:  # those of Ask
+        return self._exchange(Ask(self._secret, what, **options), kind)
+
+    def _exchange(self, question: Ask | Stopping, kind: type[_View]) -> _View:
         peer = self._connect()
         try:
-            peer.sendall(frame(msgspec.msgpack.encode(Ask(self._secret, what, **options))))
+            peer.sendall(frame(msgspec.msgpack.encode(question)))
             while data := peer.recv(1 << 16):
                 for payload in self._frames.feed(data):
                     return msgspec.json.decode(payload, type=kind)

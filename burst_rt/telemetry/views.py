@@ -10,7 +10,7 @@ import msgspec
 from burst_rt.telemetry.messages import Candidate, LaneCounters, Severity
 
 __all__ = [
-    "EventView", "FlowView", "JobView", "PlanView", "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView",
+    "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView",
     "TimelineView", "WaitView",
 ]  # fmt: skip
 
@@ -18,7 +18,8 @@ __all__ = [
 class JobView(msgspec.Struct):
     """now_s: when the snapshot was made. world_size: 0 before a rank has come. record: the file it is recorded to, "" for none.
 
-    dropped: messages that ranks had no room for; replayed: this is a record, not a running job.
+    dropped: messages that ranks had no room for; replayed: this is a record, not a running job. first_lost: the rank that was lost, or
+    failed, before all others, -1 for none.
     """
 
     began_at_s: float
@@ -29,13 +30,17 @@ class JobView(msgspec.Struct):
     record: str
     dropped: int
     replayed: bool
+    first_lost: int = -1
 
 
 class RankView(msgspec.Struct):
-    """A rank. status: "live", "silent" (no heartbeat for 2 s), "lost" (its connection ended without a word), "left" (it ended by itself).
+    """A rank. status: "live", "silent" (no heartbeat for 2 s), "lost" (its connection ended without a word), "left" (it ended by itself);
+    "ended" (lost or failed after another one had been), "stopped" (lost or failed after the job was told to stop).
 
-    call: number of the call under way, -1 outside any; doing: its task or what it waits for, since doing_since_s. Counters are those of
-    `messages.Counters`. source: of its process; gpu: of its GPU, "" without. exit_code: of one that left.
+    call: number of the call under way, -1 outside any; doing: its task or what it waits for, since doing_since_s: as it was when the rank
+    last told. last_call: that it is known to have ended, -1: none. calls and other counters are those of `messages.Counters`; the number
+    of a call counts agreements and reductions too. source: of its process; gpu: of its GPU, "" without. exit_code: of one that left.
+    ending: how it ended, in words, "" while it has not.
     """
 
     rank: int
@@ -62,6 +67,28 @@ class RankView(msgspec.Struct):
     overlap: float | None
     dropped: int
     lanes: dict[str, LaneCounters]
+    last_call: int = -1
+    ending: str = ""
+
+
+class Lost(msgspec.Struct):
+    """The rank that was lost, or failed, before all others. at_s: when, in seconds since the epoch.
+
+    call, task, hop: what it was doing when that was last known, age_s before; -1, "" and -1 where it was in no call, or that is not known.
+    last_call: the last call that it is known to have ended, -1: none. exit_code, said: of one that said why, else None and "". known: what
+    it was doing, and how long before, in words ("" where nothing is known).
+    """
+
+    rank: int
+    at_s: float
+    call: int
+    task: str
+    hop: int
+    age_s: float
+    last_call: int
+    known: str
+    exit_code: int | None = None
+    said: str = ""
 
 
 class SourceView(msgspec.Struct):
@@ -106,7 +133,8 @@ class PlanView(msgspec.Struct):
 
 class EventView(msgspec.Struct):
     """Something that happened. number: counts up from 1. rank: -1 for the whole job. kind: "joined", "lost", "silent", "back", "left",
-    "plan", "not finite", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has all of it."""
+    "ended", "stopped", "stopping", "plan", "not finite", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has
+    all of it."""
 
     number: int
     at_s: float

@@ -228,7 +228,7 @@ class Bench:
         try:
             from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
         except ImportError:
-            return [{"package": "ring-attention-pytorch", "result": "not installed: pip install 'burst-rt[dev]'"}]
+            return [{"package": "ring-attention-pytorch", "result": "not installed: in the clone, pip install '.[dev]'"}]
         self._start_gloo()
         rows: Rows = []
         for tokens in (4096, 8192):

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import click
 
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels.triton.configs import Loads
 from burst_rt.launch.where import machine_options
 
 __all__ = ["command"]
 
+_HEAD_DIMS = click.option(
+    "--head-dim",
+    "head_dims",
+    multiple=True,
+    type=click.IntRange(16, 256),
+    default=(64, 128),
+    show_default=True,
+    help="Widths of a head; may be repeated.",
+)
 _OUT = click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Add the results to this JSON file.")
 
 
@@ -35,8 +46,8 @@ def engine(out: Path | None) -> None:
 @click.option(
     "--part", "parts", multiple=True, type=click.Choice(["kernels", "ring", "staged"]), help="Only these; default: the first two."
 )
-@click.option("--repeats", default=10, show_default=True, help="Runs of each side; medians are reported.")
-@click.option("--max-tokens", default=65536, show_default=True, help="Leave out longer sequences.")
+@click.option("--repeats", default=10, show_default=True, type=click.IntRange(1), help="Runs of each side; medians are reported.")
+@click.option("--max-tokens", default=65536, show_default=True, type=click.IntRange(1), help="Leave out longer sequences.")
 @_OUT
 def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
     """On one NVIDIA GPU: tile kernels against cuDNN and FlashAttention, four ranks against one kernel.
@@ -49,9 +60,9 @@ def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None)
 
 
 @command.command()
-@click.option("--head-dim", "head_dims", multiple=True, type=click.IntRange(16, 256), default=(64, 128), show_default=True)
+@_HEAD_DIMS
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True, help="Of the inputs.")
-@click.option("--repeats", default=10, show_default=True, help="Runs of each configuration; medians are compared.")
+@click.option("--repeats", default=10, show_default=True, type=click.IntRange(1), help="Runs of each configuration; medians are compared.")
 @click.option("--limit-s", default=600.0, show_default=True, help="Begin nothing new after so many seconds.")
 @_OUT
 def tune(head_dims: tuple[int, ...], dtype: str, repeats: int, limit_s: float, out: Path | None) -> None:
@@ -62,13 +73,15 @@ def tune(head_dims: tuple[int, ...], dtype: str, repeats: int, limit_s: float, o
 
 
 @command.command()
-@click.option("-n", "--num-ranks", default=2, show_default=True, help="Ranks of the job.")
+@click.option("-n", "--num-ranks", default=2, show_default=True, type=click.IntRange(1), help="Ranks of the job.")
 @click.option(
     "--part", "parts", multiple=True, type=click.Choice(["step", "memory"]), help="Only these parts; may be repeated. Default: both."
 )
-@click.option("--repeats", default=100, show_default=True, help="Turns of each side, of two steps.")
-@click.option("--tokens", default=4096, show_default=True, help="Of a step, over all ranks.")
-@click.option("--minutes", default=60, show_default=True, help="How long 64 ranks are watched, for the hub's memory.")
+@click.option("--repeats", default=100, show_default=True, type=click.IntRange(1), help="Turns of each side, of two steps.")
+@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(1), help="Of a step, over all ranks.")
+@click.option(
+    "--minutes", default=60, show_default=True, type=click.IntRange(1), help="How long 64 ranks are watched, for the hub's memory."
+)
 @_OUT
 def telemetry(num_ranks: int, parts: tuple[str, ...], repeats: int, tokens: int, minutes: int, out: Path | None) -> None:
     """What telemetry costs: a step with and without it, and the hub's memory for 64 ranks over an hour."""
@@ -86,13 +99,13 @@ def telemetry(num_ranks: int, parts: tuple[str, ...], repeats: int, tokens: int,
 
 _TOKENS = click.option("--tokens", multiple=True, type=click.IntRange(64), help="Lengths of the whole sequence; may be repeated.")
 _WORLDS = click.option("-n", "--num-ranks", "worlds", multiple=True, type=click.IntRange(1), help="Ranks; may be repeated.")
-_REPEATS = click.option("--repeats", default=5, show_default=True, help="Runs of each side; medians are reported.")
+_REPEATS = click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Runs of each side; medians are reported.")
 
 
 @command.command()
 @_WORLDS
 @_TOKENS
-@click.option("--heads", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--heads", default=2, show_default=True, type=click.IntRange(1), help="Query heads.")
 @machine_options
 @_REPEATS
 @_OUT
@@ -108,7 +121,7 @@ def predict(worlds: tuple[int, ...], tokens: tuple[int, ...], heads: int, repeat
 @command.command()
 @_WORLDS
 @_TOKENS
-@click.option("--heads", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--heads", default=8, show_default=True, type=click.IntRange(1), help="Query heads.")
 @click.option("--group", "groups", multiple=True, type=click.IntRange(1), help="Query heads a key/value head. [default: 1, 4]")
 @machine_options
 @_REPEATS
@@ -120,6 +133,9 @@ def strategies(
 
     Default: 2 and 4 ranks, 2K to 8K tokens.
     """
+    for group in groups:
+        if heads % group:
+            raise InputError(f"bench strategies: --group must divide --heads, got {group} and {heads}")
     shape = ["--heads", str(heads), "--groups", *(str(group) for group in groups or (1, 4))]
     for num_ranks in worlds or (2, 4):
         _strategies("compare", num_ranks, tokens or (2048, 4096, 8192), shape, repeats, out)
@@ -128,7 +144,7 @@ def strategies(
 @command.command()
 @_WORLDS
 @click.option("--tokens", default=8192, show_default=True, type=click.IntRange(64), help="Of the sequence; weak: half a rank.")
-@click.option("--heads", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Query heads.")
 @machine_options
 @_REPEATS
 @_OUT
@@ -156,6 +172,16 @@ def _strategies(part: str, num_ranks: int, tokens: tuple[int, ...], shape: list[
 
     options = [*shape, "--repeats", str(repeats)] + (["--out", str(out.absolute())] if out else [])
     lengths = ["--tokens", *(str(n) for n in tokens)]
+    from burst_rt.calibrated import HARDWARE_VARIABLE, calibrated_path, find_hardware
+    from burst_rt.joining import DEVICE_VARIABLE, resolve_device
+
+    device = resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type
+    if find_hardware(device) is None:
+        # Here rather than on the ranks, once they have measured.
+        raise ConfigError(
+            f"no machine file: {calibrated_path(device)} is not there, or {HARDWARE_VARIABLE} says none; run `burst-rt calibrate` first, "
+            f"or set {HARDWARE_VARIABLE} to a file"
+        )
     code = launch(["-m", "burst_rt.launch.bench.strategies", part, *lengths, *options], num_ranks=num_ranks)
     if code:
         sys.exit(code)
@@ -172,7 +198,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
 
 @command.command()
 @click.option("--arch", "arches", multiple=True, type=click.Choice(["80", "86", "90", "100"]), help="Only these chips; may be repeated.")
-@click.option("--head-dim", "head_dims", multiple=True, type=click.IntRange(16, 256), default=(64, 128), show_default=True)
+@_HEAD_DIMS
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True, help="Of the inputs.")
 @click.option(
     "--loads", type=click.Choice(["pointers", "descriptors"]), default="pointers", show_default=True, help="How; the latter from Hopper on."
@@ -187,7 +213,12 @@ def aot(arches: tuple[str, ...], head_dims: tuple[int, ...], dtype: str, loads: 
 
 @command.command()
 @click.option(
-    "-n", "--num-ranks", default=2, show_default=True, help="Ranks, one thread each; compared with one process of as many threads."
+    "-n",
+    "--num-ranks",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Ranks, one thread each; compared with one process of as many threads.",
 )
 @click.option(
     "--part",
@@ -197,8 +228,8 @@ def aot(arches: tuple[str, ...], head_dims: tuple[int, ...], dtype: str, loads: 
     help="Only these parts; may be repeated. Default: all.",
 )
 @machine_options
-@click.option("--repeats", default=5, show_default=True, help="Runs of each side; medians are reported.")
-@click.option("--max-tokens", default=65536, show_default=True, help="Leave out longer sequences.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Runs of each side; medians are reported.")
+@click.option("--max-tokens", default=65536, show_default=True, type=click.IntRange(1), help="Leave out longer sequences.")
 @_OUT
 def attention(num_ranks: int, parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
     """Attention over MPI ranks against torch's fused attention in one process: speed, exposed communication, overhead, memory, accuracy."""
@@ -211,15 +242,15 @@ def attention(num_ranks: int, parts: tuple[str, ...], repeats: int, max_tokens: 
 
 
 @command.command()
-@click.option("-n", "--num-ranks", default=2, show_default=True, help="Ranks, one thread each.")
+@click.option("-n", "--num-ranks", default=2, show_default=True, type=click.IntRange(1), help="Ranks, one thread each.")
 @click.option("--tokens", multiple=True, type=click.IntRange(min=1), default=(1024, 2048, 4096), show_default=True, help="May be repeated.")
-@click.option("--dim", default=512, show_default=True, help="Width of the residual stream.")
-@click.option("--heads", default=8, show_default=True, help="Query heads.")
-@click.option("--kv-heads", default=8, show_default=True, help="Key and value heads.")
-@click.option("--head-dim", default=64, show_default=True, help="Width of a head.")
-@click.option("--ffn-dim", default=1408, show_default=True, help="Width of the feed-forward.")
+@click.option("--dim", default=512, show_default=True, type=click.IntRange(1), help="Width of the residual stream.")
+@click.option("--heads", default=8, show_default=True, type=click.IntRange(1), help="Query heads.")
+@click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(1), help="Key and value heads.")
+@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(1), help="Width of a head.")
+@click.option("--ffn-dim", default=1408, show_default=True, type=click.IntRange(1), help="Width of the feed-forward.")
 @machine_options
-@click.option("--repeats", default=5, show_default=True, help="Runs of each strategy; medians are reported.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Runs of each strategy; medians are reported.")
 @_OUT
 def layer(num_ranks: int, tokens: tuple[int, ...], repeats: int, out: Path | None, **sizes: int) -> None:
     """One transformer layer over MPI ranks: a ring, all-to-all, and tensor parallelism without and with a split sequence."""

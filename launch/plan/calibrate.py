@@ -23,6 +23,7 @@ import torch
 import burst_rt
 from burst_rt.launch.bench.report import machine, median
 from burst_rt.launch.bench.timing import TIMES_OVER, have_memory, keep_freed_memory, progress, slowest_s
+from burst_rt.launch.plan.doubts import BusyCores, doubts
 from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
@@ -55,10 +56,12 @@ class Calibration:
         self.max_tokens = max_tokens
         self.heads, self.head_dim, self.dtype, self.repeats = heads, head_dim, dtype, repeats
         self.per_node = ctx.machine.ranks_per_node
+        self.samples: list[Sample] = []
+        self._busy = BusyCores()
 
     def hardware(self, say: Callable[[str], None]) -> Hardware:
         """The machine. Takes a minute or two on a CPU; `say` hears what is being measured."""
-        samples: list[Sample] = []
+        samples = self.samples
         for strategy, sizes in _STRATEGIES.items():
             if strategy == "all-to-all" and self.heads % self.ctx.world_size:
                 continue
@@ -75,6 +78,20 @@ class Calibration:
         assert link is not None
         nics = None if outside is None else Nics(self.per_node, outside)
         return Hardware(self._name(), Device(self._memory_bytes(), fit_rates(samples)), self._node(link, nics), nics)
+
+    def doubts(self, hardware: Hardware) -> list[str]:
+        """Why what was measured is not to be trusted; see `plan.doubts`."""
+        busy, own = self._busy.so_far()
+        cores = torch.zeros(self.ctx.world_size, dtype=torch.float64)
+        cores[self.ctx.rank] = own
+        own_all = self.ctx.all_reduce(cores)
+        first = self.ctx.rank - self.ctx.rank % self.per_node
+        others = torch.zeros_like(cores)
+        others[self.ctx.rank] = max(0.0, busy - float(own_all[first : first + self.per_node].sum()))
+        most = float(self.ctx.all_reduce(others).max())
+        threads = 1 if self.ctx.device.type == "cuda" else torch.get_num_threads()
+        free = max(0, (psutil.cpu_count() or 1) - self.per_node * threads)
+        return list(doubts(self.samples, hardware, most, free, self.per_node))
 
     def attention(self, strategy: str, tokens: int, causal: bool) -> Iterator[Sample]:
         """Every task of both directions, from the traces of all ranks; none where a rank's share of memory may not suffice."""
@@ -184,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--doubts", type=Path, required=True, help="a file for why the figures are not to be trusted, a line each")
     options = parser.parse_args(argv)
     keep_freed_memory()
     with burst_rt.init() as ctx:
@@ -195,11 +213,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibration = Calibration(ctx, **shape, repeats=options.repeats, max_tokens=options.max_tokens)
         with progress(first, len(_STRATEGIES) + 2) as step:
             found = calibration.hardware(step)
+        doubtful = calibration.doubts(found)
         if first:
+            options.doubts.write_text("".join(f"{doubt}\n" for doubt in doubtful), encoding="utf-8")
             made = ", ".join(f"{name} {value}" for name, value in machine().items())
             about = f"{options.heads} heads x {options.head_dim}, {options.dtype}"
             head = f"# Made by `burst-rt calibrate` on {date.today().isoformat()}: {about}.\n# {made}\n\n"
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(head + found.to_toml(), encoding="utf-8")
 
 

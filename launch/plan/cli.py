@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from burst_rt.attention.forecast import CANDIDATES
 from burst_rt.calibrated import calibrated_path
-from burst_rt.errors import InputError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.model import (
     MASKS,
     Model,
@@ -50,8 +51,11 @@ def parse_tokens(text: str) -> int:
     return int(number) * {"": 1, "K": 1 << 10, "M": 1 << 20}[unit]
 
 
-def _about(phase: str) -> Callable[[_F], _F]:
-    """The options that say what is computed where."""
+def _about(*masks: str) -> Callable[[_F], _F]:
+    """The options that say what is computed where, the same defaults for both: figures of different things would be compared.
+
+    masks: beside the usual ones.
+    """
     options = [
         click.option("--hardware", required=True, help="A machine: a100-pcie, a100-sxm, h100-sxm, h200-sxm, or the path of a file."),
         click.option("--model", "model_text", default="llama-7b", show_default=True, help="llama-7b, llama-13b, or layers=32,dim=4096,..."),
@@ -62,9 +66,16 @@ def _about(phase: str) -> Callable[[_F], _F]:
         click.option(
             "--phase",
             type=click.Choice(["first-token", "train"]),
-            default=phase,
+            default="train",
             show_default=True,
             help="Forward, or a step of training.",
+        ),
+        click.option(
+            "--mask",
+            type=click.Choice([*masks, *MASKS]),
+            default="causal",
+            show_default=True,
+            help="What attention computes." + " published: as the BurstAttention paper compares, its rings everything." * bool(masks),
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
@@ -78,15 +89,8 @@ def _about(phase: str) -> Callable[[_F], _F]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@_about("first-token")
+@_about("published")
 @click.option("--strategy", required=True, help=f"{', '.join(_STRATEGIES)}, ring-naive, burst-untiled; hybrid:N, two-level:N.")
-@click.option(
-    "--mask",
-    type=click.Choice(["published", *MASKS]),
-    default="published",
-    show_default=True,
-    help="What attention computes. published: as the BurstAttention paper compares, its rings everything, others the causal half.",
-)
 def simulate(
     hardware: str,
     model_text: str,
@@ -115,8 +119,7 @@ def simulate(
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@_about("train")
-@click.option("--mask", type=click.Choice(list(MASKS)), default="causal", show_default=True)
+@_about()
 def plan(
     hardware: str, model_text: str, world: int, nodes: int | None, seq_text: str, batch: int, phase: Phase, as_json: bool, mask: str
 ) -> None:
@@ -145,34 +148,46 @@ def plan(
         return
     _print(found, _title(model, machine, world, seq_text, phase))
     for strategy, reason in refused.items():
-        print(f"{strategy}: not for this: {reason}")
+        print(f"{strategy}: not for this: {reason.removeprefix(f'{strategy}: ')}")
     print(why)
 
 
 def _why(found: list[ModelForecast], best: ModelForecast | None, fewest: int | None, tile: tuple[int, int] | None) -> str:
-    ranks = "no number of ranks up to 512 holds it" if fewest is None else f"it needs at least {fewest} ranks"
+    ranks = "no number of ranks up to 512 holds it" if fewest is None else f"it needs at least {fewest} rank{'s' * (fewest > 1)}"
     if best is None or best.time_s is None:
         return f"Take none: nothing fits into a device's memory; with {'burst' if fewest else 'burst, too,'} {ranks}."
-    others = [f for f in found[1:] if f.time_s is not None]
-    ahead = f", {others[0].time_s / best.time_s:.2f} times as fast as {others[0].strategy}" if others and others[0].time_s else ""
+    same, *others = _alike(f for f in found if not f.out_of_memory)
+    ahead = f" (here {' and '.join(f.strategy for f in same[1:])} is the same)" if len(same) > 1 else ""
+    if others and others[0][0].time_s:
+        times = f"{others[0][0].time_s / best.time_s:.2f}"
+        ahead += f", {f'{times} times ' * (times != '1.00')}as fast as {others[0][0].strategy}"
     size = f" Its tiles are {tile[0]:,} queries x {tile[1]:,} keys; the kernel cuts them into its own blocks." if tile else ""
     return f"Take {best.strategy}: {best.time_s:.3g} s{ahead}; {ranks}.{size}"
 
 
+def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
+    """Strategies that come to the same here (two levels on one node are a ring) together, in the order in which they come."""
+    alike: dict[ModelForecast, list[ModelForecast]] = {}
+    for f in found:
+        alike.setdefault(replace(f, strategy=""), []).append(f)
+    return list(alike.values())
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-n", "--num-ranks", default=2, show_default=True, type=click.IntRange(2), help="Ranks that measure, all at once.")
-@click.option("--heads", default=8, show_default=True, type=click.IntRange(1))
-@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(16, 256))
-@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.option("--heads", default=8, show_default=True, type=click.IntRange(1), help="Heads of the calls measured.")
+@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(16, 256), help="Width of a head.")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the inputs.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Runs of each size; medians are taken.")
 @click.option("--max-tokens", default=8192, show_default=True, type=click.IntRange(256), help="Of a rank, in the largest call measured.")
 @machine_options
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write. [default: the one that jobs plan with]")
-def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: int, max_tokens: int, out: Path | None) -> None:
+@click.option("--force", is_flag=True, help="Write it even where the machine was busy with something else.")
+def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: int, max_tokens: int, out: Path | None, force: bool) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
-    Takes some four minutes on a CPU, in which nothing else should run. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes
-    them ignore it, BURST_RT_HARDWARE=FILE take another.
+    Takes some four minutes on a CPU, in which nothing else should run; where something did, nothing is written. Jobs find the file by
+    themselves; BURST_RT_HARDWARE=none makes them ignore it, BURST_RT_HARDWARE=FILE take another.
     """
 
     from burst_rt.joining import DEVICE_VARIABLE, resolve_device
@@ -180,11 +195,26 @@ def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: in
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
     sizes = ["--heads", str(heads), "--head-dim", str(head_dim), "--dtype", dtype, "--repeats", str(repeats)]
-    sizes += ["--max-tokens", str(max_tokens), "--out", str(path.absolute())]
-    code = launch(["-m", "burst_rt.launch.plan.calibrate", *sizes], num_ranks=num_ranks)
-    if code:
-        sys.exit(code)
-    found = load_hardware(path.absolute())
+    with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
+        made, doubts = Path(folder, "machine.toml"), Path(folder, "doubts")
+        sizes += ["--max-tokens", str(max_tokens), "--out", str(made), "--doubts", str(doubts)]
+        code = launch(["-m", "burst_rt.launch.plan.calibrate", *sizes], num_ranks=num_ranks)
+        if code:
+            sys.exit(code)
+        found, doubtful = load_hardware(made), doubts.read_text(encoding="utf-8").splitlines()
+        text = made.read_text(encoding="utf-8")
+    _print_machine(found)
+    if doubtful and not force:
+        raise ConfigError(
+            f"calibrate: the machine was busy: {'; '.join(doubtful)}. Nothing was written to {path}; try again when nothing else runs, or "
+            "with --force"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"# Doubtful: {doubt}.\n" for doubt in doubtful) + text, encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def _print_machine(found: Hardware) -> None:
     table = Table("operation", "launch us", "GFLOP/s", "under a mask", "at its edge", "GB/s", title=found.name, title_justify="left")
     for name, rate in found.device.rates.items():
         flops, memory = (speed and speed / 1e9 for speed in (rate.flops_per_s, rate.bytes_per_s))
@@ -192,7 +222,7 @@ def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: in
         table.add_row(name, *("-" if cell is None else f"{cell:,.3g}" for cell in cells))
     link = found.node.link
     Console().print(table)
-    print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way\nwrote {path}")
+    print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way")
 
 
 def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:
@@ -219,10 +249,14 @@ def _print(found: list[ModelForecast], title: str) -> None:
         column.justify = "right"
     for f in found:
         kept = "" if f.phase != "train" else "computed again" if f.recompute else "kept"
-        time = "out of memory" if f.time_s is None else f"{f.time_s:,.3f}"
-        table.add_row(f.strategy, f.mask, time, f"{f.exposed_s:,.3f}", f"{f.sent_bytes / 1e9:,.1f}", f"{f.memory_bytes / 1e9:,.1f}", kept)
+        time = "out of memory" if f.time_s is None else _seconds(f.time_s)
+        table.add_row(f.strategy, f.mask, time, _seconds(f.exposed_s), f"{f.sent_bytes / 1e9:,.1f}", f"{f.memory_bytes / 1e9:,.1f}", kept)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print("time: of one phase; idle, sent, memory: of the worst rank")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.3f}" if value >= 1 or not value else f"{value:.3g}"
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def _burst_rt(*words: str, hardware: str = "none") -> str:
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("calibrated") / "machine.toml"
-    said = _burst_rt("calibrate", "-n", "2", "--max-tokens", "1024", "--out", str(path), *_SHAPE)
+    said = _burst_rt("calibrate", "-n", "2", "--max-tokens", "1024", "--out", str(path), "--force", *_SHAPE)
     assert f"wrote {path}" in said
     return path
 

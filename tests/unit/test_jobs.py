@@ -93,7 +93,48 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
     links.look(state.timeline(-5.0))
     Console(width=100).print(render(state.snapshot(), links.now(state.snapshot()), [3.0, 2.0]))
     shown = capsys.readouterr().out
-    assert all(words in shown for words in ("● live", "✕ lost", "hop 1 of call 4", "1 kB/s"))
+    assert all(words in shown for words in ("● live", "✕ lost", "call 4, hop 1", "1 kB/s"))
     assert "1 → 0 silent" in shown
     assert "rank 1 lost: its connection ended" in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_top_shows_whole_columns_at_any_width(capsys: pytest.CaptureFixture[str], width: int, gpu: bool) -> None:
+    from rich.console import Console
+    from telemetry_feed import arrive, beat, gpu_sample
+
+    from burst_rt.launch.top import render
+    from burst_rt.telemetry.messages import Presence, Sample
+    from burst_rt.telemetry.state import State
+
+    state = State(1e9)
+    own = {"compute_percent": 85.0, "wait_percent": 8.0, "process_percent": 57.0, "rss_bytes": 6.3e8, "sent_bytes_per_s": 2.8e7}
+    for rank in range(12):
+        for message in arrive(rank, 12, gpu=gpu):
+            state.apply(0.0, rank, message)
+        state.apply(3.0, rank, beat(rank, 3.0, number=932, doing="hop 11 q1 kv10", since_s=2.9))
+        state.apply(3.0, rank, Sample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10}))
+        if gpu:
+            state.apply(3.0, rank, gpu_sample(rank, 3.0, 690.0))
+    state.apply(3.5, -1, Presence(11, "lost", "its connection ended"))
+    for rank in range(6):
+        state.apply(4.0, -1, Presence(rank, "lost", "its connection ended"))
+    Console(width=width).print(render(state.snapshot(), [], []))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    header = lines[2].split()
+    assert header[:2] == ["rank", "state"]
+    assert header[-1] == "doing"
+    assert ("power" in header) == (gpu and width >= 80)
+    assert ("memory" in header) == (width >= 80)
+    assert ("computing" in header) == (width >= 100)
+    assert ("flop/s" in header) == (width >= 100)
+    assert ("calls" in header) == (width >= 120)
+    for line in lines[3:15]:
+        # Cut is only what a rank does, and that has room.
+        assert "…" not in line[: lines[2].index("doing")]
+        assert width < 80 or "hop 11 q1" in line or "ended" in line or "connection" in line
+    # Who was lost first stands above the rest, though five more have ended since.
+    assert lines[15].split()[:6] == ["3.5", "s", "first:", "rank", "11", "lost:"]

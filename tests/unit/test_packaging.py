@@ -116,6 +116,11 @@ def test_a_light_import_stays_light(statement: str, tmp_path: Path) -> None:
     assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "[]"
 
 
+def test_a_job_may_report_before_init(tmp_path: Path) -> None:
+    source = "import burst_rt; burst_rt.telemetry.report(1, loss=2.0); print({'TYPE_CHECKING', 'import_module'} & set(dir(burst_rt)))"
+    assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "set()"
+
+
 def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
     source = "import burst_rt.transport, sys; print('mpi4py.MPI' in sys.modules)"
     assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "False"

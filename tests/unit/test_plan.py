@@ -96,6 +96,25 @@ def test_simulate_prints_json() -> None:
     assert "tensor-parallel+sequence" in CliRunner().invoke(cli, argv.split()).stdout
 
 
+def test_plan_and_simulate_say_the_same_of_the_same() -> None:
+    about = ["--hardware", "a100-pcie", "--world", "4", "--seq", "16K", "--model", "layers=2,dim=768,heads=12,ffn=2048", "--json"]
+    planned, simulated = (
+        json.loads(CliRunner().invoke(cli, words + about).stdout) for words in (["plan"], ["simulate", "--strategy", "burst"])
+    )
+    (row,) = [row for row in planned["strategies"] if row["strategy"] == "burst"]
+    assert {name: simulated[name] for name in row} == row
+
+
+def test_plan_names_what_comes_to_the_same_once() -> None:
+    said = CliRunner().invoke(cli, ["plan", "--world", "8", "--hardware", "a100-pcie", "--seq", "128K"]).stdout.splitlines()
+    # On one node two levels are a ring.
+    assert "two-level is the same" in said[-1]
+    assert "1.00 times" not in said[-1]
+    argv = "plan --world 4 --hardware a100-pcie --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
+    refused = [line for line in CliRunner().invoke(cli, argv.split()).stdout.splitlines() if "not for this" in line]
+    assert [line.count("tensor-parallel:") for line in refused if line.startswith("tensor-parallel:")] == [1]
+
+
 def test_plan_says_what_to_take_and_why() -> None:
     argv = "plan --world 4 --nodes 2 --hardware h100 --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
     done = CliRunner().invoke(cli, [*argv.split(), "--json"])

@@ -23,7 +23,7 @@ from burst_rt.errors import ConfigError, InputError, ProtocolError
 from burst_rt.telemetry import joining
 from burst_rt.telemetry.agent import Agent
 from burst_rt.telemetry.calls import CallLog, Totals
-from burst_rt.telemetry.messages import VERSION, FromRank, Group, Note, Severity
+from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
 from burst_rt.telemetry.starting import RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.viewer import Viewer
 from burst_rt.telemetry.views import Snapshot
@@ -144,9 +144,78 @@ def test_a_dropped_connection_is_noticed_within_100_ms(hub: RunningHub) -> None:
         closed_s = time.monotonic()
         shown = _wait_until(viewer, lambda s: s.ranks[1].status == "lost")
         assert time.monotonic() - closed_s < 0.1
-        assert "it was in call 4, hop 1 q1 kv0, for" in shown.events[-1].text
+        assert "in call 4, hop 1 q1 kv0" in shown.events[-1].text
         assert shown.ranks[0].status == "live"
         other.close()
+
+
+def test_the_launcher_asks_who_was_lost_first_and_what_it_did(hub: RunningHub) -> None:
+    assert hub.first_lost() is None
+    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as other, _rank(hub, 1) as victim:
+        _say(victim, beat(1, 0.0, number=932, doing="hop 1 q1 kv0"))
+        _wait_until(viewer, lambda s: len(s.ranks) == 2 and s.ranks[1].call == 932)
+        killed_at_s = time.time()
+        victim.close()
+        _wait_until(viewer, lambda s: s.ranks[1].status == "lost")
+        other.close()
+        _wait_until(viewer, lambda s: s.ranks[0].status == "ended")
+    asked_s = time.monotonic()
+    lost = hub.first_lost()
+    assert time.monotonic() - asked_s < 1.0
+    assert lost is not None
+    assert (lost.rank, lost.call, lost.task, lost.hop, lost.exit_code) == (1, 932, "hop 1 q1 kv0", 1, None)
+    assert lost.at_s == pytest.approx(killed_at_s, abs=1.0)
+    assert 0.0 <= lost.age_s < 10.0
+    assert "in call 932, hop 1 q1 kv0" in lost.known
+
+
+def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    running = start_hub(one_host=True, held=True)
+    with Viewer(running.address, running.secret) as viewer:
+        ranks = [_rank(running, rank) for rank in range(2)]
+        _wait_until(viewer, lambda s: len(s.ranks) == 2)
+        asked_s = time.monotonic()
+        running.stopping("SIGINT")
+        assert time.monotonic() - asked_s < 1.0
+        _say(ranks[0], Bye(0.0, 130, "KeyboardInterrupt: "))
+        for connection in ranks:
+            connection.close()
+        shown = _wait_until(viewer, lambda s: all(r.status != "live" for r in s.ranks))
+    assert [r.status for r in shown.ranks] == ["stopped", "stopped"]
+    assert shown.events[2].line.endswith("job stopping: by SIGINT")
+    assert {e.severity for e in shown.events} == {Severity.INFO}
+    assert running.first_lost() is None
+    running.release()
+    assert "without a word" not in capfd.readouterr().err
+
+
+def test_stopping_imports_nothing_in_a_signals_handler() -> None:
+    source = """
+import sys
+from burst_rt.telemetry.starting import start_hub
+hub = start_hub(one_host=True, held=True)
+before = set(sys.modules)
+hub.stopping("SIGINT")
+print({name for name in set(sys.modules) - before if name.startswith("burst_rt")})
+hub.release()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_hub_that_does_not_answer_holds_the_launcher_up_for_less_than_a_second(hub: RunningHub) -> None:
+    os.kill(hub._process.pid, signal.SIGSTOP)
+    try:
+        for ask in (hub.first_lost, lambda: hub.stopping("SIGINT")):
+            asked_s = time.monotonic()
+            assert ask() is None
+            assert time.monotonic() - asked_s < 1.0
+    finally:
+        os.kill(hub._process.pid, signal.SIGCONT)
+    gone = start_hub(one_host=True, held=True)
+    gone.release()
+    gone.stopping("SIGTERM")
+    assert gone.first_lost() is None
 
 
 def test_a_silent_rank_is_noticed(hub: RunningHub) -> None:
@@ -168,6 +237,21 @@ def test_strangers_are_not_heard(hub: RunningHub) -> None:
             assert stranger.recv(100) == b""
     with Viewer(hub.address, hub.secret) as viewer:
         assert viewer.snapshot().ranks == []
+
+
+def test_strangers_write_nothing_into_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    running = start_hub(one_host=True, held=True)
+    for _ in range(20):
+        with connect(running.address, _DEADLINE_S) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(100) == b""
+    with _rank(running, 0) as rank:
+        rank.sendall(frame(b"\xc1"))
+        assert rank.recv(100) == b""
+    running.release()
+    said = capfd.readouterr().err
+    assert said.count("is not heard any more") == 1
+    assert "rank 0 is not heard any more" in said
 
 
 def test_over_tcp_with_the_secret() -> None:

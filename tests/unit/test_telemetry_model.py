@@ -96,7 +96,63 @@ def test_a_lost_rank_is_named_with_what_it_did() -> None:
     assert rank.doing_since_s == pytest.approx(3.0)
     event = state.snapshot().events[-1]
     assert event.severity is Severity.ERROR
-    assert event.line == "4.500 s rank 1 lost: its connection ended without a word; it was in call 3, hop 2, for 1.5 s"
+    known = "last heard 0.5 s before, in call 3, hop 2, for 1.0 s"
+    assert event.line == f"4.500 s rank 1 lost: its connection ended without a word; {known}"
+    assert rank.ending == event.text
+    lost = state.first_lost
+    assert lost is not None
+    assert (lost.rank, lost.call, lost.task, lost.hop, lost.known) == (1, 3, "hop 2", 2, known)
+    assert [lost.at_s - 1e9, lost.age_s] == pytest.approx([4.5, 0.5])
+
+
+def test_what_is_not_known_of_a_lost_rank_is_not_said() -> None:
+    """Calls of milliseconds, and a rank that tells where it is twice a second: it may have been anywhere since."""
+    state = _job()
+    _feed(state, 1, [beat(1, 4.0), call(1, 7, 4.0, *_TIMES_1)], at_s=4.0)
+    state.apply(4.4, -1, Presence(1, "lost", "it ended"))
+    assert state.snapshot().events[-1].text == "it ended; last heard 0.4 s before, after call 7"
+    assert state.first_lost is not None
+    assert (state.first_lost.call, state.first_lost.last_call, state.first_lost.hop) == (-1, 7, -1)
+    # The call that it was in has ended since.
+    state = _job()
+    _feed(state, 1, [beat(1, 4.0, number=7, doing="hop 1", since_s=4.0)], at_s=4.0)
+    _feed(state, 1, [call(1, 7, 4.0, *_TIMES_1)], at_s=4.2)
+    state.apply(4.4, -1, Presence(1, "lost", "it ended"))
+    assert state.snapshot().events[-1].text == "it ended; last heard 0.2 s before, after call 7"
+    # It had said nothing but who it is.
+    state = State(1e9)
+    state.apply(0.0, 0, arrive(0)[0])
+    state.apply(1.0, -1, Presence(0, "lost", "it ended"))
+    assert state.snapshot().events[-1].text == "it ended"
+
+
+def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
+    state = _job(4)
+    state.apply(1.0, 0, Bye(1.0, 75, "PeerLost: rank 2 is gone"))  # it heard of it before the hub did
+    state.apply(1.1, -1, Presence(2, "lost", "it ended"))
+    state.apply(1.2, 1, Bye(1.2, 75, "PeerLost: rank 2 is gone"))
+    state.apply(1.3, -1, Presence(3, "lost", "it ended"))
+    shown = state.snapshot()
+    assert [rank.status for rank in shown.ranks] == ["ended", "ended", "lost", "ended"]
+    assert [event.rank for event in shown.events if event.severity is Severity.ERROR] == [0, 2]
+    assert shown.events[-1].line.startswith("1.300 s rank 3 ended: after rank 2; it ended")
+    assert state.first_lost is not None
+    assert state.first_lost.rank == 2
+    # One that says why it fails is the cause too.
+    state = _job()
+    state.apply(1.0, 1, Bye(1.0, 1, "KeyError: 'x'"))
+    state.apply(1.1, -1, Presence(0, "lost", "it ended"))
+    assert [rank.status for rank in state.snapshot().ranks] == ["ended", "left"]
+    assert state.first_lost is not None
+    assert (state.first_lost.rank, state.first_lost.exit_code, state.first_lost.said) == (1, 1, "KeyError: 'x'")
+
+
+def test_a_rank_that_comes_back_is_the_cause_of_nothing() -> None:
+    state = _job()
+    state.apply(1.0, -1, Presence(1, "lost", "it ended"))
+    _feed(state, 1, arrive(1), at_s=2.0)
+    assert state.first_lost is None
+    assert state.snapshot().ranks[1].status == "live"
 
 
 def test_a_silent_rank_is_noticed_and_comes_back() -> None:
@@ -117,6 +173,7 @@ def test_a_rank_that_says_goodbye_is_not_lost() -> None:
     state.apply(5.1, -1, Presence(0, "lost", "its connection ended"))
     state.advance(60.0)
     assert [(r.status, r.exit_code, r.call) for r in state.snapshot().ranks] == [("left", 0, -1), ("left", 1, -1)]
+    assert [r.ending for r in state.snapshot().ranks] == ["", "exit code 1: KeyError: 'x'"]
     assert state.snapshot().events[-1].text == "exit code 1: KeyError: 'x'"
 
 

@@ -10,26 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dashboards import Serving, serving
 from playwright.sync_api import CDPSession, sync_playwright
+from telemetry_feed import Load
 
-from burst_rt.telemetry.messages import VERSION, Call, Counters, FromRank, Group, Heartbeat, Hello, LaneCounters, Plan, Report, TaskInfo
 from burst_rt.telemetry.state import State
-from burst_rt.telemetry.timeline import SPAN
 
-_HOPS = 8
-_TASKS = 2 * _HOPS - 1
 _TICK_S = 0.1
 # Of the page: how long frames took and how far apart they were.
 _COUNT_FRAMES = """() => {
@@ -57,69 +51,6 @@ _TAKE_DRAWING = """async () => {
   const mean = Math.round(100 * frames.tookMs / frames.count) / 100;
   return { mean_ms: mean, worst_ms: Math.round(10 * frames.worstMs) / 10, spans_taken: spans.total, places: held };
 }"""
-
-
-class Load:
-    """Ranks that each make calls of `_TASKS` tasks so that all together there are `rate` spans a second."""
-
-    def __init__(self, num_ranks: int, rate: float) -> None:
-        self.num_ranks = num_ranks
-        self.period_s = num_ranks * _TASKS / rate
-        self.calls = 0
-        self.spans = 0
-
-    def begin(self, state: State) -> None:
-        """All ranks join."""
-        everyone = list(range(self.num_ranks))
-        for rank in everyone:
-            following, preceding = (rank + 1) % self.num_ranks, (rank - 1) % self.num_ranks
-            tiles = [
-                TaskInfo(f"hop {h} q{rank} kv{(rank - h) % self.num_ranks}", "compute", "forward", h, 0, 10**9, False, [], [])
-                for h in range(_HOPS)
-            ]
-            moves = [
-                TaskInfo(f"hop {h}", "network", "exchange", h, 10**6, 0, False, [(following, h, 10**6)], [(preceding, h, 10**6)])
-                for h in range(_HOPS - 1)
-            ]
-            hello = Hello(VERSION, "", rank, self.num_ranks, rank % 8, f"node{rank // 8}", 1000 + rank, "cpu", "", "load.py", "0.1", 5.0)
-            first: list[FromRank] = [
-                hello,
-                Group("all", everyone, "mpi", ""),
-                Plan(0, "all", "forward", [*tiles, *moves], "made up", self.period_s * 0.8),
-            ]
-            for message in first:
-                state.apply(0.0, rank, message)
-
-    def advance(self, state: State, now_s: float) -> None:
-        """What has happened since."""
-        while (self.calls + 1) * self.period_s <= now_s:
-            self._call(state, self.calls * self.period_s)
-            self.calls += 1
-        for rank in range(self.num_ranks):
-            state.apply(now_s, rank, Heartbeat(now_s, 0.0, 1e-4, "all", self.calls, f"hop {self.calls % _HOPS}", now_s))
-            lanes = {
-                "network": LaneCounters(self.calls * 7, self.calls * 7 * 10**6, 0),
-                "compute": LaneCounters(self.calls * 8, 0, self.calls * 8 * 10**9),
-            }
-            worked_s = 0.85 * self.calls * self.period_s
-            state.apply(
-                now_s, rank, Counters(now_s, self.calls, self.calls, worked_s, 0.1 * worked_s, worked_s, worked_s, 0.9 * worked_s, lanes, 0)
-            )
-        state.apply(now_s, 0, Report(now_s, self.calls, {"loss": 1 + 5 * math.exp(-now_s / 100), "tokens_per_s": 1e6}))
-
-    def _call(self, state: State, start_s: float) -> None:
-        hop_s = 0.9 * self.period_s / _HOPS
-        for rank in range(self.num_ranks):
-            shake = 0.05 * hop_s * math.sin(rank * 7 + self.calls)
-            spans = np.zeros(_TASKS, SPAN)
-            spans["task"] = np.arange(_TASKS)
-            begins = np.concatenate([np.arange(_HOPS), np.arange(_HOPS - 1) + 0.05]) * hop_s + shake + 0.05 * hop_s
-            spans["issued"] = spans["started"] = begins
-            spans["ended"] = begins + hop_s * 0.9
-            state.apply(
-                start_s + self.period_s, rank, Call("all", self.calls, 0, start_s, start_s + self.period_s, 0.0, 0.0, spans.tobytes())
-            )
-            self.spans += _TASKS
 
 
 def _feed(running: Serving, load: Load, stop: threading.Event) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -118,6 +120,40 @@ def test_what_a_request_names_is_not_read(server: Serving) -> None:
         assert _ask(server, f"/api/timeline?{query}", **headers).status in (200, 400)
     found = _ask(server, "/api/series?source=../../etc/passwd", **headers)
     assert json.loads(found.body) == []  # type: ignore[attr-defined]  # see _ask
+
+
+def test_those_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_rt.dashboard.server._REQUEST_DEADLINE_S", 1.0)
+    with serving(_state()) as running, contextlib.ExitStack() as opened:
+        cookie = _cookie(running).partition(";")[0]
+        mute = [opened.enter_context(socket.create_connection((running.host, running.port))) for _ in range(200)]
+        for half in mute[::2]:
+            half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        for _ in range(20):
+            assert _ask(running, "/api/plans", Cookie=cookie).status == 200
+        opened_s = time.monotonic()
+        for half in mute:
+            half.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert half.recv(100) == b""
+        assert time.monotonic() - opened_s < 5
+        # Of a connection that has asked before, too.
+        again = http.client.HTTPConnection(running.host, running.port, timeout=10)
+        again.request("GET", "/api/plans", headers={"Cookie": cookie})
+        assert again.getresponse().read()
+        again.sock.sendall(b"GET /")
+        with contextlib.suppress(ConnectionResetError):
+            assert again.sock.recv(100) == b""
+        again.close()
+
+
+def test_requests_that_are_none_write_nothing_into_the_terminal(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(50):
+        with socket.create_connection((server.host, server.port)) as stranger:
+            stranger.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+            assert b"400 Bad Request" in stranger.recv(1000)
+    assert _ask(server, "/", Authorization="Bearer wrong").headers["connection"] == "close"
+    assert caplog.records == []
 
 
 def test_another_address_only_with_a_warning() -> None:

@@ -168,17 +168,30 @@ def _kill_a_rank(page: Page, job: RunningCommand, pictures: Path) -> None:
     page.wait_for_selector("[data-rank='2'].lost", timeout=_RED_S * 1000)
     assert time.monotonic() - killed_s < _RED_S
     expect(page.locator("[data-rank='2']")).to_contain_text("✕ lost")
-    page.wait_for_timeout(200)
-    page.screenshot(path=pictures / "lost.png")
     expect(page.locator("#banner")).to_contain_text("The job has ended", timeout=15_000)
-    # What was last seen stays.
-    expect(page.locator("[data-rank='2'].lost")).to_be_visible()
+    # What was last seen stays, and so does who was lost first.
+    expect(page.locator("#banner")).to_contain_text(re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d: its connection ended"))
+    _expect_one_cause(page)
+    page.screenshot(path=pictures / "lost.png")
+
+
+def _expect_one_cause(page: Page) -> None:
+    """Of a job that ended because rank 2 was lost; the others went within a second or so."""
+    expect(page.locator(".card.lost")).to_have_count(1)
+    expect(page.locator("[data-rank='2'].lost")).to_contain_text(re.compile(r"✕ lost first \d+:\d\d\.\d"))
+    expect(page.locator(".card.ended")).to_have_count(3)
+    expect(page.locator("[data-rank='0'].ended")).to_contain_text(re.compile(r"ended \d+\.\d s after"))
+    expect(page.locator("#health")).to_have_text("✕ rank 2 was lost first, 3 ended after it")
+    cause = page.locator(".cause")
+    expect(cause).to_contain_text("first: rank 2 lost its connection ended without a word; last heard")
+    expect(cause).to_be_in_viewport(ratio=1)
+    expect(cause.locator("time")).to_have_text(re.compile(r"^\d+:\d\d\.\d$"))
+    expect(page.locator(".events")).not_to_contain_text("rank 2 lost")
 
 
 def _watch_the_replay(page: Page, pictures: Path) -> None:
     expect(page.locator("#banner")).to_contain_text("A record")
-    expect(page.locator("[data-rank='2'].lost")).to_be_visible()
-    expect(page.locator(".events")).to_contain_text("lost")
+    _expect_one_cause(page)
     page.keyboard.press("2")
     page.wait_for_timeout(_SETTLE_MS)
     assert _drawn(page) == set(_COLOURS)

@@ -20,6 +20,19 @@ export function ticks(low, high, most) {
   return found;
 }
 
+// The colour and the dashes of a line, by its place among all.
+function look(place) {
+  return [palette[place % palette.length], place >= 2 * palette.length ? [2, 3] : place >= palette.length ? [6, 3] : []];
+}
+
+export function swatch(place) {
+  const [colour, dashes] = look(place);
+  const mark = el("i", { class: "swatch" });
+  const [on, off] = dashes;
+  mark.style.background = on ? `repeating-linear-gradient(90deg, ${colour} 0 ${on}px, transparent ${on}px ${on + off}px)` : colour;
+  return mark;
+}
+
 export class Chart {
   constructor(unit) {
     this.unit = unit;
@@ -43,7 +56,8 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
-  // lines: [{name, times, values (null where there is none)}]; since, until: of the axis.
+  // lines: [{name, place (which gives its colour; else its number here), times, values (null where there is none)}]; since, until: of the
+  // axis.
   set(lines, since, until) {
     this.lines = lines;
     this.since = since ?? Math.min(...lines.map((line) => line.times[0] ?? Infinity));
@@ -78,8 +92,9 @@ export class Chart {
     context.lineWidth = this.lines.length > 16 ? 1 : 1.6;
     context.lineJoin = "round";
     this.lines.forEach((line, i) => {
-      context.strokeStyle = palette[i % palette.length];
-      context.setLineDash(i >= 2 * palette.length ? [2, 3] : i >= palette.length ? [6, 3] : []);
+      const [colour, dashes] = look(line.place ?? i);
+      context.strokeStyle = colour;
+      context.setLineDash(dashes);
       context.beginPath();
       let down = false;
       for (let k = 0; k < line.times.length; k += 1) {
@@ -109,7 +124,8 @@ export class Chart {
       context.fillStyle = colours.grid;
       context.fillRect(LEFT, Math.round(y(at)), width - LEFT - RIGHT, 1);
       context.fillStyle = colours.muted;
-      context.fillText(short(measure(Number(at.toPrecision(6)), this.unit)), LEFT - 7, y(at));
+      // Reasons are words, and between two of them is nothing.
+      if (this.unit !== "bits") context.fillText(short(measure(Number(at.toPrecision(6)), this.unit)), LEFT - 7, y(at));
     }
     context.textAlign = "center";
     context.textBaseline = "alphabetic";
@@ -125,9 +141,9 @@ export class Chart {
     this.tip.hidden = x == null || x < LEFT || !this.lines.length;
     if (this.tip.hidden) return;
     const at = this.since + ((x - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT)) * (this.until - this.since);
-    const found = this.lines.map((line) => [line.name, nearest(line, at)]).filter(([, value]) => value != null);
+    const found = this.lines.map((line, i) => [line.name, nearest(line, at), line.place ?? i]).filter(([, value]) => value != null);
     if (found.length > LISTED) found.sort((a, b) => b[1] - a[1]);
-    const rows = found.slice(0, LISTED).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, measure(value, this.unit))]);
+    const rows = found.slice(0, LISTED).flatMap(([name, value, i]) => [el("dt", {}, swatch(i), name), el("dd", {}, measure(value, this.unit))]);
     const more = found.length > LISTED ? [el("span", { class: "muted" }, `the ${LISTED} highest of ${found.length}`)] : [];
     this.tip.replaceChildren(el("b", {}, clock(at)), el("dl", {}, ...rows), ...more);
     beside(this.tip, event);

@@ -25,7 +25,7 @@ export const short = (words) => words.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replac
 
 export function bytes(value) {
   const [size, unit] = scaled(value, 1000, ["B", "kB", "MB", "GB", "TB", "PB"]);
-  return `${unit === "B" ? Math.round(size) : digits(size)} ${unit}`;
+  return `${unit === "B" && (size >= 10 || Number.isInteger(size)) ? Math.round(size) : digits(size)} ${unit}`;
 }
 
 // A part and its whole, in the unit of the whole: 63.1/85.5 GB.
@@ -52,9 +52,26 @@ export function clock(value) {
   return `${hours ? `${hours}:` : ""}${hours ? two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)}:${two(whole % 60)}`;
 }
 
-// The sign of a rank's state, which its colour alone must not carry; one that left with an error is as bad as one lost.
-export const SIGNS = { live: "●", silent: "▲", lost: "✕", left: "○" };
+// To a tenth of a second: 1:02.3. Ranks end within a second of each other.
+export function tenths(value) {
+  const whole = Math.floor(Math.max(0, value) * 10 + 1e-6);
+  return `${clock(whole / 10)}.${whole % 10}`;
+}
+
+// The sign of a rank's state, which its colour alone must not carry; one that left with an error is as bad as one lost. Those that ended
+// after it are not.
+export const SIGNS = { live: "●", silent: "▲", lost: "✕", ended: "◌", stopped: "○", left: "○" };
+export const ending = (rank) => (rank.status === "lost" ? "was lost" : `failed with code ${rank.exit_code}`);
 export const looks = (rank) => (rank.status === "left" && rank.exit_code ? "lost" : rank.status);
+
+// Why clocks are held back (telemetry/metrics.py), once the page has been told: words by bit.
+export const REASONS = {};
+
+function reasons(bits) {
+  if (!Number.isInteger(bits)) return "changing"; // a mean over time
+  const words = Object.entries(REASONS).filter(([bit]) => bits & Number(bit)).map(([, reason]) => reason);
+  return words.join(", ") || (bits ? `reason ${bits}` : "none");
+}
 
 // By the unit of a metric (telemetry/metrics.py).
 export function measure(value, unit) {
@@ -66,6 +83,8 @@ export function measure(value, unit) {
     case "s": return seconds(value);
     case "W": return `${digits(value)} W`;
     case "C": return `${Math.round(value)} °C`;
+    case "MHz": return count(value * 1e6, "Hz");
+    case "bits": return reasons(value);
     case "flop/s": return count(value, "flop/s");
     case "1": case "1/s": return Math.abs(value) < 100 && !Number.isInteger(value) ? Number(value.toPrecision(4)).toString() : count(value);
     default: return count(value, unit);

@@ -1,11 +1,12 @@
 // Plots over time: one a metric, a line a GPU (or host, process, the job). Asked for every few seconds, at a bounded number of points.
 
-import { Chart } from "./chart.js";
+import { Chart, swatch } from "./chart.js";
 import { ask, el, panel, text } from "./dom.js";
 import { job, now } from "./live.js";
 
 const EVERY_MS = 4000;
 const POINTS = 300;
+const LISTED = 16; // in the legend
 const KINDS = [["gpu", "GPUs"], ["process", "Ranks"], ["host", "Hosts"], ["job", "Job"]];
 const RANGES = [[60, "1 min"], [600, "10 min"], [3600, "1 h"], [86400, "all"]];
 
@@ -18,8 +19,9 @@ export class History {
     this.one = el("select", { "aria-label": "Which", onchange: () => this.load() });
     this.ranges = RANGES.map(([range, name]) => el("button", { type: "button", onclick: () => this.reach(range) }, name));
     this.grid = el("div", { class: "charts" });
+    this.legend = el("div", { class: "legend" });
     this.none = el("p", { class: "empty" }, "Nothing measured yet.");
-    this.node = el("div", { class: "page" }, el("div", { class: "tools" }, this.kinds, this.one, ...this.ranges), this.none, this.grid);
+    this.node = el("div", { class: "page" }, el("div", { class: "tools" }, this.kinds, this.one, ...this.ranges, this.legend), this.none, this.grid);
   }
 
   show() {
@@ -34,7 +36,7 @@ export class History {
 
   update() {
     const there = KINDS.filter(([kind]) => job.present.sources.some((source) => source.kind === kind && source.metrics.length));
-    const known = there.map(([kind]) => kind).join();
+    const known = `${there.map(([kind]) => kind)} ${this.sources().map((source) => source.name)}`;
     if (known === this.known) return;
     this.known = known;
     this.kind = there.some(([kind]) => kind === this.kind) ? this.kind : there[0]?.[0];
@@ -57,12 +59,14 @@ export class History {
   }
 
   sources() {
-    return job.present.sources.filter((source) => source.kind === this.kind && source.metrics.length);
+    return job.present.sources.filter((source) => source.kind === this.kind && source.metrics.length).sort(byRank);
   }
 
   choose() {
     const chosen = this.one.value;
-    const options = this.sources().map((source) => el("option", { value: source.name }, title(source)));
+    const sources = this.sources();
+    this.places = new Map(sources.map((source, i) => [source.name, i]));
+    const options = sources.map((source) => el("option", { value: source.name }, title(source)));
     this.one.replaceChildren(el("option", { value: "" }, "all"), ...options);
     this.one.value = chosen;
   }
@@ -85,6 +89,11 @@ export class History {
     const metrics = [...new Set(views.flatMap((view) => Object.keys(view.values)))].filter(measured);
     this.none.hidden = metrics.length > 0;
     const names = new Map(sources.map((source) => [source.name, title(source)]));
+    const place = (name) => this.places.get(name) ?? this.places.size;
+    views.sort((a, b) => place(a.source) - place(b.source));
+    const shown = sources.slice(0, LISTED).map((source) => el("span", {}, swatch(place(source.name)), title(source)));
+    const more = sources.length > LISTED ? [`and ${sources.length - LISTED} more: point at a curve`] : [];
+    this.legend.replaceChildren(...(sources.length > 1 ? [...shown, ...more] : []));
     const until = now();
     const oldest = Math.min(until - 1, ...views.map((view) => view.times[0] ?? Infinity));
     const since = Math.max(oldest, until - this.range);
@@ -102,13 +111,24 @@ export class History {
         this.grid.append(found.panel.node);
       }
       const own = views.filter((view) => view.values[metric]);
-      found.chart.set(own.map((view) => ({ name: names.get(view.source), times: view.times, values: view.values[metric] })), since, until);
+      found.chart.set(own.map((view) => (
+        { name: names.get(view.source), place: place(view.source), times: view.times, values: view.values[metric] })), since, until);
     }
   }
 }
 
+const first = (source) => Math.min(Infinity, ...source.ranks);
+
+function byRank(a, b) {
+  return first(a) === first(b) ? a.name.localeCompare(b.name) : first(a) - first(b);
+}
+
 function title(source) {
   if (source.kind === "process") return source.name.replace(":", " ");
-  if (source.kind === "gpu") return `rank ${source.ranks.join(", ")} ${source.about.name ?? source.name}`;
+  if (source.kind === "gpu") {
+    const ranks = [...source.ranks].sort((a, b) => a - b).join(", ");
+    // One that no rank is on has only its own name to tell it from others of its kind.
+    return ranks ? `rank ${ranks}: ${source.about.name ?? source.name}` : `${source.about.name ?? "GPU"} ${source.name.slice(-6)}`;
+  }
   return source.kind === "job" ? "job" : source.host;
 }

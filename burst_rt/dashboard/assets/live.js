@@ -1,6 +1,7 @@
 // The job as the page knows it: the last present, short histories for small curves, events. Bounded, whatever the job does.
 
 import { ask } from "./dom.js";
+import { REASONS } from "./format.js";
 
 const POINTS = 240; // of a small curve: two minutes
 const EVENTS = 300;
@@ -41,6 +42,9 @@ export function curve(source, metric) {
   if (!found) job.curves.set(key, found = new Curve());
   return found;
 }
+
+// The rank that was lost, or failed, before all others.
+export const firstLost = (present) => present.ranks.find((rank) => rank.rank === present.job.first_lost);
 
 // Seconds since the hub began, now.
 export function now() {
@@ -83,6 +87,7 @@ async function before() {
 
 export async function connect(changed) {
   job.metrics = await ask("metrics");
+  Object.assign(REASONS, job.metrics.throttle_bits?.[2]);
   let first = true;
   const source = new EventSource("/api/events");
   source.onmessage = (message) => {

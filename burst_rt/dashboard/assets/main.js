@@ -1,8 +1,8 @@
 // The frame around the pages: which one is shown, the job's health, the theme, the keys.
 
 import { el, text, attribute } from "./dom.js";
-import { clock, looks, SIGNS } from "./format.js";
-import { connect, job, now } from "./live.js";
+import { clock, ending, looks, SIGNS, tenths } from "./format.js";
+import { connect, firstLost, job, now } from "./live.js";
 import { onTheme, toggleTheme } from "./theme.js";
 import { History } from "./history.js";
 import { JobPage } from "./job.js";
@@ -36,11 +36,13 @@ function route() {
 }
 
 function health() {
-  const ranks = job.present.ranks;
-  const counts = { lost: 0, silent: 0, left: 0, live: 0 };
+  const { ranks } = job.present;
+  const counts = { lost: 0, silent: 0, ended: 0, stopped: 0, left: 0, live: 0 };
   for (const rank of ranks) counts[looks(rank)] += 1;
   if (!ranks.length) return ["left", `${SIGNS.left} waiting for ranks`];
-  const worst = ["lost", "silent", "live", "left"].find((status) => counts[status]);
+  const cause = firstLost(job.present);
+  if (cause) return ["lost", `${SIGNS.lost} rank ${cause.rank} ${ending(cause)} first${counts.ended ? `, ${counts.ended} ended after it` : ""}`];
+  const worst = ["lost", "silent", "live", "stopped", "ended", "left"].find((status) => counts[status]);
   const all = ranks.length === 1 ? "1 rank" : `${ranks.length} ranks`;
   const words = counts[worst] === ranks.length ? `${all} ${worst}` : `${counts[worst]} of ${all} ${worst}`;
   return [worst, `${SIGNS[worst]} ${words}${worst === "live" && counts.left ? `, ${counts.left} left` : ""}`];
@@ -50,6 +52,12 @@ function health() {
 function brief(command) {
   const [program, ...rest] = command.split(" ");
   return [program.replace(/\/__main__\.py$/, "").replace(/.*\//, ""), ...rest].join(" ");
+}
+
+// Who was lost first, for the banner.
+function blame(present) {
+  const cause = firstLost(present);
+  return cause ? ` Rank ${cause.rank} ${ending(cause)} first, at ${tenths(cause.status_since_s)}: ${cause.ending}.` : "";
 }
 
 function header() {
@@ -64,8 +72,8 @@ function header() {
   const record = present.job.record;
   const again = record ? ` Look at it again with burst-rt dashboard --replay ${record}` : "";
   const what = present.job.replayed ? "record" : job.state === "ended" ? "left" : job.state === "away" ? "lost" : "";
-  const said = { record: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}`,
-    left: `The job has ended; this is the last that was seen of it.${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
+  const said = { record: `A record, as it was ${clock(present.job.now_s)} after the start: ${record}${blame(present)}`,
+    left: `The job has ended; this is the last that was seen of it.${blame(present)}${again}`, lost: "The connection is lost; trying again.", "": "" }[what];
   banner.hidden = !said;
   text(banner, said);
   attribute(banner, "class", what);

@@ -2,8 +2,8 @@
 
 import { Chart } from "./chart.js";
 import { el, panel, text, attribute } from "./dom.js";
-import { bytes, bytesOf, clock, count, looks, measure, percent, rate, SIGNS } from "./format.js";
-import { curve, job } from "./live.js";
+import { bytes, bytesOf, clock, count, looks, measure, percent, rate, SIGNS, tenths } from "./format.js";
+import { curve, firstLost, job } from "./live.js";
 import { Ring } from "./ring.js";
 import { spark } from "./spark.js";
 import { colours } from "./theme.js";
@@ -20,7 +20,8 @@ export class Overview {
     this.grid = el("div", { class: "cards" });
     this.loss = new Chart("1");
     this.events = el("ol", { class: "events" });
-    this.told = 0;
+    this.cause = el("ol", { class: "cause", hidden: true, "aria-label": "what was lost first" });
+    this.told = "";
     const ring = panel("Ring", "", this.ring.node, this.ring.legend);
     this.ringNote = ring.hint;
     ring.node.classList.add("ring");
@@ -28,7 +29,7 @@ export class Overview {
     this.lossPanel = loss.node;
     this.lossNote = loss.hint;
     this.node = el("div", { class: "page overview" }, this.facts.node,
-      el("div", { class: "aside" }, ring.node, panel("Events", "newest first", this.events).node),
+      el("div", { class: "aside" }, ring.node, panel("Events", "newest first", this.cause, this.events).node),
       el("div", { class: "ranks" }, this.grid, loss.node));
   }
 
@@ -60,14 +61,24 @@ export class Overview {
   show() { this.loss.draw(); }
 
   tell() {
-    const newest = job.events.at(-1)?.number ?? 0;
-    if (newest === this.told) return;
-    this.told = newest;
-    const sign = { error: ["✕", "lost"], warning: ["▲", "silent"], info: ["·", "muted"] };
-    this.events.replaceChildren(...job.events.slice(-60).reverse().map((event) => el("li", {},
-      el("time", {}, clock(event.at_s)), el("b", { class: sign[event.severity][1], title: event.severity }, sign[event.severity][0]),
-      el("span", {}, el("span", { class: "who" }, `${event.rank < 0 ? "job" : `rank ${event.rank}`} ${event.kind} `), event.text))));
+    const cause = firstLost(job.present);
+    const told = `${job.events.at(-1)?.number} ${cause?.rank}`;
+    if (told === this.told) return;
+    this.told = told;
+    // What was lost first stays in sight, however much happens after it.
+    this.cause.hidden = !cause;
+    const pinned = cause && { at_s: cause.status_since_s, rank: cause.rank, severity: "error", kind: cause.status, text: cause.ending };
+    if (pinned) this.cause.replaceChildren(line(pinned, "first: "));
+    const others = job.events.filter((event) => !pinned || event.rank !== pinned.rank || event.kind !== pinned.kind);
+    this.events.replaceChildren(...others.slice(-60).reverse().map((event) => line(event)));
   }
+}
+
+function line(event, before = "") {
+  const [sign, look] = { error: ["✕", "lost"], warning: ["▲", "silent"], info: ["·", "muted"] }[event.severity];
+  const who = `${before}${event.rank < 0 ? "job" : `rank ${event.rank}`} ${event.kind} `;
+  return el("li", {}, el("time", {}, tenths(event.at_s)), el("b", { class: look, title: event.severity }, sign),
+    el("span", {}, el("span", { class: "who" }, who), event.text));
 }
 
 function mean(values) {
@@ -148,9 +159,7 @@ class Card {
     const look = looks(rank);
     attribute(this.node, "class", `card ${look}`);
     attribute(this.state, "class", `state ${look}`);
-    const since = rank.status === "live" ? "" : ` ${clock(Math.max(0, present.job.now_s - rank.status_since_s))}`;
-    const code = rank.status === "left" && rank.exit_code ? ` with ${rank.exit_code}` : "";
-    text(this.state, `${SIGNS[look]} ${rank.status}${code}${since}`);
+    text(this.state, `${SIGNS[look]} ${state(rank, present, this.node.parentNode.classList.contains("dense"))}`);
     text(this.where, [rank.host, gpu?.about.name || rank.device, gpu ? rank.device : ""].filter(Boolean).join(" · "));
     const live = rank.status === "live";
     const compute = live ? own.compute_percent ?? 0 : 0;
@@ -160,7 +169,8 @@ class Card {
     text(this.computes, percent(compute));
     text(this.waits, percent(wait));
     this.fill([...this.figures(rank, own, gpu, present)]);
-    text(this.doing, live ? doing(rank, present) : rank.doing ? `last seen in call ${rank.call}: ${rank.doing}` : "");
+    text(this.doing, live ? doing(rank, present) : rank.ending);
+    attribute(this.doing, "title", live ? "" : rank.ending);
     const now = performance.now();
     if (repaint || look !== this.look || now - this.paintedAt > REPAINT_MS) {
       this.paintedAt = now;
@@ -187,7 +197,8 @@ class Card {
     const tokens = present.progress.values.tokens_per_s;
     // The job's, divided evenly: ranks share every sequence.
     yield ["tokens/s", tokens == null ? "" : count(Math.round(tokens / Math.max(1, present.job.world_size)))];
-    yield ["calls", count(rank.calls)];
+    // The number of a call counts agreements and reductions too.
+    yield ["graph calls", count(rank.calls)];
   }
 
   // Values appear as they are first measured, always in the same order.
@@ -202,8 +213,22 @@ class Card {
   }
 }
 
+// When a rank ended matters to a tenth of a second, and whether it was the first.
+function state(rank, present, brief) {
+  const { status } = rank;
+  const cause = firstLost(present);
+  if (status === "live") return status;
+  if (status === "silent") return `silent ${tenths(present.job.now_s - rank.status_since_s)}`;
+  if (status === "ended" && cause) {
+    const after = `${(rank.status_since_s - cause.status_since_s).toFixed(1)} s`;
+    return brief ? `+${after}` : `ended ${after} after`;
+  }
+  const code = status === "left" && rank.exit_code ? ` with ${rank.exit_code}` : "";
+  return `${status}${code}${cause === rank ? " first" : ""}${brief ? "" : ` ${tenths(rank.status_since_s)}`}`;
+}
+
 function doing(rank, present) {
-  if (rank.call < 0) return rank.calls ? "between calls" : "no call yet";
+  if (rank.call < 0) return rank.last_call >= 0 ? `after call ${rank.last_call}` : rank.calls ? "between calls" : "no call yet";
   const long = present.job.now_s - rank.doing_since_s;
   return `call ${rank.call} · ${rank.doing || "between tasks"}${long > 1 ? ` for ${clock(long)}` : ""}`;
 }

@@ -1,7 +1,7 @@
 // The timeline's picture on its canvas, and what lies under a point of it. `spans` is what is held, `until` and `span` the window.
 
 import { el } from "./dom.js";
-import { seconds } from "./format.js";
+import { looks, seconds } from "./format.js";
 import { ticks } from "./chart.js";
 import { job, now } from "./live.js";
 import { LANES, Spans } from "./spans.js";
@@ -13,7 +13,8 @@ export const BEHIND_S = 1.6; // calls come late: the picture of a running job is
 const LABEL = 84;
 const LABEL_NARROW = 46;
 const SHORT = ["comp", "send", "recv", "copy", "ctrl"];
-const MESSAGES = 1500; // drawn at most
+export const MESSAGES = 1500; // drawn at most
+const HEAD = 5; // of a message's arrow
 
 export class Picture {
   constructor() {
@@ -126,7 +127,7 @@ export class Picture {
     context.textAlign = "left";
     context.textBaseline = "middle";
     const narrow = this.labelWidth === LABEL_NARROW;
-    const states = new Map(job.present.ranks.map((rank) => [rank.rank, rank.status]));
+    const states = new Map(job.present.ranks.map((rank) => [rank.rank, looks(rank)]));
     for (const row of this.rows) {
       const y = AXIS + row.y - this.scroll + row.height / 2;
       if (y < AXIS - 10 || y > height + 10) continue;
@@ -134,7 +135,7 @@ export class Picture {
         context.fillStyle = colours.line;
         context.fillRect(0, Math.round(y - row.height / 2 - 3), width, 1);
         const status = states.get(row.rank);
-        context.fillStyle = status === "live" ? colours.text : colours[status];
+        context.fillStyle = status === "live" ? colours.text : colours[status] || colours.left;
         context.font = "600 11.5px system-ui, sans-serif";
         const sign = { lost: " ✕", silent: " ▲" }[status] || "";
         context.fillText(narrow ? `${row.rank}${sign}` : `rank ${row.rank}${sign}`, 9, y + (row.height < 10 ? 4 : 2));
@@ -260,17 +261,21 @@ export class Picture {
       const [a, b] = [this.x(flows.sent[at]), this.x(flows.received[at])];
       context.moveTo(a, from);
       context.bezierCurveTo(a + (b - a) * 0.4, from, b - (b - a) * 0.4, to, b, to);
-      if (strong) { context.moveTo(b - 5, to - 3); context.lineTo(b, to); context.lineTo(b - 5, to + 3); }
+      // A message that takes no room has none for an arrow either.
+      if (!strong && b - a < 2 * HEAD) return;
+      context.moveTo(b - HEAD, to - 3);
+      context.lineTo(b, to);
+      context.lineTo(b - HEAD, to + 3);
     };
     context.lineWidth = 1;
+    this.met = 0;
     if (this.withMessages) {
       context.beginPath();
-      let drawn = 0;
-      for (let i = flows.count - 1; i >= flows.first && drawn < MESSAGES; i -= 1) {
+      for (let i = flows.count - 1; i >= flows.first; i -= 1) {
         const at = i % flows.size;
         if (flows.received[at] < this.since || flows.sent[at] > this.until) continue;
-        line(at, false);
-        drawn += 1;
+        this.met += 1;
+        if (this.met <= MESSAGES) line(at, false);
       }
       context.globalAlpha = 0.45;
       context.strokeStyle = colours.muted;

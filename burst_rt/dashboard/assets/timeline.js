@@ -4,7 +4,7 @@ import { ask, el, text } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { beside } from "./chart.js";
 import { job, now } from "./live.js";
-import { AXIS, Picture } from "./picture.js";
+import { AXIS, MESSAGES, Picture } from "./picture.js";
 import { LANES } from "./spans.js";
 
 const ASK_MS = 1000;
@@ -221,6 +221,7 @@ export class Timeline extends Picture {
     if (this.complete) {
       words.push(`exposed transfers ${percent(100 * share(2))} of it, late peers ${percent(100 * share(1))} (mean of the ranks in view)`);
     }
+    if (this.met > MESSAGES) words.push(`only the newest ${count(MESSAGES)} of ${count(this.met)} messages drawn: zoom in`);
     if (this.leftOut) words.push(`${count(this.leftOut)} older spans left out`);
     return words.join(" · ");
   }
@@ -271,7 +272,9 @@ export class Timeline extends Picture {
       if (kind === 1 && flows.sender[flow] === rank) add("to", `rank ${flows.receiver[flow]}, ${bytes(flows.bytes[flow])}`);
       if (kind === 2 && flows.receiver[flow] === rank) add("from", `rank ${flows.sender[flow]}, ${bytes(flows.bytes[flow])}`);
     }
-    return [el("b", {}, this.spans.names[lane.name[at]]), el("dl", {}, ...rows)];
+    const name = this.spans.names[lane.name[at]];
+    const said = meaning(name);
+    return [el("b", {}, name), ...(said ? [el("span", { class: "muted" }, said)] : []), el("dl", {}, ...rows)];
   }
 
   // Next or previous task of a lane, for those without a pointer.
@@ -292,6 +295,16 @@ export class Timeline extends Picture {
     text(this.spoken, this.status.textContent);
     this.dirty = true;
   }
+}
+
+// A task's name in words (attention/strategies/ring.py): "hop 2 q1 kv3.0" is a tile.
+function meaning(name) {
+  const tile = /\bq(\d+)(?:\.(\d+))? kv(\d+)(?:\.(\d+))?$/.exec(name);
+  const shard = (rank, block) => `rank ${rank}${block ? `'s block ${block}` : ""}`;
+  if (tile) return `a tile: queries of ${shard(tile[1], tile[2])} with keys of ${shard(tile[3], tile[4])}`;
+  const sum = /^sum \d+\.(\d+)$/.exec(name);
+  if (sum) return `sums of block ${sum[1]} go one rank on`;
+  return /^hop \d+$/.test(name) ? "what travels goes one rank on, and the next comes" : "";
 }
 
 function legend() {

@@ -4,7 +4,7 @@ import { ask, el, panel, table } from "./dom.js";
 import { bytes, count, percent, rate, seconds } from "./format.js";
 import { job } from "./live.js";
 
-const COUNTED = ["calls", "sent", "exchanges", "copied", "computed", "computing", "waiting", "transfers hidden"];
+const COUNTED = ["graph calls", "sent", "exchanges", "copied", "computed", "computing", "waiting", "transfers hidden"];
 
 export class Traffic {
   constructor() {
@@ -44,12 +44,13 @@ export class Traffic {
   showPlans(plans) {
     const rows = [];
     const seen = new Set();
+    // One scale for all: bars of two directions are compared.
+    const most = Math.max(1, ...plans.flatMap(({ candidates }) => candidates.map(([, size]) => size)));
     for (const plan of plans) {
       const { kind, problem, strategy, candidates } = plan;
       const key = `${kind} ${strategy} ${problem}`;
       if (seen.has(key)) continue;
       seen.add(key);
-      const most = Math.max(1, ...candidates.map(([, size]) => size));
       const taken = candidates.find(([name]) => name === strategy)?.[1];
       for (const [name, size, predicted] of candidates) {
         const meter = el("i", { class: "meter" });
@@ -59,7 +60,7 @@ export class Traffic {
         rows.push({ chosen: name === strategy, cells: [kind, name, bytes(size), meter, against, forecast] });
       }
     }
-    const columns = [["direction"], ["strategy"], ["bytes a call", "num"], [""], [""], ["forecast", "num"]];
+    const columns = [["direction"], ["strategy"], ["bytes a call", "num"], [""], ["to what runs"], ["forecast", "num"]];
     this.strategies.box.replaceChildren(rows.length ? table(columns, rows)
       : el("p", { class: "empty" }, "No plan of an attention call has come yet."));
   }

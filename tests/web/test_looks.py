@@ -1,0 +1,172 @@
+"""What the page draws, over models made by hand, in a real browser: nothing covers anything, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from dashboards import serving
+from playwright.sync_api import Browser, Page, expect
+from telemetry_feed import Load, arrive, gpu_sample, offset_s
+
+from burst_rt.telemetry.messages import Presence, Sample, Source
+from burst_rt.telemetry.state import State
+
+_LAPTOP = {"width": 1440, "height": 900}
+# Texts of the ring with their boxes, and points along its links, in pixels of the page.
+_RING = """(svg) => {
+  const box = (node) => { const { left, top, right, bottom } = node.getBoundingClientRect(); return [left, top, right, bottom]; };
+  const points = [...svg.querySelectorAll("path.link")].flatMap((path) => [...Array(41).keys()].map((i) => {
+    const at = path.getPointAtLength((path.getTotalLength() * i) / 40).matrixTransform(path.getScreenCTM());
+    return [at.x, at.y];
+  }));
+  const texts = [...svg.querySelectorAll("text")].filter((node) => node.textContent).map((node) => [node.textContent, ...box(node)]);
+  return { texts, points, svg: box(svg), tips: svg.querySelectorAll("path.tip").length };
+}"""
+
+_TICKS = """async () => {
+  const { ticks } = await import("/chart.js");
+  const { measure, short } = await import("/format.js");
+  return ticks(0, 1.1, 3).map((at) => short(measure(at, "B/s")));
+}"""
+
+
+class _Text(NamedTuple):
+    words: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def covers(self, other: _Text) -> bool:
+        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+
+
+def _job(num_ranks: int) -> State:
+    """Ranks that have made calls for 8 s."""
+    state, load = State(time.time()), Load(num_ranks, 60.0 * num_ranks)
+    load.begin(state)
+    for i in range(10):
+        load.advance(state, 6.0 + i / 5)
+    return state
+
+
+def _open(browser: Browser, link: str) -> Page:
+    page = browser.new_page(viewport=_LAPTOP, color_scheme="light")  # type: ignore[arg-type]  # the type's name is private
+    page.goto(link)
+    expect(page.locator(".card").first).to_be_visible()
+    return page
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 12, 64])
+def test_words_of_the_ring_cover_neither_links_nor_each_other(browser: Browser, num_ranks: int) -> None:
+    with serving(_job(num_ranks)) as running:
+        page = _open(browser, running.served.link)
+        expect(page.locator(".ring text.of")).to_contain_text("links" if num_ranks > 1 else "nothing")
+        if num_ranks > 2:
+            running.do(lambda state: state.apply(9.0, -1, Presence(1, "lost", "it ended")))
+            expect(page.locator(".ring text.silent").first).not_to_be_empty()
+        found = page.locator(".ring svg").evaluate(_RING)
+        page.close()
+    texts = [_Text(*text) for text in found["texts"]]
+    for one, other in itertools.combinations(texts, 2):
+        assert not one.covers(other), (one, other)
+    left, top, right, bottom = found["svg"]
+    for text in texts:
+        assert left <= text.left
+        assert text.right <= right
+        assert top <= text.top
+        assert text.bottom <= bottom, (text, found["svg"])
+        inside = [(x, y) for x, y in found["points"] if text.left < x < text.right and text.top < y < text.bottom]
+        assert not inside, (text, inside)
+        # Letters that can be read.
+        assert num_ranks > 8 or text.bottom - text.top > 10, text
+    assert found["tips"] == (num_ranks if 1 < num_ranks <= 24 else 0)
+    assert any("clockwise" in text.words for text in texts) == (num_ranks > 24)
+
+
+def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
+    with serving(_job(3)) as running:
+        page = _open(browser, running.served.link)
+        running.do(lambda state: state.apply(9.0, -1, Presence(-1, "stopping", "SIGINT")))
+        for rank in range(3):
+            running.do(lambda state, rank=rank: state.apply(9.1, -1, Presence(rank, "lost", "it ended")))  # type: ignore[misc]
+        expect(page.locator(".card.stopped")).to_have_count(3)
+        expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
+        expect(page.locator(".events")).to_contain_text("job stopping by SIGINT")
+        expect(page.locator(".lost")).to_have_count(0)
+        page.close()
+
+
+def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_drawn(browser: Browser) -> None:
+    with serving(_job(16)) as running:
+        page = _open(browser, running.served.link)
+        page.keyboard.press("2")
+        expect(page.locator(".stage canvas")).to_be_visible()
+        expect(page.locator(".status")).to_contain_text("shown", timeout=10_000)
+        page.keyboard.press("l")
+        count = """async () => {
+          const picture = (await import('/main.js')).made.get('timeline');
+          const own = CanvasRenderingContext2D.prototype.lineTo;
+          let count = 0;
+          CanvasRenderingContext2D.prototype.lineTo = function (...to) { count += 1; own.apply(this, to); };
+          picture.draw();
+          CanvasRenderingContext2D.prototype.lineTo = own;
+          return count;
+        }"""
+        page.evaluate(
+            "async () => { const t = (await import('/main.js')).made.get('timeline'); t.span = 1.5; t.until = t.spans.newest + 0.05; }"
+        )
+        bare = page.evaluate(count)
+        page.keyboard.press("m")
+        messages = page.evaluate("async () => { const t = (await import('/main.js')).made.get('timeline'); t.draw(); return t.met; }")
+        assert 50 < messages <= 1500
+        assert page.evaluate(count) >= bare + messages  # two lines each, but for those too short to be seen
+        expect(page.locator(".status")).not_to_contain_text("messages drawn")
+        page.keyboard.press("n")
+        expect(page.locator(".status")).to_contain_text(
+            re.compile(r"hop \d+ q\d+ kv\d+: a tile: queries of rank \d+ with keys of rank \d+")
+        )
+        page.keyboard.press("Escape")
+        page.keyboard.press("f")
+        expect(page.locator(".status")).to_contain_text("only the newest 1.50 k of")
+        page.close()
+
+
+def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) -> None:
+    state = State(time.time())
+    for rank in (2, 10, 0, 1):
+        for message in arrive(rank, 11, gpu=True):
+            state.apply(0.0, rank, message)
+    # One that nobody computes on.
+    state.apply(0.0, 0, Source("gpu:1234-abcdef", "gpu", "host", ["power_w"], {"name": "a GPU"}))
+    for i in range(20):
+        for rank in (2, 10, 0, 1):
+            sample = gpu_sample(rank, i / 2, 300.0 + rank)
+            values = sample.values | {"sm_clock_mhz": 1980.0, "throttle_bits": 0x44, "pcie_tx_bytes_per_s": 0.0}
+            state.apply(i / 2, rank, msgspec.structs.replace(sample, values=values))
+        state.apply(i / 2, 0, Sample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0}))
+    with serving(state) as running:
+        page = _open(browser, running.served.link)
+        page.keyboard.press("3")
+        expect(page.locator(".charts .panel").first).to_be_visible(timeout=10_000)
+        names = ["rank 0: a GPU", "rank 1: a GPU", "rank 2: a GPU", "rank 10: a GPU", "a GPU abcdef"]
+        assert page.locator(".tools .legend span").all_inner_texts() == names
+        assert page.locator("select").nth(1).locator("option").all_inner_texts() == ["all", *names]
+        colours = page.locator(".tools .legend .swatch").evaluate_all("(all) => all.map((one) => one.style.background)")
+        assert len(set(colours)) == 5
+        for metric, words in (("sm clock mhz", "1.98 GHz"), ("throttle bits", "power cap, hardware thermal slowdown")):
+            canvas = page.locator(".charts .panel", has=page.locator("h2", has_text=re.compile(f"^{metric}$"))).locator("canvas")
+            canvas.scroll_into_view_if_needed()
+            canvas.hover()
+            tip = page.locator(".chart .tooltip:visible")
+            expect(tip).to_contain_text(words)
+            # The same colours as above.
+            assert tip.locator(".swatch").evaluate_all("(all) => all.map((one) => one.style.background)") == colours[:4]
+            page.mouse.move(0, 0)
+        assert page.evaluate(_TICKS) == ["0 B/s", "0.5 B/s", "1 B/s"]
+        page.close()
