@@ -139,20 +139,12 @@ class TrainConfig:
                 f"or a larger --context-parallel."
             )
 
-    def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def resumed(cls, stored: Mapping[str, object], chosen: Mapping[str, object]) -> TrainConfig:
-        """The stored run with the options that were chosen anew. Raises ConfigError when the model would be another one."""
-        try:
-            before = cls(**stored)  # type: ignore[arg-type]  # JSON that to_json wrote
-        except TypeError as error:
-            raise ConfigError(f"the checkpoint's configuration is not of this version ({error}); use the version that wrote it.") from error
-        after = dataclasses.replace(before, **chosen)  # type: ignore[arg-type]  # typed by the command line
-        if after.model != before.model:
+    def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
+        """This run with the options that were chosen anew. Raises ConfigError when the model would be another one."""
+        after = dataclasses.replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
+        if after.model != self.model:
             raise ConfigError(
-                f"--resume: the checkpoint holds another model; expected {before.model}, got {after.model}. "
+                f"--resume: the checkpoint holds another model; expected {self.model}, got {after.model}. "
                 "Leave the model's options out, or start a new run."
             )
         return after

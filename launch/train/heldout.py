@@ -107,7 +107,7 @@ def evaluate(world: Context, path: Path, options: Mapping[str, object]) -> Evalu
 
 
 def _configure(shared: SharedCheckpoint, options: Mapping[str, object], world_size: int) -> TrainConfig:
-    config = TrainConfig.resumed(shared.manifest.config, options)
+    config = shared.manifest.config.resumed(options)
     # The batch is training's; here every group takes whole sequences one by one.
     config = replace(config, batch=world_size)
     config.validate(world_size)

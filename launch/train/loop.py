@@ -82,7 +82,7 @@ def _read_resumed(world: Context, options: RunOptions) -> SharedCheckpoint | Non
 def _resolve(config: TrainConfig, shared: SharedCheckpoint | None, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
     """The configuration that runs, checked."""
     if shared is not None:
-        config = TrainConfig.resumed(shared.manifest.config, chosen)
+        config = shared.manifest.config.resumed(chosen)
     config.validate(world_size)
     done = shared.manifest.step if shared is not None else 0
     if done >= config.steps:

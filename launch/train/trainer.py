@@ -102,7 +102,7 @@ class Trainer:
         named = list(self._decoder.named_parameters())
         weights = {name: parameter.detach() for name, parameter in named}
         moments = {f"{moment}.{name}": self._optimizer.state[parameter][moment] for name, parameter in named for moment in MOMENTS}
-        return Checkpoint(Manifest(step, self._config.to_json(), self._corpus.fingerprint), weights, moments)
+        return Checkpoint(Manifest(step, self._config, self._corpus.fingerprint), weights, moments)
 
     def restore(self, shared: SharedCheckpoint) -> None:
         """Continue from a checkpoint. Collective; raises ConfigError on every rank when its tensors do not fit."""

@@ -20,7 +20,7 @@ import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.run import find_launcher
-from burst_rt.launch.train.checkpoint import find_checkpoint, load_checkpoint
+from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import command as train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.evaluate import command as eval_command
@@ -258,8 +258,8 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank(runs: dict[str, Path],
 
 
 def test_bfloat16_trains_too(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
-    stored = load_checkpoint(find_checkpoint(runs["1"])).manifest.config
-    config = replace(TrainConfig.resumed(stored, {}), steps=3, dtype="bfloat16", data=str(text))
+    stored = find_checkpoint(runs["1"])[1].manifest.config
+    config = replace(stored, steps=3, dtype="bfloat16", data=str(text))
     options = RunOptions(out=tmp_path, progress="none")
     summaries = burst_rt.run_local(2, lambda world: train(world, config, options, {}), timeout_s=60)
     assert summaries[0] is not None
