@@ -4,6 +4,8 @@ For: one writer (rank 0) that may be killed at any instant. A checkpoint is writ
 then renamed. Its `SHA256SUMS` covers its other files (`sha256sum -c` checks them too), so damage that comes later is noticed. What its
 manifest says must be of the right types besides, and the manifest's step that of the folder's name.
 Not for: sharded states; every rank holds all weights, so rank 0's are the checkpoint.
+
+torch comes in where tensors are read or written: the launching process looks at checkpoints too, and is not to wait for it.
 """
 
 from __future__ import annotations
@@ -19,17 +21,18 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import CHECKPOINT_NAME, TrainConfig
 
-__all__ = ["Checkpoint", "Manifest", "copy_tensors", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Checkpoint", "Manifest", "copy_tensors", "find_checkpoint", "has_checkpoints", "load_checkpoint", "save_checkpoint"]
 
 _log = logging.getLogger("burst_rt.train")
 
@@ -74,6 +77,8 @@ class Checkpoint:
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     """Write `run/checkpoints/step-N` atomically, remove all but the newest `keep`, return the folder. Raises OSError."""
+    from safetensors.torch import save_file
+
     parent = run / "checkpoints"
     final = parent / _folder_name(checkpoint.manifest.step)
     temporary = parent / f".writing-{final.name}"
@@ -102,6 +107,8 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint whole. Raises ConfigError when it is incomplete or damaged, OSError for a disk that does not answer."""
+    from safetensors.torch import load_file
+
     manifest = _read_manifest(folder)
     try:
         return Checkpoint(manifest, load_file(folder / _WEIGHTS), load_file(folder / _OPTIMIZER))
@@ -138,6 +145,11 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
         return folder, checkpoint
     reasons = "".join(f" {reason}" for reason in passed_over)
     raise ConfigError(f"{path}: expected a complete checkpoint in {path}/checkpoints/step-N, found none.{reasons} Train with --out first.")
+
+
+def has_checkpoints(run: Path) -> bool:
+    """Whether there is any checkpoint in a run's folder, whole or not. Needs neither torch nor the time to read one."""
+    return bool(_steps(run / "checkpoints"))
 
 
 def _read_manifest(folder: Path) -> Manifest:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from burst_rt.launch.train.claim import look
 from burst_rt.launch.train.config import DTYPES, LAYOUTS, STRATEGIES, ProgressMode, RunOptions, TrainConfig
 from burst_rt.launch.train.relaunch import chosen_options, relaunch
 from burst_rt.launch.where import machine_options, telemetry_options
@@ -88,6 +89,8 @@ def command(
     if num_ranks is not None:
         if not resume:
             config.validate(num_ranks)
+        if out is not None:
+            look(out, resume=resume)
         extra = [] if progress != "auto" else ["--progress", "bar" if sys.stdout.isatty() else "lines"]
         sys.exit(relaunch(context, "burst_rt.launch.train", num_ranks, extra))
     # Only ranks need torch; help and the launching process do without.

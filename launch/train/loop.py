@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 from burst_rt.context import Context
@@ -33,10 +34,30 @@ def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapp
     """
     started_s = time.monotonic()
     options.validate()
-    shared = _read_resumed(world, options)
-    config = together(world, lambda: _resolve(config, shared, chosen, world.world_size))
-    corpus = _load_same_corpus(world, config, shared)
-    folder = RunFolder(world, options.out, resume=options.resume)
+    with ExitStack() as held:
+
+        def take_folder() -> RunFolder:
+            return held.enter_context(RunFolder(world, options.out, resume=options.resume))
+
+        # What is resumed is this run's before it is read; a new folder is made when all else is well.
+        resumed = take_folder() if options.resume else None
+        shared = read_shared(world, resumed.path) if resumed else None
+        config = together(world, lambda: _resolve(config, shared, chosen, world.world_size))
+        corpus = _load_same_corpus(world, config, shared)
+        folder = resumed or take_folder()
+        return _train_in(folder, world, config, options, corpus, shared, started_s)
+
+
+def _train_in(
+    folder: RunFolder,
+    world: Context,
+    config: TrainConfig,
+    options: RunOptions,
+    corpus: Corpus,
+    shared: SharedCheckpoint | None,
+    started_s: float,
+) -> Summary | None:
+    """`train`, once all is known to be well."""
     done = shared.manifest.step if shared else 0
     mode = choose_mode(options.progress, world.world_size) if world.rank == 0 else "none"
     with open_mesh(world, config.context_parallel) as mesh, Report(mode, steps=config.steps, done=done) as report:
@@ -70,13 +91,6 @@ def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder
     if due(config.checkpoint_every):
         trainer.check_finite(step)
         folder.save(trainer.checkpoint(step), keep=config.keep_checkpoints)
-
-
-def _read_resumed(world: Context, options: RunOptions) -> SharedCheckpoint | None:
-    if not options.resume:
-        return None
-    assert options.out is not None  # RunOptions.validate
-    return read_shared(world, options.out)
 
 
 def _resolve(config: TrainConfig, shared: SharedCheckpoint | None, chosen: Mapping[str, object], world_size: int) -> TrainConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -165,11 +166,7 @@ def test_perplexity_does_not_depend_on_the_world(runs: dict[str, Path], tmp_path
 def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path)
-    deadline_s = time.monotonic() + _JOB_DEADLINE_S
-    while not (run / "checkpoints" / "step-00000020").exists():
-        assert time.monotonic() < deadline_s
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    _wait_for(run / "checkpoints" / "step-00000020", process)
     _kill(process)
     process.communicate()
 
@@ -183,6 +180,51 @@ def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Pat
     for name in ("model.safetensors", "optimizer.safetensors"):
         last = Path("checkpoints", f"step-{_STEPS:08}", name)
         assert (run / last).read_bytes() == (runs["2"] / last).read_bytes()
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + _JOB_DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def _assert_one_line(job: _Job, *words: str) -> None:
+    """A usage error as it should be: one line that says it, and its exit code."""
+    assert job.exit_code == 78, job.err
+    assert job.err.count("\n") == 1, job.err
+    assert job.err.startswith("burst-rt: ConfigError: ")
+    for word in words:
+        assert word in job.err
+
+
+def test_a_folder_belongs_to_one_live_run(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = [*_TINY, "--checkpoint-every", "2", "--data", str(text), "--out", str(run), "--eval-sequences", "1"]
+    holder = _start(_burst_rt("train", "-n", "2", "--steps", "100000", *options), tmp_path)
+    try:
+        _wait_for(run / "checkpoints" / "step-00000002", holder)
+        held_by = (run / ".lock").read_text().strip()
+        pid = int(held_by.split()[1])
+        assert held_by == f"process {pid} on {socket.gethostname()}"
+        assert psutil.Process(holder.pid) in psutil.Process(pid).parents(), "it is a rank of this job"
+        before = (run / "metrics.jsonl").read_bytes()
+        for job in (
+            _run(tmp_path, "train", "--resume", "--out", str(run)),
+            _run(tmp_path, "train", "-n", "2", "--resume", "--out", str(run)),
+            _run(tmp_path, "train", *options),
+        ):
+            _assert_one_line(job, str(run), "is in use", held_by)
+        assert (run / "metrics.jsonl").read_bytes().startswith(before)
+    finally:
+        _kill(holder)
+        holder.communicate()
+    # The lock went with its process.
+    last = _metrics(run)[-1]["step"]
+    job = _run(tmp_path, "train", "-n", "2", "--resume", "--out", str(run), "--steps", str(last + 2), "--progress", "lines")
+    assert job.exit_code == 0, job.err
+    assert [record["step"] for record in _metrics(run)] == list(range(1, int(last) + 3))
 
 
 def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
@@ -88,7 +89,7 @@ def test_a_run_that_went_back_forgets_the_future_it_gave_up(tmp_path: Path) -> N
 @pytest.mark.parametrize("survived", [0, 1])
 def test_a_writer_that_dies_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, survived: int) -> None:
     save_checkpoint(tmp_path, _checkpoint(5), keep=2)
-    place = os if call == "replace" else module
+    place = {"replace": os, "save_file": safetensors.torch}.get(call, module)
     original: Callable[..., object] = getattr(place, call)
     calls_left = survived if call not in ("replace", "_sums") else 0
 
@@ -321,7 +322,7 @@ def test_what_finds_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
         path.write_bytes(b"some")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(OSError, match=r"step-00000010 could not be written: I/O error: No space left"):
         save_checkpoint(tmp_path, _checkpoint(10), keep=2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
