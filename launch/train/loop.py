@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
+from burst_rt.launch.stopping import StopRequests
 from burst_rt.launch.train.agreement import same_everywhere, together
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.data import Corpus, load_corpus
@@ -21,6 +22,7 @@ from burst_rt.launch.train.folder import RunFolder
 from burst_rt.launch.train.mesh import Mesh, open_mesh
 from burst_rt.launch.train.report import LAST_STEPS, Report, Summary, choose_mode
 from burst_rt.launch.train.restore import SharedCheckpoint, read_shared
+from burst_rt.launch.train.session import Stopped
 from burst_rt.launch.train.trainer import Trainer
 
 __all__ = ["train"]
@@ -30,7 +32,7 @@ def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapp
     """Train to the end; return the summary on rank 0, None elsewhere. Collective over `world`.
 
     `chosen` are the entries of `config` that the user named: they alone override those of a run that is resumed. Raises ConfigError
-    or InputError, the same on every rank, for what cannot run.
+    or InputError, the same on every rank, for what cannot run, and Stopped where a signal said so.
     """
     started_s = time.monotonic()
     options.validate()
@@ -66,8 +68,9 @@ def _train_in(
             trainer.restore(shared)
         folder.open_metrics(after_step=done)
         report.say(_heading(config, mesh, corpus, trainer, folder, done))
-        for step in range(done + 1, config.steps + 1):
-            _advance(step, config, trainer, folder, report)
+        with StopRequests(offer=world.rank == 0) as requests:
+            for step in range(done + 1, config.steps + 1):
+                _advance(step, config, trainer, folder, report, requests)
         folder.plot(f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} bytes a sequence, {world.world_size} ranks")
         if world.rank != 0:
             return None
@@ -76,21 +79,24 @@ def _train_in(
         return summary
 
 
-def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder, report: Report) -> None:
-    """Take one step, and what is due after it."""
+def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder, report: Report, requests: StopRequests) -> None:
+    """Take one step, and what is due after it. Raises Stopped, with a checkpoint of this step, where any rank was asked to stop."""
 
     def due(every: int) -> bool:
         return step == config.steps or (every > 0 and step % every == 0)
 
-    record = trainer.run_step(step)
+    record, votes = trainer.run_step(step, requests.votes())
+    stop = requests.heard(votes) if step < config.steps else None
     if due(config.eval_every):
         heldout = trainer.measure_heldout(step)
         record = replace(record, heldout_loss=heldout.loss, heldout_perplexity=heldout.perplexity)
     folder.append(record)
     report.show(record)
-    if due(config.checkpoint_every):
+    if stop or due(config.checkpoint_every):
         trainer.check_finite(step)
         folder.save(trainer.checkpoint(step), keep=config.keep_checkpoints)
+    if stop:
+        raise Stopped(stop, step, folder.path)
 
 
 def _resolve(config: TrainConfig, shared: SharedCheckpoint | None, chosen: Mapping[str, object], world_size: int) -> TrainConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
+from burst_rt.launch.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.run import find_launcher
 from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import command as train_command
@@ -55,7 +57,15 @@ class _Job:
 
 def _start(command: list[str], cwd: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Tests that run in the background of a shell were told to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
@@ -184,7 +194,7 @@ def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Pat
 
 def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     deadline_s = time.monotonic() + _JOB_DEADLINE_S
-    while not path.exists():
+    while not path.exists() or path.stat().st_size == 0:
         assert time.monotonic() < deadline_s
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -225,6 +235,54 @@ def test_a_folder_belongs_to_one_live_run(text: Path, tmp_path: Path) -> None:
     job = _run(tmp_path, "train", "-n", "2", "--resume", "--out", str(run), "--steps", str(last + 2), "--progress", "lines")
     assert job.exit_code == 0, job.err
     assert [record["step"] for record in _metrics(run)] == list(range(1, int(last) + 3))
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if child.cmdline()[:1] == [sys.executable] and "burst_rt.telemetry.hub" not in child.cmdline()]
+    assert len(ranks) == 2
+    return ranks
+
+
+def _assert_stopped(job: _Job, run: Path, signal_name: str, resume: str) -> None:
+    """It kept its last step, and its last line says so and how to go on."""
+    last = int(_metrics(run)[-1]["step"])
+    expected = f"burst-rt: stopped by {signal_name} after step {last}; resume with: burst-rt {resume} --resume --out {run}"
+    assert expected in job.err.splitlines(), job.err
+    assert find_checkpoint(run)[1].manifest.step == last
+    assert "Traceback" not in job.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_that_is_stopped_keeps_its_last_step(runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    command = _burst_rt("train", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0")
+    process = _start(command, tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    process.send_signal(number)
+    # Who asks twice at once (a terminal and a launcher) asks once.
+    process.send_signal(number)
+    job = _finish(process)
+    assert job.exit_code == 128 + number
+    _assert_stopped(job, run, number.name, "train")
+    assert job.err.count("\n") == 1, job.err
+    job = _run(tmp_path, "train", "--resume", "--out", str(run))
+    assert job.exit_code == 0, job.err
+    assert _losses(run) == _losses(runs["1"]), "bit for bit"
+
+
+def test_a_rank_that_is_told_to_stop_stops_all(text: Path, tmp_path: Path) -> None:
+    """As a batch system does it; under a launcher of one's own."""
+    launcher, run = find_launcher(), tmp_path / "run"
+    command = _burst_rt("train", *_TINY, "--steps", "100000", "--data", str(text), "--out", str(run))
+    environment = launcher.environment(2, 1, tmp_path)
+    del environment[JOB_DIR_VARIABLE]
+    process = _start(launcher.command(command, 2), tmp_path, environment)
+    _wait_for(run / "metrics.jsonl", process)
+    _ranks_of(process)[1].send_signal(signal.SIGTERM)
+    job = _finish(process)
+    assert job.exit_code == 128 + signal.SIGTERM
+    _assert_stopped(job, run, "SIGTERM", "train -n 2")
 
 
 def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], tmp_path: Path) -> None:
