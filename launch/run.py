@@ -26,6 +26,7 @@ import psutil
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.reports import JOB_DIR_VARIABLE, RankReport, crash_path, primary_failure, read_reports
+from burst_rt.launch.stopping import ask_to_stop, listen, read_word
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
 from burst_rt.telemetry.starting import start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
@@ -38,6 +39,8 @@ _REPORT_POLL_S = 0.2
 # How long mpirun may live on after a rank reported a failure or a signal came. It needs some 1 s; now and then it misses the exit of a
 # rank on a busy machine (seen with MPICH 5), and the others would wait for ever.
 _ENDING_DEADLINE_S = 4.0
+# How long ranks that offer to stop by themselves may take for it: a step, and a checkpoint.
+_STOPPING_DEADLINE_S = 30.0
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set inside an allocation of a batch system, whose count of slots is then the truth.
@@ -132,7 +135,8 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
 
     Blocks until the job ended. Output streams through; the ranks' standard input is empty. Where the job failed, the traceback of the
     rank that failed first and one line about it are the last thing written to stderr, and its exit code is returned. SIGINT, SIGTERM
-    and SIGHUP end the job (a second one kills it) and return 128 + signal.
+    and SIGHUP end the job (a second one kills it) and return 128 + signal; ranks that offer to stop by themselves (see `stopping`) are
+    given 30 s for that, and have the last word.
 
     `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else cores / ranks. Raises InputError
     for an argument that cannot be and ConfigError where there is no working mpirun.
@@ -143,6 +147,7 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
     # A rank that has been killed may not be quite gone yet.
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:
         job_dir = Path(folder)
+        listen(job_dir)
         started_at_s = time.time()
         with _forward_signals() as stop, _telemetry(mpi_args) as told:
             mpirun = subprocess.Popen(
@@ -152,10 +157,15 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
                 # A group of its own: Ctrl-C must reach it once, through us, and not a second time from the terminal.
                 process_group=0,
             )
-            stop.attach(mpirun)
+            stop.attach(mpirun, job_dir)
             _wait(mpirun, job_dir, stop)
         sys.stdout.flush()
-        if stop.received is not None:
+        word = read_word(job_dir)
+        if word is not None:
+            print(word.text, file=sys.stderr, flush=True)
+            return word.exit_code
+        # Ranks that were asked to stop end by themselves: well, or with an error of theirs.
+        if stop.received is not None and not stop.asked:
             name = signal.Signals(stop.received).name
             print(f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
             return 128 + stop.received
@@ -209,24 +219,45 @@ def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
 
 @dataclass
 class _Stop:
-    """Passes the first signal on to mpirun and answers a second one with SIGKILL for the whole job."""
+    """Passes the first signal on, to the ranks or to mpirun, and answers a second one with SIGKILL for the whole job."""
 
     received: int | None = None
+    asked: bool = False  # the ranks, who may still be at it
+    _asked_at_s: float = 0.0
     _mpirun: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _job_dir: Path | None = None
 
-    def attach(self, mpirun: subprocess.Popen[bytes]) -> None:
-        self._mpirun = mpirun
+    def attach(self, mpirun: subprocess.Popen[bytes], job_dir: Path) -> None:
+        self._mpirun, self._job_dir = mpirun, job_dir
         if self.received is not None:
             mpirun.terminate()
 
+    def due(self) -> bool:
+        """Whether mpirun has been told to end the job; where the ranks were asked, it is after their time."""
+        if self.asked and time.monotonic() - self._asked_at_s > _STOPPING_DEADLINE_S:
+            self.asked = False
+            self._pass_on()
+        return self.received is not None and not self.asked
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         again, self.received = self.received is not None, number
-        if self._mpirun is None:
+        if self._mpirun is None or self._job_dir is None:
             return
         if again:
+            self.asked = False
             kill_job(self._mpirun)
+        elif ask_to_stop(self._job_dir, number):
+            self.asked, self._asked_at_s = True, time.monotonic()
+            # A line of its own: the terminal has written ^C, perhaps after a progress bar.
+            note = f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the same again ends the job at once\n"
+            os.write(2, ("\n" * os.isatty(2) + note).encode())
         else:
-            self._mpirun.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        assert self._mpirun is not None
+        assert self.received is not None
+        self._mpirun.send_signal(signal.SIGTERM if self.received == signal.SIGHUP else self.received)
 
 
 @contextmanager
@@ -267,7 +298,7 @@ def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, stop: _Stop) -> None:
         now_s = time.monotonic()
         if ending_since_s is None and now_s - looked_at_s > _REPORT_POLL_S:
             looked_at_s = now_s
-            ending_since_s = now_s if stop.received is not None or primary_failure(read_reports(job_dir)) else None
+            ending_since_s = now_s if stop.due() or primary_failure(read_reports(job_dir)) else None
         if ending_since_s is not None and now_s - ending_since_s > _ENDING_DEADLINE_S:
             kill_job(mpirun)
             mpirun.wait()

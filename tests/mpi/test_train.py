@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import signal
 import socket
@@ -269,6 +270,50 @@ def test_a_process_that_is_stopped_keeps_its_last_step(runs: dict[str, Path], te
     job = _run(tmp_path, "train", "--resume", "--out", str(run))
     assert job.exit_code == 0, job.err
     assert _losses(run) == _losses(runs["1"]), "bit for bit"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_job_that_is_stopped_keeps_its_last_step_and_says_how_to_go_on(
+    runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "a run"
+    process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0"), tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    process.send_signal(number)
+    job = _finish(process)
+    assert job.exit_code == 128 + number
+    last = int(_metrics(run)[-1]["step"])
+    *earlier, last_line = job.err.splitlines()
+    said, _, command = last_line.partition("; resume with: ")
+    assert said == f"burst-rt: stopped by {number.name} after step {last}"
+    assert [line.partition(",")[0] for line in earlier] == ["burst-rt: stopping after this step"]
+    assert shlex.split(command) == ["burst-rt", "train", "-n", "2", "--resume", "--out", str(run)]
+
+    job = _run(tmp_path, *shlex.split(command)[1:])
+    assert job.exit_code == 0, job.err
+    assert _losses(run) == _losses(runs["2"]), "bit for bit"
+    assert (run / "checkpoints" / f"step-{_STEPS:08}" / "model.safetensors").read_bytes() == (
+        runs["2"] / "checkpoints" / f"step-{_STEPS:08}" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_second_signal_ends_a_job_that_is_stopping(text: Path, tmp_path: Path) -> None:
+    """Here one that would not end its step."""
+    run = tmp_path / "run"
+    options = [*_TINY, "--steps", "100000", "--data", str(text), "--out", str(run)]
+    process = _start(_burst_rt("train", "-n", "2", *options), tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    for rank in _ranks_of(process):
+        rank.suspend()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    sent_at_s = time.monotonic()
+    job = _finish(process)
+    assert time.monotonic() - sent_at_s < 10.0
+    assert job.exit_code == 130
+    assert job.err.splitlines()[-1].startswith("burst-rt: stopped by SIGINT after "), job.err
 
 
 def test_a_rank_that_is_told_to_stop_stops_all(text: Path, tmp_path: Path) -> None:
