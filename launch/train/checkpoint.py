@@ -18,10 +18,10 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 from safetensors import SafetensorError
@@ -32,7 +32,18 @@ from burst_rt.launch.train.config import CHECKPOINT_NAME, TrainConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "Manifest", "copy_tensors", "find_checkpoint", "has_checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Manifest",
+    "copy_tensors",
+    "find_checkpoint",
+    "find_manifest",
+    "has_checkpoints",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("burst_rt.train")
 
@@ -53,6 +64,13 @@ class Manifest:
     step: Annotated[int, msgspec.Meta(ge=1)]
     config: TrainConfig
     corpus: str
+
+    def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
+        """The run's configuration with the options that were chosen anew. Raises ConfigError for another model, or with no step left."""
+        config = self.config.resumed(chosen)
+        if self.step >= config.steps:
+            raise ConfigError(f"--resume: {self.step} of {config.steps} steps are done, nothing is left; choose more --steps.")
+        return config
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -131,18 +149,27 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
 
     Raises ConfigError when there is none, OSError where one cannot be read.
     """
+    folder, checkpoint, passed_over = _newest(path, load_checkpoint)
+    for reason in passed_over:
+        _log.warning("burst-rt: passed over: %s", reason)
+    return folder, checkpoint
+
+
+def find_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint that `find_checkpoint` would find, without loading it and without warnings. Raises the same."""
+    return _newest(path, _read_manifest)[1]
+
+
+def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
+    """Folder of a checkpoint, what `read` gives of it, and why newer ones were passed over."""
     if CHECKPOINT_NAME.fullmatch(path.name):
-        return path, load_checkpoint(path)
+        return path, read(path), []
     passed_over: list[str] = []
     for _, folder in reversed(_steps(path / "checkpoints")):
         try:
-            checkpoint = load_checkpoint(folder)
+            return folder, read(folder), passed_over
         except ConfigError as error:
             passed_over.append(str(error))
-            continue
-        for reason in passed_over:
-            _log.warning("burst-rt: passed over: %s", reason)
-        return folder, checkpoint
     reasons = "".join(f" {reason}" for reason in passed_over)
     raise ConfigError(f"{path}: expected a complete checkpoint in {path}/checkpoints/step-N, found none.{reasons} Train with --out first.")
 

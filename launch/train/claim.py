@@ -64,8 +64,11 @@ def claim(out: Path | None, *, resume: bool) -> Claim:
 
 def look(out: Path, *, resume: bool) -> None:
     """Raise what `claim` would raise by now, changing nothing."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out: {out} is not a folder; name a new one, or a run's.")
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not place.is_dir():
+        raise ConfigError(f"--out: {place} is not a folder; name a new one, or a run's.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out: {place} may not be written to by this user; choose another folder.")
     if (out / _LOCK).exists():
         descriptor = os.open(out / _LOCK, os.O_RDONLY)
         try:

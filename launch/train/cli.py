@@ -12,9 +12,10 @@ from pathlib import Path
 
 import click
 
+from burst_rt.launch.train.checkpoint import find_manifest
 from burst_rt.launch.train.claim import look
-from burst_rt.launch.train.config import DTYPES, LAYOUTS, STRATEGIES, ProgressMode, RunOptions, TrainConfig
-from burst_rt.launch.train.relaunch import chosen_options, relaunch
+from burst_rt.launch.train.config import DTYPES, LAYOUTS, STRATEGIES, ProgressMode, RunOptions, TrainConfig, require_text
+from burst_rt.launch.train.relaunch import before_ranks, chosen_options, relaunch
 from burst_rt.launch.where import machine_options, telemetry_options
 
 __all__ = ["command"]
@@ -86,19 +87,21 @@ def command(
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
     config = TrainConfig(**values)  # type: ignore[arg-type]  # the options above are its fields
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    chosen = {name: value for name, value in chosen_options(context).items() if name in fields}
     if num_ranks is not None:
-        if not resume:
-            config.validate(num_ranks)
-        if out is not None:
-            look(out, resume=resume)
+        with before_ranks():
+            if out is not None:
+                look(out, resume=resume)
+            begun = find_manifest(out).resumed(chosen) if resume and out is not None else config
+            begun.validate(num_ranks)
+            require_text(begun.data_path)
         extra = [] if progress != "auto" else ["--progress", "bar" if sys.stdout.isatty() else "lines"]
         sys.exit(relaunch(context, "burst_rt.launch.train", num_ranks, extra))
     # Only ranks need torch; help and the launching process do without.
     from burst_rt.launch.train.loop import train
     from burst_rt.launch.train.session import job_world
 
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    chosen = {name: value for name, value in chosen_options(context).items() if name in fields}
     with job_world() as world:
         summary = train(world, config, options, chosen)
     if summary is not None and as_json:

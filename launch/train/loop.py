@@ -102,11 +102,8 @@ def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder
 def _resolve(config: TrainConfig, shared: SharedCheckpoint | None, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
     """The configuration that runs, checked."""
     if shared is not None:
-        config = shared.manifest.config.resumed(chosen)
+        config = shared.manifest.resumed(chosen)
     config.validate(world_size)
-    done = shared.manifest.step if shared is not None else 0
-    if done >= config.steps:
-        raise ConfigError(f"--resume: {done} of {config.steps} steps are done, nothing is left; choose more --steps.")
     return config
 
 

@@ -342,24 +342,16 @@ def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], 
     assert (runs["2"] / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["train", "-n", "4", "--context-parallel", "3"], "--context-parallel"),
-        (["train", "-n", "4", "--context-parallel", "2"], "--batch"),
-        (["train", "-n", "2", "--heads", "3"], "heads"),
-        (["train", "-n", "2", "--resume"], "--out"),
-        (["train", "-n", "2", "--resume", "--out", "run/checkpoints/step-00000004"], "name its run's folder"),
-        (["train", "-n", "2", "--seed", str(2**64)], "--seed"),
-        (["eval", "--checkpoint", "nowhere"], "nowhere"),
-    ],
-)
-def test_what_cannot_run_is_refused_with_one_line(tmp_path: Path, arguments: list[str], named: str) -> None:
-    job = _run(tmp_path, *arguments)
+def test_what_only_ranks_can_refuse_is_one_line_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _assert_one_line(_run(tmp_path, "train", "-n", "2", "--seq-len", "10000000", "--data", str(text)), "--seq-len", "10000001 bytes")
+    # In burst_rt.init, before there is a world. Only the launching process of `burst-rt train` would have looked earlier.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    job = _run(tmp_path, "run", "-n", "2", "-m", "burst_rt.launch.train", "--device", "cuda")
     assert job.exit_code == 78
-    assert job.err.count("\n") == 1, job.err
-    assert job.err.startswith("burst-rt: ConfigError: ")
-    assert named in job.err
+    complaints = [line for line in job.err.splitlines() if line.startswith("burst-rt: ")]
+    assert complaints == job.err.splitlines()[-1:], job.err
+    assert "device 'cuda' was asked for" in complaints[0]
+    assert "Traceback" not in job.err
     assert not list(tmp_path.iterdir())
 
 
