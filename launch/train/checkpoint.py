@@ -109,6 +109,9 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         manifest = {"format": FORMAT, **checkpoint.manifest.to_json()}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         (temporary / _SUMS).write_text("".join(_sums(temporary)))
+        for name in (_WEIGHTS, _OPTIMIZER):
+            # safetensors makes its files for this user alone; they are for whom the rest of the run is for.
+            shutil.copymode(temporary / _MANIFEST, temporary / name)
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
     except (OSError, SafetensorError) as error:

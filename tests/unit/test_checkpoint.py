@@ -70,6 +70,16 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_all_files_are_for_whom_the_umask_says(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = save_checkpoint(tmp_path, _checkpoint(7), keep=2)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(_FILES, 0o666 & ~umask)
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 15, 100000000):
         save_checkpoint(tmp_path, _checkpoint(step), keep=2)
