@@ -56,7 +56,12 @@ _D = TrainConfig()
 @click.option("--seed", type=int, default=_D.seed, help="Seed of weights and of the choice of sequences.")
 @click.option("--context-parallel", type=int, help="Ranks that share a sequence; must divide the ranks. [default: all]")
 @click.option("--layout", default=_D.layout, metavar="NAME", help=f"How a sequence is split: {', '.join(LAYOUTS)}.")
-@click.option("--strategy", default=_D.strategy, metavar="NAME", help=f"What travels in the backward: {', '.join(STRATEGIES)}.")
+@click.option(
+    "--strategy",
+    default=_D.strategy,
+    metavar="NAME",
+    help=f"How attention is spread over ranks: {', '.join(STRATEGIES)}. hybrid:N and two-level:N: in groups of N ranks.",
+)
 @click.option("--dtype", default=_D.dtype, metavar="NAME", help=f"Of products and attention: {', '.join(DTYPES)}. Weights are float32.")
 @click.option("--eval-every", type=int, default=_D.eval_every, help="Steps between measurements on held-out text; 0: at the end only.")
 @click.option("--eval-sequences", type=int, default=_D.eval_sequences, help="Held-out sequences of a measurement; 0: all.")

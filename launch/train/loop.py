@@ -74,7 +74,7 @@ def _train_in(
         folder.plot(f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} bytes a sequence, {world.world_size} ranks")
         if world.rank != 0:
             return None
-        summary = _summarise(mesh, trainer, folder, time.monotonic() - started_s)
+        summary = _summarise(mesh, trainer, folder, done, time.monotonic() - started_s)
         report.conclude(summary)
         return summary
 
@@ -128,9 +128,9 @@ def _heading(config: TrainConfig, mesh: Mesh, corpus: Corpus, trainer: Trainer, 
     )
 
 
-def _summarise(mesh: Mesh, trainer: Trainer, folder: RunFolder, elapsed_s: float) -> Summary:
+def _summarise(mesh: Mesh, trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float) -> Summary:
     records = folder.history
-    last = records[-1]
+    last, recent = records[-1], [record for record in records if record.step > done]
     assert last.heldout_loss is not None
     assert last.heldout_perplexity is not None
     return Summary(
@@ -139,13 +139,14 @@ def _summarise(mesh: Mesh, trainer: Trainer, folder: RunFolder, elapsed_s: float
         context_parallel=mesh.context.world_size,
         num_parameters=trainer.num_parameters,
         steps=last.step,
+        resumed_after=done,
         loss_first=records[0].loss,
         loss_last=statistics.fmean(record.loss for record in records[-LAST_STEPS:]),
         heldout_loss=last.heldout_loss,
         heldout_perplexity=last.heldout_perplexity,
-        tokens_per_s=statistics.median(record.tokens_per_s for record in records),
-        wait_fraction=sum(record.wait_fraction * record.step_s for record in records) / sum(record.step_s for record in records),
-        bytes_sent=sum(record.bytes_sent for record in records),
+        tokens_per_s=statistics.median(record.tokens_per_s for record in recent),
+        wait_fraction=sum(record.wait_fraction * record.step_s for record in recent) / sum(record.step_s for record in recent),
+        bytes_sent=sum(record.bytes_sent for record in recent),
         elapsed_s=elapsed_s,
         out=str(folder.path),
     )

@@ -19,6 +19,8 @@ from burst_rt.errors import ConfigError
 from burst_rt.launch.run import _one_host, launch
 from burst_rt.launch.where import VARIABLES
 
+_SHOW_CURSOR = "\x1b[?25h"
+
 __all__ = ["before_ranks", "chosen_options", "relaunch"]
 
 
@@ -49,7 +51,11 @@ def relaunch(context: click.Context, module: str, num_ranks: int, extra: Sequenc
             continue
         value = chosen[parameter.name]
         arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
-    return launch(["-m", module, *arguments, *extra], num_ranks=num_ranks)
+    code = launch(["-m", module, *arguments, *extra], num_ranks=num_ranks)
+    if sys.stdout.isatty():
+        # A rank that was killed has hidden the cursor for its progress bar.
+        sys.stdout.write(_SHOW_CURSOR)
+    return code
 
 
 def _check_device(name: str) -> None:

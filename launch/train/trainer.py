@@ -95,6 +95,8 @@ class Trainer:
         found = measure_heldout(self._model, self._mesh, self._corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences)
         if not math.isfinite(found.perplexity):
             raise _diverged(step, f"held-out loss {found.loss}")
+        if self._mesh.world.rank == 0:
+            telemetry.report(step, heldout_loss=found.loss)
         return found
 
     def check_finite(self, step: int) -> None:
