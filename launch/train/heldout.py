@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from burst_rt.context import Context
 from burst_rt.launch.train.agreement import same_everywhere, together
-from burst_rt.launch.train.config import TrainConfig
 from burst_rt.launch.train.data import Bytes, heldout_starts, load_corpus, sequences_at
 from burst_rt.launch.train.mesh import Mesh, open_mesh
 from burst_rt.launch.train.model import Decoder
-from burst_rt.launch.train.restore import SharedCheckpoint, read_shared
+from burst_rt.launch.train.restore import read_shared
 from burst_rt.launch.train.sharded import ShardedDecoder
 
 __all__ = ["Evaluation", "HeldoutLoss", "evaluate", "measure_heldout"]
@@ -80,7 +79,7 @@ def evaluate(world: Context, path: Path, options: Mapping[str, object]) -> Evalu
     """
     started_s = time.monotonic()
     shared = read_shared(world, path)
-    config = together(world, lambda: _configure(shared, options, world.world_size))
+    config = together(world, lambda: shared.manifest.config.evaluated(options, world.world_size))
     corpus = together(world, lambda: load_corpus(config.data_path))
     same_everywhere(world, "the text that --data names", corpus.fingerprint)
     corpus.check_length(config.seq_len)
@@ -104,11 +103,3 @@ def evaluate(world: Context, path: Path, options: Mapping[str, object]) -> Evalu
         bits_per_byte=heldout.bits_per_byte,
         elapsed_s=time.monotonic() - started_s,
     )
-
-
-def _configure(shared: SharedCheckpoint, options: Mapping[str, object], world_size: int) -> TrainConfig:
-    config = TrainConfig.resumed(shared.manifest.config, options)
-    # The batch is training's; here every group takes whole sequences one by one.
-    config = replace(config, batch=world_size)
-    config.validate(world_size)
-    return config

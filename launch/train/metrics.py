@@ -10,6 +10,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from burst_rt.errors import ConfigError
 
 __all__ = ["MetricsFile", "StepRecord"]
@@ -66,6 +68,6 @@ def _read(path: Path) -> list[StepRecord]:
         return []
     whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     try:
-        return [StepRecord(**json.loads(line)) for line in whole]
-    except (ValueError, TypeError) as error:
+        return [msgspec.convert(json.loads(line), StepRecord) for line in whole]
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not the record of a run: {error}; move it away, then run again.") from error

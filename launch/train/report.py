@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -25,13 +26,17 @@ _LOG_WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A finished run. Losses in nats a byte: of the first step, and the mean of the last ten."""
+    """A finished run. Losses in nats a byte: of the first step, and the mean of the last ten.
+
+    `resumed_after` is the step it was continued after, 0 where it was not: speed, communication and time are since then.
+    """
 
     world_size: int
     data_parallel: int
     context_parallel: int
     num_parameters: int
     steps: int
+    resumed_after: int
     loss_first: float
     loss_last: float
     heldout_loss: float
@@ -84,22 +89,25 @@ class Report:
         self._bar.start()
         self._bar.update(self._task, completed=record.step, news=news)
         if self._mode == "lines" and (record.step % _LINE_EVERY == 0 or record.step in (self._first + 1, self._steps)):
-            self.say(f"{place}  {news}  eta {self._remaining_s(record.step):.0f} s")
+            self.say(f"{place}  {news}  eta {timedelta(seconds=round(self._remaining_s(record.step)))}")
         if record.heldout_loss is not None:
             self.say(f"{place}  held-out loss {record.heldout_loss:.3f}, perplexity {record.heldout_perplexity:.2f}")
 
     def conclude(self, summary: Summary) -> None:
         """Draw the table of a finished run."""
+        since = f" since step {summary.resumed_after}" if summary.resumed_after else ""
+        now = f", {summary.steps - summary.resumed_after} of them now" if summary.resumed_after else ""
         table = Table(title="training finished", title_justify="left", show_header=False)
         table.add_row("ranks", f"{summary.world_size} ({summary.data_parallel} data x {summary.context_parallel} context)")
-        table.add_row("steps", f"{summary.steps}")
+        table.add_row("steps", f"{summary.steps}{now}")
         table.add_row("training loss", f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} over the last {LAST_STEPS}")
         table.add_row("held-out", f"loss {summary.heldout_loss:.4f} nats per byte, perplexity {summary.heldout_perplexity:.3f}")
-        table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s")
+        table.add_row(f"speed{since}", f"{summary.tokens_per_s:,.0f} tokens/s")
         table.add_row(
-            "communication", f"{summary.bytes_sent / 1e6:,.1f} MB sent by attention; compute waited {summary.wait_fraction:.2%} of the time"
+            f"communication{since}",
+            f"{summary.bytes_sent / 1e6:,.1f} MB sent by attention; compute waited {summary.wait_fraction:.2%} of the time",
         )
-        table.add_row("time", f"{summary.elapsed_s:.1f} s")
+        table.add_row(f"time{since}", f"{summary.elapsed_s:.1f} s")
         table.add_row("written", escape(f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/)"))
         self._bar.stop()
         self._console.print(table)

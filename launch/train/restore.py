@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from burst_rt.context import Context
 from burst_rt.launch.train.agreement import on_first, share_bytes, share_tensors
-from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, copy_tensors, find_checkpoint, load_checkpoint
+from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, copy_tensors, find_checkpoint
 
 __all__ = ["SharedCheckpoint", "read_shared"]
 
@@ -41,12 +41,7 @@ def read_shared(context: Context, path: Path) -> SharedCheckpoint:
 
     Collective. Raises ConfigError on every rank when there is none, or rank 0 cannot read it.
     """
-
-    def read() -> tuple[Path, Checkpoint]:
-        folder = find_checkpoint(path)
-        return folder, load_checkpoint(folder)
-
-    found = on_first(context, read)
-    described = json.dumps([str(found[0]), asdict(found[1].manifest)]).encode() if found else None
+    found = on_first(context, lambda: find_checkpoint(path))
+    described = json.dumps([str(found[0]), found[1].manifest.to_json()]).encode() if found else None
     folder, manifest = json.loads(share_bytes(context, described))
-    return SharedCheckpoint(Path(folder), Manifest(**manifest), found[1] if found else None)
+    return SharedCheckpoint(Path(folder), Manifest.from_json(manifest), found[1] if found else None)

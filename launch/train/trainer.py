@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -44,8 +45,11 @@ class Trainer:
     def num_parameters(self) -> int:
         return self._decoder.num_parameters()
 
-    def run_step(self, step: int) -> StepRecord:
-        """Take step `step` (from 1). Collective; raises ConfigError on every rank when the loss is no longer finite."""
+    def run_step(self, step: int, votes: Sequence[float] = ()) -> tuple[StepRecord, list[float]]:
+        """Take step `step` (from 1); returns its record, and the sum of all ranks' `votes`, which travels with the loss.
+
+        Collective; raises ConfigError on every rank when the loss is no longer finite.
+        """
         config, mesh = self._config, self._mesh
         started_s = time.monotonic()
         before = mesh.context.stats()
@@ -63,17 +67,17 @@ class Trainer:
         self._optimizer.step()
 
         after = mesh.context.stats()
-        local = [local_loss.item(), after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent]
+        local = [local_loss.item(), after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent, *votes]
         sums = torch.tensor(local, dtype=torch.float64, device=mesh.world.device)
         mesh.world.all_reduce(sums)
-        loss_sum, wait_s, bytes_sent = sums.tolist()
+        loss_sum, wait_s, bytes_sent, *voted = sums.tolist()
         if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
             raise _diverged(step, f"loss {loss_sum / num_tokens}, gradients {grad_norm}")
         step_s = time.monotonic() - started_s
         loss, tokens_per_s = loss_sum / num_tokens, num_tokens / step_s
         if mesh.world.rank == 0:
             telemetry.report(step, loss=loss, tokens_per_s=tokens_per_s, grad_norm=grad_norm, step_s=step_s)
-        return StepRecord(
+        record = StepRecord(
             step=step,
             loss=loss,
             lr=lr,
@@ -83,6 +87,7 @@ class Trainer:
             wait_fraction=wait_s / mesh.world.world_size / step_s,
             bytes_sent=round(bytes_sent),
         )
+        return record, voted
 
     def measure_heldout(self, step: int) -> HeldoutLoss:
         """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when it is no number to show."""
@@ -90,6 +95,8 @@ class Trainer:
         found = measure_heldout(self._model, self._mesh, self._corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences)
         if not math.isfinite(found.perplexity):
             raise _diverged(step, f"held-out loss {found.loss}")
+        if self._mesh.world.rank == 0:
+            telemetry.report(step, heldout_loss=found.loss)
         return found
 
     def check_finite(self, step: int) -> None:
@@ -102,7 +109,7 @@ class Trainer:
         named = list(self._decoder.named_parameters())
         weights = {name: parameter.detach() for name, parameter in named}
         moments = {f"{moment}.{name}": self._optimizer.state[parameter][moment] for name, parameter in named for moment in MOMENTS}
-        return Checkpoint(Manifest(step, self._config.to_json(), self._corpus.fingerprint), weights, moments)
+        return Checkpoint(Manifest(step, self._config, self._corpus.fingerprint), weights, moments)
 
     def restore(self, shared: SharedCheckpoint) -> None:
         """Continue from a checkpoint. Collective; raises ConfigError on every rank when its tensors do not fit."""

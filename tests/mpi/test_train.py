@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +22,9 @@ import torch
 import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
+from burst_rt.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.run import find_launcher
-from burst_rt.launch.train.checkpoint import find_checkpoint, load_checkpoint
+from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import command as train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.evaluate import command as eval_command
@@ -54,7 +58,15 @@ class _Job:
 
 def _start(command: list[str], cwd: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Tests that run in the background of a shell were told to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
@@ -165,11 +177,7 @@ def test_perplexity_does_not_depend_on_the_world(runs: dict[str, Path], tmp_path
 def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path)
-    deadline_s = time.monotonic() + _JOB_DEADLINE_S
-    while not (run / "checkpoints" / "step-00000020").exists():
-        assert time.monotonic() < deadline_s
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    _wait_for(run / "checkpoints" / "step-00000020", process)
     _kill(process)
     process.communicate()
 
@@ -185,6 +193,143 @@ def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Pat
         assert (run / last).read_bytes() == (runs["2"] / last).read_bytes()
 
 
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + _JOB_DEADLINE_S
+    while not path.exists() or path.stat().st_size == 0:
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def _assert_one_line(job: _Job, *words: str) -> None:
+    """A usage error as it should be: one line that says it, and its exit code."""
+    assert job.exit_code == 78, job.err
+    assert job.err.count("\n") == 1, job.err
+    assert job.err.startswith("burst-rt: ConfigError: ")
+    for word in words:
+        assert word in job.err
+
+
+def test_a_folder_belongs_to_one_live_run(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = [*_TINY, "--checkpoint-every", "2", "--data", str(text), "--out", str(run), "--eval-sequences", "1"]
+    holder = _start(_burst_rt("train", "-n", "2", "--steps", "100000", *options), tmp_path)
+    try:
+        _wait_for(run / "checkpoints" / "step-00000002", holder)
+        held_by = (run / ".lock").read_text().strip()
+        pid = int(held_by.split()[1])
+        assert held_by == f"process {pid} on {socket.gethostname()}"
+        assert psutil.Process(holder.pid) in psutil.Process(pid).parents(), "it is a rank of this job"
+        before = (run / "metrics.jsonl").read_bytes()
+        for job in (
+            _run(tmp_path, "train", "--resume", "--out", str(run)),
+            _run(tmp_path, "train", "-n", "2", "--resume", "--out", str(run)),
+            _run(tmp_path, "train", *options),
+        ):
+            _assert_one_line(job, str(run), "is in use", held_by)
+        assert (run / "metrics.jsonl").read_bytes().startswith(before)
+    finally:
+        _kill(holder)
+        holder.communicate()
+    # The lock went with its process.
+    last = _metrics(run)[-1]["step"]
+    job = _run(tmp_path, "train", "-n", "2", "--resume", "--out", str(run), "--steps", str(last + 2), "--progress", "lines")
+    assert job.exit_code == 0, job.err
+    assert [record["step"] for record in _metrics(run)] == list(range(1, int(last) + 3))
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if child.cmdline()[:1] == [sys.executable] and "burst_rt.telemetry.hub" not in child.cmdline()]
+    assert len(ranks) == 2
+    return ranks
+
+
+def _assert_stopped(job: _Job, run: Path, signal_name: str, resume: str) -> None:
+    """It kept its last step, and its last line says so and how to go on."""
+    last = int(_metrics(run)[-1]["step"])
+    expected = f"burst-rt: stopped by {signal_name} after step {last}; resume with: burst-rt {resume} --resume --out {run}"
+    assert expected in job.err.splitlines(), job.err
+    assert find_checkpoint(run)[1].manifest.step == last
+    assert "Traceback" not in job.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_that_is_stopped_keeps_its_last_step(runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    command = _burst_rt("train", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0")
+    process = _start(command, tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    process.send_signal(number)
+    # Who asks twice at once (a terminal and a launcher) asks once.
+    process.send_signal(number)
+    job = _finish(process)
+    assert job.exit_code == 128 + number
+    _assert_stopped(job, run, number.name, "train")
+    assert job.err.count("\n") == 1, job.err
+    job = _run(tmp_path, "train", "--resume", "--out", str(run))
+    assert job.exit_code == 0, job.err
+    assert _losses(run) == _losses(runs["1"]), "bit for bit"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_job_that_is_stopped_keeps_its_last_step_and_says_how_to_go_on(
+    runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "a run"
+    process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0"), tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    process.send_signal(number)
+    job = _finish(process)
+    assert job.exit_code == 128 + number
+    last = int(_metrics(run)[-1]["step"])
+    *earlier, last_line = job.err.splitlines()
+    said, _, command = last_line.partition("; resume with: ")
+    assert said == f"burst-rt: stopped by {number.name} after step {last}"
+    assert [line.partition(",")[0] for line in earlier] == ["burst-rt: stopping after this step"]
+    assert shlex.split(command) == ["burst-rt", "train", "-n", "2", "--resume", "--out", str(run)]
+
+    job = _run(tmp_path, *shlex.split(command)[1:])
+    assert job.exit_code == 0, job.err
+    assert _losses(run) == _losses(runs["2"]), "bit for bit"
+    assert (run / "checkpoints" / f"step-{_STEPS:08}" / "model.safetensors").read_bytes() == (
+        runs["2"] / "checkpoints" / f"step-{_STEPS:08}" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_second_signal_ends_a_job_that_is_stopping(text: Path, tmp_path: Path) -> None:
+    """Here one that would not end its step."""
+    run = tmp_path / "run"
+    options = [*_TINY, "--steps", "100000", "--data", str(text), "--out", str(run)]
+    process = _start(_burst_rt("train", "-n", "2", *options), tmp_path)
+    _wait_for(run / "metrics.jsonl", process)
+    for rank in _ranks_of(process):
+        rank.suspend()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    sent_at_s = time.monotonic()
+    job = _finish(process)
+    assert time.monotonic() - sent_at_s < 10.0
+    assert job.exit_code == 130
+    assert job.err.splitlines()[-1].startswith("burst-rt: stopped by SIGINT after "), job.err
+
+
+def test_a_rank_that_is_told_to_stop_stops_all(text: Path, tmp_path: Path) -> None:
+    """As a batch system does it; under a launcher of one's own."""
+    launcher, run = find_launcher(), tmp_path / "run"
+    command = _burst_rt("train", *_TINY, "--steps", "100000", "--data", str(text), "--out", str(run))
+    environment = launcher.environment(2, 1, tmp_path)
+    del environment[JOB_DIR_VARIABLE]
+    process = _start(launcher.command(command, 2), tmp_path, environment)
+    _wait_for(run / "metrics.jsonl", process)
+    _ranks_of(process)[1].send_signal(signal.SIGTERM)
+    job = _finish(process)
+    assert job.exit_code == 128 + signal.SIGTERM
+    _assert_stopped(job, run, "SIGTERM", "train -n 2")
+
+
 def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], tmp_path: Path) -> None:
     before = (runs["2"] / "metrics.jsonl").read_bytes()
     # Under mpirun itself, so that nothing has checked the options before the ranks meet.
@@ -197,24 +342,16 @@ def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], 
     assert (runs["2"] / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["train", "-n", "4", "--context-parallel", "3"], "--context-parallel"),
-        (["train", "-n", "4", "--context-parallel", "2"], "--batch"),
-        (["train", "-n", "2", "--heads", "3"], "heads"),
-        (["train", "-n", "2", "--resume"], "--out"),
-        (["train", "-n", "2", "--resume", "--out", "run/checkpoints/step-00000004"], "name its run's folder"),
-        (["train", "-n", "2", "--seed", str(2**64)], "--seed"),
-        (["eval", "--checkpoint", "nowhere"], "nowhere"),
-    ],
-)
-def test_what_cannot_run_is_refused_with_one_line(tmp_path: Path, arguments: list[str], named: str) -> None:
-    job = _run(tmp_path, *arguments)
+def test_what_only_ranks_can_refuse_is_one_line_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _assert_one_line(_run(tmp_path, "train", "-n", "2", "--seq-len", "10000000", "--data", str(text)), "--seq-len", "10000001 bytes")
+    # In burst_rt.init, before there is a world. Only the launching process of `burst-rt train` would have looked earlier.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    job = _run(tmp_path, "run", "-n", "2", "-m", "burst_rt.launch.train", "--device", "cuda")
     assert job.exit_code == 78
-    assert job.err.count("\n") == 1, job.err
-    assert job.err.startswith("burst-rt: ConfigError: ")
-    assert named in job.err
+    complaints = [line for line in job.err.splitlines() if line.startswith("burst-rt: ")]
+    assert complaints == job.err.splitlines()[-1:], job.err
+    assert "device 'cuda' was asked for" in complaints[0]
+    assert "Traceback" not in job.err
     assert not list(tmp_path.iterdir())
 
 
@@ -258,8 +395,8 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank(runs: dict[str, Path],
 
 
 def test_bfloat16_trains_too(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
-    stored = load_checkpoint(find_checkpoint(runs["1"])).manifest.config
-    config = replace(TrainConfig.resumed(stored, {}), steps=3, dtype="bfloat16", data=str(text))
+    stored = find_checkpoint(runs["1"])[1].manifest.config
+    config = replace(stored, steps=3, dtype="bfloat16", data=str(text))
     options = RunOptions(out=tmp_path, progress="none")
     summaries = burst_rt.run_local(2, lambda world: train(world, config, options, {}), timeout_s=60)
     assert summaries[0] is not None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
@@ -24,21 +30,21 @@ from burst_rt.launch.train.checkpoint import (
     copy_tensors,
     find_checkpoint,
     load_checkpoint,
-    newest_checkpoint,
     save_checkpoint,
 )
-from burst_rt.launch.train.config import TrainConfig
+from burst_rt.launch.train.config import RunOptions, TrainConfig
+from burst_rt.launch.train.loop import train
 from burst_rt.launch.train.metrics import MetricsFile, StepRecord
 from burst_rt.launch.train.restore import read_shared
 
-_FILES = ("config.json", "model.safetensors", "optimizer.safetensors")
+_FILES = ("SHA256SUMS", "config.json", "model.safetensors", "optimizer.safetensors")
 
 
 def _checkpoint(step: int) -> Checkpoint:
     generator = torch.Generator().manual_seed(step)
     weights = {"head.weight": torch.randn(5, 3, generator=generator), "norm.weight": torch.tensor([0.0, -0.0, 1e-45])}
     moments = {f"exp_avg.{name}": tensor / 3 for name, tensor in weights.items()}
-    return Checkpoint(Manifest(step, TrainConfig(steps=99).to_json(), "fingerprint"), weights, moments)
+    return Checkpoint(Manifest(step, TrainConfig(steps=99), "fingerprint"), weights, moments)
 
 
 def _names(run: Path) -> list[str]:
@@ -46,7 +52,7 @@ def _names(run: Path) -> list[str]:
 
 
 def _step_of(run: Path) -> int:
-    return load_checkpoint(find_checkpoint(run)).manifest.step
+    return find_checkpoint(run)[1].manifest.step
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -59,7 +65,19 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for mine, theirs in ((loaded.weights, saved.weights), (loaded.optimizer, saved.optimizer)):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name].view(torch.int32), theirs[name].view(torch.int32)) for name in mine)
-    assert TrainConfig.resumed(loaded.manifest.config, {}) == TrainConfig(steps=99)
+    assert loaded.manifest.config == TrainConfig(steps=99)
+    # Whoever has only a shell can check it.
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_all_files_are_for_whom_the_umask_says(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = save_checkpoint(tmp_path, _checkpoint(7), keep=2)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(_FILES, 0o666 & ~umask)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -77,13 +95,13 @@ def test_a_run_that_went_back_forgets_the_future_it_gave_up(tmp_path: Path) -> N
     assert _names(tmp_path) == ["step-00000005", "step-00000006"]
 
 
-@pytest.mark.parametrize("call", ["save_file", "_describe", "_sync", "replace"])
+@pytest.mark.parametrize("call", ["save_file", "_sums", "_sync", "replace"])
 @pytest.mark.parametrize("survived", [0, 1])
 def test_a_writer_that_dies_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, survived: int) -> None:
     save_checkpoint(tmp_path, _checkpoint(5), keep=2)
-    place = os if call == "replace" else module
+    place = {"replace": os, "save_file": safetensors.torch}.get(call, module)
     original: Callable[..., object] = getattr(place, call)
-    calls_left = survived if call != "replace" else 0
+    calls_left = survived if call not in ("replace", "_sums") else 0
 
     def die(*args: object) -> object:
         nonlocal calls_left
@@ -121,11 +139,156 @@ def _become_a_list(path: Path) -> None:
     path.write_bytes(b"[]")
 
 
+def _change(folder: Path, fields: Mapping[str, object], *, cover: bool) -> None:
+    """Set entries of a checkpoint's manifest ("config.lr": of its configuration); `cover`: its checksums are made anew."""
+    document = json.loads((folder / "config.json").read_text())
+    for name, value in fields.items():
+        place, _, entry = name.rpartition(".")
+        (document[place] if place else document)[entry] = value
+    _write_manifest(folder, json.dumps(document), cover=cover)
+
+
+def _write_manifest(folder: Path, text: str, *, cover: bool) -> None:
+    (folder / "config.json").write_text(text)
+    if cover:
+        names = ("config.json", "model.safetensors", "optimizer.safetensors")
+        lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+        (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+_NESTED = "[" * 100_000 + "]" * 100_000
+_WRONG_TYPES: list[object] = [True, [], [[]], {}, {"a": 1}]
+
+
+def _cut_anywhere(chance: random.Random, run: Path, folder: Path) -> None:
+    path = folder / chance.choice(_FILES)
+    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
+
+
+def _flip_bits(chance: random.Random, run: Path, folder: Path) -> None:
+    path = folder / chance.choice(_FILES)
+    content = bytearray(path.read_bytes())
+    for _ in range(chance.randint(1, 3)):
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def _replace_bytes(chance: random.Random, run: Path, folder: Path) -> None:
+    path = folder / chance.choice(_FILES)
+    content = path.read_bytes()
+    start = chance.randrange(len(content))
+    path.write_bytes(content[:start] + chance.randbytes(chance.randint(0, 9)) + content[start + chance.randint(0, 9) :])
+
+
+def _wrong_value(chance: random.Random, run: Path, folder: Path) -> None:
+    names = ["format", "step", "config", "corpus", *(f"config.{field.name}" for field in fields(TrainConfig))]
+    wrong = {chance.choice(names): chance.choice(_WRONG_TYPES)}
+    if chance.random() < 0.3:
+        wrong = {"step": chance.choice(["10", "", 5, 11, 0, -5, -10, 10.5, 10**400, None])}
+    _change(folder, wrong, cover=chance.random() < 0.7)
+
+
+def _other_fields(chance: random.Random, run: Path, folder: Path) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    target = chance.choice([document, document["config"]])
+    if chance.random() < 0.5:
+        del target[chance.choice(list(target))]
+    else:
+        target["dropout"] = 0.1
+    _write_manifest(folder, json.dumps(document), cover=chance.random() < 0.7)
+
+
+def _nest_deeply(chance: random.Random, run: Path, folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    changed = chance.choice([_NESTED, text.replace('"fingerprint"', _NESTED), text.replace("{", '{"a": ' + _NESTED + ",", 1)])
+    _write_manifest(folder, changed, cover=chance.random() < 0.7)
+
+
+def _no_manifest(chance: random.Random, run: Path, folder: Path) -> None:
+    _write_manifest(folder, chance.choice(["", "null", "[]", "{}", "5", '"a"', "\x00", "{'a': 1}", "NaN"]), cover=chance.random() < 0.7)
+
+
+def _lose_a_file(chance: random.Random, run: Path, folder: Path) -> None:
+    (folder / chance.choice(_FILES)).unlink()
+
+
+def _empty_a_file(chance: random.Random, run: Path, folder: Path) -> None:
+    (folder / chance.choice(_FILES)).write_bytes(b"")
+
+
+def _add_a_file(chance: random.Random, run: Path, folder: Path) -> None:
+    (chance.choice([folder, folder.parent]) / chance.choice(["notes.txt", "step-1", ".writing-x"])).write_bytes(chance.randbytes(9))
+
+
+def _swap_between_checkpoints(chance: random.Random, run: Path, folder: Path) -> None:
+    for name in chance.sample(_FILES, chance.randint(1, len(_FILES))):
+        mine, theirs = run / "checkpoints" / "step-00000005" / name, run / "checkpoints" / "step-00000010" / name
+        shutil.move(mine, run / "aside")
+        shutil.move(theirs, mine)
+        shutil.move(run / "aside", theirs)
+
+
+def _something_else_in_place(chance: random.Random, run: Path, folder: Path) -> None:
+    path = folder / chance.choice(_FILES) if chance.random() < 0.8 else folder
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    instead: list[Callable[[Path], None]] = [Path.mkdir, os.mkfifo, lambda p: p.symlink_to("nowhere"), lambda p: p.symlink_to(p.name)]
+    chance.choice(instead)(path)
+
+
+def _rename(chance: random.Random, run: Path, folder: Path) -> None:
+    folder.rename(folder.with_name(chance.choice(["step-00000099", "step-000000010", "step-00000000", "gone"])))
+
+
+_DAMAGES = [
+    _cut_anywhere, _flip_bits, _replace_bytes, _wrong_value, _other_fields, _nest_deeply, _no_manifest, _lose_a_file, _empty_a_file,
+    _add_a_file, _swap_between_checkpoints, _something_else_in_place, _rename,
+]  # fmt: skip
+
+
+def _same(one: Checkpoint, other: Checkpoint) -> bool:
+    pairs = ((one.weights, other.weights), (one.optimizer, other.optimizer))
+    equal = all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+    return equal and one.manifest == other.manifest
+
+
+def test_no_damage_is_used_or_ends_in_a_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """200 damages: each has no effect, or is told and an older checkpoint taken, or is refused; a run goes on from what was taken."""
+    whole = tmp_path / "whole"
+    saved = {step: _checkpoint(step) for step in (5, 10)}
+    for checkpoint in saved.values():
+        save_checkpoint(whole, checkpoint, keep=2)
+    outcomes: Counter[str] = Counter()
+    for seed in range(200):
+        chance = random.Random(seed)
+        run = tmp_path / str(seed)
+        shutil.copytree(whole, run)
+        folder = run / "checkpoints" / chance.choice(["step-00000010"] * 3 + ["step-00000005"])
+        damage = chance.choice(_DAMAGES)
+        damage(chance, run, folder)
+        about = f"seed {seed}: {damage.__name__} of {folder.name}"
+        caplog.clear()
+        try:
+            _, loaded = find_checkpoint(run)
+        except ConfigError:
+            outcomes["refused"] += 1
+            continue
+        step = loaded.manifest.step
+        assert _same(loaded, saved[step]), about
+        # One whose whole folder is gone leaves nothing to tell.
+        assert step == 10 or "passed over: checkpoint" in caplog.text or not folder.exists(), about
+        outcomes["no effect" if step == 10 else "passed over"] += 1
+        save_checkpoint(run, saved[10], keep=2)
+        assert _same(find_checkpoint(run)[1], saved[10]), about
+        shutil.rmtree(run)
+    assert outcomes["passed over"] > 100, outcomes
+    assert min(outcomes.values()) > 3, outcomes
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
         *((name, damage) for name in _FILES for damage in (_cut, _empty, Path.unlink)),
-        *((name, _flip) for name in _FILES[1:]),
+        *((name, _flip) for name in _FILES),
         ("config.json", _become_a_list),
     ],
 )
@@ -135,20 +298,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     for step in (5, 10):
         save_checkpoint(tmp_path, _checkpoint(step), keep=2)
     damaged = tmp_path / "checkpoints" / "step-00000010"
-    if name == "config.json" and damage is _cut:
-        # The last byte is a line's end; the one before closes the object.
-        damage(damaged / name)
     damage(damaged / name)
 
     with pytest.raises(ConfigError, match="step-00000010"):
         load_checkpoint(damaged)
     with pytest.raises(ConfigError, match="step-00000010"):
         find_checkpoint(damaged)
-    folder, passed_over = newest_checkpoint(tmp_path)
-    assert folder == tmp_path / "checkpoints" / "step-00000005"
-    assert len(passed_over) == 1
-    assert find_checkpoint(tmp_path) == folder
-    assert "passed over: checkpoint" in caplog.text
+    assert find_checkpoint(tmp_path)[0] == tmp_path / "checkpoints" / "step-00000005"
+    assert caplog.text.count("passed over: checkpoint") == 1
     assert "step-00000010" in caplog.text
 
 
@@ -175,7 +332,7 @@ def test_what_finds_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
         path.write_bytes(b"some")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(OSError, match=r"step-00000010 could not be written: I/O error: No space left"):
         save_checkpoint(tmp_path, _checkpoint(10), keep=2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
@@ -183,14 +340,17 @@ def test_what_finds_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, _checkpoint(5), keep=2)
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, "format": 99}))
-    with pytest.raises(ConfigError, match="expected format 1, got 99"):
+    _change(folder, {"format": 99}, cover=True)
+    with pytest.raises(ConfigError, match="expected format 2, got 99; use the version that wrote it"):
+        load_checkpoint(folder)
+    # As format 1 was.
+    (folder / "SHA256SUMS").unlink()
+    _change(folder, {"format": 1, "files": {}}, cover=False)
+    with pytest.raises(ConfigError, match=r"of format 1, which this version does not read\. Go on with the version that wrote it"):
         load_checkpoint(folder)
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) == (None, [])
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "step-00000001"):
         with pytest.raises(ConfigError, match=path.name):
             find_checkpoint(path)
@@ -206,12 +366,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("changes", [{"layers": 5}, {"dim": 64}, {"heads": 2, "kv_heads": 2}])
 def test_a_resumed_run_must_have_the_same_model(changes: dict[str, object]) -> None:
-    stored = TrainConfig(steps=99).to_json()
+    stored = TrainConfig(steps=99)
     with pytest.raises(ConfigError, match="the checkpoint holds another model"):
-        TrainConfig.resumed(stored, changes)
-    assert TrainConfig.resumed(stored, {"steps": 120}) == TrainConfig(steps=120)
-    with pytest.raises(ConfigError, match="not of this version"):
-        TrainConfig.resumed({**stored, "dropout": 0.1}, {})
+        stored.resumed(changes)
+    assert stored.resumed({"steps": 120}) == TrainConfig(steps=120)
 
 
 def _record(step: int) -> StepRecord:
@@ -231,10 +389,37 @@ def test_metrics_are_cut_at_the_checkpoint_that_is_resumed(tmp_path: Path) -> No
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, 0.5, 1 / 3]
 
 
-def test_a_file_that_holds_no_metrics_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("not json\n")
+@pytest.mark.parametrize("line", ["not json", "[" * 100_000, "[]", '{"step": 1}', json.dumps({**asdict(_record(1)), "step": "1"})])
+def test_a_file_that_holds_no_metrics_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(ConfigError, match="not the record of a run"):
         MetricsFile(tmp_path / "metrics.jsonl", after_step=1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: _change(folder, {"step": 1}, cover=False),
+        lambda folder: _change(folder, {"step": "2"}, cover=True),
+        lambda folder: _change(folder, {"step": -2}, cover=True),
+        lambda folder: _write_manifest(folder, _NESTED, cover=True),
+        lambda folder: _change(folder, {"config.layers": 2}, cover=True),  # which its tensors do not fit
+    ],
+)
+def test_a_damaged_checkpoint_costs_a_run_nothing_else(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    (tmp_path / "text").write_text("some text " * 999)
+    config = TrainConfig(data=str(tmp_path / "text"), seq_len=9, steps=2, layers=1, dim=8, heads=1, kv_heads=1, eval_sequences=1)
+    fresh = RunOptions(out=tmp_path / "run", progress="none")
+
+    def run(options: RunOptions, chosen: Mapping[str, object]) -> None:
+        burst_rt.run_local(1, lambda world: train(world, config, options, chosen), timeout_s=20)
+
+    run(fresh, {})
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    damage(tmp_path / "run" / "checkpoints" / "step-00000002")
+    with pytest.raises(ConfigError):
+        run(replace(fresh, resume=True), {"steps": 3})
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def _outcomes(world_size: int, action: Callable[[Context], object]) -> list[object]:

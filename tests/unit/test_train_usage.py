@@ -1,0 +1,105 @@
+"""`burst-rt train` and `burst-rt eval` told what cannot be: one line that says what to change, before any rank starts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, save_checkpoint
+from burst_rt.launch.train.config import TrainConfig
+
+# Ranks take longer than that to start on a machine that others use too; refusing takes less than a second.
+_DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 5 steps of 9 (`run`), one that is done (`done`), a damaged one, one that is held, and a text."""
+    place = tmp_path_factory.mktemp("place")
+    tensors = {"head.weight": torch.zeros(2)}
+    for name, steps in (("run", 9), ("done", 5), ("held", 9), ("damaged", 9)):
+        config = TrainConfig(steps=steps, data=str(place / "text"), strategy="hybrid:2")
+        save_checkpoint(place / name, Checkpoint(Manifest(5, config, "fingerprint"), tensors, tensors), keep=1)
+    (place / "damaged" / "checkpoints" / "step-00000005" / "config.json").write_text("{")
+    (place / "held" / ".lock").write_text("process 123 on somewhere\n")
+    (place / "text").write_text("some text " * 999)
+    return place
+
+
+_TRAIN: list[tuple[str, list[str]]] = [
+    ("--data nowhere", ["--data", "nowhere does not exist"]),
+    ("--device cuda", ["--device: cuda was asked for", "no GPUs"]),
+    ("--device cuda:3", ["--device: cuda:3 was asked for"]),
+    ("--device tpu", ["--device: expected auto, cpu, cuda or cuda:N, got tpu"]),
+    ("--resume", ["--resume continues the run in --out DIR"]),
+    ("--resume --out nothing", ["--resume: expected a complete checkpoint in nothing/checkpoints", "Train with --out first"]),
+    ("--resume --out text", ["--out: text is not a folder"]),
+    ("--resume --out damaged", ["checkpoint damaged/checkpoints/step-00000005 is damaged: config.json"]),
+    ("--resume --out held", ["--out: held is in use", "process 123 on somewhere"]),
+    ("--out held", ["--out: held is in use", "process 123 on somewhere"]),
+    ("--resume --out done", ["5 of 5 steps are done", "choose more --steps"]),
+    ("--resume --out run --steps 4", ["5 of 4 steps are done"]),
+    ("--resume --out run --dim 64", ["the checkpoint holds another model"]),
+    ("--resume --out run --data nowhere", ["--data", "nowhere does not exist"]),
+    ("--resume --out run/checkpoints/step-00000005", ["named like a checkpoint", "name its run's folder"]),
+    ("--out run", ["run already holds a run", "--resume"]),
+    ("--out text", ["--out: text is not a folder"]),
+    ("--out text/run", ["text is not a folder"]),
+    ("--out " + 300 * "x", ["File name too long"]),
+    ("--context-parallel 3", ["--context-parallel: 4 ranks cannot form groups of 3"]),
+    ("--context-parallel 2", ["--batch: 1 sequences cannot be shared by 2"]),
+    ("--heads 3", ["heads", "--dim or --heads"]),
+    ("--seed 18446744073709551616", ["--seed"]),
+    ("--seq-len 0", ["--seq-len must be positive, got 0"]),
+    ("--lr nan", ["--lr must be positive, got nan"]),
+    ("--layout diagonal", ["--layout must be one of contiguous, striped, zigzag, got diagonal"]),
+    ("--dtype int8", ["--dtype must be one of"]),
+    ("--strategy hybrid:3", ["--strategy", "groups of 3 of 4 ranks"]),
+    ("--strategy hybrid:4", ["--strategy", "4 must divide the kv heads, got 2"]),
+    ("--strategy two-level:3", ["--strategy", "4 ranks, 3 a node"]),
+    ("--strategy all-to-all --kv-heads 1", ["--strategy", "4 must divide the kv heads, got 1"]),
+    ("--strategy circle", ["--strategy", "circle"]),
+]
+_EVAL: list[tuple[str, list[str]]] = [
+    ("--checkpoint nothing", ["expected a complete checkpoint in nothing/checkpoints"]),
+    ("--checkpoint damaged", ["is damaged: config.json"]),
+    ("--checkpoint run/checkpoints/step-00000006", ["SHA256SUMS is missing"]),
+    ("--checkpoint run --data nowhere", ["--data", "nowhere does not exist"]),
+    ("--checkpoint run --device cuda", ["--device: cuda was asked for"]),
+    ("--checkpoint run --context-parallel 3", ["--context-parallel: 4 ranks"]),
+    ("--checkpoint run --seq-len -1", ["--seq-len must be positive, got -1"]),
+    ("--checkpoint run --eval-sequences -1", ["--eval-sequences must not be negative"]),
+    ("--checkpoint run --layout diagonal", ["--layout must be one of"]),
+    ("--checkpoint run --dtype int8", ["--dtype must be one of"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"), [(c, *case) for c, table in (("train", _TRAIN), ("eval", _EVAL)) for case in table]
+)
+def test_what_cannot_run_is_refused_with_one_line(place: Path, command: str, arguments: str, words: list[str]) -> None:
+    before = sorted(place.rglob("*"))
+    # No GPU, also where there is one; nor a batch job, in which other hosts might have one.
+    hidden = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"CUDA_VISIBLE_DEVICES": ""}
+    with (place / "held" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [sys.executable, "-P", "-X", "importtime", "-m", "burst_rt.launch.main", command, "-n", "4", *arguments.split()],
+            cwd=place, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False,
+        )  # fmt: skip
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout) == (78, ""), said
+    assert len(said) == 1, said
+    assert said[0].startswith("burst-rt: ConfigError: ")
+    for word in words:
+        assert word in said[0]
+    assert not any(line.split()[-1] in ("torch", "mpi4py") for line in lines), "neither is needed for that"
+    assert sorted(place.rglob("*")) == before
