@@ -6,13 +6,18 @@ import fcntl
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from burst_rt.errors import ConfigError
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, save_checkpoint
 from burst_rt.launch.train.config import TrainConfig
+from burst_rt.launch.train.relaunch import before_ranks
 
 # Ranks take longer than that to start on a machine that others use too; refusing takes less than a second.
 _DEADLINE_S = 30.0
@@ -103,3 +108,21 @@ def test_what_cannot_run_is_refused_with_one_line(place: Path, command: str, arg
         assert word in said[0]
     assert not any(line.split()[-1] in ("torch", "mpi4py") for line in lines), "neither is needed for that"
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("name", "fits"), [("cuda", True), ("cuda:1", True), ("cuda:2", False), ("auto", True), ("cpu", True)])
+def test_a_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
+    def count_devices(count: Any) -> int:  # ctypes.byref's own type
+        count._obj.value = 2
+        return 0
+
+    for variable in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE"):
+        monkeypatch.delenv(variable, raising=False)
+    driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetCount=count_devices)
+    monkeypatch.setattr("ctypes.CDLL", lambda path: driver)
+    monkeypatch.setenv("BURST_RT_DEVICE", name)
+    with nullcontext() if fits else pytest.raises(ConfigError, match="finds 2 GPUs here"), before_ranks():
+        pass
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with before_ranks():
+        pass  # on another host there may be more

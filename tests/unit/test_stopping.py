@@ -1,0 +1,96 @@
+"""Stopping a job after what it is doing: what a rank hears, what the launcher asks and for how long, and who has the last word."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from burst_rt.launch import run, stopping
+from burst_rt.launch.reports import JOB_DIR_VARIABLE
+from burst_rt.launch.stopping import SIGNALS, LastWord, StopRequests, ask_to_stop, leave_word, listen, read_word
+
+_SILENCE = [0.0] * len(SIGNALS)
+
+
+@pytest.fixture(autouse=True)
+def job_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv(JOB_DIR_VARIABLE, str(tmp_path))
+    # A shell tells what it runs in the background to ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(stopping, "_ONE_WISH_S", 60.0)
+    yield tmp_path
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_heard_by_all_ranks(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequests(offer=False) as requests:
+        assert requests.votes() == _SILENCE
+        assert requests.heard(_SILENCE) is None
+        # Twice at once is one wish.
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        # Three ranks of four have heard nothing.
+        assert requests.heard([vote + 3 * silence for vote, silence in zip(requests.votes(), _SILENCE, strict=True)]) is number
+    assert signal.getsignal(number) is before
+
+
+def test_who_asks_again_later_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "_ONE_WISH_S", -1.0)
+    with StopRequests(offer=False):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_what_is_to_be_ignored_is_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopRequests(offer=False) as requests:
+        signal.raise_signal(signal.SIGINT)
+        assert requests.votes() == _SILENCE
+
+
+def test_the_launcher_asks_who_offers(job_dir: Path) -> None:
+    assert not ask_to_stop(job_dir, signal.SIGHUP)
+    with StopRequests(offer=False):
+        assert not ask_to_stop(job_dir, signal.SIGHUP)
+    with StopRequests(offer=True) as requests:
+        assert requests.votes() == _SILENCE
+        assert ask_to_stop(job_dir, signal.SIGHUP)
+        assert requests.heard(requests.votes()) is signal.SIGHUP
+    assert not ask_to_stop(job_dir, signal.SIGHUP), "the offer was for a time"
+
+
+def test_a_last_word_is_left_only_to_who_listens(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = LastWord("burst-rt: stopped\n\udc80", 130)
+    assert not leave_word(word)
+    assert read_word(job_dir) is None
+    listen(job_dir)
+    assert leave_word(word)
+    assert read_word(job_dir) == word
+    monkeypatch.setenv(JOB_DIR_VARIABLE, str(job_dir / "on another host"))
+    assert not leave_word(word)
+    monkeypatch.delenv(JOB_DIR_VARIABLE)
+    assert not leave_word(word)
+
+
+def test_ranks_that_were_asked_have_so_long_and_no_longer(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    stop = run._Stop()
+    stop.attach(SimpleNamespace(send_signal=sent.append), job_dir)  # type: ignore[arg-type]  # as much of mpirun as is asked for
+    (job_dir / "stops-when-asked").touch()
+    stop.handle(signal.SIGHUP, None)
+    now_s = 29.0
+    assert (stop.due(), stop.asked, sent) == (False, True, [])
+    now_s = 31.0
+    assert (stop.due(), stop.asked, sent) == (True, False, [signal.SIGTERM])
+    assert (stop.due(), sent) == (True, [signal.SIGTERM])
