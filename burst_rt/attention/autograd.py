@@ -125,13 +125,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    spec: CallSpec = ctx.spec
     try:
         q, k, v, out, lse = ctx.saved_tensors
     except RuntimeError as error:
         # Changed in place, or freed by an earlier backward: this rank cannot take part, and the others wait for it.
         call = "backward of burst_attention"
-        ctx.spec.layout.context.refuse(call, InputError(f"{call}: {error}"))
-    needs = ctx.spec.needs_grad
+        spec.layout.context.refuse(call, InputError(f"{call}: {error}"))
+    needs = spec.needs_grad
     if dout is None:
         dout = torch.zeros_like(out)
     grads = _below_autograd(_run_backward, dout, dlse, q, k, v, out, lse, ctx.handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,8 +13,15 @@ from burst_rt.launch.train.agreement import on_first, share_bytes
 from burst_rt.launch.train.checkpoint import Checkpoint, save_checkpoint
 from burst_rt.launch.train.claim import claim
 from burst_rt.launch.train.metrics import MetricsFile, StepRecord
+from burst_rt.reports import say_resume
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "resume_command"]
+
+
+def resume_command(num_ranks: int, folder: Path) -> str:
+    """What goes on with the run in `folder`."""
+    ranks = f" -n {num_ranks}" if num_ranks > 1 else ""
+    return f"burst-rt train{ranks} --resume --out {shlex.quote(str(folder))}"
 
 
 class RunFolder:
@@ -38,7 +46,13 @@ class RunFolder:
             self._metrics.append(record)
 
     def save(self, checkpoint: Checkpoint, *, keep: int) -> None:
-        on_first(self._world, lambda: save_checkpoint(self.path, checkpoint, keep=keep))
+        """Write a checkpoint; from then on a launcher whose job fails says how to go on."""
+
+        def save() -> None:
+            save_checkpoint(self.path, checkpoint, keep=keep)
+            say_resume(resume_command(self._world.world_size, self.path))
+
+        on_first(self._world, save)
 
     def plot(self, title: str) -> None:
         def draw() -> None:

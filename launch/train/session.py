@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.stopping import LastWord, leave_word
+from burst_rt.launch.train.folder import resume_command
 
 __all__ = ["Stopped", "job_world"]
 
@@ -46,8 +46,7 @@ def job_world() -> Iterator[Context]:
         except (ConfigError, InputError) as error:
             _leave(world, _complaint(error))
         except Stopped as stopped:
-            ranks = f" -n {world.world_size}" if world.world_size > 1 else ""
-            resume = f"burst-rt train{ranks} --resume --out {shlex.quote(str(stopped.folder))}"
+            resume = resume_command(world.world_size, stopped.folder)
             _leave(world, LastWord(f"burst-rt: {stopped}; resume with: {resume}", 128 + stopped.number))
 
 

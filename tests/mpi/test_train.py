@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
@@ -22,13 +23,13 @@ import torch
 import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
-from burst_rt.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.run import find_launcher
 from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import command as train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.evaluate import command as eval_command
 from burst_rt.launch.train.loop import train
+from burst_rt.reports import JOB_DIR_VARIABLE
 
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50
@@ -178,8 +179,13 @@ def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Pat
     run = tmp_path / "run"
     process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path)
     _wait_for(run / "checkpoints" / "step-00000020", process)
-    _kill(process)
-    process.communicate()
+    rank = next(child for child in psutil.Process(process.pid).children(recursive=True) if "burst_rt.launch.child" in child.cmdline())
+    rank.kill()
+    killed = _finish(process)
+    assert killed.exit_code == 128 + signal.SIGKILL, killed.err
+    # The last line says which rank it was, what it did, and how to go on.
+    how = r"burst-rt: rank [01] was killed by signal 9, SIGKILL after .* s(, in call \d+ \(.*)?; resume with: "
+    assert re.fullmatch(how + re.escape(f"burst-rt train -n 2 --resume --out {run}"), killed.err.rstrip().rpartition("\n")[2]), killed.err
 
     # What was written last may be damaged too: then it starts from the one before.
     (run / "checkpoints" / "step-00000020" / "optimizer.safetensors").write_bytes(b"half")

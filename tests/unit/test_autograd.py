@@ -344,25 +344,27 @@ def test_ops_of_a_meta_world_need_no_rank() -> None:
         assert (out.shape, lse.shape, ctx.stats().calls) == (q.shape, (2, 4, 16), before)
 
 
+def _call_and_close(seq_len: int) -> weakref.ref[Context]:
+    with burst_rt.init() as ctx:
+        layout = ctx.layout(seq_len)
+        q = torch.ones(1, seq_len, 1, 8, requires_grad=True)
+        out = burst_rt.burst_attention(q, q, q, layout=layout)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+        # What a program has asked for by number stays until its context is closed.
+        burst_rt.handle_of(burst_rt.call_spec(q, q, q, layout=layout))
+        return weakref.ref(ctx)
+
+
 def test_contexts_and_lengths_of_the_past_leave_nothing_behind() -> None:
+    gc.collect()
     before = len(autograd._specs)
-    contexts = []
     with burst_rt.init() as ctx:
         for seq_len in range(1, 301):
             q = torch.zeros(1, seq_len, 1, 8)
             burst_rt.burst_attention(q, q, q, layout=ctx.layout(seq_len))
     assert len(autograd._specs) == before
-    for _ in range(100):
-        with burst_rt.init() as ctx:
-            contexts.append(weakref.ref(ctx))
-            layout = ctx.layout(8)
-            q = torch.ones(1, 8, 1, 8, requires_grad=True)
-            out = burst_rt.burst_attention(q, q, q, layout=layout)
-            assert isinstance(out, torch.Tensor)
-            out.sum().backward()
-            # What a program has asked for by number stays until its context is closed.
-            burst_rt.handle_of(burst_rt.call_spec(q, q, q, layout=layout))
-    del ctx, layout, q, out
+    contexts = [_call_and_close(8) for _ in range(100)]
     gc.collect()
     assert len(autograd._specs) == len(autograd._handles) == before
     assert [reference for reference in contexts if reference() is not None] == []

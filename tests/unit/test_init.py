@@ -101,7 +101,7 @@ def test_a_group_of_another_library_is_refused_with_what_to_do(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("option", "said"), [({"join_s": -1}, "join_s"), ({"join_s": float("nan")}, "join_s"), ({}, "BURST_RT_JOIN_S")])
-def test_join_s_is_checked(option: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_s_is_checked(option: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not option:
         monkeypatch.setenv("BURST_RT_JOIN_S", "a minute")
     with pytest.raises(InputError, match=f"{said} must be a positive number of seconds"):

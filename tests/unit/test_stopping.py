@@ -7,12 +7,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from burst_rt.launch import run, stopping
-from burst_rt.launch.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.stopping import SIGNALS, LastWord, StopRequests, ask_to_stop, leave_word, listen, read_word
+from burst_rt.reports import JOB_DIR_VARIABLE
 
 _SILENCE = [0.0] * len(SIGNALS)
 
@@ -86,11 +87,16 @@ def test_ranks_that_were_asked_have_so_long_and_no_longer(job_dir: Path, monkeyp
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     monkeypatch.setattr(os, "write", lambda *_: 0)
     stop = run._Stop()
-    stop.attach(SimpleNamespace(send_signal=sent.append), job_dir)  # type: ignore[arg-type]  # as much of mpirun as is asked for
+    told: list[str] = []
+    # As much of mpirun and of a hub as is asked for.
+    mpirun: Any = SimpleNamespace(send_signal=sent.append)
+    hub: Any = SimpleNamespace(stopping=told.append)
+    stop.attach(mpirun, job_dir, hub)
     (job_dir / "stops-when-asked").touch()
     stop.handle(signal.SIGHUP, None)
     now_s = 29.0
     assert (stop.due(), stop.asked, sent) == (False, True, [])
     now_s = 31.0
     assert (stop.due(), stop.asked, sent) == (True, False, [signal.SIGTERM])
+    assert told == ["SIGHUP"], "before any rank ends: they are stopped, not lost"
     assert (stop.due(), sent) == (True, [signal.SIGTERM])

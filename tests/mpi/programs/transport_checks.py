@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 from burst_rt.errors import ConfigError, ProtocolError, Stalled
-from burst_rt.transport import ControlGroup, NoticeKind, Pending, Transport
+from burst_rt.transport import ControlGroup, Notice, NoticeKind, Pending, Transport
 from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate
 
 _WORLD = MPI.COMM_WORLD
@@ -259,8 +259,8 @@ def _gather(group: MpiControl) -> None:
     group.close()
 
 
-def _read_notices(group: ControlGroup, num: int) -> list[tuple[int, NoticeKind, int]]:
-    read: list[tuple[int, NoticeKind, int]] = []
+def _read_notices(group: ControlGroup, num: int) -> list[Notice]:
+    read: list[Notice] = []
     deadline_s = time.monotonic() + _DEADLINE_S
     while len(read) < num:
         assert time.monotonic() < deadline_s, f"rank {_RANK} read {len(read)} of {num} notices"
@@ -281,10 +281,11 @@ def check_notices() -> None:
         for peer in peers:
             group.notify(peer, NoticeKind.ALIVE, value * 2**40)
     for peer in peers:
-        group.notify(peer, NoticeKind.LEFT, _RANK)
+        group.notify(peer, NoticeKind.LEFT, _RANK, f"rank {_RANK}: größer")
     read = _read_notices(group, (num + 1) * len(peers))
     for peer in peers:
-        expected = [(peer, NoticeKind.ALIVE, value * 2**40) for value in range(num)] + [(peer, NoticeKind.LEFT, peer)]
+        expected = [Notice(peer, NoticeKind.ALIVE, value * 2**40) for value in range(num)]
+        expected.append(Notice(peer, NoticeKind.LEFT, peer, f"rank {peer}: größer"))
         assert [notice for notice in read if notice[0] == peer] == expected
     _await(transport, handles)
     assert slot == bytes(range(16))
@@ -295,7 +296,7 @@ def check_notices() -> None:
     pending = group.allreduce_max([_RANK])
     _finish(pending)
     assert pending.result() == [_SIZE - 1]
-    assert sorted(_read_notices(group, len(peers))) == [(peer, NoticeKind.ALIVE, 7) for peer in peers]
+    assert sorted(_read_notices(group, len(peers))) == [Notice(peer, NoticeKind.ALIVE, 7) for peer in peers]
     _WORLD.Barrier()
     assert group.notices() == []
     transport.close()
