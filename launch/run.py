@@ -87,7 +87,7 @@ class MpiLauncher:
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
             if os.geteuid() == 0:
                 defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-            if _one_host(mpi_args) and not any(name.endswith("tmpdir_base") for name in environment):
+            if one_host(mpi_args) and not any(name.endswith("tmpdir_base") for name in environment):
                 # Elsewhere Open MPI 5 names mpirun's files by its process id alone. One that is killed leaves them, and the next mpirun of
                 # that id does not start ("The PMIx server's listener thread failed to start").
                 defaults["PRTE_MCA_prte_tmpdir_base"] = str(job_dir)
@@ -187,7 +187,7 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
         return exit_code
 
 
-def _one_host(mpi_args: Sequence[str]) -> bool:
+def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
     return not any(name in os.environ for name in _BATCH_VARIABLES) and not any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
 
@@ -199,7 +199,7 @@ def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1" if _one_host(mpi_args) else socket.gethostname(), "MASTER_PORT": str(port)}
+    return {"MASTER_ADDR": "127.0.0.1" if one_host(mpi_args) else socket.gethostname(), "MASTER_PORT": str(port)}
 
 
 _PR_SET_PDEATHSIG = 1
@@ -222,7 +222,7 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dic
         return
     try:
         hub = start_hub(
-            one_host=_one_host(mpi_args),
+            one_host=one_host(mpi_args),
             record=settings.record,
             held=True,
             dashboard=settings.dashboard,

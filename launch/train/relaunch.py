@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.run import _one_host, launch
+from burst_rt.launch.run import one_host, launch
 from burst_rt.launch.where import VARIABLES
 
 _SHOW_CURSOR = "\x1b[?25h"
@@ -63,7 +63,7 @@ def _check_device(name: str) -> None:
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
         raise ConfigError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}.")
     # On hosts of an allocation there may be what is not here.
-    if kind == "cuda" and _one_host(()):
+    if kind == "cuda" and one_host(()):
         count = _num_gpus()
         if int(index or 0) >= count:
             found = "a GPU" if count == 1 else f"{count or 'no'} GPUs"
