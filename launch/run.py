@@ -36,7 +36,7 @@ from burst_rt.reports import JOB_DIR_VARIABLE, Waiting, primary_failure, read_re
 from burst_rt.telemetry.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
-__all__ = ["MpiLauncher", "command", "find_launcher", "kill_job", "launch", "num_usable_cores"]
+__all__ = ["MpiLauncher", "command", "find_launcher", "kill_job", "launch", "num_usable_cores", "one_host"]
 
 _VERSION_DEADLINE_S = 20.0
 _POLL_S = 0.05
@@ -177,7 +177,9 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
         # Ranks that were asked to stop end by themselves: well, or with an error of theirs.
         if stop.received is not None and not stop.asked:
             name = signal.Signals(stop.received).name
-            print(f"burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
+            # A line of its own: the terminal has written ^C.
+            start = "\n" * sys.stderr.isatty()
+            print(f"{start}burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
             return 128 + stop.received
         text, exit_code = verdict(job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck, lost)
         resume = read_resume(job_dir)

@@ -1,8 +1,10 @@
-"""Stopping a job after what it is doing, instead of in the middle of it: what the launcher asks, and how ranks hear of it.
+"""Stopping a job after what it is doing, instead of in the middle of it: what the launcher asks,
+and how ranks hear of it.
 
-Through the job's folder, not by signals: mpirun ends its ranks a quarter of a second after a signal (Open MPI 5), which no step and
-no checkpoint fit into. A program that can stop offers to, the launcher asks, and the program leaves a last word with its exit code.
-Ranks hear signals as well: those of a batch system, of a launcher of one's own, or of a terminal. Standard library only.
+Through the job's folder, not by signals: mpirun ends its ranks a quarter of a second after a signal
+(Open MPI 5), which no step and no checkpoint fit into. A program that can stop offers to, the
+launcher asks, and the program leaves a last word with its exit code. Ranks hear signals as well:
+those of a batch system, of a launcher of one's own, or of a terminal. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from burst_rt.reports import job_folder
 
 __all__ = ["SIGNALS", "LastWord", "StopRequests", "ask_to_stop", "leave_word", "listen", "read_word"]
 
-# SIGUSR1: what batch systems send some time before a job's end (`sbatch --signal`), and what mpirun passes on without ending the job.
+# SIGUSR1: what batch systems send some time before a job's end (`sbatch --signal`), and what mpirun
+# passes on without ending the job.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _LISTENS, _OFFER, _ASKED, _WORD = "listens", "stops-when-asked", "stop", "last-word"
@@ -39,7 +42,9 @@ class LastWord(NamedTuple):
 
 
 def listen(job_dir: Path) -> None:
-    """Promise the job's ranks that a last word will be read: without that none is left, and ranks speak for themselves."""
+    """Promise the job's ranks that a last word will be read: without that none is left, and ranks
+    speak for themselves.
+    """
     (job_dir / _LISTENS).touch()
 
 
@@ -58,7 +63,9 @@ def read_word(job_dir: Path) -> LastWord | None:
 
 
 def leave_word(word: LastWord) -> bool:
-    """Leave a last word to the launcher, who returns its exit code whatever the ranks' is; False where none listens on this host."""
+    """Leave a last word to the launcher, who returns its exit code whatever the ranks' is; False
+    where none listens on this host.
+    """
     job_dir = job_folder()
     if job_dir is None or not (job_dir / _LISTENS).exists():
         return False
@@ -68,10 +75,11 @@ def leave_word(word: LastWord) -> bool:
 
 @dataclass
 class StopRequests:
-    """While it is open (a context manager), signals to this process are noted, and the launcher may ask; `offer`: one rank does.
+    """While it is open (a context manager), signals to this process are noted, and the launcher may
+    ask; `offer`: one rank does.
 
-    Signals are noted on the main thread only; what this process was told to ignore stays ignored. Another one, a second or more after
-    the first, has the effect that it would have had.
+    Signals are noted on the main thread only; what this process was told to ignore stays ignored.
+    Another one, a second or more after the first, has the effect that it would have had.
     """
 
     offer: bool
@@ -81,7 +89,9 @@ class StopRequests:
     _job_dir: Path | None = None
 
     def votes(self) -> list[float]:
-        """A number for each of SIGNALS, 1 for the one this rank has heard; ranks add them up to agree."""
+        """A number for each of SIGNALS, 1 for the one this rank has heard; ranks add them up to
+        agree.
+        """
         heard = self._noted
         if heard is None and self._job_dir is not None and (self._job_dir / _ASKED).exists():
             heard = signal.Signals(json.loads((self._job_dir / _ASKED).read_text()))
@@ -122,7 +132,9 @@ class StopRequests:
 
 
 def _write(path: Path, content: object) -> None:
-    """So that a reader sees all of it or nothing; where the folder is gone the launcher is, and nobody reads."""
+    """So that a reader sees all of it or nothing; where the folder is gone the launcher is, and
+    nobody reads.
+    """
     partial = path.with_suffix(".partial")
     with suppress(FileNotFoundError):
         partial.write_text(json.dumps(content))

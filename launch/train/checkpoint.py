@@ -1,11 +1,14 @@
-"""Checkpoints: weights and optimizer state as safetensors, everything else as JSON, in a folder that is either complete or ignored.
+"""Checkpoints: weights and optimizer state as safetensors, everything else as JSON, in a folder
+that is either complete or ignored.
 
-For: one writer (rank 0) that may be killed at any instant. A checkpoint is written under a hidden name, synced to the disk and only
-then renamed. Its `SHA256SUMS` covers its other files (`sha256sum -c` checks them too), so damage that comes later is noticed. What its
-manifest says must be of the right types besides, and the manifest's step that of the folder's name.
+For: one writer (rank 0) that may be killed at any instant. A checkpoint is written under a hidden
+name, synced to the disk and only then renamed. Its `SHA256SUMS` covers its other files, as
+`sha256sum -c` reads it, so damage that comes later is noticed. What its manifest says must be of
+the right types besides, and the manifest's step that of the folder's name.
 Not for: sharded states; every rank holds all weights, so rank 0's are the checkpoint.
 
-torch comes in where tensors are read or written: the launching process looks at checkpoints too, and is not to wait for it.
+torch comes in where tensors are read or written: the launching process looks at checkpoints too,
+and is not to wait for it.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ _MANIFEST = "config.json"
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _SUMS = "SHA256SUMS"
-# Of a path that leads to nothing. Any other error is the disk's, and says nothing about the checkpoint.
+# Of a path that leads to nothing. Any other error is the disk's, and says nothing about the
+# checkpoint.
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
@@ -66,7 +70,9 @@ class Manifest:
     corpus: str
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """The run's configuration with the options that were chosen anew. Raises ConfigError for another model, or with no step left."""
+        """The run's configuration with the options that were chosen anew. Raises ConfigError for
+        another model, or with no step left.
+        """
         config = self.config.resumed(chosen)
         if self.step >= config.steps:
             raise ConfigError(f"--resume: {self.step} of {config.steps} steps are done, nothing is left; choose more --steps.")
@@ -77,7 +83,9 @@ class Manifest:
 
     @classmethod
     def from_json(cls, document: object) -> Manifest:
-        """What `to_json` gave. Raises msgspec.ValidationError for a wrong type, or fields that are not those of this version."""
+        """What `to_json` gave. Raises msgspec.ValidationError for a wrong type, or fields that are
+        not those of this version.
+        """
         manifest = msgspec.convert(document, cls)
         if manifest.to_json() != document:
             raise msgspec.ValidationError("its fields are not those of this version")
@@ -110,7 +118,8 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         (temporary / _SUMS).write_text("".join(_sums(temporary)))
         for name in (_WEIGHTS, _OPTIMIZER):
-            # safetensors makes its files for this user alone; they are for whom the rest of the run is for.
+            # safetensors makes its files for this user alone; they are for whom the rest of the run
+            # is for.
             shutil.copymode(temporary / _MANIFEST, temporary / name)
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
@@ -127,7 +136,9 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint whole. Raises ConfigError when it is incomplete or damaged, OSError for a disk that does not answer."""
+    """Read a checkpoint whole. Raises ConfigError when it is incomplete or damaged, OSError for a
+    disk that does not answer.
+    """
     from safetensors.torch import load_file
 
     manifest = _read_manifest(folder)
@@ -138,7 +149,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Copy each tensor of `source` into the one of that name in `target`. Raises ConfigError when names, types or shapes differ."""
+    """Copy each tensor of `source` into the one of that name in `target`. Raises ConfigError when
+    names, types or shapes differ.
+    """
     expected, got = _kinds(target), _kinds(source)
     if expected != got:
         odd = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
@@ -148,7 +161,8 @@ def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> 
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
-    """The checkpoint meant by `path`, and its folder: that one, or the newest whole one of the run; warns of newer ones that are not.
+    """The checkpoint meant by `path`, and its folder: that one, or the newest whole one of the run;
+    warns of newer ones that are not.
 
     Raises ConfigError when there is none, OSError where one cannot be read.
     """
@@ -159,7 +173,9 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
 
 
 def find_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint that `find_checkpoint` would find, without loading it and without warnings. Raises the same."""
+    """The manifest of the checkpoint that `find_checkpoint` would find, without loading it and
+    without warnings. Raises the same.
+    """
     return _newest(path, _read_manifest)[1]
 
 
@@ -178,7 +194,9 @@ def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Whether there is any checkpoint in a run's folder, whole or not. Needs neither torch nor the time to read one."""
+    """Whether there is any checkpoint in a run's folder, whole or not. Needs neither torch nor the
+    time to read one.
+    """
     return bool(_steps(run / "checkpoints"))
 
 
@@ -241,7 +259,9 @@ def _text(path: Path) -> str:
 
 
 def _open(path: Path) -> io.BufferedReader:
-    """Open a file for reading. What is there but no file, which might not even answer (a pipe), counts as nothing there."""
+    """Open a file for reading. What is there but no file, which might not even answer (a pipe),
+    counts as nothing there.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise FileNotFoundError(errno.ENOENT, "not a file", str(path))
     return path.open("rb")
@@ -264,7 +284,9 @@ def _prune(parent: Path, *, newest: int, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is there, if anything: where a folder is expected, damage may have left something else."""
+    """Remove what is there, if anything: where a folder is expected, damage may have left something
+    else.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

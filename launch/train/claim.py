@@ -1,8 +1,10 @@
-"""A run's folder, held by one live run at a time. For: rank 0, and the launching process, which looks before it starts ranks.
+"""A run's folder, held by one live run at a time. For: rank 0, and the launching process, which
+looks before it starts ranks.
 
-The holder has `flock` on the folder's `.lock`, which the kernel takes back however the process ends. Over NFS that holds between hosts
-as far as the server locks; on a file system that locks nothing at all, or between hosts only (Lustre without `-o flock`), a warning
-says so and the run goes on.
+The holder has `flock` on the folder's `.lock`, which the kernel takes back however the process
+ends. Over NFS it keeps hosts apart where the server locks. Where the file system cannot lock
+(Lustre without `-o flock`), a warning says so and the run goes on. One that locks within each host
+only (Lustre with `-o localflock`) does not tell, and runs of two hosts are not kept apart there.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ class Claim:
 
 
 def claim(out: Path | None, *, resume: bool) -> Claim:
-    """Take a run's folder, made where need be (None: runs/train-TIME); one that holds a run already is taken only to `resume` it.
+    """Take a run's folder, made where need be (None: runs/train-TIME); one that holds a run already
+    is taken only to `resume` it.
 
-    Never waits. Raises ConfigError when another run has it, or when it is not what `resume` says; OSError as the file system says it.
+    Never waits. Raises ConfigError when another run has it, or when it is not what `resume` says;
+    OSError as the file system says it.
     """
     path = _new_folder(Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}")) if out is None else out
     if resume:

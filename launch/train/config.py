@@ -154,7 +154,9 @@ class TrainConfig:
             raise ConfigError(f"--strategy: {error.message}") from error
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
-        """This run with the options that were chosen anew. Raises ConfigError when the model would be another one."""
+        """This run with the options that were chosen anew. Raises ConfigError when the model would
+        be another one.
+        """
         after = dataclasses.replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
         if after.model != self.model:
             raise ConfigError(
@@ -164,7 +166,9 @@ class TrainConfig:
         return after
 
     def evaluated(self, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
-        """What a checkpoint of this run is measured with on `world_size` ranks. Raises ConfigError for what cannot be."""
+        """What a checkpoint of this run is measured with on `world_size` ranks. Raises ConfigError
+        for what cannot be.
+        """
         # What suited the ranks of the training need not suit these.
         config = self.resumed({"context_parallel": None, "strategy": "auto", **chosen})
         # The batch is training's; here every group takes whole sequences one by one.

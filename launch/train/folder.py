@@ -25,7 +25,8 @@ def resume_command(num_ranks: int, folder: Path) -> str:
 
 
 class RunFolder:
-    """Every method is collective but touches the disk on rank 0 only; a failure there is a ConfigError everywhere.
+    """Every method is collective but touches the disk on rank 0 only; a failure there is a
+    ConfigError everywhere.
 
     A context manager: until its end no other run gets the folder.
     """

@@ -41,7 +41,8 @@ def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapp
         def take_folder() -> RunFolder:
             return held.enter_context(RunFolder(world, options.out, resume=options.resume))
 
-        # What is resumed is this run's before it is read; a new folder is made when all else is well.
+        # What is resumed is this run's before it is read; a new folder is made when all else is
+        # well.
         resumed = take_folder() if options.resume else None
         shared = read_shared(world, resumed.path) if resumed else None
         config = together(world, lambda: _resolve(config, shared, chosen, world.world_size))
@@ -80,7 +81,9 @@ def _train_in(
 
 
 def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder, report: Report, requests: StopRequests) -> None:
-    """Take one step, and what is due after it. Raises Stopped, with a checkpoint of this step, where any rank was asked to stop."""
+    """Take one step, and what is due after it. Raises Stopped, with a checkpoint of this step,
+    where any rank was asked to stop.
+    """
 
     def due(every: int) -> bool:
         return step == config.steps or (every > 0 and step % every == 0)

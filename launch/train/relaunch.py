@@ -1,6 +1,8 @@
-"""A command with `-n` that starts itself on that many ranks, unless it can be seen without them that it cannot run.
+"""A command with `-n` that starts itself on that many ranks, unless it can be seen without them
+that it cannot run.
 
-For: `burst-rt train` and `burst-rt eval`. Ranks take seconds to start and check everything again, together.
+For: `burst-rt train` and `burst-rt eval`. Ranks take seconds to start and check everything again,
+together.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.run import one_host, launch
+from burst_rt.launch.run import launch, one_host
 from burst_rt.launch.where import VARIABLES
 
 _SHOW_CURSOR = "\x1b[?25h"
@@ -31,7 +33,9 @@ def chosen_options(context: click.Context) -> dict[str, object]:
 
 @contextmanager
 def before_ranks() -> Iterator[None]:
-    """For checks in the launching process: --device is checked first; what the file system refuses is a ConfigError, as on ranks."""
+    """For checks in the launching process: --device is checked first; what the file system refuses
+    is a ConfigError, as on ranks.
+    """
     try:
         _check_device(os.environ.get(VARIABLES["device"], "auto"))
         yield

@@ -28,7 +28,8 @@ _LOG_WIDTH = 100
 class Summary:
     """A finished run. Losses in nats a byte: of the first step, and the mean of the last ten.
 
-    `resumed_after` is the step it was continued after, 0 where it was not: speed, communication and time are since then.
+    `resumed_after` is the step it was continued after, 0 where it was not: speed, communication and
+    time are since then.
     """
 
     world_size: int

@@ -1,4 +1,6 @@
-"""The world a job's command runs in, and how it ends before its time. For: `burst-rt train` and `burst-rt eval`."""
+"""The world a job's command runs in, and how it ends before its time. For: `burst-rt train` and
+`burst-rt eval`.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class Stopped(Exception):
 
 @contextmanager
 def job_world() -> Iterator[Context]:
-    """The context of all ranks. Stopped, ConfigError or InputError of the block, which ranks raise alike, is said once and ends the job;
-    so does a ConfigError of `init`."""
+    """The context of all ranks. Stopped, ConfigError or InputError of the block, which ranks raise
+    alike, is said once and ends the job; so does a ConfigError of `init`.
+    """
     try:
         world = burst_rt.init()
     except ConfigError as error:
@@ -60,7 +63,9 @@ def _leave(world: Context, word: LastWord) -> NoReturn:
 
 
 def _leave_alone(error: ConfigError) -> NoReturn:
-    """Where there is no world: ranks raise alike, and one that knows that it is not the first lets the first speak."""
+    """Where there is no world: ranks raise alike, and one that knows that it is not the first lets
+    the first speak.
+    """
     if error.rank in (None, 0):
         sys.exit(_say(_complaint(error)))
     time.sleep(_SPEAKING_S)
@@ -72,8 +77,11 @@ def _complaint(error: ConfigError | InputError) -> LastWord:
 
 
 def _say(word: LastWord) -> int:
-    """Tell the launcher, or else whoever reads; returns the exit code that is left for the rank to give."""
-    # To mpirun an exit code means that a rank failed, which it says at length: the launcher gives it instead.
+    """Tell the launcher, or else whoever reads; returns the exit code that is left for the rank to
+    give.
+    """
+    # To mpirun an exit code means that a rank failed, which it says at length: the launcher gives
+    # it instead.
     if leave_word(word):
         return 0
     print(word.text, file=sys.stderr, flush=True)

@@ -46,7 +46,8 @@ class Trainer:
         return self._decoder.num_parameters()
 
     def run_step(self, step: int, votes: Sequence[float] = ()) -> tuple[StepRecord, list[float]]:
-        """Take step `step` (from 1); returns its record, and the sum of all ranks' `votes`, which travels with the loss.
+        """Take step `step` (from 1); returns its record, and the sum of all ranks' `votes`, which
+        travels with the loss.
 
         Collective; raises ConfigError on every rank when the loss is no longer finite.
         """

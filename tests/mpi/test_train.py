@@ -350,7 +350,8 @@ def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], 
 
 def test_what_only_ranks_can_refuse_is_one_line_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _assert_one_line(_run(tmp_path, "train", "-n", "2", "--seq-len", "10000000", "--data", str(text)), "--seq-len", "10000001 bytes")
-    # In burst_rt.init, before there is a world. Only the launching process of `burst-rt train` would have looked earlier.
+    # In burst_rt.init, before there is a world. Only the launching process of `burst-rt train`
+    # would have looked earlier.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     job = _run(tmp_path, "run", "-n", "2", "-m", "burst_rt.launch.train", "--device", "cuda")
     assert job.exit_code == 78

@@ -140,7 +140,9 @@ def _become_a_list(path: Path) -> None:
 
 
 def _change(folder: Path, fields: Mapping[str, object], *, cover: bool) -> None:
-    """Set entries of a checkpoint's manifest ("config.lr": of its configuration); `cover`: its checksums are made anew."""
+    """Set entries of a checkpoint's manifest ("config.lr": of its configuration); `cover`: its
+    checksums are made anew.
+    """
     document = json.loads((folder / "config.json").read_text())
     for name, value in fields.items():
         place, _, entry = name.rpartition(".")
@@ -252,7 +254,9 @@ def _same(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def test_no_damage_is_used_or_ends_in_a_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """200 damages: each has no effect, or is told and an older checkpoint taken, or is refused; a run goes on from what was taken."""
+    """200 damages: each has no effect, or is told and an older checkpoint taken, or is refused; a
+    run goes on from what was taken.
+    """
     whole = tmp_path / "whole"
     saved = {step: _checkpoint(step) for step in (5, 10)}
     for checkpoint in saved.values():

@@ -1,4 +1,6 @@
-"""Stopping a job after what it is doing: what a rank hears, what the launcher asks and for how long, and who has the last word."""
+"""Stopping a job after what it is doing: what a rank hears, what the launcher asks and for how
+long, and who has the last word.
+"""
 
 from __future__ import annotations
 

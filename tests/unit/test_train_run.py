@@ -1,4 +1,6 @@
-"""A training run as a person or a viewer sees it: progress, the table at its end, what telemetry hears. In this process, on one rank."""
+"""A training run as a person or a viewer sees it: progress, the table at its end, what telemetry
+hears. In this process, on one rank.
+"""
 
 from __future__ import annotations
 

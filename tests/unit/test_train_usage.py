@@ -1,4 +1,6 @@
-"""`burst-rt train` and `burst-rt eval` told what cannot be: one line that says what to change, before any rank starts."""
+"""`burst-rt train` and `burst-rt eval` told what cannot be: one line that says what to change,
+before any rank starts.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, save_checkpoi
 from burst_rt.launch.train.config import TrainConfig
 from burst_rt.launch.train.relaunch import before_ranks
 
-# Ranks take longer than that to start on a machine that others use too; refusing takes less than a second.
+# Against hanging: refusing takes less than a second.
 _DEADLINE_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of 5 steps of 9 (`run`), one that is done (`done`), a damaged one, one that is held, and a text."""
+    """A folder with a run of 5 steps of 9 (`run`), one that is done (`done`), a damaged one, one
+    that is held, and a text.
+    """
     place = tmp_path_factory.mktemp("place")
     tensors = {"head.weight": torch.zeros(2)}
     for name, steps in (("run", 9), ("done", 5), ("held", 9), ("damaged", 9)):
