@@ -360,11 +360,15 @@ def test_contexts_and_lengths_of_the_past_leave_nothing_behind() -> None:
     gc.collect()
     before = len(autograd._specs)
     with burst_rt.init() as ctx:
+        q = torch.zeros(1, 8, 1, 8)
+        layout = ctx.layout(8)
+        for scale in range(1, 10_001):
+            autograd.held_handle(burst_rt.call_spec(q, q, q, layout=layout, scale=scale))
         for seq_len in range(1, 301):
             q = torch.zeros(1, seq_len, 1, 8)
             burst_rt.burst_attention(q, q, q, layout=ctx.layout(seq_len))
     assert len(autograd._specs) == before
-    contexts = [_call_and_close(8) for _ in range(100)]
+    contexts = [_call_and_close(8) for _ in range(1000)]
     gc.collect()
     assert len(autograd._specs) == len(autograd._handles) == before
     assert [reference for reference in contexts if reference() is not None] == []
