@@ -391,7 +391,7 @@ class Context:
                 raise error
             return
         agreement = Agreement(self.control, self._number, description, digest_of(description), error)
-        with self._unbroken(), self._in_call(description["call"]):
+        with self._in_call(description["call"]), self._unbroken():
             agreement.start()
             self.watch.wait_for(agreement, within_s or self.timeout_s, description["call"], self._number)
         if agreement.failure():
@@ -405,9 +405,12 @@ class Context:
             yield
             return
         flight.enter(self._number, call)
-        yield
-        # Not after an error: the call is what this rank was in when it failed.
-        flight.leave()
+        try:
+            yield
+        finally:
+            # A call that broke the context stands there still: it is what this rank was in when it failed.
+            if self._broken is None:
+                flight.leave()
 
     def awaited(self) -> bool | None:
         """Whether another rank has said that it waits for this one to enter its next call; None where no other can make that call."""

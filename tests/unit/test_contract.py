@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from burst_rt.attention.masks import Relation
 from burst_rt.contract import Agreement, digest_of
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost, Stalled
+from burst_rt.flight import Flight, FlightRecord, read_flight
+from burst_rt.kernels import KERNELS
 from burst_rt.transport import LocalWorld
 
 
@@ -492,3 +495,49 @@ def test_the_same_mask_of_another_name_is_the_same() -> None:
         burst_rt.burst_attention(*_qkv(ctx), layout=layout, **options)
 
     burst_rt.run_local(3, run)
+
+
+def test_what_a_rank_was_doing_stands_in_its_flight_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = FlightRecord(tmp_path / "rank-0.flight")
+    with burst_rt.init() as ctx:
+        monkeypatch.setattr(ctx, "_flight", record)
+        layout = ctx.layout(12)
+        q, k, v = _qkv(ctx)
+        seen: list[Flight | None] = []
+        monkeypatch.setattr(type(KERNELS["cpu"]), "forward", lambda *_: seen.append(read_flight(tmp_path, 0)) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            burst_rt.burst_attention(q, k, v, layout=layout)
+    inside = seen[0]
+    assert inside is not None
+    assert str(inside).startswith("in call ")
+    assert inside.call == "burst_attention"
+    assert "q0" in inside.task
+    # What broke the context stands there still.
+    assert read_flight(tmp_path, 0) == inside
+
+
+def test_a_refused_call_is_no_call_that_a_rank_was_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(ctx: Context) -> None:
+        record = FlightRecord(tmp_path / f"rank-{ctx.rank}.flight")
+        monkeypatch.setattr(ctx, "_flight", record)
+        _good(ctx)
+        assert read_flight(tmp_path, ctx.rank) is None
+        with pytest.raises(ContractMismatch):
+            ctx.all_reduce(torch.zeros(1 + ctx.rank))
+        assert read_flight(tmp_path, ctx.rank) is None
+        _good(ctx)
+
+    burst_rt.run_local(2, run)
+
+
+def test_a_flight_record_takes_any_text(tmp_path: Path) -> None:
+    record = FlightRecord(tmp_path / "rank-3.flight")
+    assert read_flight(tmp_path, 3) is None
+    record.enter(2**40, "größer" * 100)
+    record.task("ü" * 1000)
+    found = read_flight(tmp_path, 3)
+    assert found is not None
+    assert (found.number, found.call[:6], found.task[:3]) == (2**40, "größer", "üüü")
+    record.leave()
+    assert read_flight(tmp_path, 3) is None
+    assert read_flight(tmp_path, 4) is None
