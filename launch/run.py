@@ -195,13 +195,12 @@ def one_host(mpi_args: Sequence[str]) -> bool:
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
-    """Where the ranks' `torch.distributed.init_process_group()` meets, unless the user has said so: on this host."""
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+    """Where the ranks' `torch.distributed.init_process_group()` meets: on this host, where the user has not said otherwise."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1" if one_host(mpi_args) else socket.gethostname(), "MASTER_PORT": str(port)}
+    found = {"MASTER_ADDR": "127.0.0.1" if one_host(mpi_args) else socket.gethostname(), "MASTER_PORT": str(port)}
+    return {name: os.environ.get(name, value) for name, value in found.items()}
 
 
 _PR_SET_PDEATHSIG = 1
