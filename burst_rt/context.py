@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from types import TracebackType
@@ -412,13 +412,10 @@ class Context:
             if self._broken is None:
                 flight.leave()
 
-    def awaited(self) -> bool | None:
-        """Whether another rank has said that it waits for this one to enter its next call; None where no other can make that call."""
+    def waiting_here(self) -> set[int]:
+        """The ranks that have said that they wait for this one to enter its next call. Never blocks."""
         self.watch.look()
-        if any(number > self._number for number in self.watch.entered.values()):
-            return True
-        cannot = (self.watch.refusing or set()) | set(self.watch.left)
-        return None if len(cannot) == self.world_size - 1 else False
+        return {peer for peer, number in self.watch.entered.items() if number > self._number}
 
     @property
     def usable(self) -> bool:
@@ -604,30 +601,43 @@ def current_context() -> Context | None:
 
 
 def refuse(call: str, error: BurstError, context: Context | None = None) -> NoReturn:
-    """Raises the error on every rank that waits for this rank's next call, in whichever context it waits.
+    """Raises the error on every rank that waits for this rank's next call, also where they wait in another context than this rank meant.
 
-    context: where this rank was about to make the call, as far as that is known; it may be the wrong one. Blocks until the others
-    have come to that call, at most `timeout_s`; returns at once where no other rank can be waiting.
+    context: where this rank was about to make the call; None where that is not known: then the one that was made last. Blocks until the
+    others have come to that call, at most `timeout_s`; returns at once where no other rank can be waiting.
     """
     known = {context, *_live, *(reference() for reference in _here())}
     shared = [ctx for ctx in known if ctx is not None and ctx.usable and ctx.world_size > 1]
+    if context not in shared:
+        context = current_context()
+    meant = context if context in shared else next(iter(shared), None)
+    if meant is None:
+        raise error
     if len(shared) == 1:
-        shared[0].refuse(call, error)
+        meant.refuse(call, error)
     try:
         for ctx in shared:
-            ctx.watch.say_refuses()
+            ctx.watch.say_refuses(here=ctx is meant)
         backoff = Backoff()
-        while backoff.elapsed_s() < max((ctx.timeout_s for ctx in shared), default=0.0):
-            answers = {ctx: ctx.awaited() for ctx in shared}
-            for ctx in (ctx for ctx, awaited in answers.items() if awaited):
-                ctx.refuse(call, error)
-            if None in answers.values():
-                break  # nobody waits: the others cannot make the call either
+        while backoff.elapsed_s() < meant.timeout_s:
+            where = _where_awaited(meant, shared)
+            if where is not None:
+                where.refuse(call, error)
             backoff.pause()
     finally:
-        for ctx in shared:
-            ctx.watch.refusing = None
+        meant.watch.refusing = None
     raise error
+
+
+def _where_awaited(meant: Context, shared: Sequence[Context]) -> Context | None:
+    """The context in which the others are to hear of a call that this rank cannot make; None as long as that is not known.
+
+    It is the one that was meant, once somebody waits there, or nobody can make the call there. It is another where all the others wait:
+    some may well have gone on to a later call there, after this one.
+    """
+    if meant.waiting_here() or len((meant.watch.refusing or set()) | set(meant.watch.left)) == meant.world_size - 1:
+        return meant
+    return next((ctx for ctx in shared if ctx is not meant and len(ctx.waiting_here()) == ctx.world_size - 1), None)
 
 
 def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:

@@ -111,8 +111,8 @@ class NoticeKind(IntEnum):
     ALIVE = 1  # I am inside a call and still computing: the id of my task
     LEFT = 2  # I have closed my context and will enter no further call: my exit code, and my error
     ENTERED = 3  # I wait for you to enter a call: its number
-    REFUSES = 4  # I cannot make my next call, and ask in which context you wait for it: number of the question
-    REFUSES_TOO = 5  # neither can I: number of your question
+    REFUSES = 4  # I cannot make my next call; do you wait for it in this context? Number of the question
+    REFUSES_TOO = 5  # I was about to make a call in this context, and cannot either: number of your question
 
 
 class Notice(NamedTuple):

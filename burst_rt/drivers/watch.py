@@ -50,8 +50,8 @@ class Watch:
 
     left: when a rank was noticed to have left, with which exit code and error. alive: when a rank
     last said that it computes, and its task. entered: the last call that a rank said it waits in.
-    refusing: ranks that, like this one, cannot make their next call, and do not know in which
-    context the others wait for it; None while this rank has no such trouble.
+    refusing: ranks that, like this one, cannot make the call that they were about to make here;
+    None while this rank has no such trouble.
     """
 
     def __init__(self, control: ControlGroup) -> None:
@@ -72,7 +72,7 @@ class Watch:
             now, peer = time.perf_counter(), notice.peer
             if notice.kind is NoticeKind.LEFT:
                 # A rank that failed says so at once, and once more when it closes its context.
-                self.left = {peer: (now, notice.value, notice.text)} | self.left
+                self.left = self.left | ({} if peer in self.left else {peer: (now, notice.value, notice.text)})
             elif notice.kind is NoticeKind.ALIVE:
                 self.alive = self.alive | {peer: (now, notice.value)}
             elif notice.kind is NoticeKind.ENTERED:
@@ -115,12 +115,13 @@ class Watch:
         for peer in self._others():
             self.control.notify(peer, NoticeKind.LEFT, code, error)
 
-    def say_refuses(self) -> None:
-        """Tells every other rank that this one cannot make its next call: who waits in it says so, and who cannot make it either.
+    def say_refuses(self, *, here: bool) -> None:
+        """Tells every other rank that this one cannot make its next call: who waits for it here says so. Does not wait.
 
-        Does not wait. Until `refusing` is set to None again, this rank answers likewise.
+        here: it was about to make the call here. Who cannot make it here either says so, and until `refusing` is set to None this rank
+        answers likewise.
         """
-        self.refusing = set()
+        self.refusing = set() if here else None
         self._asked += 1
         for peer in self._others():
             self.control.notify(peer, NoticeKind.REFUSES, self._asked)
@@ -211,10 +212,10 @@ class SharedWatch(Watch):
         with self._lock:
             super().say_left(code, error)
 
-    def say_refuses(self) -> None:
+    def say_refuses(self, *, here: bool) -> None:
         """See `Watch.say_refuses`."""
         with self._lock:
-            super().say_refuses()
+            super().say_refuses(here=here)
 
     def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
         """See `Watch.say_entered`."""

@@ -270,35 +270,73 @@ def test_one_call_at_a_time() -> None:
     burst_rt.run_local(2, run)
 
 
-def test_several_contexts_in_one_process() -> None:
-    """A world of four and two pairs, all ranks in both: calls of one do not disturb the other, layouts belong to their own."""
+def _world_and_pairs(program: Callable[[Context, Context], None]) -> None:
+    """Runs `program(world, pair)` on a world of four ranks and two pairs of them."""
     whole, pairs = LocalWorld(4), [LocalWorld(2), LocalWorld(2)]
     failures: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
         try:
             with burst_rt.init(LocalRank(whole, rank)) as world, burst_rt.init(LocalRank(pairs[rank // 2], rank % 2)) as pair:
-                for _ in range(3):
-                    _good(world)
-                    _good(pair)
-                assert (world.stats().calls, pair.stats().calls) == (3, 3)
-                q, k, v = _qkv(world)
-                with pytest.raises(InputError, match="layout and kv_layout belong to different contexts"):
-                    burst_rt.burst_attention(q, k, v, layout=world.layout(12), kv_layout=pair.layout(12))
-                # Only two of four ranks close their pair; the world goes on.
-                if rank < 2:
-                    pair.close()
-                _good(world)
+                program(world, pair)
         except BaseException as error:  # noqa: BLE001  (raised below, in the test's thread)
             failures.append(error)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4)]
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     if failures:
         raise failures[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_several_contexts_in_one_process() -> None:
+    """A world of four and two pairs, all ranks in both: calls of one do not disturb the other, layouts belong to their own."""
+
+    def program(world: Context, pair: Context) -> None:
+        for _ in range(3):
+            _good(world)
+            _good(pair)
+        assert (world.stats().calls, pair.stats().calls) == (3, 3)
+        q, k, v = _qkv(world)
+        with pytest.raises(InputError, match="layout and kv_layout belong to different contexts"):
+            burst_rt.burst_attention(q, k, v, layout=world.layout(12), kv_layout=pair.layout(12))
+        # Only two of four ranks close their pair; the world goes on.
+        if world.rank < 2:
+            pair.close()
+        _good(world)
+
+    _world_and_pairs(program)
+
+
+@pytest.mark.parametrize("late", [0, 2, 3])
+def test_a_call_that_all_of_a_pair_get_wrong_disturbs_no_other_context(late: int) -> None:
+    def program(world: Context, pair: Context) -> None:
+        for _ in range(3):
+            if world.rank == late:
+                time.sleep(0.2)  # others have gone on to a call of the world by then
+            q, k, v = _qkv(pair)
+            with pytest.raises(InputError, match="head_dim"):
+                burst_rt.burst_attention(q, k[..., :1], v, layout=pair.layout(12))
+            _good(world)
+            _good(pair)
+
+    _world_and_pairs(program)
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_a_layout_of_another_context_is_an_error_where_the_others_wait(odd: int) -> None:
+    def program(world: Context, pair: Context) -> None:
+        for _ in range(3):
+            q, k, v = _qkv(world)
+            with pytest.raises(InputError, match=rf"rank {odd}: burst_attention: q must hold this rank's"):
+                burst_rt.burst_attention(q, k, v, layout=(pair if world.rank == odd else world).layout(12))
+            _good(pair)
+            _good(world)
+
+    _world_and_pairs(program)
 
 
 @pytest.mark.parametrize(("name", "value"), [("timeout_s", 5.0), ("stall_s", 5.0), ("kernel", "naive"), ("check_finite", True)])

@@ -23,11 +23,14 @@ _SILENCE = [0.0] * len(SIGNALS)
 @pytest.fixture(autouse=True)
 def job_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(JOB_DIR_VARIABLE, str(tmp_path))
-    # A shell tells what it runs in the background to ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Whoever started the tests may have told them to ignore some: a shell what runs in its background, nohup.
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
     monkeypatch.setattr(stopping, "_ONE_WISH_S", 60.0)
     yield tmp_path
-    signal.signal(signal.SIGINT, before)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
