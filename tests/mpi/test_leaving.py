@@ -235,7 +235,7 @@ burst_rt.burst_attention(x, x, x, layout=layout)
 def test_children_that_were_forked_are_no_ranks(tmp_path: Path) -> None:
     """Their calls are refused, and however they end, the others notice nothing."""
     source = """
-import os, sys
+import ctypes, os, sys, time
 import torch
 import burst_rt
 ctx = burst_rt.init(timeout_s=20)
@@ -263,6 +263,9 @@ if ctx.rank == 0:
     assert child(lambda: sys.exit(0)) == 0
     assert child(lambda: sys.exit(3)) == 3
     assert child(lambda: os._exit(4)) == 4
+    assert child(fail) == 1
+    assert child(lambda: ctypes.memset(0, 0, 1)) == -11
+    time.sleep(4)  # longer than the launcher lets a job go on in which a rank has failed
 call()
 print("all is well")
 """
@@ -271,6 +274,8 @@ print("all is well")
         job = run_job(tmp_path / "program.py", 2, bare=bare, cwd=tmp_path, timeout_s=60)
         assert job.exit_code == 0, job.text
         assert job.out.count("all is well") == 2, job.text
+        assert "ValueError: of the child" in job.err, job.text
+        assert "burst-rt: rank" not in job.err, job.text
 
 
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:
