@@ -104,9 +104,12 @@ def _secondary(job_dir: Path, failure: RankReport, reports: Sequence[RankReport]
     left = next((report for report in ended if report.rank == failure.peer), ended[0] if ended else None)
     if left is not None and failure.kind == "PeerLost":
         after_s = left.ended_at_s - started_at_s
-        return f"{failure.traceback}burst-rt: rank {left.rank} left with exit code 0 after {after_s:.1f} s while others were in a call\n"
-    if failure.peer in silent:
-        return f"{_failed(job_dir, failure, started_at_s)}burst-rt: rank {failure.peer} gave no report: it was killed, or it was stuck\n"
+        # It may have left out of the middle of its own.
+        how = f"left with exit code 0 after {after_s:.1f} s while others were in a call{_doing(job_dir, left.rank)}"
+        return f"{failure.traceback}burst-rt: rank {left.rank} {how}\n"
+    if failure.peer is not None and failure.peer in silent:
+        stuck = f"rank {failure.peer} gave no report: it was killed, or it was stuck{_doing(job_dir, failure.peer)}"
+        return f"{_failed(job_dir, failure, started_at_s)}burst-rt: {stuck}\n"
     return _failed(job_dir, failure, started_at_s)
 
 

@@ -25,6 +25,7 @@ _UNDER_RUN = [
     (4, 3, "exception", "inside"),
     (2, 1, "exit-0", "before"),
     (4, 0, "exit-0", "wait"),
+    (2, 1, "exit-0", "inside"),
     (4, 1, "exit-3", "wait"),
     (2, 0, "exit-3", "inside"),
     (2, 1, "os-exit-0", "wait"),
@@ -337,4 +338,6 @@ burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))
     job = run_job(tmp_path / "program.py", 2, cwd=tmp_path, timeout_s=30)
     assert job.exit_code == Stalled.exit_code, job.text
     assert re.search(r"Stalled: rank 0: waited 3\.\d s for the other ranks to enter the call \(timeout_s\)", job.err), job.text
-    assert "burst-rt: rank 0 failed after" in job.err.rstrip("\n").split("\n")[-1], job.text
+    *_, failed, last = job.err.rstrip("\n").split("\n")
+    assert "burst-rt: rank 0 failed after" in failed, job.text
+    assert last == "burst-rt: rank 1 gave no report: it was killed, or it was stuck", job.text

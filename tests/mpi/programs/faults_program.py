@@ -165,9 +165,9 @@ def fork() -> None:
         try:
             use()
         except (burst_rt.errors.ConfigError, burst_rt.errors.InputError) as error:
-            assert "forked" in str(error), error
-        else:
-            Path("child_was_served").touch()
+            if "forked" in str(error):
+                continue
+        Path("child_was_served").touch()
     ctx.close()
     WAYS[how.removeprefix("fork-")]()
 
