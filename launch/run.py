@@ -168,6 +168,8 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
             )
             stop.attach(mpirun, job_dir, hub)
             stuck = _wait(mpirun, job_dir, ranks, stop)
+            if mpirun.returncode < 0:
+                ranks.kill()
             lost = hub.first_lost() if hub is not None and mpirun.returncode and stop.received is None else None
         sys.stdout.flush()
         word = read_word(job_dir)

@@ -26,6 +26,7 @@ _UNDER_RUN = [
     (2, 1, "exit-0", "before"),
     (4, 0, "exit-0", "wait"),
     (2, 1, "exit-0", "inside"),
+    (4, 2, "exit-0", "inside"),
     (4, 1, "exit-3", "wait"),
     (2, 0, "exit-3", "inside"),
     (2, 1, "os-exit-0", "wait"),
@@ -72,7 +73,8 @@ def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, ba
 @pytest.mark.parametrize(("num_ranks", "leaver", "how", "when"), _UNDER_RUN)
 def test_under_burst_rt_run(tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str) -> None:
     job = _leave(tmp_path, num_ranks, leaver, how, when, bare=False)
-    lines = job.err.rstrip("\n").split("\n")
+    # Open MPI's abort leaves a NUL byte in the output.
+    lines = job.err.replace("\0", "").rstrip("\n").split("\n")
     assert re.fullmatch(_LAST_LINE[how].format(rank=leaver) + _DOING[when], lines[-1]), job.text
     if how == "exception":
         # That rank's traceback, whole, and no other.
@@ -168,8 +170,7 @@ print("done")
     assert (job.exit_code, job.out) == (0, "done\ndone\n"), job.text
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    source = """
+_SLEEP = """
 import os, pathlib, time
 import burst_rt
 ctx = burst_rt.init()
@@ -177,20 +178,46 @@ pathlib.Path(f"pid-{ctx.rank}").write_text(str(os.getpid()))
 ctx.agree({"call": "ready"})
 time.sleep(600)
 """
-    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+
+
+def _sleeping(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A job whose ranks sleep: the launcher, and all processes below it."""
+    (folder / "program.py").write_text(_SLEEP, encoding="utf-8")
     command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", "2", "--telemetry", "program.py"]
-    launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    launcher = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline_s = time.monotonic() + 60
-    while len(list(tmp_path.glob("pid-*"))) < 2:
+    while len(list(folder.glob("pid-*"))) < 2:
         assert launcher.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     below = psutil.Process(launcher.pid).children(recursive=True)
-    assert {int(path.read_text()) for path in tmp_path.glob("pid-*")} <= {process.pid for process in below}
+    assert {int(path.read_text()) for path in folder.glob("pid-*")} <= {process.pid for process in below}
+    return launcher, below
+
+
+def _still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=_DEADLINE_S)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher, below = _sleeping(tmp_path)
     launcher.kill()
-    launcher.wait()
-    _, alive = psutil.wait_procs(below, timeout=_DEADLINE_S)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    launcher.communicate()
+    assert _still_there(below) == []
+
+
+def test_ranks_end_with_an_mpirun_that_is_killed(tmp_path: Path) -> None:
+    launcher, below = _sleeping(tmp_path)
+    next(process for process in below if process.ppid() == launcher.pid and process.pid in _parents(below)).kill()
+    _, err = launcher.communicate(timeout=_DEADLINE_S)
+    assert _still_there(below) == []
+    assert err.rstrip("\n").split("\n")[-1] == "burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
+    assert launcher.returncode == 128 + 9
+
+
+def _parents(processes: list[psutil.Process]) -> set[int]:
+    return {process.ppid() for process in processes}
 
 
 def test_the_error_that_ended_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
