@@ -376,11 +376,13 @@ def _progress(count: int) -> Iterator[None]:
 
 def _table(outcomes: Sequence[Outcome]) -> str:
     """The figures, by launcher and for all."""
-    rows = [("launched by", "cases", "failed", "in time", "median s", "95 % s", "worst s", "wrong last lines", "processes left")]
+    rows: list[tuple[str, ...]] = [
+        ("launched by", "cases", "failed", "in time", "median s", "95 % s", "worst s", "wrong last lines", "processes left")
+    ]
     kinds = [kind for kind in (*_LAUNCHERS, "checkpoint") if any(outcome.case.launcher == kind for outcome in outcomes)]
     for kind in (*kinds, "all"):
         of = [outcome for outcome in outcomes if kind in (outcome.case.launcher, "all")]
-        # Where the others wait for a deadline first, that is not the job's slowness.
+        # Of waits that a deadline ends only what comes after it.
         seconds = sorted(outcome.seconds - outcome.case.waits_s for outcome in of if outcome.seconds is not None)
         times = ["", "", ""]
         if seconds:
