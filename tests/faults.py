@@ -327,7 +327,9 @@ def _last_line(case: Case) -> str:
     how = rf"left with exit code 0 {after}" if case.how == "exit-0" else r"ended without a word"
     if case.phase in _BEFORE_JOINING and case.how != "os-exit-3":
         where = "before init" if case.phase == "started" else "before it had started MPI"
-        return rank + rf"{how}, {where}, where rank \d waited for it; the job was ended"
+        # Open MPI may notice first, and then only its exit code is known.
+        noticed = rf"|ended without a word \(mpirun's exit code is \d+\) {after}" if case.how == "os-exit-0" else ""
+        return rank + rf"({how}, {where}, where rank \d waited for it; the job was ended{noticed})"
     if case.how == "exit-0":
         return rank + rf"{how} while others were in a call{doing}"
     return rank + rf"{how} \(mpirun's exit code is \d+\) {after}{doing}"
