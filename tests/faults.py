@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -30,7 +31,7 @@ import traceback
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -369,13 +370,6 @@ def _text(folder: Path, job: subprocess.Popen[bytes]) -> str:
     return f"exit code {job.returncode}\n--- stdout\n{out}\n--- stderr\n{err}"
 
 
-@contextmanager
-def _progress(count: int) -> Iterator[None]:
-    started_s = time.monotonic()
-    yield
-    print(f"{count} cases in {(time.monotonic() - started_s) / 60:.1f} min")
-
-
 def _table(outcomes: Sequence[Outcome]) -> str:
     """The figures, by launcher and for all."""
     rows: list[tuple[str, ...]] = [
@@ -406,25 +400,34 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="how many cases are drawn")
     parser.add_argument("--only", type=int, help="only the case of this number, from 0")
     parser.add_argument("--case", action="append", help="these instead of drawn ones")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so long")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     cases = [parse(name) for name in options.case] if options.case else [draw(chance) for _ in range(options.count)]
     numbered = [(number, case) for number, case in enumerate(cases) if options.only in (None, number)]
-    outcomes = []
-    with _progress(len(numbered)), ThreadPoolExecutor(options.jobs) as pool:
-        for (number, case), outcome in zip(numbered, pool.map(perform, [case for _, case in numbered]), strict=True):
-            outcomes.append(outcome)
+    started_s = time.monotonic()
+
+    def in_turn(case: Case) -> Outcome | None:
+        return perform(case) if time.monotonic() - started_s < 60 * options.minutes else None
+
+    done: list[tuple[int, Outcome]] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (number, case), outcome in zip(numbered, pool.map(in_turn, [case for _, case in numbered]), strict=True):
+            if outcome is None:
+                continue
+            done.append((number, outcome))
             took = "" if outcome.seconds is None else f" {outcome.seconds:.2f} s"
             print(f"{number:3d} {case}: {'FAILED' if outcome.problems else 'ok'}{took}", flush=True)
             if outcome.problems:
                 print("".join(f"    {problem}\n" for problem in outcome.problems) + f"{outcome.text}\n----", flush=True)
-    print("\nfailed:" if any(outcome.problems for outcome in outcomes) else "\nall well")
-    for (number, case), outcome in zip(numbered, outcomes, strict=True):
-        if outcome.problems:
-            print(f"{number:3d} {case}: {'; '.join(outcome.problems)[:300]}")
-    print(f"\n{_table(outcomes)}")
-    return int(any(outcome.problems for outcome in outcomes))
+    print(f"{len(done)} cases in {(time.monotonic() - started_s) / 60:.1f} min")
+    failed = [(number, outcome) for number, outcome in done if outcome.problems]
+    print("\nfailed:" if failed else "\nall well")
+    for number, outcome in failed:
+        print(f"{number:3d} {outcome.case}: {'; '.join(outcome.problems)[:300]}")
+    print(f"\n{_table([outcome for _, outcome in done])}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
