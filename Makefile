@@ -17,7 +17,7 @@ stamp = .venv/installed-$(subst $(comma),-,$(1))
 ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 
-.PHONY: help run test check lint types unit other-cpus bench gpu-wheels gpu-check clean
+.PHONY: help run test check lint types unit other-cpus faults bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -59,6 +59,12 @@ NUMERIC ?= tests/unit/test_fit.py tests/unit/test_kernels.py tests/unit/test_for
 other-cpus: $(ALL) ## a sample of the numeric tests, as other CPUs would round
 	ATEN_CPU_CAPABILITY=default BURST_RT_TEST_THREADS=4 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
 	MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2 BURST_RT_TEST_THREADS=2 $(BIN)/pytest $(PARALLEL) $(NUMERIC)
+
+SEED ?= 0
+COUNT ?= 300
+
+faults: $(ALL) ## drawn faults against real MPI jobs (SEED, COUNT); half an hour
+	$(BIN)/python tests/faults.py --seed $(SEED) --count $(COUNT)
 
 bench: $(ALL) ## all benchmarks of the project, on this machine
 	$(BIN)/burst-rt bench all

@@ -289,7 +289,7 @@ class Context:
         """`agree`, then the control group's collective that `start` begins, to its end. Blocks at most `within_s` for each."""
         with self._exclusive():
             self._agree(description, None, within_s)
-            with self._unbroken():
+            with self._in_call(description["call"]), self._unbroken():
                 pending = start()
                 self.watch.wait_for(pending, within_s or self.timeout_s, description["call"])
             return pending

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -50,14 +51,19 @@ def main(argv: Sequence[str]) -> None:
     sys.meta_path.insert(0, _MpiFinder())
     # What a context's own thread finds, while the program waits for a device.
     report_with(lambda error: _say_why(_describe(error, rank), error))
+    process = os.getpid()
     try:
         _run_program(argv)
-    except SystemExit as stop:
-        _leave(RankReport(rank, time.time(), _exit_code(stop), kind="SystemExit"))
-    except BaseException as error:  # noqa: BLE001 - the one place where any failure of the program ends the job
-        _leave(_describe(error, rank), error)
+    except BaseException as error:
+        if os.getpid() != process:
+            raise  # a child that was forked ends as any other Python would, and says nothing for the rank
+        if isinstance(error, SystemExit):
+            _leave(RankReport(rank, time.time(), _exit_code(error), kind="SystemExit"))
+        else:
+            _leave(_describe(error, rank), error)
     else:
-        _leave(RankReport(rank, time.time(), 0))
+        if os.getpid() == process:
+            _leave(RankReport(rank, time.time(), 0))
 
 
 def _set_rendezvous(rank: int) -> None:
@@ -107,6 +113,8 @@ def _catch_crashes(job_dir: Path | None, rank: int) -> None:
     # A bare descriptor, open until the process is gone: MPI_Finalize, at the very end, can crash too.
     stderr = 2
     faulthandler.enable(stderr if job_dir is None else os.open(crash_path(job_dir, rank), os.O_WRONLY | os.O_CREAT, 0o600))
+    # What crashes in a child that was forked is not the rank.
+    os.register_at_fork(after_in_child=partial(faulthandler.enable, stderr))
 
 
 def _run_program(argv: Sequence[str]) -> None:

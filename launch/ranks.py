@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 import select
+import signal
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -65,6 +67,13 @@ class Ranks:
         """The rank whose process ended first of those that gave no report; several where they ended at once."""
         silent = {rank: at_s for rank, at_s in self.ended_at_s.items() if rank not in reported}
         return [rank for rank, at_s in silent.items() if at_s == min(silent.values())]
+
+    def kill(self) -> None:
+        """Kills the ranks that are still there. For when mpirun, which would have ended them, is gone."""
+        self._look_for_more()
+        for descriptor in self._ranks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def _look_for_more(self) -> None:
         for rank, pid in read_started(self._job_dir):

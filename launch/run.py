@@ -49,6 +49,7 @@ _JOINED_GRACE_S = 1.0
 # How long ranks that offer to stop by themselves may take for it: a step, and a checkpoint.
 _STOPPING_DEADLINE_S = 30.0
 
+_SHARED_MEMORY = "/dev/shm"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # Set inside an allocation of a batch system, whose count of slots is then the truth.
 _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
@@ -156,11 +157,16 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
         job_dir = Path(folder)
         listen(job_dir)
         started_at_s = time.time()
-        with _forward_signals() as stop, _telemetry(mpi_args) as (hub, told), Ranks(job_dir, num_ranks) as ranks:
+        with (
+            _forward_signals() as stop,
+            _telemetry(mpi_args) as (hub, told),
+            _shared_memory(launcher, mpi_args) as shared,
+            Ranks(job_dir, num_ranks) as ranks,
+        ):
             told |= _rendezvous(mpi_args)
             mpirun = subprocess.Popen(
                 launcher.command(program, num_ranks, mpi_args, told),
-                env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told,
+                env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told | shared,
                 stdin=subprocess.DEVNULL,
                 # A group of its own: Ctrl-C must reach it once, through us, and not a second time from the terminal.
                 process_group=0,
@@ -168,6 +174,8 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
             )
             stop.attach(mpirun, job_dir, hub)
             stuck = _wait(mpirun, job_dir, ranks, stop)
+            if mpirun.returncode < 0:
+                ranks.kill()
             lost = hub.first_lost() if hub is not None and mpirun.returncode and stop.received is None else None
         sys.stdout.flush()
         word = read_word(job_dir)
@@ -201,6 +209,18 @@ def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
         port = probe.getsockname()[1]
     found = {"MASTER_ADDR": "127.0.0.1" if one_host(mpi_args) else socket.gethostname(), "MASTER_PORT": str(port)}
     return {name: os.environ.get(name, value) for name, value in found.items()}
+
+
+@contextmanager
+def _shared_memory(launcher: MpiLauncher, mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
+    """A folder of this job's own for the memory that its ranks share, unless the user has named one: what ranks have there that are
+    killed, Open MPI leaves."""
+    named = any(name.endswith(("btl_sm_backing_directory", "btl_vader_backing_directory")) for name in os.environ)
+    if launcher.family != "Open MPI" or not one_host(mpi_args) or named or not os.access(_SHARED_MEMORY, os.W_OK):
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="burst-rt-", dir=_SHARED_MEMORY, ignore_cleanup_errors=True) as folder:
+        yield {"OMPI_MCA_btl_sm_backing_directory": folder}
 
 
 _PR_SET_PDEATHSIG = 1

@@ -55,12 +55,18 @@ def verdict(
         stuck = noticed
     if stuck is not None:
         return _stuck(stuck, reports, started_at_s), PeerLost.exit_code
+    if mpirun_code < 0 and failure is None:
+        return f"burst-rt: mpirun itself was killed by {_in_words(code)}, and its ranks with it\n", code
     first = ranks.first_silent({report.rank for report in reports})
     went_at_s = ranks.ended_at_s[first[0]] if first else 0.0
     if len(first) != 1 and lost is not None and lost.exit_code is None and lost.rank in silent:
         # On another host, or too soon after another to tell here.
         first, went_at_s = [lost.rank], lost.at_s
     known = {} if lost is None else {lost.rank: lost.known}
+    # Out of the middle of a call, and so the others were ended, perhaps before they could say why.
+    leaver = next((report for report in reports if not report.failed and read_flight(job_dir, report.rank)), None)
+    if code and leaver is not None and failure is None and (not first or leaver.ended_at_s < went_at_s):
+        return _left(job_dir, leaver, started_at_s), code
     if code and first and (failure is None or went_at_s < failure.ended_at_s):
         return _went(job_dir, first, went_at_s - started_at_s, code, failure, known), failure.exit_code if failure else code
     if failure is not None:
@@ -103,11 +109,16 @@ def _secondary(job_dir: Path, failure: RankReport, reports: Sequence[RankReport]
     ended = [report for report in reports if not report.failed]
     left = next((report for report in ended if report.rank == failure.peer), ended[0] if ended else None)
     if left is not None and failure.kind == "PeerLost":
-        after_s = left.ended_at_s - started_at_s
-        return f"{failure.traceback}burst-rt: rank {left.rank} left with exit code 0 after {after_s:.1f} s while others were in a call\n"
-    if failure.peer in silent:
-        return f"{_failed(job_dir, failure, started_at_s)}burst-rt: rank {failure.peer} gave no report: it was killed, or it was stuck\n"
+        return failure.traceback + _left(job_dir, left, started_at_s)
+    if failure.peer is not None and failure.peer in silent:
+        stuck = f"rank {failure.peer} gave no report: it was killed, or it was stuck{_doing(job_dir, failure.peer)}"
+        return f"{_failed(job_dir, failure, started_at_s)}burst-rt: {stuck}\n"
     return _failed(job_dir, failure, started_at_s)
+
+
+def _left(job_dir: Path, report: RankReport, started_at_s: float) -> str:
+    how = f"left with exit code 0 after {report.ended_at_s - started_at_s:.1f} s while others were in a call"
+    return f"burst-rt: rank {report.rank} {how}{_doing(job_dir, report.rank)}\n"
 
 
 def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:

@@ -249,9 +249,9 @@ class BaseDriver:
             missing = self._watch.absent(number)
             message = (
                 f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call (timeout_s)"
-                f"{f': {missing} not entered call {number}, this one' if missing else ''}. See what they are doing (py-spy dump)"
+                f"{f': {missing} not entered call {number}, this one' if missing.ranks else ''}. See what they are doing (py-spy dump)"
             )
-            return Stalled(message, rank=rank, task=task.name, elapsed_s=silent_s)
+            return Stalled(message, rank=rank, peer=missing.only, task=task.name, elapsed_s=silent_s)
         peers = sorted({m.peer for m in (*task.sends, *task.recvs)})
         said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
         message = (

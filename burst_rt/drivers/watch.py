@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from burst_rt.errors import BurstError, DeviceError, PeerLost, Stalled
 from burst_rt.transport import ControlGroup, NoticeKind, Pending
@@ -43,6 +44,22 @@ class Backoff:
     def elapsed_s(self) -> float:
         """Seconds since the wait began."""
         return time.perf_counter() - self.started_s
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Ranks that have not entered a call; in words "rank 2 has", "ranks 1, 2 have"."""
+
+    ranks: list[int]
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.ranks))
+        return f"rank {names} has" if len(self.ranks) == 1 else f"ranks {names} have"
+
+    @property
+    def only(self) -> int | None:
+        """The one rank, where it is one."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
 
 
 class Watch:
@@ -139,12 +156,9 @@ class Watch:
         self.say_left(code, error)
         self.control.close()
 
-    def absent(self, number: int) -> str:
-        """Which ranks have not said that they wait in call `number`, in words; "" where all have."""
-        ranks = [peer for peer in self._others() if self.entered.get(peer) != number]
-        if not ranks:
-            return ""
-        return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    def absent(self, number: int) -> Absent:
+        """Which ranks have not said that they wait in call `number`."""
+        return Absent([peer for peer in self._others() if self.entered.get(peer) != number])
 
     def wait_for(self, pending: Pending, timeout_s: float, what: str, number: int | None = None) -> None:
         """Blocks until `pending` is done. Raises Stalled after `timeout_s`, PeerLost when a rank has left.
@@ -161,12 +175,13 @@ class Watch:
             if error:
                 raise error
             if backoff.elapsed_s() > timeout_s:
-                missing = self.absent(number) if number is not None else ""
+                missing = self.absent(number) if number is not None else Absent([])
                 raise Stalled(
                     f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to enter {what}"
-                    f"{f' (call {number}): {missing} not' if missing else ''}. "
+                    f"{f' (call {number}): {missing} not' if missing.ranks else ''}. "
                     "If they do long work between calls (a checkpoint), raise timeout_s in burst_rt.init (join_s, where they wait in init)",
                     rank=self.control.rank,
+                    peer=missing.only,
                     elapsed_s=backoff.elapsed_s(),
                 )
             backoff.pause()

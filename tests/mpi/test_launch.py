@@ -221,6 +221,24 @@ def test_a_rank_killed_by_a_signal_ends_the_job(tmp_path: Path) -> None:
     assert re.fullmatch(r"burst-rt: rank 1 was killed by signal 9, SIGKILL after \d+\.\d s", job.last_line)
 
 
+def test_ranks_that_are_killed_leave_no_shared_memory(tmp_path: Path) -> None:
+    # One that is killed at once frees nothing, and mpirun kills the other.
+    source = (
+        _JOIN
+        + """
+print(os.environ["OMPI_MCA_btl_sm_backing_directory"], len(os.listdir(os.environ["OMPI_MCA_btl_sm_backing_directory"])), flush=True)
+world.Barrier()
+if world.rank == 1: fail_now(); os.kill(os.getpid(), 9)
+"""
+    )
+    if find_launcher().family != "Open MPI":
+        pytest.skip("others leave nothing")
+    job = _run(tmp_path, source + _WAIT, num_ranks=2)
+    folder, count = job.out.splitlines()[0].split()
+    assert int(count) > 0
+    assert not Path(folder).exists()
+
+
 def test_a_crash_in_native_code_leaves_the_python_stack_last(tmp_path: Path) -> None:
     job = _run(tmp_path, _JOIN + "if world.rank == 1:\n    import ctypes\n    ctypes.string_at(0)" + _WAIT)
     assert job.exit_code in _killed_by(signal.SIGSEGV)

@@ -25,6 +25,8 @@ _UNDER_RUN = [
     (4, 3, "exception", "inside"),
     (2, 1, "exit-0", "before"),
     (4, 0, "exit-0", "wait"),
+    (2, 1, "exit-0", "inside"),
+    (4, 2, "exit-0", "inside"),
     (4, 1, "exit-3", "wait"),
     (2, 0, "exit-3", "inside"),
     (2, 1, "os-exit-0", "wait"),
@@ -71,7 +73,8 @@ def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, ba
 @pytest.mark.parametrize(("num_ranks", "leaver", "how", "when"), _UNDER_RUN)
 def test_under_burst_rt_run(tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str) -> None:
     job = _leave(tmp_path, num_ranks, leaver, how, when, bare=False)
-    lines = job.err.rstrip("\n").split("\n")
+    # Open MPI's abort leaves a NUL byte in the output.
+    lines = job.err.replace("\0", "").rstrip("\n").split("\n")
     assert re.fullmatch(_LAST_LINE[how].format(rank=leaver) + _DOING[when], lines[-1]), job.text
     if how == "exception":
         # That rank's traceback, whole, and no other.
@@ -167,8 +170,7 @@ print("done")
     assert (job.exit_code, job.out) == (0, "done\ndone\n"), job.text
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    source = """
+_SLEEP = """
 import os, pathlib, time
 import burst_rt
 ctx = burst_rt.init()
@@ -176,20 +178,46 @@ pathlib.Path(f"pid-{ctx.rank}").write_text(str(os.getpid()))
 ctx.agree({"call": "ready"})
 time.sleep(600)
 """
-    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+
+
+def _sleeping(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A job whose ranks sleep: the launcher, and all processes below it."""
+    (folder / "program.py").write_text(_SLEEP, encoding="utf-8")
     command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", "2", "--telemetry", "program.py"]
-    launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    launcher = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline_s = time.monotonic() + 60
-    while len(list(tmp_path.glob("pid-*"))) < 2:
+    while len(list(folder.glob("pid-*"))) < 2:
         assert launcher.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     below = psutil.Process(launcher.pid).children(recursive=True)
-    assert {int(path.read_text()) for path in tmp_path.glob("pid-*")} <= {process.pid for process in below}
+    assert {int(path.read_text()) for path in folder.glob("pid-*")} <= {process.pid for process in below}
+    return launcher, below
+
+
+def _still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=_DEADLINE_S)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher, below = _sleeping(tmp_path)
     launcher.kill()
-    launcher.wait()
-    _, alive = psutil.wait_procs(below, timeout=_DEADLINE_S)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    launcher.communicate()
+    assert _still_there(below) == []
+
+
+def test_ranks_end_with_an_mpirun_that_is_killed(tmp_path: Path) -> None:
+    launcher, below = _sleeping(tmp_path)
+    next(process for process in below if process.ppid() == launcher.pid and process.pid in _parents(below)).kill()
+    _, err = launcher.communicate(timeout=_DEADLINE_S)
+    assert _still_there(below) == []
+    assert err.rstrip("\n").split("\n")[-1] == "burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
+    assert launcher.returncode == 128 + 9
+
+
+def _parents(processes: list[psutil.Process]) -> set[int]:
+    return {process.ppid() for process in processes}
 
 
 def test_the_error_that_ended_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
@@ -235,7 +263,7 @@ burst_rt.burst_attention(x, x, x, layout=layout)
 def test_children_that_were_forked_are_no_ranks(tmp_path: Path) -> None:
     """Their calls are refused, and however they end, the others notice nothing."""
     source = """
-import os, sys
+import ctypes, os, sys, time
 import torch
 import burst_rt
 ctx = burst_rt.init(timeout_s=20)
@@ -263,6 +291,9 @@ if ctx.rank == 0:
     assert child(lambda: sys.exit(0)) == 0
     assert child(lambda: sys.exit(3)) == 3
     assert child(lambda: os._exit(4)) == 4
+    assert child(fail) == 1
+    assert child(lambda: ctypes.memset(0, 0, 1)) == -11
+    time.sleep(4)  # longer than the launcher lets a job go on in which a rank has failed
 call()
 print("all is well")
 """
@@ -271,6 +302,8 @@ print("all is well")
         job = run_job(tmp_path / "program.py", 2, bare=bare, cwd=tmp_path, timeout_s=60)
         assert job.exit_code == 0, job.text
         assert job.out.count("all is well") == 2, job.text
+        assert "ValueError: of the child" in job.err, job.text
+        assert "burst-rt: rank" not in job.err, job.text
 
 
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:
@@ -332,4 +365,6 @@ burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))
     job = run_job(tmp_path / "program.py", 2, cwd=tmp_path, timeout_s=30)
     assert job.exit_code == Stalled.exit_code, job.text
     assert re.search(r"Stalled: rank 0: waited 3\.\d s for the other ranks to enter the call \(timeout_s\)", job.err), job.text
-    assert "burst-rt: rank 0 failed after" in job.err.rstrip("\n").split("\n")[-1], job.text
+    *_, failed, last = job.err.rstrip("\n").split("\n")
+    assert "burst-rt: rank 0 failed after" in failed, job.text
+    assert last == "burst-rt: rank 1 gave no report: it was killed, or it was stuck", job.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import shutil
@@ -253,36 +254,61 @@ def _same(one: Checkpoint, other: Checkpoint) -> bool:
     return equal and one.manifest == other.manifest
 
 
-def test_no_damage_is_used_or_ends_in_a_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """200 damages: each has no effect, or is told and an older checkpoint taken, or is refused; a
-    run goes on from what was taken.
-    """
-    whole = tmp_path / "whole"
+def whole_run(run: Path) -> dict[int, Checkpoint]:
+    """Makes a run with checkpoints of steps 5 and 10."""
     saved = {step: _checkpoint(step) for step in (5, 10)}
     for checkpoint in saved.values():
-        save_checkpoint(whole, checkpoint, keep=2)
+        save_checkpoint(run, checkpoint, keep=2)
+    return saved
+
+
+def outcome_of_damage(seed: int, run: Path, saved: Mapping[int, Checkpoint]) -> str:
+    """What comes of a damage drawn from the seed: "no effect", "passed over" (told, and an older checkpoint taken) or "refused".
+
+    run: a copy of what `whole_run` makes. Raises where it is anything else: AssertionError, or what a reader raises.
+    """
+    chance = random.Random(seed)
+    folder = run / "checkpoints" / chance.choice(["step-00000010"] * 3 + ["step-00000005"])
+    damage = chance.choice(_DAMAGES)
+    damage(chance, run, folder)
+    about = f"seed {seed}: {damage.__name__} of {folder.name}"
+    told = _Told()
+    logger = logging.getLogger("burst_rt")
+    logger.addHandler(told)
+    try:
+        _, loaded = find_checkpoint(run)
+    except ConfigError:
+        return "refused"
+    finally:
+        logger.removeHandler(told)
+    step = loaded.manifest.step
+    assert _same(loaded, saved[step]), about
+    # One whose whole folder is gone leaves nothing to tell.
+    assert step == 10 or "passed over: checkpoint" in told.text or not folder.exists(), about
+    save_checkpoint(run, saved[10], keep=2)
+    assert _same(find_checkpoint(run)[1], saved[10]), about
+    return "no effect" if step == 10 else "passed over"
+
+
+class _Told(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += f"{record.getMessage()}\n"
+
+
+def test_no_damage_is_used_or_ends_in_a_traceback(tmp_path: Path) -> None:
+    """200 damages: each has no effect, or is told and an older checkpoint taken, or is refused; a run goes on from what was taken."""
+    saved = whole_run(tmp_path / "whole")
     outcomes: Counter[str] = Counter()
     for seed in range(200):
-        chance = random.Random(seed)
         run = tmp_path / str(seed)
-        shutil.copytree(whole, run)
-        folder = run / "checkpoints" / chance.choice(["step-00000010"] * 3 + ["step-00000005"])
-        damage = chance.choice(_DAMAGES)
-        damage(chance, run, folder)
-        about = f"seed {seed}: {damage.__name__} of {folder.name}"
-        caplog.clear()
-        try:
-            _, loaded = find_checkpoint(run)
-        except ConfigError:
-            outcomes["refused"] += 1
-            continue
-        step = loaded.manifest.step
-        assert _same(loaded, saved[step]), about
-        # One whose whole folder is gone leaves nothing to tell.
-        assert step == 10 or "passed over: checkpoint" in caplog.text or not folder.exists(), about
-        outcomes["no effect" if step == 10 else "passed over"] += 1
-        save_checkpoint(run, saved[10], keep=2)
-        assert _same(find_checkpoint(run)[1], saved[10]), about
+        shutil.copytree(tmp_path / "whole", run)
+        outcomes[outcome_of_damage(seed, run, saved)] += 1
         shutil.rmtree(run)
     assert outcomes["passed over"] > 100, outcomes
     assert min(outcomes.values()) > 3, outcomes

@@ -474,7 +474,7 @@ def test_a_stall_names_the_ranks_that_have_not_entered() -> None:
     others[2].say_entered(7, waited_s=0.0, timeout_s=1.0)
     watch.look()
     assert watch.entered == {1: 7, 2: 6, 3: 7}
-    assert watch.absent(7) == "rank 2 has"
+    assert (str(watch.absent(7)), watch.absent(7).only) == ("rank 2 has", 2)
 
 
 class _Never:

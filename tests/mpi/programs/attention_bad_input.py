@@ -1,4 +1,5 @@
 """A table of bad calls, each with every rank in turn as the odd one out. What rank r saw goes to `args[0]`/r.json.
+With `args[1]` and `args[2]`: so many calls drawn from the table by a seed, instead of all of it.
 
 One entry a case and odd rank: {"case", "odd", "expected", "error", "peer", "message", "elapsed_s", "bytes", "usable"}.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -277,13 +279,22 @@ def main() -> None:
     # The context made last is the one meant where an argument that should name a context does not.
     with burst_rt.init(timeout_s=20, check_finite=True) as strict, burst_rt.init(timeout_s=20) as ctx:
         r = Rank(strict, ctx)
-        for name, (bad, words) in INPUT.items():
-            others: Call = (lambda r: r.attend(layout=r.strict.layout(TOKENS))) if name in _IN_STRICT else OTHERS.get(name, fine)
-            entries += [try_case(r, name, odd, "InputError", bad, others, words) for odd in range(ctx.world_size)]
-        for name, (bad, others, words) in MISMATCH.items():
-            entries += [try_case(r, name, odd, "ContractMismatch", bad, others, words) for odd in range(ctx.world_size)]
+        for name, odd in drawn([(name, odd) for name in (*INPUT, *MISMATCH) for odd in range(ctx.world_size)]):
+            if name in INPUT:
+                bad, words = INPUT[name]
+                others: Call = (lambda r: r.attend(layout=r.strict.layout(TOKENS))) if name in _IN_STRICT else OTHERS.get(name, fine)
+                entries.append(try_case(r, name, odd, "InputError", bad, others, words))
+            else:
+                bad, others, words = MISMATCH[name]
+                entries.append(try_case(r, name, odd, "ContractMismatch", bad, others, words))
         r.backward()
         Path(sys.argv[1], f"{ctx.rank}.json").write_text(json.dumps(entries), encoding="utf-8")
+
+
+def drawn(cases: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    if len(sys.argv) < 4:
+        return cases
+    return random.Random(int(sys.argv[3])).choices(cases, k=int(sys.argv[2]))
 
 
 def try_case(r: Rank, name: str, odd: int, expected: str, bad: Call, others: Call, words: str) -> dict[str, object]:

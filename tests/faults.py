@@ -1,0 +1,435 @@
+"""Faults drawn from a seed, against real MPI jobs: ranks and launchers that die or stop, bad calls,
+forked children, damaged checkpoints. `make faults`, or `python tests/faults.py --help`.
+
+A case is one line of words from which it can be repeated, by `--case` or by `--seed S --only K`:
+
+    run 4 rank 2 sigkill tile        launcher, ranks, who, how, when (in `mpi/programs/faults_program.py`)
+    telemetry 3 launcher sigkill awaited    the launcher is killed while that is so
+    run 2 calls seed 17              bad calls, from `mpi/programs/attention_bad_input.py`
+    checkpoint seed 17               a damage, from `unit/test_checkpoint.py`
+
+What must hold: the job ends within 5 s of the fault, badly unless nobody needed the rank; no
+process and no file of it is left; under `burst-rt run` the last line names the rank, how it ended,
+and the call and task that it was in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from burst_rt.launch.run import find_launcher
+
+__all__ = ["Case", "Outcome", "draw", "parse", "perform"]
+
+_TESTS = Path(__file__).parent
+_PROGRAMS = _TESTS / "mpi" / "programs"
+_MARK = "BURST_RT_TESTS_CASE"
+
+_LAUNCHERS = ("run", "telemetry", "mpirun")
+# When, in the order of the program. Up to "started" the ranks have not joined.
+_BEFORE_JOINING = ("start", "starting", "started")
+_IN_A_CALL = {
+    "waiting": "burst_attention",
+    "tile": "burst_attention",
+    "later-tile": "burst_attention",
+    "backward": "backward of burst_attention",
+    "sum": "all_reduce",
+}
+_PHASES = (*_BEFORE_JOINING, "joined", "between", "before", "awaited", *_IN_A_CALL, "exit")
+_SIGNALS = {"sigkill": 9, "sigterm": 15}
+_CRASHES = {"sigsegv": 11, "sigabrt": 6}
+_WAYS = ("sigkill", "sigterm", "sigsegv", "sigabrt", "exit-0", "exit-3", "os-exit-0", "os-exit-3", "raise")
+# Once MPI has been finalized Python heeds no exception.
+_FINAL_WAYS = (*_SIGNALS, *_CRASHES, "os-exit-0", "os-exit-3")
+_HELD_PHASES = ("before", "between", "awaited", *_IN_A_CALL)
+
+# From the fault, or from the deadline that ends a wait, to the end of the job.
+_DEADLINE_S = 5.0
+_JOIN_S = 3.0
+# Of ranks that stop or are slow: their timeout_s and stall_s.
+_LIMITS_S = (5.0, 3.0)
+# Starting takes as long as the machine is busy.
+_STARTING_S = 120.0
+# How much longer a job is looked at that has not ended in time.
+_PATIENCE_S = 15.0
+_NUM_BAD_CALLS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault. victim: a rank's number, "launcher", "mpirun" (its child), or "" in cases of a seed."""
+
+    launcher: str
+    ranks: int = 0
+    victim: str = ""
+    how: str = ""
+    phase: str = ""
+    seed: int = -1
+
+    def __str__(self) -> str:
+        if self.launcher == "checkpoint":
+            return f"checkpoint seed {self.seed}"
+        if self.how == "calls":
+            return f"{self.launcher} {self.ranks} calls seed {self.seed}"
+        who = f"rank {self.victim}" if self.victim.isdigit() else self.victim
+        return f"{self.launcher} {self.ranks} {who} {self.how} {self.phase}"
+
+    @property
+    def harmless(self) -> bool:
+        """Whether the job is to go on as if nothing were."""
+        return self.how.startswith("fork-") or self.how == "slow" or (self.how, self.phase) == ("exit-0", "exit")
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody needs the rank any more, so that any exit code will do."""
+        return (self.how, self.phase) in (("os-exit-0", "exit"), ("os-exit-0", "finalized"))
+
+    @property
+    def waits_s(self) -> float:
+        """How long the others may wait before they know."""
+        if self.how == "sigstop":
+            return max(_LIMITS_S)
+        return _JOIN_S if self.launcher == "mpirun" and self.phase in _BEFORE_JOINING else 0.0
+
+
+@dataclass
+class Outcome:
+    """What came of a case. seconds: from the fault to the end of the job; problems: what should not be, in words."""
+
+    case: Case
+    problems: list[str] = field(default_factory=list)
+    seconds: float | None = None
+    in_time: bool = True
+    left_alive: int = 0
+    wrong_last_line: bool = False
+    text: str = ""
+
+
+def parse(name: str) -> Case:
+    """The case of a name. Raises ValueError."""
+    words = name.split()
+    match words:
+        case ["checkpoint", "seed", seed]:
+            return Case("checkpoint", seed=int(seed))
+        case [launcher, ranks, "calls", "seed", seed] if launcher in _LAUNCHERS:
+            return Case(launcher, int(ranks), how="calls", seed=int(seed))
+        case [launcher, ranks, "rank", victim, how, phase] if launcher in _LAUNCHERS and int(victim) < int(ranks):
+            return Case(launcher, int(ranks), victim, how, phase)
+        case [launcher, ranks, ("launcher" | "mpirun") as victim, "sigkill", phase] if launcher in _LAUNCHERS:
+            return Case(launcher, int(ranks), victim, "sigkill", phase)
+    raise ValueError(f"no case: {name!r}")
+
+
+def draw(chance: random.Random) -> Case:
+    """The next case."""
+    launcher, ranks = chance.choice(_LAUNCHERS), chance.choices((2, 3, 4), (5, 3, 2))[0]
+    victim = str(chance.randrange(ranks))
+    match chance.choices(("dies", "launcher", "mpirun", "stops", "slow", "forks", "calls", "checkpoint"), (70, 8, 3, 6, 3, 4, 2, 4))[0]:
+        case "launcher":
+            return Case(chance.choice(_LAUNCHERS[:2]), ranks, "launcher", "sigkill", chance.choice(_PHASES))
+        case "mpirun":
+            return Case(chance.choice(_LAUNCHERS[:2]), ranks, "mpirun", "sigkill", chance.choice(_PHASES))
+        case "stops":
+            return Case(launcher, ranks, victim, "sigstop", chance.choice(_HELD_PHASES))
+        case "slow":
+            return Case(launcher, ranks, victim, "slow", chance.choice(_HELD_PHASES))
+        case "forks":
+            return Case(launcher, ranks, victim, f"fork-{chance.choice(_WAYS)}", "forked")
+        case "calls":
+            return Case(launcher, ranks, how="calls", seed=chance.randrange(1000))
+        case "checkpoint":
+            return Case("checkpoint", seed=chance.randrange(100_000))
+    if chance.random() < 0.05:
+        return Case(launcher, ranks, victim, chance.choice(_FINAL_WAYS), "finalized")
+    return Case(launcher, ranks, victim, chance.choice(_WAYS), chance.choice(_PHASES))
+
+
+def perform(case: Case) -> Outcome:
+    """Runs a case; blocks for as long as its job may take, at most some two minutes."""
+    outcome = Outcome(case)
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "tmp").mkdir()
+        (folder / "mpirun").mkdir()
+        try:
+            if case.launcher == "checkpoint":
+                _damage(case, folder)
+            else:
+                _run(case, folder, outcome)
+        except Exception:  # noqa: BLE001  (whatever it is, it is this case's, and the others are to run)
+            outcome.problems.append("an error of the test itself, or of what it calls")
+            outcome.text += traceback.format_exc()
+    return outcome
+
+
+# Damages are told through a logger, which all threads share.
+_damaging = threading.Lock()
+
+
+def _damage(case: Case, folder: Path) -> None:
+    from unit.test_checkpoint import outcome_of_damage, whole_run
+
+    with _damaging:
+        outcome_of_damage(case.seed, folder / "run", whole_run(folder / "run"))
+
+
+def _run(case: Case, folder: Path, outcome: Outcome) -> None:
+    mark = uuid.uuid4().hex
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        command, environment = _command(case, folder)
+        job = subprocess.Popen(
+            command, cwd=folder, env=environment | {_MARK: mark}, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+    try:
+        fault_at_s = _fault(case, folder, job)
+        wanted_s = fault_at_s + _DEADLINE_S + case.waits_s
+        if case.harmless or case.how == "calls":
+            wanted_s = time.time() + _STARTING_S
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(max(0.0, wanted_s + _PATIENCE_S - time.time()))
+        ended_at_s = time.time() if job.poll() is not None else None
+        # The launcher may be gone a moment before the last rank.
+        while (alive := _alive(mark)) and time.time() < wanted_s:
+            time.sleep(0.05)
+            if case.victim in ("launcher", "mpirun"):
+                ended_at_s = time.time()
+        outcome.text = _text(folder, job)
+        if ended_at_s is None:
+            outcome.problems.append("the job did not end")
+        else:
+            outcome.seconds = None if case.harmless or case.how == "calls" else max(0.0, ended_at_s - fault_at_s)
+        outcome.in_time = ended_at_s is not None and ended_at_s <= wanted_s
+        if ended_at_s is not None and not outcome.in_time:
+            outcome.problems.append(f"the job ended {ended_at_s - fault_at_s:.1f} s after the fault")
+        outcome.left_alive = len(alive)
+        if alive:
+            outcome.problems.append(f"processes left: {[' '.join(_command_of(process))[-80:] for process in alive]}")
+        if ended_at_s is not None:
+            _look_at(case, folder, job.returncode, outcome)
+    finally:
+        for process in _alive(mark):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(10)
+
+
+def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
+    environment = dict(os.environ) | {
+        "PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", "BURST_RT_POISON": "1", "BURST_RT_HARDWARE": "none",
+        "BURST_RT_JOIN_S": f"{_JOIN_S:g}" if case.launcher == "mpirun" else "60", "TMPDIR": str(folder / "tmp"),
+    }  # fmt: skip
+    if case.how == "calls":
+        program = [str(_PROGRAMS / "attention_bad_input.py"), str(folder), str(_NUM_BAD_CALLS), str(case.seed)]
+    else:
+        # Of a killed launcher the ranks are to hear while one of them does what the phase says.
+        how, victim = (case.how, case.victim) if case.victim.isdigit() else ("hold", str(case.ranks - 1))
+        limits_s = _LIMITS_S if how in ("sigstop", "slow") else (60.0, 30.0)
+        program = [str(_PROGRAMS / "faults_program.py"), how, case.phase, victim, *map(str, limits_s)]
+    if case.launcher == "mpirun":
+        launcher = find_launcher()
+        environment = launcher.environment(case.ranks, 1, folder / "mpirun") | environment
+        return launcher.command([sys.executable, *program], case.ranks), environment
+    telemetry = ["--telemetry"] if case.launcher == "telemetry" else []
+    return [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(case.ranks), *telemetry, *program], environment
+
+
+def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
+    """Waits for the fault, or makes it; its time, in seconds since the epoch."""
+    if case.how == "calls":
+        return time.time()
+    mark, deadline_s = folder / "left_at", time.monotonic() + _STARTING_S
+    while not mark.exists():
+        if job.poll() is not None or time.monotonic() > deadline_s:
+            raise AssertionError(f"the fault did not come: {_text(folder, job)}")
+        time.sleep(0.02)
+    if case.victim.isdigit():
+        return float(mark.read_text(encoding="utf-8"))
+    process = psutil.Process(job.pid)
+    if case.victim == "mpirun":
+        process = next(child for child in process.children() if "mpi" in child.name() or "prte" in child.name())
+    time.sleep(0.3)
+    process.kill()
+    return time.time()
+
+
+def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
+    """Exit code, output, last line, leftovers of a job that has ended."""
+    good = case.harmless or case.how == "calls"
+    if good and code:
+        outcome.problems.append(f"exit code {code}, expected 0")
+    if not good and not code and not case.free:
+        outcome.problems.append("exit code 0, expected another")
+    if case.harmless and (folder / "out").read_text().count("done\n") != case.ranks:
+        outcome.problems.append("not every rank is done")
+    if (folder / "child_was_served").exists():
+        outcome.problems.append("a call of the forked child went through")
+    if case.how == "calls":
+        outcome.problems += _wrong_calls(case, folder)
+    if case.victim != "launcher":
+        # Left in the temporary folder, which is this job's alone.
+        own = folder / "tmp" / f"burst-rt-{os.getuid()}"  # this user's, for the jobs that run
+        left = sorted(str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*") if path != own)
+        if left:
+            outcome.problems.append(f"files left: {left}")
+    # Open MPI's abort leaves a NUL byte in the output.
+    last = (folder / "err").read_text(errors="replace").rstrip("\n").rpartition("\n")[2].lstrip("\0")
+    expected = _last_line(case)
+    if expected and code and not re.fullmatch(expected, last):
+        outcome.wrong_last_line = True
+        outcome.problems.append(f"the last line is {last!r}, expected {expected!r}")
+
+
+def _last_line(case: Case) -> str:
+    """What the launcher's last line must be; "" where there is nothing to say, or nobody to say it."""
+    if case.victim == "mpirun":
+        return r"burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
+    if case.launcher == "mpirun" or not case.victim.isdigit() or case.harmless or case.phase == "finalized":
+        return ""
+    rank = rf"burst-rt: rank {case.victim} "
+    if case.how == "sigstop":
+        doing = rf", in call \d+ \({_IN_A_CALL[case.phase]}\).*" if case.phase in _IN_A_CALL else ""
+        return rank + rf"gave no report: it was killed, or it was stuck{doing}"
+    doing = ""
+    if case.phase in _IN_A_CALL:
+        task = "" if case.phase == "sum" else r", task '.+'"
+        doing = rf", in call \d+ \({_IN_A_CALL[case.phase]}\){task}"
+    elif case.launcher == "telemetry":
+        doing = r"(; .+)?"
+    after = r"after \d+\.\d s"
+    if case.how in _SIGNALS:
+        return rank + rf"was killed by signal {_SIGNALS[case.how]}, {case.how.upper()} {after}{doing}"
+    if case.how in _CRASHES:
+        return rank + rf"crashed in native code \(signal {_CRASHES[case.how]}, {case.how.upper()}\){doing}"
+    if case.how == "raise":
+        return rank + rf"failed {after} with RuntimeError: the leaver's own error \(exit code 1\){doing}"
+    if case.how == "exit-3":
+        return rank + rf"failed {after} \(exit code 3\){doing}"
+    how = rf"left with exit code 0 {after}" if case.how == "exit-0" else r"ended without a word"
+    if case.phase in _BEFORE_JOINING and case.how != "os-exit-3":
+        where = "before init" if case.phase == "started" else "before it had started MPI"
+        # Open MPI may notice first, and then only its exit code is known.
+        noticed = rf"|ended without a word \(mpirun's exit code is \d+\) {after}" if case.how == "os-exit-0" else ""
+        return rank + rf"({how}, {where}, where rank \d waited for it; the job was ended{noticed})"
+    if case.how == "exit-0":
+        return rank + rf"{how} while others were in a call{doing}"
+    return rank + rf"{how} \(mpirun's exit code is \d+\) {after}{doing}"
+
+
+def _wrong_calls(case: Case, folder: Path) -> Iterator[str]:
+    """What should not be of the bad calls: the same typed error on every rank, soon, and the context usable."""
+    by_rank = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(case.ranks)]
+    for same in zip(*by_rank, strict=True):
+        about = f"{same[0]['case']} on rank {same[0]['odd']}"
+        if any(entry["error"] != entry["expected"] or entry["words"] not in entry["message"] for entry in same):
+            yield f"{about}: {[(entry['error'], entry.get('message')) for entry in same]}"
+            continue
+        words = {entry["message"] for entry in same}
+        if len(words) != 1 or any(entry["elapsed_s"] > _DEADLINE_S or not entry["usable"] for entry in same):
+            yield f"{about}: other words, late, or a context that is not usable: {same}"
+
+
+def _alive(mark: str) -> list[psutil.Process]:
+    """The processes of a job, by what only its environment holds."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _command_of(process: psutil.Process) -> Sequence[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return ["gone meanwhile"]
+
+
+def _text(folder: Path, job: subprocess.Popen[bytes]) -> str:
+    out, err = ((folder / name).read_text(errors="replace") for name in ("out", "err"))
+    return f"exit code {job.returncode}\n--- stdout\n{out}\n--- stderr\n{err}"
+
+
+def _table(outcomes: Sequence[Outcome]) -> str:
+    """The figures, by launcher and for all."""
+    rows: list[tuple[str, ...]] = [
+        ("launched by", "cases", "failed", "in time", "median s", "95 % s", "worst s", "wrong last lines", "processes left")
+    ]
+    kinds = [kind for kind in (*_LAUNCHERS, "checkpoint") if any(outcome.case.launcher == kind for outcome in outcomes)]
+    for kind in (*kinds, "all"):
+        of = [outcome for outcome in outcomes if kind in (outcome.case.launcher, "all")]
+        # Of waits that a deadline ends only what comes after it.
+        seconds = sorted(outcome.seconds - outcome.case.waits_s for outcome in of if outcome.seconds is not None)
+        times = ["", "", ""]
+        if seconds:
+            worst = max(0.0, seconds[-1])
+            at_95 = max(0.0, seconds[min(len(seconds) - 1, round(0.95 * len(seconds)))])
+            times = [f"{max(0.0, statistics.median(seconds)):.2f}", f"{at_95:.2f}", f"{worst:.2f}"]
+        rows.append(
+            (
+                kind, str(len(of)), str(sum(bool(outcome.problems) for outcome in of)), str(sum(outcome.in_time for outcome in of)), *times,
+                str(sum(outcome.wrong_last_line for outcome in of)), str(sum(outcome.left_alive for outcome in of)),
+            )
+        )  # fmt: skip
+    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], ("---",) + ("---:",) * 8, *rows[1:]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=300, help="how many cases are drawn")
+    parser.add_argument("--only", type=int, help="only the case of this number, from 0")
+    parser.add_argument("--case", action="append", help="these instead of drawn ones")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so long")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    cases = [parse(name) for name in options.case] if options.case else [draw(chance) for _ in range(options.count)]
+    numbered = [(number, case) for number, case in enumerate(cases) if options.only in (None, number)]
+    started_s = time.monotonic()
+
+    def in_turn(case: Case) -> Outcome | None:
+        return perform(case) if time.monotonic() - started_s < 60 * options.minutes else None
+
+    done: list[tuple[int, Outcome]] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (number, case), outcome in zip(numbered, pool.map(in_turn, [case for _, case in numbered]), strict=True):
+            if outcome is None:
+                continue
+            done.append((number, outcome))
+            took = "" if outcome.seconds is None else f" {outcome.seconds:.2f} s"
+            print(f"{number:3d} {case}: {'FAILED' if outcome.problems else 'ok'}{took}", flush=True)
+            if outcome.problems:
+                print("".join(f"    {problem}\n" for problem in outcome.problems) + f"{outcome.text}\n----", flush=True)
+    print(f"{len(done)} cases in {(time.monotonic() - started_s) / 60:.1f} min")
+    failed = [(number, outcome) for number, outcome in done if outcome.problems]
+    print("\nfailed:" if failed else "\nall well")
+    for number, outcome in failed:
+        print(f"{number:3d} {outcome.case}: {'; '.join(outcome.problems)[:300]}")
+    print(f"\n{_table([outcome for _, outcome in done])}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(_TESTS))
+    sys.exit(main())

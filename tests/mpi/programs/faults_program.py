@@ -1,0 +1,200 @@
+"""Rank `args[2]` faults (`args[0]`: how) in a phase (`args[1]`) of a short job; see `tests/faults.py`.
+
+Notes the time of the fault in ./left_at; all that comes out well prints "done". `args[3]` and
+`args[4]` are timeout_s and stall_s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+how, phase, victim = sys.argv[1], sys.argv[2], int(sys.argv[3])
+timeout_s, stall_s = float(sys.argv[4]), float(sys.argv[5])
+own_rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+# How long the others take to do what the fault is to be before, or after.
+_AWHILE_S = 0.7
+# Longer than the launcher waits for a job to end in which a rank has failed.
+_FORKED_S = 4.0
+# Long after the launcher of the job was killed.
+_HELD_S = 100.0
+_SLOW_S = 1.5
+
+
+def _signalled(number: int) -> Callable[[], None]:
+    def act() -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(_HELD_S)
+
+    return act
+
+
+def _fail() -> None:
+    raise RuntimeError("the leaver's own error")
+
+
+def _crash() -> None:
+    ctypes.memset(0, 0, 1)
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "raise": _fail,
+    "exit-0": lambda: sys.exit(0),
+    "exit-3": lambda: sys.exit(3),
+    "os-exit-0": lambda: os._exit(0),
+    "os-exit-3": lambda: os._exit(3),
+    "sigkill": _signalled(signal.SIGKILL),
+    "sigterm": _signalled(signal.SIGTERM),
+    "sigabrt": _signalled(signal.SIGABRT),
+    "sigsegv": _crash,
+    "sigstop": _signalled(signal.SIGSTOP),
+    "hold": lambda: time.sleep(_HELD_S),
+    "slow": lambda: time.sleep(_SLOW_S),
+}
+
+at_fault = own_rank == victim
+faulted = False
+
+
+def reach(here: str) -> None:
+    """The fault, where this is its rank and phase; once."""
+    global faulted
+    if not at_fault or here != phase or faulted:
+        return
+    faulted = True
+    note = Path("left_at.partial")
+    note.write_text(str(time.time()), encoding="utf-8")
+    note.rename("left_at")
+    WAYS[how]()
+
+
+def wait_for(*names: str) -> None:
+    while not all(Path(name).exists() for name in names):
+        time.sleep(0.02)
+
+
+# Registered first, and so run last: after MPI_Finalize.
+atexit.register(reach, "finalized")
+
+import torch  # noqa: E402
+
+import burst_rt.context  # noqa: E402  (starts no MPI)
+from burst_rt.kernels import KERNELS  # noqa: E402
+
+# Imports take long on a busy machine; what follows is to happen at the same time on all ranks.
+num_ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
+Path(f"imported-{own_rank}").touch()
+wait_for(*(f"imported-{rank}" for rank in range(num_ranks)))
+
+reach("start")
+if phase == "start" and how != "hold":
+    # Of a rank that leaves while others start MPI, Open MPI itself takes notice.
+    wait_for("left_at")
+    time.sleep(_AWHILE_S)
+if phase == "starting" and at_fault:
+    time.sleep(_AWHILE_S)
+    reach("starting")
+if phase == "started":
+    from mpi4py import MPI
+
+    assert MPI.COMM_WORLD.size == num_ranks
+    reach("started")
+
+ctx = burst_rt.init(timeout_s=timeout_s, stall_s=stall_s)
+reach("joined")
+layout = ctx.layout(64 * ctx.world_size)
+num_tiles = 0
+
+
+def watch_tiles() -> None:
+    """From here on every tile of the CPU's kernel is a place to fault in."""
+    kernel: Any = type(KERNELS["cpu"])
+    forward, backward = kernel.forward, kernel.backward
+
+    def watched_forward(*args: Any) -> Any:
+        global num_tiles
+        num_tiles += 1
+        reach("tile")
+        if num_tiles > 1:
+            reach("later-tile")
+        return forward(*args)
+
+    def watched_backward(*args: Any) -> Any:
+        reach("backward")
+        return backward(*args)
+
+    kernel.forward, kernel.backward = watched_forward, watched_backward
+
+
+def watch_sums() -> None:
+    """The same of every sum over the ranks, which they have agreed on by then."""
+    control: Any = ctx.control
+    allreduce_sum = control.allreduce_sum
+
+    def watched(*args: Any) -> Any:
+        reach("sum")
+        return allreduce_sum(*args)
+
+    control.allreduce_sum = watched
+
+
+def call() -> None:
+    q = torch.randn(1, layout.shard_len, 2, 16, requires_grad=True)
+    out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
+    assert isinstance(out, torch.Tensor)
+    reach("between")
+    out.sum().backward()
+
+
+def fork() -> None:
+    """A child that calls, and then ends as the name says: neither is of any consequence."""
+    reach("forked")
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        time.sleep(_FORKED_S)
+        return
+    for use in (call, lambda: ctx.all_reduce(torch.zeros(1)), lambda: layout.unshard(torch.zeros(1, layout.shard_len))):
+        try:
+            use()
+        except (burst_rt.errors.ConfigError, burst_rt.errors.InputError) as error:
+            if "forked" in str(error):
+                continue
+        Path("child_was_served").touch()
+    ctx.close()
+    WAYS[how.removeprefix("fork-")]()
+
+
+call()
+if how.startswith("fork-"):
+    WAYS[how] = lambda: None
+    if at_fault:
+        fork()
+if at_fault and phase == "awaited":
+    time.sleep(_AWHILE_S)
+if not at_fault and phase == "before":
+    time.sleep(_AWHILE_S)
+if phase == "waiting":
+    if at_fault:
+        signal.signal(signal.SIGALRM, lambda number, frame: reach("waiting"))
+        signal.setitimer(signal.ITIMER_REAL, _AWHILE_S)
+    else:
+        time.sleep(3 * _AWHILE_S)
+reach("before")
+reach("awaited")
+watch_tiles()
+call()
+watch_sums()
+total = ctx.all_reduce(torch.ones(1))
+assert total.item() == ctx.world_size
+if not at_fault and phase == "exit":
+    time.sleep(_AWHILE_S)
+print("done", flush=True)
+reach("exit")

@@ -1,0 +1,32 @@
+"""A sample of `tests/faults.py`: what must hold when ranks and launchers die, stop or are slow, in a few drawn cases."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from faults import Case, draw, parse, perform
+
+_SEED = 6
+_COUNT = 6
+
+
+def _cases(count: int) -> list[Case]:
+    chance = random.Random(_SEED)
+    return [draw(chance) for _ in range(count)]
+
+
+# What has gone wrong once.
+_KEPT = ["run 2 rank 1 os-exit-0 sum"]
+
+
+@pytest.mark.parametrize("case", [*_cases(_COUNT), *map(parse, _KEPT)], ids=str)
+def test_a_drawn_case(case: Case) -> None:
+    outcome = perform(case)
+    assert outcome.problems == [], outcome.text
+
+
+def test_every_case_can_be_repeated_from_its_name() -> None:
+    cases = _cases(2000)
+    assert [parse(str(case)) for case in cases] == cases
+    assert {case.launcher for case in cases} == {"run", "telemetry", "mpirun", "checkpoint"}
