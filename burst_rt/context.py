@@ -58,6 +58,8 @@ _log = logging.getLogger("burst_rt")
 
 _UNCOUNTED_UP_TO = 64
 _JOIN_S = 60.0
+# The others have heard by then that this rank has failed, and said so, each in words of its own.
+_HEARD_AFTER_S = 1.3
 
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound=Pending)
@@ -104,6 +106,7 @@ class Context:
         self.agent_key: object = None
         self.rank = control.rank
         self.world_size = control.size
+        self.places = control.places
         self.device = machine.device
         self.machine = machine
         self.timeout_s = timeout_s
@@ -296,6 +299,9 @@ class Context:
 
     def refuse(self, call: str, error: BurstError) -> NoReturn:
         """Tells every rank that this one cannot make the call; raises the error all of them raise."""
+        self.watch.look()
+        if self.watch.left and self.usable:
+            raise error  # no other can be waiting: their next call finds that a rank has left
         self.agree({"call": call}, error)
         raise error
 
@@ -603,14 +609,15 @@ def current_context() -> Context | None:
 def refuse(call: str, error: BurstError, context: Context | None = None) -> NoReturn:
     """Raises the error on every rank that waits for this rank's next call, also where they wait in another context than this rank meant.
 
-    context: where this rank was about to make the call; None where that is not known: then the one that was made last. Blocks until the
-    others have come to that call, at most `timeout_s`; returns at once where no other rank can be waiting.
+    context: where this rank was about to make the call; None where that is not known: then the one that this thread made last. Blocks until
+    the others have come to that call, at most `timeout_s`; returns at once where no other rank can be waiting.
     """
-    known = {context, *_live, *(reference() for reference in _here())}
+    # Those of other threads are in calls of theirs.
+    known = {context, *(reference() for reference in _here())}
     shared = [ctx for ctx in known if ctx is not None and ctx.usable and ctx.world_size > 1]
-    if context not in shared:
-        context = current_context()
-    meant = context if context in shared else next(iter(shared), None)
+    meant = context if context in shared else current_context()
+    if meant not in shared:
+        meant = next(iter(shared), None)
     if meant is None:
         raise error
     if len(shared) == 1:
@@ -623,21 +630,27 @@ def refuse(call: str, error: BurstError, context: Context | None = None) -> NoRe
             where = _where_awaited(meant, shared)
             if where is not None:
                 where.refuse(call, error)
+            if len(meant.watch.refusing or ()) == meant.world_size - 1:
+                break  # nobody waits: the others cannot make their calls either, and they were different ones
             backoff.pause()
     finally:
-        meant.watch.refusing = None
+        for ctx in shared:
+            ctx.watch.stop_refusing()
     raise error
 
 
 def _where_awaited(meant: Context, shared: Sequence[Context]) -> Context | None:
     """The context in which the others are to hear of a call that this rank cannot make; None as long as that is not known.
 
-    It is the one that was meant, once somebody waits there, or nobody can make the call there. It is another where all the others wait:
-    some may well have gone on to a later call there, after this one.
+    It is the one that was meant, once somebody waits there, or nobody can make the call there. It is another only where all the ranks of
+    the one that was meant wait: others may well have gone on to a later call there.
     """
-    if meant.waiting_here() or len((meant.watch.refusing or set()) | set(meant.watch.left)) == meant.world_size - 1:
+    waiting = {ctx: ctx.waiting_here() for ctx in shared}
+    refusing, left = meant.watch.refusing or {}, set(meant.watch.left)
+    if waiting[meant] or len(left | {peer for peer, here in refusing.items() if here}) == meant.world_size - 1:
         return meant
-    return next((ctx for ctx in shared if ctx is not meant and len(ctx.waiting_here()) == ctx.world_size - 1), None)
+    others = {place for rank, place in enumerate(meant.places) if rank != meant.rank and rank not in left}
+    return next((ctx for ctx in shared if ctx is not meant and others <= {ctx.places[rank] for rank in waiting[ctx]}), None)
 
 
 def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:
@@ -731,8 +744,8 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _in_words(error: BaseException | None) -> str:
-    """An error for the other ranks, in a line."""
-    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+    """An error for the other ranks, in a line; nothing for a program that ended well."""
+    return "" if error is None or not _exit_code(error) else " ".join(f"{type(error).__name__}: {error}".split())
 
 
 _print_uncaught = sys.excepthook
@@ -771,6 +784,8 @@ def _leave() -> None:
             _log.warning("rank %d: closing a context failed", ctx.rank, exc_info=True)
     farewell(code, failure)
     if failure is not None and mpi is not None and running and mpi.COMM_WORLD.size > 1:
+        if contexts:
+            time.sleep(_HEARD_AFTER_S)
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(code)

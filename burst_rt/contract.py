@@ -54,7 +54,7 @@ def check_spec(spec: CallSpec) -> None:
         raise InputError(f"{where}: layout and kv_layout belong to different contexts; make both with the same ctx.layout(...)")
     if not isinstance(spec.mask, Mask):
         raise InputError(f"{where}: mask must be a burst_rt.Mask such as burst_rt.Causal(), got {type(spec.mask).__name__}")
-    check_mask(spec.mask, spec.layout.seq_len, spec.kv_layout.seq_len)
+    check_mask(spec.mask, spec.layout.seq_len, spec.kv_layout.seq_len, shared=spec.layout.context.world_size > 1)
     check_name(spec.strategy)
     if spec.scale is not None and not _is_positive(spec.scale):
         raise InputError(f"{where}: scale must be None or a finite number above 0, got {spec.scale!r}")

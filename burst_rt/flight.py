@@ -8,6 +8,7 @@ launcher's own host, and one for a process: of several contexts the last writer'
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from contextlib import suppress
 from functools import cache
@@ -41,7 +42,8 @@ class FlightRecord:
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            file.truncate(_SIZE)
+            # All of it: on a full disk a file with holes is made all the same, and writing to it kills the process.
+            os.posix_fallocate(file.fileno(), 0, _SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._number = 0
         self._call = b""

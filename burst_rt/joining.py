@@ -314,7 +314,7 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
         start_mpi(join_s)
         from mpi4py import MPI
 
-        from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate
+        from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate, numbers_in_job
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"init: this process was started by an MPI launcher, but mpi4py finds no MPI library ({error}). Install one (in the "
@@ -332,22 +332,8 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
             _refuse_torchrun()
     if not isinstance(comm, MPI.Intracomm):
         raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}{_instead(comm)}")
-    with waiting_for("init", _numbers_in_job(comm)):
+    with waiting_for("init", numbers_in_job(comm)):
         return MpiTransport(duplicate(comm, join_s)), MpiControl(duplicate(comm, join_s))
-
-
-def _numbers_in_job(comm: MPI.Intracomm) -> list[int]:
-    """The ranks of the job that are in a communicator."""
-    from mpi4py import MPI
-
-    if comm == MPI.COMM_NULL or comm.Is_inter():
-        return []
-    group, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    try:
-        return list(group.Translate_ranks(None, everyone))
-    finally:
-        group.Free()
-        everyone.Free()
 
 
 def _refuse_torchrun() -> None:
@@ -360,7 +346,8 @@ def _refuse_torchrun() -> None:
     raise ConfigError(
         f"init: RANK and WORLD_SIZE say that this is process {os.environ['RANK']} of {num_ranks} (torchrun?), but MPI sees a world of one. "
         f"Ranks find each other through MPI: start them with `burst-rt run -n {num_ranks} SCRIPT` or mpirun. Under `burst-rt run` "
-        "torch.distributed.init_process_group() works too. Where every process is meant to be a world of its own, give comm=MPI.COMM_SELF"
+        "torch.distributed.init_process_group() works too. Where every process is meant to be a world of its own, give comm=MPI.COMM_SELF, "
+        "or unset RANK and WORLD_SIZE"
     )
 
 

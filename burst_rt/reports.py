@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "say_resume",
     "say_started",
     "waiting_for",
+    "whereabouts",
     "write_report",
 ]
 
@@ -77,10 +79,11 @@ class RankReport:
 
 
 class Started(NamedTuple):
-    """A rank whose process is there."""
+    """A rank whose process is there. `where` is the same for processes that see each other's numbers (see `whereabouts`)."""
 
     rank: int
     pid: int
+    where: str
 
 
 class Waiting(NamedTuple):
@@ -127,7 +130,15 @@ def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
 
 def say_started(job_dir: Path, rank: int) -> None:
     """Tells the launcher this rank's process. Raises OSError where the folder cannot be written."""
-    _write(job_dir / f"started-{rank}.json", {"rank": rank, "pid": os.getpid()})
+    _write(job_dir / f"started-{rank}.json", Started(rank, os.getpid(), whereabouts())._asdict())
+
+
+def whereabouts() -> str:
+    """The running system and the namespace of processes: on hosts that share the job's folder a number means another process."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def read_started(job_dir: Path) -> list[Started]:

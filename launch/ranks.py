@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from burst_rt.reports import Waiting, read_reports, read_started, read_waiting
+from burst_rt.reports import Waiting, read_reports, read_started, read_waiting, whereabouts
 
 __all__ = ["Ranks"]
 
@@ -32,6 +32,7 @@ class Ranks:
         self._job_dir = job_dir
         self._num_ranks = num_ranks
         self._seen: set[int] = set()
+        self._where = whereabouts()
         self._ranks: dict[int, int] = {}  # by descriptor
         self._poller = select.poll()
 
@@ -76,10 +77,12 @@ class Ranks:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
     def _look_for_more(self) -> None:
-        for rank, pid in read_started(self._job_dir):
+        for rank, pid, where in read_started(self._job_dir):
             if rank in self._seen:
                 continue
             self._seen.add(rank)
+            if where != self._where:
+                continue  # on another host that has the job's folder too
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:

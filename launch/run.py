@@ -48,6 +48,8 @@ _ENDING_DEADLINE_S = 3.0
 _JOINED_GRACE_S = 1.0
 # How long ranks that offer to stop by themselves may take for it: a step, and a checkpoint.
 _STOPPING_DEADLINE_S = 30.0
+# A terminal that closes, or a program that ends this one and its group, may send the same twice.
+_ONE_WISH_S = 0.3
 
 _SHARED_MEMORY = "/dev/shm"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -174,6 +176,7 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
             )
             stop.attach(mpirun, job_dir, hub)
             stuck = _wait(mpirun, job_dir, ranks, stop)
+            ranks.wait(0.0)  # those whose end came with mpirun's own
             if mpirun.returncode < 0:
                 ranks.kill()
             lost = hub.first_lost() if hub is not None and mpirun.returncode and stop.received is None else None
@@ -203,11 +206,13 @@ def one_host(mpi_args: Sequence[str]) -> bool:
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
-    """Where the ranks' `torch.distributed.init_process_group()` meets: on this host, where the user has not said otherwise."""
+    """Where the ranks' `torch.distributed.init_process_group()` meets; nothing where rank 0 may be elsewhere, whose ports nobody knows."""
+    if not one_host(mpi_args):
+        return {}
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    found = {"MASTER_ADDR": "127.0.0.1" if one_host(mpi_args) else socket.gethostname(), "MASTER_PORT": str(port)}
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {name: os.environ.get(name, value) for name, value in found.items()}
 
 
@@ -278,6 +283,7 @@ class _Stop:
 
     received: int | None = None
     asked: bool = False  # the ranks, who may still be at it
+    _received_at_s: float = 0.0
     _asked_at_s: float = 0.0
     _mpirun: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _job_dir: Path | None = None
@@ -296,7 +302,10 @@ class _Stop:
         return self.received is not None and not self.asked
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received is not None, number
+        now_s = time.monotonic()
+        if number == self.received and now_s - self._received_at_s < _ONE_WISH_S:
+            return
+        again, self.received, self._received_at_s = self.received is not None, number, now_s
         if self._mpirun is None or self._job_dir is None:
             return
         if not again and self._hub is not None:

@@ -6,6 +6,7 @@ What is known comes from the ranks' reports, from the order in which their proce
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def verdict(
     if failure is not None and not failure.secondary:
         return _failed(job_dir, failure, started_at_s), failure.exit_code
     if crashed:
-        rank = crashed[0]
+        rank = min(crashed, key=lambda rank: ranks.ended_at_s.get(rank, math.inf))
         how = _in_words(code) or f"exit code {code}"
         return f"{_crash_text(job_dir, rank)}burst-rt: rank {rank} crashed in native code ({how}){_doing(job_dir, rank)}\n", code or 1
     # An MPI may notice by itself that a rank has ended without it.

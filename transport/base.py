@@ -112,7 +112,7 @@ class NoticeKind(IntEnum):
     LEFT = 2  # I have closed my context and will enter no further call: my exit code, and my error
     ENTERED = 3  # I wait for you to enter a call: its number
     REFUSES = 4  # I cannot make my next call; do you wait for it in this context? Number of the question
-    REFUSES_TOO = 5  # I was about to make a call in this context, and cannot either: number of your question
+    REFUSES_TOO = 5  # neither can I: number of your question; "here" where I was about to make mine in this context
 
 
 class Notice(NamedTuple):
@@ -154,6 +154,7 @@ class ControlGroup(Protocol):
 
     rank: int
     size: int
+    places: Sequence[object]  # of each rank: which process or thread it is, the same in all groups of a job
 
     def allreduce_max(self, values: Sequence[int]) -> PendingInts:
         """Elementwise maximum of 64-bit integers over the ranks."""

@@ -27,10 +27,11 @@ _streams = threading.local()
 class LocalWorld:
     """What the threads share. One lock guards all of it; it is held for look-ups only, never while bytes are copied."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, origin: object = None) -> None:
         if size < 1:
             raise InputError(f"LocalWorld: size must be at least 1 rank, got {size}")
         self.size = size
+        self.origin = id(self) if origin is None else origin  # the same for all duplicates
         self._lock = threading.Lock()
         self._sends: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = defaultdict(deque)
         self._recvs: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = defaultdict(deque)
@@ -46,7 +47,7 @@ class LocalWorld:
         with self._lock:
             number = self._next_duplicate[rank]
             self._next_duplicate[rank] += 1
-            world, takers = self._duplicates.setdefault(number, (LocalWorld(self.size), set()))
+            world, takers = self._duplicates.setdefault(number, (LocalWorld(self.size, self.origin), set()))
             takers.add(rank)
             if len(takers) == self.size:
                 del self._duplicates[number]
@@ -214,6 +215,7 @@ class LocalControl:
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
         self.size = world.size
+        self.places = [(world.origin, rank) for rank in range(world.size)]
         self._world = world
         self._num_rounds = 0
 

@@ -20,7 +20,7 @@ from burst_rt.errors import ConfigError, ProtocolError, Stalled
 from burst_rt.transport.base import Capabilities, Completed, Memory, Notice, NoticeKind
 from burst_rt.transport.start import who_is_missing
 
-__all__ = ["MpiControl", "MpiTransport", "duplicate"]
+__all__ = ["MpiControl", "MpiTransport", "duplicate", "numbers_in_job"]
 
 _NOTICE_TAG = 1
 # A notice: kind, value, length of the text, text. Small enough for every MPI to send it at once (eagerly).
@@ -51,6 +51,18 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
         time.sleep(0.0005)
     del _in_use[id(new)]
     return new
+
+
+def numbers_in_job(comm: MPI.Intracomm) -> list[int]:
+    """The numbers in MPI_COMM_WORLD of a communicator's ranks; none where it is no intracommunicator."""
+    if comm == MPI.COMM_NULL or comm.Is_inter():
+        return []
+    group, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return list(group.Translate_ranks(None, everyone))
+    finally:
+        group.Free()
+        everyone.Free()
 
 
 class MpiTransport:
@@ -224,6 +236,7 @@ class MpiControl:
     def __init__(self, comm: MPI.Intracomm, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.rank = comm.rank
         self.size = comm.size
+        self.places = numbers_in_job(comm)
         self._comm = comm
         self._piece_bytes = piece_bytes
         self._box = bytearray(_NOTICE_BYTES)

@@ -38,7 +38,8 @@ def start_mpi(deadline_s: float) -> None:
     Raises ImportError or RuntimeError where there is no MPI library, ConfigError where mpi4py is
     told not to start MPI.
     """
-    if "mpi4py.MPI" in sys.modules:
+    loaded = sys.modules.get("mpi4py.MPI")
+    if loaded is not None and loaded.Is_initialized():
         return
     import mpi4py
 
@@ -54,22 +55,33 @@ def start_mpi(deadline_s: float) -> None:
         raise ConfigError(
             "init: mpi4py.rc.initialize is False, and MPI has not been started; call MPI.Init_thread() before burst_rt.init()"
         )
+    levels = {"single": MPI.THREAD_SINGLE, "funneled": MPI.THREAD_FUNNELED, "serialized": MPI.THREAD_SERIALIZED}
+    level = levels.get(mpi4py.rc.thread_level, MPI.THREAD_MULTIPLE) if mpi4py.rc.threads else MPI.THREAD_SINGLE
     start = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread")  # noqa: B009  (a name of the library's, not of a class)
     provided = ctypes.c_int()
     everyone = range(launched.mpi_ranks())
     with reports.waiting_for("MPI_Init", everyone), _deadline(deadline_s):
-        code = start(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
-    if finalize is not False:
-        _started_by.add(os.getpid())
+        code = start(None, None, level, ctypes.byref(provided))
     if code:
         raise RuntimeError(f"MPI_Init_thread failed: {MPI.Get_error_string(code)}")
+    if finalize is not False:
+        _started_by.add(os.getpid())
+    # What mpi4py does after starting MPI: errors become exceptions, unless the program has said otherwise.
+    if mpi4py.rc.errors == "exception":
+        for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 @atexit.register
 def _finalize() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and os.getpid() in _started_by and not mpi.Is_finalized():
-        mpi.Finalize()
+    if mpi is None or os.getpid() not in _started_by or mpi.Is_finalized():
+        return
+    # Not yet: what the program has registered may still use MPI, and so may objects that go last. As mpi4py does.
+    library = ctypes.CDLL(mpi.__file__)
+    register = ctypes.pythonapi.Py_AtExit
+    register.argtypes = [ctypes.c_void_p]
+    register(ctypes.cast(library.MPI_Finalize, ctypes.c_void_p))
 
 
 def who_is_missing() -> str:

@@ -18,7 +18,7 @@ from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
 from burst_rt.contract import CallSpec, check_call, check_spec
-from burst_rt.errors import InputError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels import sum_dtype
 
 __all__ = ["BurstAttentionFunction", "handle_of", "held_handle"]
@@ -51,12 +51,19 @@ def handle_of(spec: CallSpec) -> int:
     return handle
 
 
+def _spec_of(handle: int) -> CallSpec:
+    spec = _specs.get(handle)
+    if spec is None:
+        raise ConfigError("the context that this call was compiled for is closed; make another with burst_rt.init and compile anew")
+    return spec
+
+
 def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this rank's queries. Collective."""
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _forward_op(q, k, v, handle)
-    spec = _specs[handle]
+    spec = _spec_of(handle)
     ctx = spec.layout.context
     q, k, v = q.detach(), k.detach(), v.detach()
     try:
@@ -87,7 +94,7 @@ def _backward_op(
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _backward_op(dout, dlse, q, k, v, out, lse, handle)
-    spec = _specs[handle]
+    spec = _spec_of(handle)
     ctx = spec.layout.context
     saved = tuple(x.detach() for x in (q, k, v, out, lse))
     try:
@@ -110,7 +117,7 @@ def _backward_fake(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
-        for x, needed in zip((q, k, v), _specs[handle].needs_grad, strict=True)
+        for x, needed in zip((q, k, v), _spec_of(handle).needs_grad, strict=True)
     )
     return dq, dk, dv
 
@@ -119,7 +126,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     q, k, v, handle = inputs
     out, lse = output
     ctx.handle = handle
-    ctx.spec = _specs[handle]  # holds it
+    ctx.spec = _spec_of(handle)  # holds it
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse)
 

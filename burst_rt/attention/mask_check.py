@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from burst_rt.attention.masks import Mask, Piece, Relation
+from burst_rt.attention.masks import Both, Causal, Full, Mask, Piece, Relation
 from burst_rt.errors import InputError
 
 __all__ = ["check_mask"]
@@ -22,21 +22,28 @@ __all__ = ["check_mask"]
 _SAMPLE = 5
 
 
-def check_mask(mask: Mask, q_len: int, kv_len: int) -> None:
+def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> None:
     """Raises InputError where methods of the mask fail or contradict each other. Cheap when asked again.
 
-    q_len, kv_len: tokens of the whole sequences; the last query stands at the last key.
+    q_len, kv_len: tokens of the whole sequences; the last query stands at the last key. shared: other ranks will compare masks with this
+    one's.
     """
     if type(mask).__hash__ is None:
         raise InputError(f"burst_attention: a mask must be hashable (a frozen dataclass, say), and {type(mask).__name__} is not")
     _ask(mask, "hash()", hash, mask)
-    _check(mask, q_len, kv_len)
+    if not _is_own(mask):
+        _check(mask, q_len, kv_len, shared)
+
+
+def _is_own(mask: Mask) -> bool:
+    """Whether it is one of this package's, which its tests check."""
+    return type(mask) in (Full, Causal) or (type(mask) is Both and _is_own(mask.first) and _is_own(mask.second))
 
 
 @lru_cache(maxsize=256)
-def _check(mask: Mask, q_len: int, kv_len: int) -> None:
+def _check(mask: Mask, q_len: int, kv_len: int, shared: bool) -> None:
     text = _ask(mask, "repr()", repr, mask)
-    if not isinstance(text, str) or " at 0x" in text:
+    if shared and (not isinstance(text, str) or " at 0x" in text):
         raise InputError(
             f"{_name(mask)}: repr() must say everything about the mask, because ranks compare masks by it; got {text!r}. A frozen "
             "dataclass has such a repr"
@@ -74,33 +81,31 @@ def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, i
 
 
 def _allowed(mask: Mask, q: range, kv: range) -> set[tuple[int, int]]:
-    """The (row, column) pairs that the mask allows, by what it says of integers, and of tensors as kernels ask it."""
-    pairs = {(i, j) for i, a in enumerate(q) for j, b in enumerate(kv) if _ask(mask, "allows", lambda x, y: bool(mask.allows(x, y)), a, b)}
+    """The (row, column) pairs that the mask allows, asked with tensors as kernels ask it."""
     rows, columns = torch.tensor(list(q))[:, None], torch.tensor(list(kv))[None, :]
     answer = _ask(mask, "allows", mask.allows, rows, columns)
     shape = (len(q), len(kv))
-    if not isinstance(answer, torch.Tensor) or answer.dtype != torch.bool or _broadcast(answer, shape) is None:
+    if not isinstance(answer, torch.Tensor) or answer.dtype != torch.bool or not _broadcasts(answer, shape):
         got = f"{answer.dtype} of shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else repr(answer)
-        raise InputError(
-            f"{_name(mask)}: allows of positions {list(rows.shape)} and {list(columns.shape)} must give booleans {list(shape)}, got {got}"
-        )
-    if {(int(i), int(j)) for i, j in answer.expand(shape).nonzero()} != pairs:
-        raise InputError(f"{_name(mask)}: allows says one thing of integers and another of tensors, for q {q} and kv {kv}")
-    return pairs
+        asked = f"{list(rows.shape)} and {list(columns.shape)}"
+        raise InputError(f"{_name(mask)}: allows of positions {asked} must give booleans {list(shape)}, got {got}")
+    return {(i, j) for i, j in answer.expand(shape).nonzero().tolist()}
 
 
-def _broadcast(answer: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
+def _broadcasts(answer: torch.Tensor, shape: tuple[int, int]) -> bool:
     try:
-        return answer.expand(shape)
+        answer.expand(shape)
     except RuntimeError:
-        return None
+        return False
+    return True
 
 
 def _ranges(start: int, stop: int) -> list[range]:
-    """The first positions, the last ones, and some from everywhere."""
+    """The first positions, some in the middle, and the last ones."""
     start = max(0, start)
-    every = range(start, stop, max(1, (stop - start) // _SAMPLE))
-    return [part for part in {range(start, min(stop, start + _SAMPLE)), range(max(start, stop - _SAMPLE), stop), every} if part]
+    middle = (start + stop) // 2
+    parts = (range(start, start + _SAMPLE), range(middle, middle + _SAMPLE), range(max(start, stop - _SAMPLE), stop))
+    return [part for part in dict.fromkeys(range(part.start, min(part.stop, stop)) for part in parts) if part]
 
 
 def _ask(mask: Mask, what: str, method: Any, *arguments: Any) -> Any:  # of a class that may not be what it says

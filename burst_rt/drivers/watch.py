@@ -67,8 +67,8 @@ class Watch:
 
     left: when a rank was noticed to have left, with which exit code and error. alive: when a rank
     last said that it computes, and its task. entered: the last call that a rank said it waits in.
-    refusing: ranks that, like this one, cannot make the call that they were about to make here;
-    None while this rank has no such trouble.
+    refusing: ranks that, like this one, cannot make their next call, and whether they were about to
+    make it here; None while this rank has no such trouble.
     """
 
     def __init__(self, control: ControlGroup) -> None:
@@ -77,7 +77,8 @@ class Watch:
         self.left: dict[int, tuple[float, int, str]] = {}
         self.alive: dict[int, tuple[float, int]] = {}
         self.entered: dict[int, int] = {}
-        self.refusing: set[int] | None = None
+        self.refusing: dict[int, bool] | None = None
+        self._here = False
         self._asked = 0  # how often this rank has asked who waits for it
         self._asking: dict[int, int] = {}  # the last question of each that asked
         self._curious: set[int] = set()  # those to tell which call this rank waits in
@@ -99,10 +100,10 @@ class Watch:
                 self._curious.add(peer)
                 self._asking[peer] = notice.value
             elif self.refusing is not None and notice.value == self._asked:
-                self.refusing.add(peer)
+                self.refusing[peer] = notice.text == "here"
         if self.refusing is not None:
             for peer, question in self._asking.items():
-                self.control.notify(peer, NoticeKind.REFUSES_TOO, question)
+                self.control.notify(peer, NoticeKind.REFUSES_TOO, question, "here" if self._here else "")
             self._asking.clear()
 
     def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
@@ -133,15 +134,18 @@ class Watch:
             self.control.notify(peer, NoticeKind.LEFT, code, error)
 
     def say_refuses(self, *, here: bool) -> None:
-        """Tells every other rank that this one cannot make its next call: who waits for it here says so. Does not wait.
+        """Tells every other rank that this one cannot make its next call: who waits for it here says so, and who cannot make a call either.
 
-        here: it was about to make the call here. Who cannot make it here either says so, and until `refusing` is set to None this rank
-        answers likewise.
+        Does not wait. here: it was about to make the call here. Until `stop_refusing` this rank answers likewise, when it looks.
         """
-        self.refusing = set() if here else None
+        self.refusing, self._here = {}, here
         self._asked += 1
         for peer in self._others():
             self.control.notify(peer, NoticeKind.REFUSES, self._asked)
+
+    def stop_refusing(self) -> None:
+        """This rank goes on."""
+        self.refusing = None
 
     def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
         """While this rank waits for the others to enter call `number`: tells who wants to know, and after half the time everybody."""
@@ -231,6 +235,11 @@ class SharedWatch(Watch):
         """See `Watch.say_refuses`."""
         with self._lock:
             super().say_refuses(here=here)
+
+    def stop_refusing(self) -> None:
+        """See `Watch.stop_refusing`."""
+        with self._lock:
+            super().stop_refusing()
 
     def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
         """See `Watch.say_entered`."""

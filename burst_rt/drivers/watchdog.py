@@ -32,7 +32,7 @@ from typing import Any
 from burst_rt.drivers.cuda import CudaDriver
 from burst_rt.drivers.watch import Watch
 from burst_rt.ending import mpi_takes_threads
-from burst_rt.errors import BurstError, DeviceError, Stalled
+from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
 from burst_rt.scheduler import Task
 from burst_rt.transport import OrderedTransport
 
@@ -121,7 +121,10 @@ class Watchdog:
                 self._changed.wait_for(lambda: self._stopped, _PERIOD_S)
                 if self._stopped or not self._calls:
                     break
-            error = self._look()
+            try:
+                error = self._look()
+            except Exception as unexpected:  # noqa: BLE001  (a call that nobody watches could wait for ever)
+                error = InternalError(f"rank {self._wire.rank}: the watchdog failed: {type(unexpected).__name__}: {unexpected}")
             if error is not None:
                 self._fail(error)
                 break

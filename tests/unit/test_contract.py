@@ -326,17 +326,77 @@ def test_a_call_that_all_of_a_pair_get_wrong_disturbs_no_other_context(late: int
     _world_and_pairs(program)
 
 
-@pytest.mark.parametrize("odd", [0, 3])
-def test_a_layout_of_another_context_is_an_error_where_the_others_wait(odd: int) -> None:
-    def program(world: Context, pair: Context) -> None:
-        for _ in range(3):
-            q, k, v = _qkv(world)
-            with pytest.raises(InputError, match=rf"rank {odd}: burst_attention: q must hold this rank's"):
-                burst_rt.burst_attention(q, k, v, layout=(pair if world.rank == odd else world).layout(12))
-            _good(pair)
-            _good(world)
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("wrong", ["other", "none"])
+def test_a_wrong_layout_is_an_error_where_the_others_wait(odd: int, wrong: str) -> None:
+    def program(ctx: Context) -> None:
+        with burst_rt.init() as other:
+            for _ in range(3):
+                q, k, v = _qkv(ctx)
+                layout: Any = ctx.layout(12)
+                if ctx.rank == odd:
+                    layout = other.layout(24) if wrong == "other" else None
+                with pytest.raises(InputError, match=rf"rank {odd}: burst_attention: "):
+                    burst_rt.burst_attention(q, k, v, layout=layout)
+                _good(other)
+                _good(ctx)
 
-    _world_and_pairs(program)
+    burst_rt.run_local(3, program)
+
+
+def test_ranks_that_get_different_calls_wrong_all_hear_of_their_own() -> None:
+    def program(ctx: Context) -> None:
+        with burst_rt.init() as other:
+            for _ in range(3):
+                q, k, v = _qkv(ctx)
+                layout: Any = None if ctx.rank == 1 else ctx.layout(24)
+                with pytest.raises(InputError, match="layout must come" if ctx.rank == 1 else "q must hold"):
+                    burst_rt.burst_attention(q, k, v, layout=layout)
+                _good(other)
+                _good(ctx)
+
+    burst_rt.run_local(3, program)
+
+
+def test_a_refused_call_waits_for_its_own_ranks_and_takes_nobody_elses_call() -> None:
+    """A grid: rank 0 is in a row with rank 1, who comes late, and in a column with rank 2, who waits for it rightly."""
+    row, column = LocalWorld(2), LocalWorld(2)
+    failures: list[BaseException] = []
+
+    def at(*members: tuple[LocalWorld, int]) -> Callable[[Callable[..., None]], threading.Thread]:
+        def start(program: Callable[..., None]) -> threading.Thread:
+            def run() -> None:
+                try:
+                    contexts = [burst_rt.init(LocalRank(world, rank), timeout_s=20) for world, rank in members]
+                    program(*contexts)
+                    for ctx in contexts:
+                        ctx.close()
+                except BaseException as error:  # noqa: BLE001  (raised below, in the test's thread)
+                    failures.append(error)
+
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+            return thread
+
+        return start
+
+    def corner(mine: Context, other: Context) -> None:
+        q, k, v = _qkv(mine)
+        with pytest.raises(InputError, match="head_dim"):
+            burst_rt.burst_attention(q, k[..., :1], v, layout=mine.layout(12))
+        _good(other)
+
+    def late(mine: Context) -> None:
+        time.sleep(0.5)
+        with pytest.raises(InputError, match=r"rank 0: .*head_dim"):
+            _good(mine)
+
+    threads = [at((row, 0), (column, 0))(corner), at((row, 1))(late), at((column, 1))(_good)]
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize(("name", "value"), [("timeout_s", 5.0), ("stall_s", 5.0), ("kernel", "naive"), ("check_finite", True)])
