@@ -58,7 +58,7 @@ _log = logging.getLogger("burst_rt")
 
 _UNCOUNTED_UP_TO = 64
 _JOIN_S = 60.0
-# The others have heard by then that this rank has failed, and said so, each in words of its own.
+# The others have heard by then that this rank has failed by itself, and said so.
 _HEARD_AFTER_S = 1.3
 
 _T = TypeVar("_T")
@@ -784,7 +784,7 @@ def _leave() -> None:
             _log.warning("rank %d: closing a context failed", ctx.rank, exc_info=True)
     farewell(code, failure)
     if failure is not None and mpi is not None and running and mpi.COMM_WORLD.size > 1:
-        if contexts:
+        if contexts and not isinstance(failure, (PeerLost, Stalled)):
             time.sleep(_HEARD_AFTER_S)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -215,7 +215,7 @@ class LocalControl:
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
         self.size = world.size
-        self.places = [(world.origin, rank) for rank in range(world.size)]
+        self.places: Sequence[object] = [(world.origin, rank) for rank in range(world.size)]
         self._world = world
         self._num_rounds = 0
 

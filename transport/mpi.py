@@ -236,7 +236,7 @@ class MpiControl:
     def __init__(self, comm: MPI.Intracomm, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.rank = comm.rank
         self.size = comm.size
-        self.places = numbers_in_job(comm)
+        self.places: Sequence[object] = numbers_in_job(comm)
         self._comm = comm
         self._piece_bytes = piece_bytes
         self._box = bytearray(_NOTICE_BYTES)

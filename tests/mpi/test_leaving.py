@@ -306,6 +306,29 @@ print("all is well")
         assert "burst-rt: rank" not in job.err, job.text
 
 
+def test_mpi_is_as_if_mpi4py_had_started_it(tmp_path: Path) -> None:
+    """Its errors are exceptions, and what a program has registered before may still use it at exit."""
+    source = """
+import atexit
+def last():
+    MPI.COMM_WORLD.Barrier()
+    print("still there")
+atexit.register(last)
+import burst_rt
+burst_rt.init()
+from mpi4py import MPI
+assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
+try:
+    MPI.COMM_WORLD.Send(b"x", 99)
+except MPI.Exception:
+    print("caught")
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
+    assert job.exit_code == 0, job.text
+    assert sorted(job.out.split("\n")) == ["", "caught", "caught", "still there", "still there"], job.text
+
+
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:
     """The others compute, and would find out only in their next call."""
     source = """
