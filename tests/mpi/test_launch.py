@@ -39,7 +39,16 @@ class _Job:
 def _start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", *arguments]
     # No controlling terminal, output into pipes: as under a batch system.
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Tests that run in the background of a shell were told to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
 
 
 def _finish(process: subprocess.Popen[str]) -> _Job:
