@@ -179,7 +179,9 @@ def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Pat
     run = tmp_path / "run"
     process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path)
     _wait_for(run / "checkpoints" / "step-00000020", process)
-    rank = next(child for child in psutil.Process(process.pid).children(recursive=True) if "burst_rt.launch.child" in child.cmdline())
+    # mpirun's own command line names the module too.
+    below = psutil.Process(process.pid).children(recursive=True)
+    rank = next(child for child in below if child.cmdline()[0] == sys.executable and "burst_rt.launch.child" in child.cmdline())
     rank.kill()
     killed = _finish(process)
     assert killed.exit_code == 128 + signal.SIGKILL, killed.err
