@@ -419,8 +419,7 @@ class Context:
                 flight.leave()
 
     def waiting_here(self) -> set[int]:
-        """The ranks that have said that they wait for this one to enter its next call. Never blocks."""
-        self.watch.look()
+        """The ranks that have said, as far as their notices are read, that they wait for this one to enter its next call."""
         return {peer for peer, number in self.watch.entered.items() if number > self._number}
 
     @property
@@ -627,16 +626,30 @@ def refuse(call: str, error: BurstError, context: Context | None = None) -> NoRe
             ctx.watch.say_refuses(here=ctx is meant)
         backoff = Backoff()
         while backoff.elapsed_s() < meant.timeout_s:
+            _look(shared)
             where = _where_awaited(meant, shared)
             if where is not None:
                 where.refuse(call, error)
-            if len(meant.watch.refusing or ()) == meant.world_size - 1:
-                break  # nobody waits: the others cannot make their calls either, and they were different ones
+            if _nobody_waits(meant):
+                # The others have asked everywhere before they answered here: what they ask is answered before this rank goes on.
+                _look(shared)
+                break
             backoff.pause()
     finally:
         for ctx in shared:
             ctx.watch.stop_refusing()
     raise error
+
+
+def _look(shared: Sequence[Context]) -> None:
+    """Reads the notices of all these contexts; answers those who ask whether this rank, too, cannot make its call."""
+    for ctx in shared:
+        ctx.watch.look()
+
+
+def _nobody_waits(meant: Context) -> bool:
+    """Whether no other rank can make the call either: they meant different ones, and each raises its own error."""
+    return len(set(meant.watch.left).union(meant.watch.refusing or ())) == meant.world_size - 1
 
 
 def _where_awaited(meant: Context, shared: Sequence[Context]) -> Context | None:
@@ -645,7 +658,8 @@ def _where_awaited(meant: Context, shared: Sequence[Context]) -> Context | None:
     It is the one that was meant, once somebody waits there, or nobody can make the call there. It is another only where all the ranks of
     the one that was meant wait: others may well have gone on to a later call there.
     """
-    waiting = {ctx: ctx.waiting_here() for ctx in shared}
+    # Who could not make its call either and waits now, waits in the one after it.
+    waiting = {ctx: ctx.waiting_here().difference(ctx.watch.refusing or ()) for ctx in shared}
     refusing, left = meant.watch.refusing or {}, set(meant.watch.left)
     if waiting[meant] or len(left | {peer for peer, here in refusing.items() if here}) == meant.world_size - 1:
         return meant

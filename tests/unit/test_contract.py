@@ -355,7 +355,9 @@ def test_ranks_that_get_different_calls_wrong_all_hear_of_their_own() -> None:
                 _good(other)
                 _good(ctx)
 
-    burst_rt.run_local(3, program)
+    # A question that came late was not answered: in one world of eight.
+    for _ in range(20):
+        burst_rt.run_local(3, program)
 
 
 def test_a_refused_call_waits_for_its_own_ranks_and_takes_nobody_elses_call() -> None:
