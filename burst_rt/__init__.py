@@ -3,7 +3,8 @@
     import burst_rt
     ctx = burst_rt.init()
     layout = ctx.layout(seq_len)
-    out = burst_rt.burst_attention(layout.shard(q), layout.shard(k), layout.shard(v), causal=True, layout=layout)
+    mine = [layout.shard(x) for x in (q, k, v)]
+    out = burst_rt.burst_attention(*mine, causal=True, layout=layout)
 
 Public names are loaded when first used, so `import burst_rt.scheduler` needs neither torch nor MPI.
 """
@@ -15,7 +16,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from burst_rt import errors, telemetry
-    from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, call_spec, explain
+    from burst_rt.attention.api import (
+        BurstAttention,
+        Explanation,
+        burst_attention,
+        call_spec,
+        explain,
+    )
     from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
     from burst_rt.attention.masks import Causal, Full, Mask, Relation
     from burst_rt.context import Context, LocalRank, Stats, init, run_local
@@ -50,8 +57,10 @@ _MODULES = ("errors", "telemetry")
 _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 
 __all__ = [
-    "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout", "Explanation", "Full", "LocalRank", "Mask",
-    "Pipeline", "Relation", "Stats", "burst_attention", "call_spec", "errors", "explain", "handle_of", "init", "run_local",
+    "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout",
+    "Explanation", "Full", "LocalRank", "Mask",
+    "Pipeline", "Relation", "Stats", "burst_attention", "call_spec", "errors", "explain",
+    "handle_of", "init", "run_local",
     "telemetry",
 ]  # fmt: skip
 

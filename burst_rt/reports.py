@@ -1,4 +1,5 @@
-"""What ranks tell `burst-rt run` through the job's folder: that they are there, what they wait for, how they ended.
+"""What ranks tell `burst-rt run` through the job's folder: that they are there, what they wait for,
+how they ended.
 
 A few small JSON files a rank, written whole or not at all. A rank that is killed leaves no report;
 a rank that crashes in native code leaves its Python stack, which `faulthandler` writes. On other
@@ -50,8 +51,9 @@ _SECONDARY_KINDS = frozenset({"PeerLost", "Stalled"})
 class RankReport:
     """The end of one rank's program.
 
-    `ended_at_s` is in seconds since the epoch; `kind` is the class of the exception, or "" where the program simply ended; `peer` is the
-    rank that a PeerLost or Stalled names; `traceback` is empty for `sys.exit`.
+    `ended_at_s` is in seconds since the epoch; `kind` is the class of the exception, or "" where
+    the program simply ended; `peer` is the rank that a PeerLost or Stalled names; `traceback` is
+    empty for `sys.exit`.
     """
 
     rank: int
@@ -68,8 +70,14 @@ class RankReport:
 
     @property
     def headline(self) -> str:
-        """The exception's own line, which is the last that starts with its class; "" where there was none."""
-        lines = [line for line in self.traceback.splitlines() if self.kind in line.partition(":")[0] and not line.startswith(" ")]
+        """The exception's own line, which is the last that starts with its class; "" where there
+        was none.
+        """
+        lines = [
+            line
+            for line in self.traceback.splitlines()
+            if self.kind in line.partition(":")[0] and not line.startswith(" ")
+        ]
         return lines[-1] if lines else self.kind
 
     @property
@@ -79,7 +87,9 @@ class RankReport:
 
 
 class Started(NamedTuple):
-    """A rank whose process is there. `where` is the same for processes that see each other's numbers (see `whereabouts`)."""
+    """A rank whose process is there. `where` is the same for processes that see each other's
+    numbers (see `whereabouts`).
+    """
 
     rank: int
     pid: int
@@ -101,12 +111,16 @@ def job_folder() -> Path | None:
 
 
 def write_report(job_dir: Path, report: RankReport) -> None:
-    """Write one rank's report so that a reader sees all of it or nothing. Raises OSError where the folder cannot be written."""
+    """Write one rank's report so that a reader sees all of it or nothing. Raises OSError where the
+    folder cannot be written.
+    """
     _write(job_dir / f"rank-{report.rank}.json", asdict(report))
 
 
 def report_end(report: RankReport) -> bool:
-    """Writes this rank's report to the job's folder; False where there is none or it cannot be written."""
+    """Writes this rank's report to the job's folder; False where there is none or it cannot be
+    written.
+    """
     folder = job_folder()
     if folder is None:
         return False
@@ -118,14 +132,23 @@ def report_end(report: RankReport) -> bool:
 
 def read_reports(job_dir: Path) -> list[RankReport]:
     """All reports there are, the earliest first."""
-    reports = [RankReport(**json.loads(path.read_text(encoding="utf-8"))) for path in job_dir.glob("rank-*.json")]
+    reports = [
+        RankReport(**json.loads(path.read_text(encoding="utf-8")))
+        for path in job_dir.glob("rank-*.json")
+    ]
     return sorted(reports, key=lambda report: (report.ended_at_s, report.rank))
 
 
 def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
-    """The earliest failure, a secondary one only where there is no other; None where no rank reported one."""
+    """The earliest failure, a secondary one only where there is no other; None where no rank
+    reported one.
+    """
     failures = [report for report in reports if report.failed]
-    return min(failures, key=lambda report: (report.secondary, report.ended_at_s, report.rank), default=None)
+    return min(
+        failures,
+        key=lambda report: (report.secondary, report.ended_at_s, report.rank),
+        default=None,
+    )
 
 
 def say_started(job_dir: Path, rank: int) -> None:
@@ -134,16 +157,24 @@ def say_started(job_dir: Path, rank: int) -> None:
 
 
 def whereabouts() -> str:
-    """The running system and the namespace of processes: on hosts that share the job's folder a number means another process."""
+    """The running system and the namespace of processes: on hosts that share the job's folder a
+    number means another process.
+    """
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.stat('/proc/self/ns/pid').st_ino}"
+        )
     except OSError:
         return socket.gethostname()
 
 
 def read_started(job_dir: Path) -> list[Started]:
     """The ranks whose processes have said that they are there, in no order."""
-    return [Started(**json.loads(path.read_text(encoding="utf-8"))) for path in job_dir.glob("started-*.json")]
+    return [
+        Started(**json.loads(path.read_text(encoding="utf-8")))
+        for path in job_dir.glob("started-*.json")
+    ]
 
 
 @contextmanager
@@ -174,7 +205,9 @@ def read_waiting(job_dir: Path) -> list[Waiting]:
 
 
 def say_resume(command: str) -> None:
-    """Tells the launcher how to go on with this run, should it fail from now on. Not said outside a job of `burst-rt run`."""
+    """Tells the launcher how to go on with this run, should it fail from now on. Not said outside a
+    job of `burst-rt run`.
+    """
     folder = job_folder()
     if folder is not None:
         with suppress(OSError):

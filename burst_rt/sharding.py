@@ -1,4 +1,6 @@
-"""A layout bound to a context: cutting tensors into shards, putting them together again. Who owns what: `attention/layouts.py`."""
+"""A layout bound to a context: cutting tensors into shards, putting them together again. Who owns
+what: `attention/layouts.py`.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +40,37 @@ class ContextLayout:
         return self.map.shard_len(self.context.rank)
 
     def positions(self, rank: int | None = None) -> torch.Tensor:
-        """Global positions of a rank's tokens (default: this rank's) in local order: int64 `[shard_len]`, on the context's device."""
+        """Global positions of a rank's tokens (default: this rank's) in local order: int64
+        `[shard_len]`, on the context's device.
+        """
         owner = self.context.rank if rank is None else rank
         if not 0 <= owner < self.context.world_size:
-            raise InputError(f"layout.positions: rank must be in [0, {self.context.world_size}), got {rank}")
-        parts = [torch.arange(b.start, b.stop, b.step, device=self.context.device) for b in self.map.blocks[owner]]
+            raise InputError(
+                f"layout.positions: rank must be in [0, {self.context.world_size}), got {rank}"
+            )
+        parts = [
+            torch.arange(b.start, b.stop, b.step, device=self.context.device)
+            for b in self.map.blocks[owner]
+        ]
         return torch.cat(parts)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of a full tensor, along `dim`, in local order. Local, differentiable; a copy."""
+        """This rank's tokens of a full tensor, along `dim`, in local order. Local, differentiable;
+        a copy.
+        """
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.seq_len:
-            raise InputError(f"layout.shard: expected {self.seq_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
+            raise InputError(
+                f"layout.shard: expected {self.seq_len} tokens along dim {dim}, got shape "
+                f"{tuple(x.shape)}"
+            )
         return x.index_select(dim, self.positions().to(x.device))
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The full tensor, on every rank, from every rank's shard. Collective: blocks at most the context's `timeout_s`.
+        """The full tensor, on every rank, from every rank's shard. Collective: blocks at most the
+        context's `timeout_s`.
 
-        Not differentiable: a tensor that requires grad is refused (InputError, on every rank); pass x.detach().
+        Not differentiable: a tensor that requires grad is refused (InputError, on every rank); pass
+        x.detach().
         """
         ctx = self.context
         error = self._refuses(x, dim)
@@ -69,11 +85,15 @@ class ContextLayout:
             "dtype": str(x.dtype),
         }
         mine = x.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
-        pending = ctx.collective(about, lambda: ctx.control.allgather(raw_bytes(mine.cpu()).tobytes()))
+        pending = ctx.collective(
+            about, lambda: ctx.control.allgather(raw_bytes(mine.cpu()).tobytes())
+        )
         full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
         for rank, raw in enumerate(pending.result()):
             if raw:
-                shard = torch.frombuffer(bytearray(raw), dtype=x.dtype).view(self.map.shard_len(rank), *mine.shape[1:])
+                shard = torch.frombuffer(bytearray(raw), dtype=x.dtype).view(
+                    self.map.shard_len(rank), *mine.shape[1:]
+                )
                 full[self.positions(rank).to(x.device)] = shard.to(x.device)
         return full.movedim(0, dim)
 
@@ -83,9 +103,19 @@ class ContextLayout:
         if not isinstance(x, torch.Tensor):
             return InputError(f"{where} expected a tensor, got {type(x).__name__}")
         if x.layout != torch.strided or x.is_meta:
-            return InputError(f"{where} expected a dense tensor that holds values, got {x.layout} on {x.device}")
-        if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or x.shape[dim] != self.shard_len:
-            return InputError(f"{where} expected {self.shard_len} tokens along dim {dim}, got shape {tuple(x.shape)}")
+            return InputError(
+                f"{where} expected a dense tensor that holds values, got {x.layout} on {x.device}"
+            )
+        if (
+            isinstance(dim, bool)
+            or not isinstance(dim, int)
+            or not -x.ndim <= dim < x.ndim
+            or x.shape[dim] != self.shard_len
+        ):
+            return InputError(
+                f"{where} expected {self.shard_len} tokens along dim {dim}, got shape "
+                f"{tuple(x.shape)}"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             return InputError(f"{where} not differentiable, and x requires grad; pass x.detach()")
         return None

@@ -1,9 +1,11 @@
-"""One transformer layer on the ranks of a context: tensor parallelism (Megatron-LM, arXiv 1909.08053), alone or with a split sequence
-(arXiv 2205.05198), and beside it the layer whose sequence is split and whose attention is `burst_attention`. For: comparing them on one
-footing. The layer itself, what each way sends and holds: `layers.py`.
+"""One transformer layer on the ranks of a context: tensor parallelism (Megatron-LM, arXiv
+1909.08053), alone or with a split sequence (arXiv 2205.05198), and beside it the layer whose
+sequence is split and whose attention is `burst_attention`. For: comparing them on one footing. The
+layer itself, what each way sends and holds: `layers.py`.
 
-Collectives are task graphs of `collectives.py` on the context's runtime: verified, agreed upon before anything is sent, under its
-deadlines. Every rank must run the same layers, forward and backward, in the same order.
+Collectives are task graphs of `collectives.py` on the context's runtime: verified, agreed upon
+before anything is sent, under its deadlines. Every rank must run the same layers, forward and
+backward, in the same order.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ _EPS, _THETA = 1e-5, 10_000.0
 
 
 class Collectives:
-    """Ring collectives of a context; the graphs of the last 64 sizes are kept. All block, bounded by the context's deadlines.
+    """Ring collectives of a context; the graphs of the last 64 sizes are kept. All block, bounded
+    by the context's deadlines.
 
-    They raise what `Pipeline.run` raises: ContractMismatch where ranks differ in what they call or in its sizes.
+    They raise what `Pipeline.run` raises: ContractMismatch where ranks differ in what they call or
+    in its sizes.
     """
 
     def __init__(self, context: Context) -> None:
@@ -55,14 +59,18 @@ class Collectives:
         return whole if x.shape[0] == 1 else torch.cat(parts, 1)
 
     def reduce_scatter(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """This rank's [batch, lengths[rank], width] of the sum of every rank's [batch, sum(lengths), width], whose memory is used up."""
+        """This rank's [batch, lengths[rank], width] of the sum of every rank's [batch,
+        sum(lengths), width], whose memory is used up.
+        """
         parts: list[torch.Tensor] = [part.contiguous() for part in x.split(list(lengths), 1)]
         self._run("reduce_scatter", parts)
         return parts[self.context.rank]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's contiguous tensor, in place; the same bits on every rank."""
-        self._run("all_reduce", list(x.view(-1).split(even_parts(x.numel(), self.context.world_size))))
+        self._run(
+            "all_reduce", list(x.view(-1).split(even_parts(x.numel(), self.context.world_size)))
+        )
         return x
 
     def _run(self, name: str, parts: list[torch.Tensor]) -> None:
@@ -76,8 +84,11 @@ class Collectives:
             mine = parts[part].view(-1)
             mine.add_(slots[slot][: mine.numel()])
 
-        # Strided where it holds one number or none, a part still is contiguous; flat, it is so for every reader.
-        pipeline.run(buffers={"whole": [part.view(-1) for part in parts], **slots}, ops={"add": add})
+        # Strided where it holds one number or none, a part still is contiguous; flat, it is so for
+        # every reader.
+        pipeline.run(
+            buffers={"whole": [part.view(-1) for part in parts], **slots}, ops={"add": add}
+        )
 
     def _build(self, name: str, sizes: tuple[int, ...]) -> Pipeline:
         collective: Callable[[GraphBuilder, Buffer], int] = getattr(collectives, name)
@@ -91,7 +102,9 @@ class Collectives:
 
 
 class _Spread:
-    """How activations go in and out of products with split weights. Without a split they stay as they are."""
+    """How activations go in and out of products with split weights. Without a split they stay as
+    they are.
+    """
 
     def __init__(self, layer: SpreadLayer, ring: Collectives) -> None:
         self.layer, self.ring = layer, ring
@@ -110,7 +123,8 @@ class _Spread:
 
 # In these `ctx` is torch's, and its attributes are what forward keeps for backward.
 class _In(torch.autograd.Function):
-    """`apply(x, weight, spread)`: x [batch, own tokens, dim] times the split rows of a weight; Megatron's f and its product.
+    """`apply(x, weight, spread)`: x [batch, own tokens, dim] times the split rows of a weight;
+    Megatron's f and its product.
 
     The gathered x is not kept: the backward gathers it again.
     """
@@ -131,7 +145,9 @@ class _In(torch.autograd.Function):
 
 
 class _Out(torch.autograd.Function):
-    """`apply(y, weight, spread)`: y times the split columns of a weight, summed over the ranks; Megatron's product and its g."""
+    """`apply(y, weight, spread)`: y times the split columns of a weight, summed over the ranks;
+    Megatron's product and its g.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, weight: torch.Tensor, spread: _Spread) -> torch.Tensor:
@@ -149,7 +165,9 @@ class _Out(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """`apply(ring, *weights)`: the weights as they are; their gradients are summed over the ranks, all in one message a hop."""
+    """`apply(ring, *weights)`: the weights as they are; their gradients are summed over the ranks,
+    all in one message a hop.
+    """
 
     @staticmethod
     def forward(ctx: Any, ring: Collectives, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -168,7 +186,9 @@ def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dy.flatten(0, 1).T @ x.flatten(0, 1)
 
 
-def whole_weights(shape: LayerShape, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def whole_weights(
+    shape: LayerShape, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Whole weights, on the CPU: the same on every rank, so that none need be sent."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -179,36 +199,55 @@ def whole_weights(shape: LayerShape, seed: int = 0, dtype: torch.dtype = torch.f
 
 
 class ParallelLayer(nn.Module):
-    """One causal transformer layer over the ranks of `layout`'s context: `layer(x)` for x [batch, own tokens, dim] in the layout's order.
+    """One causal transformer layer over the ranks of `layout`'s context: `layer(x)` for x [batch,
+    own tokens, dim] in the layout's order.
 
-    strategy: "tensor-parallel" (x is the whole sequence, on every rank, whatever the layout), "tensor-parallel+sequence" (x is this rank's
-    tokens; the layout is contiguous), or an attention strategy (x is this rank's tokens; "ring-kv", "burst", "all-to-all", ...). weights:
-    as `whole_weights` has them; a rank keeps its part, on the context's device. Gradients of weights that all ranks hold are summed over
-    the ranks, so that every weight has the gradient of the sum of the ranks' losses ("tensor-parallel": of one of them, all are the same).
+    strategy: "tensor-parallel" (x is the whole sequence, on every rank, whatever the layout),
+    "tensor-parallel+sequence" (x is this rank's tokens; the layout is contiguous), or an attention
+    strategy (x is this rank's tokens; "ring-kv", "burst", "all-to-all", ...). weights: as
+    `whole_weights` has them; a rank keeps its part, on the context's device. Gradients of weights
+    that all ranks hold are summed over the ranks, so that every weight has the gradient of the sum
+    of the ranks' losses ("tensor-parallel": of one of them, all are the same).
 
-    Collective, forward and backward; blocks, bounded by the context's deadlines. Raises InputError on every rank for heads, kv heads or a
-    feed-forward width that the ranks cannot share, and for an x of another shape, dtype or device.
+    Collective, forward and backward; blocks, bounded by the context's deadlines. Raises InputError
+    on every rank for heads, kv heads or a feed-forward width that the ranks cannot share, and for
+    an x of another shape, dtype or device.
     """
 
-    def __init__(self, layout: ContextLayout, shape: LayerShape, strategy: str, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        layout: ContextLayout,
+        shape: LayerShape,
+        strategy: str,
+        weights: dict[str, torch.Tensor],
+    ) -> None:
         super().__init__()
         self.layout, self.context = layout, layout.context
         try:
             size = weights["qkv"].dtype.itemsize
             self.spec = SpreadLayer(
-                shape, layout.seq_len, self.context.world_size, strategy, input_bytes=size, kind=layout.kind,
+                shape, layout.seq_len, self.context.world_size, strategy, input_bytes=size,
+                kind=layout.kind,
                 ranks_per_node=self.context.machine.ranks_per_node,
             )  # fmt: skip
             if self.spec.gathers and layout.kind != "contiguous":
-                raise InputError(f"{strategy}: the layout must be contiguous, got {layout.kind}; make it with ctx.layout(n, 'contiguous')")
+                raise InputError(
+                    f"{strategy}: the layout must be contiguous, got {layout.kind}; make it with "
+                    "ctx.layout(n, 'contiguous')"
+                )
         except InputError as error:
             self.context.refuse("ParallelLayer", error)
         self.ring = Collectives(self.context)
         self.spread = _Spread(self.spec, self.ring)
         for name, whole in weights.items():
-            self.register_parameter(name, nn.Parameter(self.own_part(name, whole).to(self.context.device)))
+            self.register_parameter(
+                name, nn.Parameter(self.own_part(name, whole).to(self.context.device))
+            )
         positions = torch.cat([torch.arange(b.start, b.stop, b.step) for b in self._seen])
-        rotation = (part.to(weights["qkv"].dtype).to(self.context.device) for part in rotations(positions, shape.head_dim, _THETA))
+        rotation = (
+            part.to(weights["qkv"].dtype).to(self.context.device)
+            for part in rotations(positions, shape.head_dim, _THETA)
+        )
         self.cos, self.sin = rotation
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -231,7 +270,9 @@ class ParallelLayer(nn.Module):
 
     def _halves(self, x: torch.Tensor) -> torch.Tensor:
         for half, inner in (("attention", self._attention), ("feed_forward", self._feed_forward)):
-            weights: dict[str, torch.Tensor] = {name: self.get_parameter(name) for name in HALVES[half]}
+            weights: dict[str, torch.Tensor] = {
+                name: self.get_parameter(name) for name in HALVES[half]
+            }
             shared = self.spec.summed(half)
             if shared:
                 same = _Shared.apply(self.ring, *(weights[name] for name in shared))  # type: ignore[no-untyped-call]
@@ -244,11 +285,15 @@ class ParallelLayer(nn.Module):
     def _attention(self, qkv: torch.Tensor) -> torch.Tensor:
         shape, share = self.spec.shape, self.spec.share
         heads, kv_heads = shape.num_heads // share, shape.num_kv_heads // share
-        q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, shape.head_dim)).split([heads, kv_heads, kv_heads], 2)
+        q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, shape.head_dim)).split(
+            [heads, kv_heads, kv_heads], 2
+        )
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         if self.spec.tensor_parallel:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+            attended = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=heads != kv_heads
+            )
             return attended.transpose(1, 2).flatten(2)
         out = burst_attention(q, k, v, causal=True, layout=self.layout, strategy=self.spec.strategy)
         assert isinstance(out, torch.Tensor)
@@ -261,13 +306,31 @@ class ParallelLayer(nn.Module):
     @property
     def _seen(self) -> tuple[range, ...]:
         """Positions of the tokens that go through attention's projections here."""
-        return (range(self.layout.seq_len),) if self.spec.tensor_parallel else self.layout.map.blocks[self.context.rank]
+        return (
+            (range(self.layout.seq_len),)
+            if self.spec.tensor_parallel
+            else self.layout.map.blocks[self.context.rank]
+        )
 
     def _check(self, x: torch.Tensor) -> None:
         tokens = self.spec.layout.shard_len(self.context.rank % self.spec.layout.world_size)
-        right = isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[1:] == (tokens, self.spec.shape.dim)
+        right = (
+            isinstance(x, torch.Tensor)
+            and x.ndim == 3
+            and x.shape[1:] == (tokens, self.spec.shape.dim)
+        )
         if not right or x.dtype != self.qkv.dtype or x.device != self.context.device:
-            expected = f"[batch, {tokens}, {self.spec.shape.dim}], {self.qkv.dtype}, on {self.context.device}"
-            got = f"{list(x.shape)}, {x.dtype}, on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-            error = InputError(f"ParallelLayer ({self.spec.strategy}): x: expected {expected}, got {got}; pass this rank's tokens")
+            expected = (
+                f"[batch, {tokens}, {self.spec.shape.dim}], {self.qkv.dtype}, on "
+                f"{self.context.device}"
+            )
+            got = (
+                f"{list(x.shape)}, {x.dtype}, on {x.device}"
+                if isinstance(x, torch.Tensor)
+                else type(x).__name__
+            )
+            error = InputError(
+                f"ParallelLayer ({self.spec.strategy}): x: expected {expected}, got {got}; pass "
+                "this rank's tokens"
+            )
             self.context.refuse("ParallelLayer", error)

@@ -1,10 +1,13 @@
-"""A custom pipeline on the task graph: a ring of matrix products, with transfers that hide behind them.
+"""A custom pipeline on the task graph: a ring of matrix products, with transfers that hide behind
+them.
 
-Each rank holds a shard X_r of the rows of a matrix and a weight W_r. It computes Y_r = sum over ranks s of X_s @ W_r[s] while the shards
-go round the ring: at hop h a rank multiplies what it holds and, at the same time, passes it on and receives the next. Nothing below says
-"double buffer" or "wait": two slots and what each task reads and writes are enough, the edges follow.
+Each rank holds a shard X_r of the rows of a matrix and a weight W_r. It computes Y_r = sum over
+ranks s of X_s @ W_r[s] while the shards go round the ring: at hop h a rank multiplies what it holds
+and, at the same time, passes it on and receives the next. Nothing below says "double buffer" or
+"wait": two slots and what each task reads and writes are enough, the edges follow.
 
-    burst-rt run -n 4 examples/pipeline.py            (or: mpirun -n 4 python examples/pipeline.py; or alone: python examples/pipeline.py)
+    burst-rt run -n 4 examples/pipeline.py            (or: mpirun -n 4 python examples/pipeline.py;
+    or alone: python examples/pipeline.py)
 
 It checks the result against a plain product and draws the timeline to pipeline.png.
 """
@@ -35,7 +38,13 @@ def build(rank: int, world_size: int) -> Graph:
             g.exchange(f"hop {hop}", sends=[(here, after)], recvs=[(coming, before)], tag=hop)
         owner = (rank - hop) % world_size
         cost = Cost(flops=2 * ROWS * WIDTH * WIDTH)
-        g.compute(f"hop {hop} product", Op("multiply", (here.name, owner)), reads=[here], accumulates=[result], cost=cost)
+        g.compute(
+            f"hop {hop} product",
+            Op("multiply", (here.name, owner)),
+            reads=[here],
+            accumulates=[result],
+            cost=cost,
+        )
         here = coming
     return g.build()
 
@@ -46,8 +55,14 @@ def main() -> None:
     with burst_rt.init() as ctx:
         everyone = torch.Generator().manual_seed(0)
         shards = torch.randn(ctx.world_size, ROWS, WIDTH, generator=everyone)
-        weights = torch.randn(ctx.world_size, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1 + ctx.rank))
-        buffers = {"own": shards[ctx.rank], "slot0": torch.empty(ROWS, WIDTH), "slot1": torch.empty(ROWS, WIDTH)}
+        weights = torch.randn(
+            ctx.world_size, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1 + ctx.rank)
+        )
+        buffers = {
+            "own": shards[ctx.rank],
+            "slot0": torch.empty(ROWS, WIDTH),
+            "slot1": torch.empty(ROWS, WIDTH),
+        }
         result = torch.zeros(ROWS, WIDTH)
 
         def multiply(name: str, owner: int) -> None:
@@ -57,9 +72,15 @@ def main() -> None:
         for _ in range(2):  # the first run warms the machine up
             result.zero_()
             trace = pipeline.run(buffers=buffers, ops={"multiply": multiply})
-        torch.testing.assert_close(result, sum(shards[s] @ weights[s] for s in range(ctx.world_size)), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            result, sum(shards[s] @ weights[s] for s in range(ctx.world_size)), rtol=1e-4, atol=1e-3
+        )
         if ctx.rank == 0:
-            draw_timeline([trace], Path("pipeline.png"), title=f"examples/pipeline.py, rank 0 of {ctx.world_size}")
+            draw_timeline(
+                [trace],
+                Path("pipeline.png"),
+                title=f"examples/pipeline.py, rank 0 of {ctx.world_size}",
+            )
             print("the result is right; wrote pipeline.png")
 
 

@@ -1,4 +1,5 @@
-"""The command `burst-rt`: starting jobs under MPI, the training and evaluation jobs, benchmarks and the doctor.
+"""The command `burst-rt`: starting jobs under MPI, the training and evaluation jobs, benchmarks and
+the doctor.
 
 Nothing is imported here: every rank passes through this package before its program starts.
 """

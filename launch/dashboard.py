@@ -1,4 +1,6 @@
-"""`burst-rt dashboard`: a running job or a record in a browser, from beside it (`--dashboard` starts one with the job)."""
+"""`burst-rt dashboard`: a running job or a record in a browser, from beside it (`--dashboard`
+starts one with the job).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,24 @@ __all__ = ["command"]
 @click.command(context_settings={"show_default": True})
 @viewer_options
 @click.option(
-    "--at", default="", metavar="[HOST:]PORT", help="Where to listen. [default: 127.0.0.1:8870, or a free port]", show_default=False
+    "--at",
+    default="",
+    metavar="[HOST:]PORT",
+    help="Where to listen. [default: 127.0.0.1:8870, or a free port]",
+    show_default=False,
 )
-@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus' /metrics on this loopback port, without a token.")
-def command(attach: int | None, replay: Path | None, until: float | None, at: str, metrics_port: int | None) -> None:
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve Prometheus' /metrics on this loopback port, without a token.",
+)
+def command(
+    attach: int | None, replay: Path | None, until: float | None, at: str, metrics_port: int | None
+) -> None:
     """Show a running job, or a record, in a browser.
 
-    Prints a link that carries a token; open it on this machine, or through a tunnel: ssh -L 8870:127.0.0.1:8870 HOST. Ends with Ctrl-C.
+    Prints a link that carries a token; open it on this machine, or through a tunnel: ssh -L
+    8870:127.0.0.1:8870 HOST. Ends with Ctrl-C.
     """
     from burst_rt.dashboard.reader import Reader
     from burst_rt.dashboard.server import Served, Where

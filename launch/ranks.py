@@ -1,4 +1,5 @@
-"""The processes of a job's ranks on this host, as its launcher sees them: which have ended, and in which order.
+"""The processes of a job's ranks on this host, as its launcher sees them: which have ended, and in
+which order.
 
 Ranks are mpirun's children, not the launcher's. Each tells its process id when it starts, and the
 kernel tells at once when that process ends, through a file descriptor (pidfd, Linux 5.3).
@@ -39,7 +40,12 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for descriptor in self._ranks:
             os.close(descriptor)
 
@@ -55,8 +61,12 @@ class Ranks:
             self.ended_at_s[self._ranks.pop(descriptor)] = now_s
 
     def stuck(self) -> tuple[Waiting, int] | None:
-        """A rank that waits to join others, and that of them which ended first, before it; None where there is none."""
-        ended = {report.rank: report.ended_at_s for report in read_reports(self._job_dir)} | self.ended_at_s
+        """A rank that waits to join others, and that of them which ended first, before it; None
+        where there is none.
+        """
+        ended = {
+            report.rank: report.ended_at_s for report in read_reports(self._job_dir)
+        } | self.ended_at_s
         for waiting in read_waiting(self._job_dir):
             until_s = ended.get(waiting.rank, math.inf)
             gone = [rank for rank in waiting.ranks if ended.get(rank, math.inf) < until_s]
@@ -65,12 +75,16 @@ class Ranks:
         return None
 
     def first_silent(self, reported: Collection[int]) -> list[int]:
-        """The rank whose process ended first of those that gave no report; several where they ended at once."""
+        """The rank whose process ended first of those that gave no report; several where they ended
+        at once.
+        """
         silent = {rank: at_s for rank, at_s in self.ended_at_s.items() if rank not in reported}
         return [rank for rank, at_s in silent.items() if at_s == min(silent.values())]
 
     def kill(self) -> None:
-        """Kills the ranks that are still there. For when mpirun, which would have ended them, is gone."""
+        """Kills the ranks that are still there. For when mpirun, which would have ended them, is
+        gone.
+        """
         self._look_for_more()
         for descriptor in self._ranks:
             with suppress(ProcessLookupError):

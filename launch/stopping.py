@@ -23,7 +23,15 @@ from typing import NamedTuple, Self
 
 from burst_rt.reports import job_folder
 
-__all__ = ["SIGNALS", "LastWord", "StopRequests", "ask_to_stop", "leave_word", "listen", "read_word"]
+__all__ = [
+    "SIGNALS",
+    "LastWord",
+    "StopRequests",
+    "ask_to_stop",
+    "leave_word",
+    "listen",
+    "read_word",
+]
 
 # SIGUSR1: what batch systems send some time before a job's end (`sbatch --signal`), and what mpirun
 # passes on without ending the job.
@@ -104,7 +112,9 @@ class StopRequests:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            numbers = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            numbers = [
+                number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+            ]
             self._before = {number: signal.signal(number, self._note) for number in numbers}
         if self.offer:
             self._job_dir = job_folder()
@@ -112,7 +122,12 @@ class StopRequests:
             (self._job_dir / _OFFER).touch()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._job_dir is not None:
             (self._job_dir / _OFFER).unlink(missing_ok=True)
         self._restore()

@@ -43,7 +43,8 @@ _STATES = {
 _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
 # A rank's computing as a bar, and, where there is no room for one, as a number.
 _BAR, _SHARE = "computing", "busy"
-# Columns that a narrow terminal does without, in this order, so that what a rank does has some room.
+# Columns that a narrow terminal does without, in this order, so that what a rank does has some
+# room.
 _DROPPED = ("graph calls", "flop/s", _BAR, "sends", "power", "temp", "memory", "waits")
 _LEAST_DOING = 24
 _BARS = "▁▂▃▄▅▆▇█"
@@ -53,7 +54,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 @viewer_options
 @click.option("--once", is_flag=True, help="Print it once and end.")
 def command(attach: int | None, replay: Path | None, until: float | None, once: bool) -> None:
-    """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with Ctrl-C, or with the job."""
+    """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with
+    Ctrl-C, or with the job.
+    """
     with open_reader(attach, replay, until) as reader, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_watch(reader, once=once or replay is not None))
 
@@ -75,7 +78,9 @@ async def _watch(reader: Reader, *, once: bool) -> None:
     if once:
         console.print(await look())
         return
-    with Live(await look(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with Live(
+        await look(), console=console, screen=console.is_terminal, auto_refresh=False
+    ) as live:
         last = live.renderable
         try:
             while True:
@@ -83,7 +88,10 @@ async def _watch(reader: Reader, *, once: bool) -> None:
                 try:
                     last = await look()
                 except Stalled as error:
-                    live.update(Group(last, Text(f"{error.message}; trying again", style="bold yellow")), refresh=True)
+                    live.update(
+                        Group(last, Text(f"{error.message}; trying again", style="bold yellow")),
+                        refresh=True,
+                    )
                 else:
                     live.update(last, refresh=True)
         except ConfigError:
@@ -116,7 +124,11 @@ def _events(snapshot: Snapshot) -> Table:
         table.add_row(f"{cause.status_since_s:.1f} s", escape(said), style=_SEVERITIES["error"])
     for event in last:
         who = "job" if event.rank < 0 else f"rank {event.rank}"
-        table.add_row(f"{event.at_s:.1f} s", escape(f"{who} {event.kind}: {event.text}"), style=_SEVERITIES[event.severity])
+        table.add_row(
+            f"{event.at_s:.1f} s",
+            escape(f"{who} {event.kind}: {event.text}"),
+            style=_SEVERITIES[event.severity],
+        )
     return table
 
 
@@ -125,7 +137,11 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("burst_rt ", style="bold")
     began = time.strftime("%H:%M:%S", time.localtime(job.began_at_s))
-    text.append(f"{job.world_size} ranks, {job.now_s:.0f} s since {began}{', a record' if job.replayed else ''}  ", style="dim")
+    text.append(
+        f"{job.world_size} ranks, {job.now_s:.0f} s since "
+        f"{began}{', a record' if job.replayed else ''}  ",
+        style="dim",
+    )
     text.append(f"{job.command}\n", style="cyan")
     if progress.at_s is not None:
         text.append(f"step {progress.step}", style="bold")
@@ -139,7 +155,9 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 
 
 class _Ranks:
-    """A row a rank: as many columns as the terminal has room for, whole; what does not fit goes in the order of _DROPPED."""
+    """A row a rank: as many columns as the terminal has room for, whole; what does not fit goes in
+    the order of _DROPPED.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._job = snapshot.job
@@ -149,16 +167,26 @@ class _Ranks:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [self._cells(rank) for rank in self._ranks]
         names = list(rows[0]) if rows else []
-        widths = {name: 1 + max(cell_len(name), *(cell_len(str(row[name])) for row in rows)) for name in names}
+        widths = {
+            name: 1 + max(cell_len(name), *(cell_len(str(row[name])) for row in rows))
+            for name in names
+        }
         for name in _DROPPED:
             if sum(widths.values()) + _LEAST_DOING <= options.max_width:
                 break
             if widths.pop(name, None) and name == _BAR:
                 widths[_SHARE] = 1 + max(cell_len(_SHARE), cell_len("100 %"))
         names = [name for name in (*names[:2], _SHARE, *names[2:]) if name in widths]
-        table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False, expand=True)
+        table = Table(
+            box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False, expand=True
+        )
         for name in names:
-            table.add_column(name, justify="left" if name in ("state", _BAR) else "right", no_wrap=True, width=widths[name] - 1)
+            table.add_column(
+                name,
+                justify="left" if name in ("state", _BAR) else "right",
+                no_wrap=True,
+                width=widths[name] - 1,
+            )
         table.add_column("doing", no_wrap=True, overflow="ellipsis", ratio=1)
         for rank, row in zip(self._ranks, rows, strict=True):
             row[_SHARE] = Text(row[_BAR].plain.lstrip("█░ "))
@@ -172,16 +200,31 @@ class _Ranks:
         sign, style = _STATES["lost" if rank.status == "left" and rank.exit_code else rank.status]
         cells = {
             "rank": Text(str(rank.rank)),
-            "state": Text(f"{sign} {rank.status}{' first' if rank.rank == self._job.first_lost else ''}", style),
+            "state": Text(
+                f"{sign} {rank.status}{' first' if rank.rank == self._job.first_lost else ''}",
+                style,
+            ),
             _BAR: _bar(own.get("compute_percent", 0.0)),
             "waits": _percent(own.get("wait_percent")),
         }
         if any(rank.gpu for rank in self._ranks):
-            cells |= {"GPU": _percent(gpu.get("sm_percent")), "memory": _bytes(gpu.get("memory_used_bytes"))}
-            cells |= {"power": _plain(gpu.get("power_w"), "W"), "temp": _plain(gpu.get("temperature_c"), "°C")}
+            cells |= {
+                "GPU": _percent(gpu.get("sm_percent")),
+                "memory": _bytes(gpu.get("memory_used_bytes")),
+            }
+            cells |= {
+                "power": _plain(gpu.get("power_w"), "W"),
+                "temp": _plain(gpu.get("temperature_c"), "°C"),
+            }
         else:
-            cells |= {"core": _percent(own.get("process_percent")), "memory": _bytes(own.get("rss_bytes"))}
-        cells |= {"sends": _bytes(own.get("sent_bytes_per_s"), "/s"), "flop/s": _count(own.get("flops_per_s"))}
+            cells |= {
+                "core": _percent(own.get("process_percent")),
+                "memory": _bytes(own.get("rss_bytes")),
+            }
+        cells |= {
+            "sends": _bytes(own.get("sent_bytes_per_s"), "/s"),
+            "flop/s": _count(own.get("flops_per_s")),
+        }
         return cells | {"graph calls": _count(rank.calls)}
 
 
@@ -189,10 +232,16 @@ def _links(links: list[LinkView]) -> list[Text]:
     bad = [link for link in links if link.state != "ok"]
     if not links:
         return []
-    text = Text(f"{len(links)} links, {_counted(sum(link.bytes_per_s for link in links), 'B/s')}", style="dim")
+    text = Text(
+        f"{len(links)} links, {_counted(sum(link.bytes_per_s for link in links), 'B/s')}",
+        style="dim",
+    )
     for link in bad[:_SHOWN_LINKS]:
         style = "bold red" if link.state == "silent" else "yellow"
-        text.append(f"   {link.sender} → {link.receiver} {link.state} {_counted(link.bytes_per_s, 'B/s')}", style=style)
+        text.append(
+            f"   {link.sender} → {link.receiver} {link.state} {_counted(link.bytes_per_s, 'B/s')}",
+            style=style,
+        )
     return [text]
 
 
@@ -201,7 +250,10 @@ def _doing(rank: RankView, job: JobView) -> str:
         return rank.ending
     if rank.call < 0:
         return f"after call {rank.last_call}" if rank.last_call >= 0 else ""
-    return f"call {rank.call}, {rank.doing or 'between tasks'}, {max(0.0, job.now_s - rank.doing_since_s):.1f} s"
+    return (
+        f"call {rank.call}, {rank.doing or 'between tasks'}, "
+        f"{max(0.0, job.now_s - rank.doing_since_s):.1f} s"
+    )
 
 
 def _bar(percent: float) -> Text:
@@ -213,7 +265,9 @@ def _curve(values: list[float]) -> str:
     if len(values) < 2:
         return ""
     low, high = min(values), max(values)
-    return "".join(_BARS[round((value - low) / ((high - low) or 1) * (len(_BARS) - 1))] for value in values)
+    return "".join(
+        _BARS[round((value - low) / ((high - low) or 1) * (len(_BARS) - 1))] for value in values
+    )
 
 
 def _percent(value: float | None) -> Text:
@@ -235,6 +289,10 @@ def _count(value: float | None, unit: str = "") -> Text:
 def _counted(value: float, unit: str) -> str:
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or prefix == "T":
-            return f"{value:.3g} {prefix}{unit}".strip() if prefix or not float(value).is_integer() else f"{value:.0f} {unit}".strip()
+            return (
+                f"{value:.3g} {prefix}{unit}".strip()
+                if prefix or not float(value).is_integer()
+                else f"{value:.0f} {unit}".strip()
+            )
         value /= 1000
     raise AssertionError("T is the last prefix")

@@ -1,4 +1,6 @@
-"""`burst-rt trace`: a recorded run as a trace for Perfetto, or as a few figures with the longest stalls and why."""
+"""`burst-rt trace`: a recorded run as a trace for Perfetto, or as a few figures with the longest
+stalls and why.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +12,48 @@ import click
 
 __all__ = ["command"]
 
-_RUN = click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="RUN")
+_RUN = click.argument(
+    "run", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="RUN"
+)
 
 
 class _ExportByDefault(click.Group):
     """`burst-rt trace RUN` is `burst-rt trace export RUN`."""
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in self.commands:
             args = ["export", *args]
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_ExportByDefault, context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
+@click.group(
+    cls=_ExportByDefault,
+    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+)
 def command() -> None:
     """What a recorded run did (`burst-rt run --record RUN`, `burst-rt train --record RUN`).
 
     \b
     burst-rt trace RUN -o trace.json    all ranks on one clock, for ui.perfetto.dev
-    burst-rt trace summary RUN          exposed communication, overlap, imbalance, the longest stalls
+    burst-rt trace summary RUN          exposed communication, overlap, imbalance, longest stalls
     """
 
 
 @command.command()
 @_RUN
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Where the trace goes (JSON).")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="Where the trace goes (JSON).",
+)
 def export(run: Path, output: Path) -> None:
-    """Write one trace of all ranks: tasks by lane, messages as arrows, waits, power and use of GPUs."""
+    """Write one trace of all ranks: tasks by lane, messages as arrows, waits, power and use of
+    GPUs.
+    """
     from burst_rt.telemetry.chrome import write_trace
     from burst_rt.telemetry.record import Record
 
@@ -48,7 +65,9 @@ def export(run: Path, output: Path) -> None:
 @_RUN
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def summary(run: Path, as_json: bool) -> None:
-    """Print exposed communication, overlap and imbalance per rank, and the three longest stalls with their cause."""
+    """Print exposed communication, overlap and imbalance per rank, and the three longest stalls
+    with their cause.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -58,19 +77,47 @@ def summary(run: Path, as_json: bool) -> None:
     found = summarise(Record(run))
     if as_json:
         stalls = [stall._asdict() for stall in found.stalls]
-        click.echo(json.dumps({"ranks": [asdict(rank) for rank in found.ranks], "stalls": stalls, "incomplete": found.incomplete}))
+        click.echo(
+            json.dumps(
+                {
+                    "ranks": [asdict(rank) for rank in found.ranks],
+                    "stalls": stalls,
+                    "incomplete": found.incomplete,
+                }
+            )
+        )
         return
     console = Console(width=140, force_terminal=False, color_system=None, highlight=False)
     table = Table(title=f"{run}", title_justify="left")
-    for name in ("rank", "calls", "in calls s", "compute s", "exposed %", "skew %", "late entry %", "transfers hidden %", "compute / mean"):
+    for name in (
+        "rank",
+        "calls",
+        "in calls s",
+        "compute s",
+        "exposed %",
+        "skew %",
+        "late entry %",
+        "transfers hidden %",
+        "compute / mean",
+    ):
         table.add_column(name, justify="right")
     mean_s = sum(rank.compute_s for rank in found.ranks) / max(1, len(found.ranks))
     for rank in found.ranks:
         total_s = max(1e-9, rank.total_s)
-        shares = [f"{100 * part / total_s:.2f}" for part in (rank.exposed_s, rank.skew_s, rank.late_s)]
+        shares = [
+            f"{100 * part / total_s:.2f}" for part in (rank.exposed_s, rank.skew_s, rank.late_s)
+        ]
         hidden = f"{100 * rank.hidden_s / rank.transfer_s:.1f}" if rank.transfer_s else "-"
         balance = f"{rank.compute_s / mean_s:.3f}" if mean_s else "-"
-        table.add_row(str(rank.rank), str(rank.calls), f"{rank.total_s:.3f}", f"{rank.compute_s:.3f}", *shares, hidden, balance)
+        table.add_row(
+            str(rank.rank),
+            str(rank.calls),
+            f"{rank.total_s:.3f}",
+            f"{rank.compute_s:.3f}",
+            *shares,
+            hidden,
+            balance,
+        )
     console.print(table)
     console.print("longest stalls:" if found.stalls else "no stalls")
     for stall in found.stalls:

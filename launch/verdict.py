@@ -1,4 +1,5 @@
-"""The last words of `burst-rt run` on a job: who failed first, how, doing what; and the job's exit code.
+"""The last words of `burst-rt run` on a job: who failed first, how, doing what; and the job's exit
+code.
 
 What is known comes from the ranks' reports, from the order in which their processes ended
 (`ranks.py`), from their flight records, and from mpirun's exit code.
@@ -36,20 +37,29 @@ def verdict(
     """The text to print ("" where all is well), whose last line names the cause, and the exit code.
 
     mpirun_code: negative where a signal ended mpirun. stuck: for whom a rank waited in vain, where
-    that is why the launcher ended the job. lost: what telemetry knows of the rank that was lost first.
+    that is why the launcher ended the job. lost: what telemetry knows of the rank that was lost
+    first.
     """
     reports = read_reports(job_dir)
     failure = primary_failure(reports)
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
     # Also on the way out, once the program had ended well.
-    crashed = [rank for rank in range(num_ranks) if (rank in silent or (failure is None and code)) and _crash_text(job_dir, rank)]
+    crashed = [
+        rank
+        for rank in range(num_ranks)
+        if (rank in silent or (failure is None and code)) and _crash_text(job_dir, rank)
+    ]
     if failure is not None and not failure.secondary:
         return _failed(job_dir, failure, started_at_s), failure.exit_code
     if crashed:
         rank = min(crashed, key=lambda rank: ranks.ended_at_s.get(rank, math.inf))
         how = _in_words(code) or f"exit code {code}"
-        return f"{_crash_text(job_dir, rank)}burst-rt: rank {rank} crashed in native code ({how}){_doing(job_dir, rank)}\n", code or 1
+        return (
+            f"{_crash_text(job_dir, rank)}burst-rt: rank {rank} crashed in native code "
+            f"({how}){_doing(job_dir, rank)}\n",
+            code or 1,
+        )
     # An MPI may notice by itself that a rank has ended without it.
     noticed = ranks.stuck() if code and failure is None else None
     if noticed is not None and noticed[1] not in silent:
@@ -57,7 +67,10 @@ def verdict(
     if stuck is not None:
         return _stuck(stuck, reports, started_at_s), PeerLost.exit_code
     if mpirun_code < 0 and failure is None:
-        return f"burst-rt: mpirun itself was killed by {_in_words(code)}, and its ranks with it\n", code
+        return (
+            f"burst-rt: mpirun itself was killed by {_in_words(code)}, and its ranks with it\n",
+            code,
+        )
     first = ranks.first_silent({report.rank for report in reports})
     went_at_s = ranks.ended_at_s[first[0]] if first else 0.0
     if len(first) != 1 and lost is not None and lost.exit_code is None and lost.rank in silent:
@@ -65,60 +78,116 @@ def verdict(
         first, went_at_s = [lost.rank], lost.at_s
     known = {} if lost is None else {lost.rank: lost.known}
     # Out of the middle of a call, and so the others were ended, perhaps before they could say why.
-    leaver = next((report for report in reports if not report.failed and read_flight(job_dir, report.rank)), None)
-    if code and leaver is not None and failure is None and (not first or leaver.ended_at_s < went_at_s):
+    leaver = next(
+        (report for report in reports if not report.failed and read_flight(job_dir, report.rank)),
+        None,
+    )
+    if (
+        code
+        and leaver is not None
+        and failure is None
+        and (not first or leaver.ended_at_s < went_at_s)
+    ):
         return _left(job_dir, leaver, started_at_s), code
     if code and first and (failure is None or went_at_s < failure.ended_at_s):
-        return _went(job_dir, first, went_at_s - started_at_s, code, failure, known), failure.exit_code if failure else code
+        return _went(
+            job_dir, first, went_at_s - started_at_s, code, failure, known
+        ), failure.exit_code if failure else code
     if failure is not None:
         return _secondary(job_dir, failure, reports, silent, started_at_s), failure.exit_code
     if code == 0:
         return "", 0
-    left = "".join(f"burst-rt: rank {r.rank} had left with exit code 0 after {r.ended_at_s - started_at_s:.1f} s\n" for r in reports)
+    left = "".join(
+        f"burst-rt: rank {r.rank} had left with exit code 0 after "
+        f"{r.ended_at_s - started_at_s:.1f} s\n"
+        for r in reports
+    )
     return _unknown(silent, num_ranks, code) + left, code
 
 
 def _failed(job_dir: Path, report: RankReport, started_at_s: float) -> str:
-    error = f" with {shorten(report.headline, _HEADLINE_WIDTH, placeholder=' ...')}" if report.traceback else ""
+    error = (
+        f" with {shorten(report.headline, _HEADLINE_WIDTH, placeholder=' ...')}"
+        if report.traceback
+        else ""
+    )
     after_s = report.ended_at_s - started_at_s
     doing = _doing(job_dir, report.rank)
-    return f"{report.traceback}burst-rt: rank {report.rank} failed after {after_s:.1f} s{error} (exit code {report.exit_code}){doing}\n"
+    return (
+        f"{report.traceback}burst-rt: rank {report.rank} failed after {after_s:.1f} s{error} "
+        f"(exit code {report.exit_code}){doing}\n"
+    )
 
 
 def _stuck(stuck: tuple[Waiting, int], reports: Sequence[RankReport], started_at_s: float) -> str:
     waiting, rank = stuck
     report = next((report for report in reports if report.rank == rank), None)
-    how = f"left with exit code {report.exit_code} after {report.ended_at_s - started_at_s:.1f} s" if report else "ended without a word"
+    how = (
+        f"left with exit code {report.exit_code} after {report.ended_at_s - started_at_s:.1f} s"
+        if report
+        else "ended without a word"
+    )
     where = "before it had started MPI" if waiting.what == "MPI_Init" else f"before {waiting.what}"
-    return f"burst-rt: rank {rank} {how}, {where}, where rank {waiting.rank} waited for it; the job was ended\n"
+    return (
+        f"burst-rt: rank {rank} {how}, {where}, where rank {waiting.rank} waited for it; the "
+        "job was ended\n"
+    )
 
 
-def _went(job_dir: Path, first: Sequence[int], after_s: float, code: int, failure: RankReport | None, known: Mapping[int, str]) -> str:
+def _went(
+    job_dir: Path,
+    first: Sequence[int],
+    after_s: float,
+    code: int,
+    failure: RankReport | None,
+    known: Mapping[int, str],
+) -> str:
     """Ranks whose processes were gone before the others', without a report."""
     # Where another rank reported that it lost this one, mpirun's exit code is of that other rank.
     name = "" if failure else _in_words(code)
-    how = f"was killed by {name}" if name else f"ended without a word (mpirun's exit code is {code})"
+    how = (
+        f"was killed by {name}" if name else f"ended without a word (mpirun's exit code is {code})"
+    )
     who = f"rank {first[0]}" if len(first) == 1 else f"one of ranks {', '.join(map(str, first))}"
     doing = ""
     if len(first) == 1:
-        doing = _doing(job_dir, first[0]) or (f"; {words}" if (words := known.get(first[0], "")) else "")
-    return f"{failure.traceback if failure else ''}burst-rt: {who} {how} after {after_s:.1f} s{doing}\n"
+        doing = _doing(job_dir, first[0]) or (
+            f"; {words}" if (words := known.get(first[0], "")) else ""
+        )
+    return (
+        f"{failure.traceback if failure else ''}burst-rt: {who} {how} after {after_s:.1f} "
+        f"s{doing}\n"
+    )
 
 
-def _secondary(job_dir: Path, failure: RankReport, reports: Sequence[RankReport], silent: Sequence[int], started_at_s: float) -> str:
+def _secondary(
+    job_dir: Path,
+    failure: RankReport,
+    reports: Sequence[RankReport],
+    silent: Sequence[int],
+    started_at_s: float,
+) -> str:
     """The words where every failure reported is another rank's fault: name that other rank."""
     ended = [report for report in reports if not report.failed]
-    left = next((report for report in ended if report.rank == failure.peer), ended[0] if ended else None)
+    left = next(
+        (report for report in ended if report.rank == failure.peer), ended[0] if ended else None
+    )
     if left is not None and failure.kind == "PeerLost":
         return failure.traceback + _left(job_dir, left, started_at_s)
     if failure.peer is not None and failure.peer in silent:
-        stuck = f"rank {failure.peer} gave no report: it was killed, or it was stuck{_doing(job_dir, failure.peer)}"
+        stuck = (
+            f"rank {failure.peer} gave no report: it was killed, or it was "
+            f"stuck{_doing(job_dir, failure.peer)}"
+        )
         return f"{_failed(job_dir, failure, started_at_s)}burst-rt: {stuck}\n"
     return _failed(job_dir, failure, started_at_s)
 
 
 def _left(job_dir: Path, report: RankReport, started_at_s: float) -> str:
-    how = f"left with exit code 0 after {report.ended_at_s - started_at_s:.1f} s while others were in a call"
+    how = (
+        f"left with exit code 0 after {report.ended_at_s - started_at_s:.1f} s while others were "
+        "in a call"
+    )
     return f"burst-rt: rank {report.rank} {how}{_doing(job_dir, report.rank)}\n"
 
 
@@ -127,9 +196,15 @@ def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:
         return f"burst-rt: every rank's program ended well, but mpirun's exit code is {code}\n"
     how = f"{code} ({name})" if (name := _in_words(code)) else str(code)
     if len(silent) == num_ranks:
-        return f"burst-rt: no rank said why it ended; mpirun's exit code is {how} and its own message, if any, is above\n"
+        return (
+            f"burst-rt: no rank said why it ended; mpirun's exit code is {how} and its own "
+            "message, if any, is above\n"
+        )
     names = ", ".join(map(str, silent))
-    return f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun when another was; mpirun's exit code is {how}\n"
+    return (
+        f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun when another "
+        f"was; mpirun's exit code is {how}\n"
+    )
 
 
 def _in_words(code: int) -> str:

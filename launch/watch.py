@@ -19,19 +19,32 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def viewer_options(command: _F) -> _F:
     """Adds `--attach`, `--replay` and `--until` to a command."""
-    attach = click.option("--attach", type=int, metavar="JOB", help="A running job, by its number. [default: the only one here]")
+    attach = click.option(
+        "--attach",
+        type=int,
+        metavar="JOB",
+        help="A running job, by its number. [default: the only one here]",
+    )
     replay = click.option(
-        "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help="A record (--record FILE) instead."
+        "--replay",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="A record (--record FILE) instead.",
     )
     until = click.option(
-        "--until", type=click.FloatRange(min=0), metavar="S", help="Replay up to S seconds after the start. [default: all]"
+        "--until",
+        type=click.FloatRange(min=0),
+        metavar="S",
+        help="Replay up to S seconds after the start. [default: all]",
     )
     return attach(replay(until(command)))
 
 
 @contextmanager
 def open_reader(attach: int | None, replay: Path | None, until: float | None) -> Iterator[Reader]:
-    """The reader that these options ask for. Reads a record whole. Raises InputError and ConfigError."""
+    """The reader that these options ask for. Reads a record whole. Raises InputError and
+    ConfigError.
+    """
     from burst_rt.dashboard.reader import HubReader, StateReader
 
     if replay is not None:

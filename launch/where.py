@@ -1,6 +1,8 @@
-"""`--device`, `--transport`, `--telemetry`, `--record`, `--dashboard`: options of every command that starts ranks, by environment.
+"""`--device`, `--transport`, `--telemetry`, `--record`, `--dashboard`: options of every command
+that starts ranks, by environment.
 
-`burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they work for any program.
+`burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they
+work for any program.
 """
 
 from __future__ import annotations
@@ -11,11 +13,17 @@ from typing import Any, TypeVar
 
 import click
 
-from burst_rt.telemetry.wire import DASHBOARD_VARIABLE, METRICS_VARIABLE, RECORD_VARIABLE, TELEMETRY_VARIABLE
+from burst_rt.telemetry.wire import (
+    DASHBOARD_VARIABLE,
+    METRICS_VARIABLE,
+    RECORD_VARIABLE,
+    TELEMETRY_VARIABLE,
+)
 
 __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
 
-# Set for the ranks where the person who started them has a terminal; under mpirun a rank cannot tell.
+# Set for the ranks where the person who started them has a terminal; under mpirun a rank cannot
+# tell.
 TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
 # Those of burst_rt.joining, which needs torch.
@@ -46,7 +54,9 @@ def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str |
 
 
 def telemetry_options(command: _F) -> _F:
-    """Adds `--telemetry`, `--record` and the dashboard's options to a command; they go into the environment, and so to its ranks."""
+    """Adds `--telemetry`, `--record` and the dashboard's options to a command; they go into the
+    environment, and so to its ranks.
+    """
     telemetry = click.option(
         "--telemetry",
         is_flag=True,
@@ -63,14 +73,21 @@ def telemetry_options(command: _F) -> _F:
         help="Record all of that; see `burst-rt trace`.",
     )
     dashboard = click.option(
-        "--dashboard", is_flag=True, expose_value=False, callback=_ask, help="Show all of that in a browser: prints a link."
+        "--dashboard",
+        is_flag=True,
+        expose_value=False,
+        callback=_ask,
+        help="Show all of that in a browser: prints a link.",
     )
     at = click.option(
         "--dashboard-at",
         metavar="[HOST:]PORT",
         expose_value=False,
         callback=_ask,
-        help="The dashboard's address. Another host than loopback lets others connect. [default: 127.0.0.1:8870, or a free port]",
+        help=(
+            "The dashboard's address. Another host than loopback lets others connect. [default: "
+            "127.0.0.1:8870, or a free port]"
+        ),
         show_default=False,
     )
     metrics = click.option(
@@ -84,13 +101,18 @@ def telemetry_options(command: _F) -> _F:
 
 
 def machine_options(command: _F) -> _F:
-    """Adds both options to a command; their values go into the environment, and so to the ranks it starts."""
+    """Adds both options to a command; their values go into the environment, and so to the ranks it
+    starts.
+    """
     device = click.option(
         "--device",
         metavar="NAME",
         expose_value=False,
         callback=_export,
-        help="Where ranks compute: cpu, cuda (a GPU by the rank's number on its host), cuda:N, auto. [default: auto]",
+        help=(
+            "Where ranks compute: cpu, cuda (a GPU by the rank's number on its host), cuda:N, "
+            "auto. [default: auto]"
+        ),
     )
     transport = click.option(
         "--transport",

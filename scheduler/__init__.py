@@ -1,6 +1,20 @@
-"""The scheduler: task graphs, the engine that runs them, policies, traces, the verifier and the simulator. Standard library only."""
+"""The scheduler: task graphs, the engine that runs them, policies, traces, the verifier and the
+simulator. Standard library only.
+"""
 
-from burst_rt.scheduler.engine import Abort, Engine, Event, Finish, Instruction, Issue, PeerLost, Schedule, State, TaskDone, TaskFailed
+from burst_rt.scheduler.engine import (
+    Abort,
+    Engine,
+    Event,
+    Finish,
+    Instruction,
+    Issue,
+    PeerLost,
+    Schedule,
+    State,
+    TaskDone,
+    TaskFailed,
+)
 from burst_rt.scheduler.faults import Faults, Loss, Rehearsal, Stall, rehearse, verdict
 from burst_rt.scheduler.graph import (
     COMPUTE,
@@ -29,9 +43,13 @@ from burst_rt.scheduler.verify import check_graph, check_messages, check_world, 
 
 __all__ = [
     "COMPUTE", "CONTROL", "DEVICE_LANES", "HOST_LANES", "NCCL_LANES", "NETWORK",
-    "Abort", "Buffer", "BusyPart", "Cost", "Deadlock", "Driver", "EmptyPart", "Engine", "Event", "Faults", "Finish", "Graph",
-    "GraphBuilder", "Hardware", "Idle", "Instruction", "Issue", "Lane", "Loss", "Message", "Op", "Part", "PeerLost", "Policy", "RankTime",
-    "Rehearsal", "Rotated", "Schedule", "Simulated", "Span", "Stall", "State", "Task", "TaskDone", "TaskFailed", "Trace", "Wait",
-    "check_graph", "check_messages", "check_world", "critical_path", "exposed", "load_hardware", "match_messages", "overlap",
+    "Abort", "Buffer", "BusyPart", "Cost", "Deadlock", "Driver", "EmptyPart", "Engine", "Event",
+    "Faults", "Finish", "Graph",
+    "GraphBuilder", "Hardware", "Idle", "Instruction", "Issue", "Lane", "Loss", "Message", "Op",
+    "Part", "PeerLost", "Policy", "RankTime",
+    "Rehearsal", "Rotated", "Schedule", "Simulated", "Span", "Stall", "State", "Task", "TaskDone",
+    "TaskFailed", "Trace", "Wait",
+    "check_graph", "check_messages", "check_world", "critical_path", "exposed", "load_hardware",
+    "match_messages", "overlap",
     "program_order", "reference", "rehearse", "run", "simulate", "verdict", "waits",
 ]  # fmt: skip

@@ -1,14 +1,15 @@
-"""The engine: a state machine that decides what may be issued. No I/O, no clock, no thread, no tensor.
+"""The engine: a state machine that decides what may be issued. No I/O, no clock, no thread, no
+tensor.
 
-Events go in (past tense), instructions come out (imperative). Whoever holds the engine performs the instructions and reports what
-happened; `loop.run` is that loop. One table lists the legal transitions of a task; an impossible one raises `InternalError` with the
-task's own story.
+Events go in (past tense), instructions come out (imperative). Whoever holds the engine performs the
+instructions and reports what happened; `loop.run` is that loop. One table lists the legal
+transitions of a task; an impossible one raises `InternalError` with the task's own story.
 
 When an edge u -> v is satisfied depends on the lanes (see `Lane`):
 
 * both on one ordered lane: once u is issued;
-* on two ordered lanes of one device: once u is issued, and v is issued with `after=(u,)`, which tells the driver to make the second
-  lane wait for u's event;
+* on two ordered lanes of one device: once u is issued, and v is issued with `after=(u,)`, which
+  tells the driver to make the second lane wait for u's event;
 * otherwise: once u is done.
 """
 
@@ -64,9 +65,13 @@ TRANSITIONS: dict[tuple[State, str], State] = {
 }
 _VERBS = sorted({verb for _, verb in TRANSITIONS})
 _NUM_VERBS = len(_VERBS)
-# The table as the engine looks it up: by verb and old state the new state and the verb's number for the log; None: impossible.
+# The table as the engine looks it up: by verb and old state the new state and the verb's number for
+# the log; None: impossible.
 _STEPS: dict[str, list[tuple[State, int] | None]] = {
-    verb: [(TRANSITIONS[old, verb], number) if (old, verb) in TRANSITIONS else None for old in State] for number, verb in enumerate(_VERBS)
+    verb: [
+        (TRANSITIONS[old, verb], number) if (old, verb) in TRANSITIONS else None for old in State
+    ]
+    for number, verb in enumerate(_VERBS)
 }
 
 
@@ -113,10 +118,12 @@ Instruction: TypeAlias = "Issue | Finish | Abort"
 
 @dataclass(frozen=True)
 class Schedule:
-    """A graph with everything an engine derives from it once: many engines (calls) run from one schedule.
+    """A graph with everything an engine derives from it once: many engines (calls) run from one
+    schedule.
 
-    place: the policy's order; task_at is its inverse. num_before[t]: edges into t. on_issue[t] / on_done[t]: the successors whose edge
-    is satisfied when t is issued / done. after[t]: predecessors on other ordered lanes of the same device. lane_of[t]: index into `lanes`.
+    place: the policy's order; task_at is its inverse. num_before[t]: edges into t. on_issue[t] /
+    on_done[t]: the successors whose edge is satisfied when t is issued / done. after[t]:
+    predecessors on other ordered lanes of the same device. lane_of[t]: index into `lanes`.
     """
 
     graph: Graph
@@ -134,7 +141,9 @@ class Schedule:
         place = policy(graph)
         num_tasks = len(graph.tasks)
         if sorted(place) != list(range(num_tasks)):
-            raise InternalError(f"policy {policy!r} did not return a permutation of {num_tasks} tasks")
+            raise InternalError(
+                f"policy {policy!r} did not return a permutation of {num_tasks} tasks"
+            )
         names = list(graph.lanes)
         lanes = list(graph.lanes.values())
         lane_of = [names.index(task.lane) for task in graph.tasks]
@@ -152,17 +161,26 @@ class Schedule:
                     after[v].append(u)
         num_before = [len(before) for before in graph.predecessors]
         task_at = sorted(range(num_tasks), key=place.__getitem__)
-        return cls(graph, place, task_at, num_before, on_issue, on_done, [tuple(a) for a in after], lane_of)
+        return cls(
+            graph, place, task_at, num_before, on_issue, on_done, [tuple(a) for a in after], lane_of
+        )
 
 
 def _passes_at(first: Lane, second: Lane) -> State:
-    """What a task on `first` must have reached before one on `second` that depends on it may be issued."""
+    """What a task on `first` must have reached before one on `second` that depends on it may be
+    issued.
+    """
     same_device = first.device is not None and first.device == second.device
-    return State.ISSUED if first.ordered and second.ordered and (first is second or same_device) else State.DONE
+    return (
+        State.ISSUED
+        if first.ordered and second.ordered and (first is second or same_device)
+        else State.DONE
+    )
 
 
 class Engine:
-    """One run of a schedule. `start()` once, then `handle(events)` until it answers `Finish` or `Abort`.
+    """One run of a schedule. `start()` once, then `handle(events)` until it answers `Finish` or
+    `Abort`.
 
     With `validate=True` every step checks the engine's invariants (slow, for tests).
     """
@@ -173,19 +191,25 @@ class Engine:
         self.state: list[State] = [State.WAITING] * len(graph.tasks)
         self._missing = list(schedule.num_before)
         lanes = list(graph.lanes.values())
-        self._limit = [len(graph.tasks) + 1 if lane.max_in_flight is None else lane.max_in_flight for lane in lanes]
+        self._limit = [
+            len(graph.tasks) + 1 if lane.max_in_flight is None else lane.max_in_flight
+            for lane in lanes
+        ]
         self._in_flight = [0] * len(lanes)
         # Heaps: of places in the policy's order, or on a lane issued in program order of task ids.
         self._ready: list[list[int]] = [[] for _ in lanes]
         # For a lane issued in program order: its tasks, and how many of them went out.
-        self._program: list[list[int] | None] = [[] if lane.in_program_order else None for lane in lanes]
+        self._program: list[list[int] | None] = [
+            [] if lane.in_program_order else None for lane in lanes
+        ]
         for task, lane_index in enumerate(schedule.lane_of):
             program = self._program[lane_index]
             if program is not None:
                 program.append(task)
         self._issued_of = [0] * len(lanes)
         self._num_left = len(graph.tasks)
-        # Every transition as task * _NUM_VERBS + verb: a world of a thousand ranks has millions of them.
+        # Every transition as task * _NUM_VERBS + verb: a world of a thousand ranks has millions of
+        # them.
         self._log = array("q")
         self._started = False
         self._ended = False
@@ -202,15 +226,23 @@ class Engine:
         return self._issue()
 
     def handle(self, events: Iterable[Event]) -> list[Instruction]:
-        """Takes what happened and says what to do next; an empty list means wait for more events."""
+        """Takes what happened and says what to do next; an empty list means wait for more
+        events.
+        """
         if not self._started or self._ended:
             raise InternalError("Engine.handle was called before start or after the run had ended")
         for event in events:
             if isinstance(event, PeerLost):
-                lost = PeerLostError(f"rank {event.peer} was lost: {event.reason}", rank=self.schedule.graph.rank, peer=event.peer)
+                lost = PeerLostError(
+                    f"rank {event.peer} was lost: {event.reason}",
+                    rank=self.schedule.graph.rank,
+                    peer=event.peer,
+                )
                 return self._abort(lost)
             if not 0 <= event.task < len(self.state):
-                raise InternalError(f"{event} is about no task of this graph: ids are 0 to {len(self.state) - 1}")
+                raise InternalError(
+                    f"{event} is about no task of this graph: ids are 0 to {len(self.state) - 1}"
+                )
             if isinstance(event, TaskFailed):
                 self._move(event.task, "failed")
                 return self._abort(event.error)
@@ -220,9 +252,16 @@ class Engine:
     def story(self, task: int) -> str:
         """What happened to a task so far, for an error message."""
         node = self.schedule.graph.tasks[task]
-        steps = [f"step {i}: {_VERBS[entry % _NUM_VERBS]}" for i, entry in enumerate(self._log) if entry // _NUM_VERBS == task]
+        steps = [
+            f"step {i}: {_VERBS[entry % _NUM_VERBS]}"
+            for i, entry in enumerate(self._log)
+            if entry // _NUM_VERBS == task
+        ]
         before = [f"{p} ({self.state[p].name})" for p in self.schedule.graph.predecessors[task]]
-        return f"task {task} {node.name!r} on lane {node.lane!r} is {self.state[task].name}; [{'; '.join(steps)}]; waits for {before}"
+        return (
+            f"task {task} {node.name!r} on lane {node.lane!r} is {self.state[task].name}; "
+            f"[{'; '.join(steps)}]; waits for {before}"
+        )
 
     def unfinished(self) -> list[int]:
         """Tasks issued and not done, ascending."""
@@ -231,14 +270,19 @@ class Engine:
     def _move(self, task: int, verb: str) -> None:
         step = _STEPS[verb][self.state[task]]
         if step is None:
-            raise InternalError(f"impossible transition {verb!r}: {self.story(task)}", task=self.schedule.graph.tasks[task].name)
+            raise InternalError(
+                f"impossible transition {verb!r}: {self.story(task)}",
+                task=self.schedule.graph.tasks[task].name,
+            )
         self.state[task], number = step
         self._log.append(task * _NUM_VERBS + number)
 
     def _make_ready(self, task: int) -> None:
         self._move(task, "satisfied")
         lane = self.schedule.lane_of[task]
-        heapq.heappush(self._ready[lane], self.schedule.place[task] if self._program[lane] is None else task)
+        heapq.heappush(
+            self._ready[lane], self.schedule.place[task] if self._program[lane] is None else task
+        )
 
     def _satisfy(self, tasks: Iterable[int]) -> None:
         missing = self._missing
@@ -255,7 +299,12 @@ class Engine:
 
     def _issue(self) -> list[Instruction]:
         out: list[Instruction] = []
-        in_flight, limit, on_issue, after = self._in_flight, self._limit, self.schedule.on_issue, self.schedule.after
+        in_flight, limit, on_issue, after = (
+            self._in_flight,
+            self._limit,
+            self.schedule.on_issue,
+            self.schedule.after,
+        )
         progressed = True
         while progressed:
             # Issuing on one ordered lane can make tasks of another ready, hence the outer loop.
@@ -302,9 +351,18 @@ class Engine:
         for task, state in enumerate(self.state):
             if state is State.ISSUED:
                 running[self.schedule.lane_of[task]] += 1
-            if state >= State.ISSUED and any(self.state[p] < _passes_at(lanes[p], lanes[task]) for p in graph.predecessors[task]):
-                raise InternalError(f"a task was issued before its edges were satisfied: {self.story(task)}")
-        if running != self._in_flight or any(n > limit for n, limit in zip(running, self._limit, strict=True)):
-            raise InternalError(f"lane counts are wrong: counted {running}, kept {self._in_flight}, limits {self._limit}")
+            if state >= State.ISSUED and any(
+                self.state[p] < _passes_at(lanes[p], lanes[task]) for p in graph.predecessors[task]
+            ):
+                raise InternalError(
+                    f"a task was issued before its edges were satisfied: {self.story(task)}"
+                )
+        if running != self._in_flight or any(
+            n > limit for n, limit in zip(running, self._limit, strict=True)
+        ):
+            raise InternalError(
+                f"lane counts are wrong: counted {running}, kept {self._in_flight}, limits "
+                f"{self._limit}"
+            )
         if not self._ended and not any(running) and self._num_left:
             raise InternalError("nothing is running and tasks are left: the graph cannot end")

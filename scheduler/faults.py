@@ -1,16 +1,19 @@
-"""Runs in which things go wrong, from a seed: the simulator with delays, stalled ranks and lost ranks.
+"""Runs in which things go wrong, from a seed: the simulator with delays, stalled ranks and lost
+ranks.
 
-`rehearse` runs real engines on integer payloads (`payload.py`). Every task, message and piece of news takes as long as the seed says,
-spread over powers of ten, so that any order that hardware could show has its chance and tasks that outlast all others are common. Beside
-that a rank may stand still for a time or for ever, or be lost. The rules of who hears of it are those of the drivers:
+`rehearse` runs real engines on integer payloads (`payload.py`). Every task, message and piece of
+news takes as long as the seed says, spread over powers of ten, so that any order that hardware
+could show has its chance and tasks that outlast all others are common. Beside that a rank may stand
+still for a time or for ever, or be lost. The rules of who hears of it are those of the drivers:
 
-* a rank that is lost, or gives up, is gone; the others learn it a while later, and take it for `PeerLost` once they wait for that rank (or
-  for the agreement that opens a call);
-* a rank that has waited `stall_s` without any rank computing or anything of its own moving gives up with `Stalled` (`timeout_s` for the
-  agreement).
+* a rank that is lost, or gives up, is gone; the others learn it a while later, and take it for
+  `PeerLost` once they wait for that rank (or for the agreement that opens a call);
+* a rank that has waited `stall_s` without any rank computing or anything of its own moving gives up
+  with `Stalled` (`timeout_s` for the agreement).
 
-However it goes, every run ends, and each rank that is still there has its right result or one of these two errors: `verdict` says so. A
-rank that needs nothing more of a lost one may well finish. What one seed gave it gives again, bit for bit.
+However it goes, every run ends, and each rank that is still there has its right result or one of
+these two errors: `verdict` says so. A rank that needs nothing more of a lost one may well finish.
+What one seed gave it gives again, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ _TIMEOUT_S = 1e7
 
 @dataclass(frozen=True)
 class Stall:
-    """From at_s on, for for_s (infinite: for ever), nothing ends on the rank, it issues nothing and none of its messages moves."""
+    """From at_s on, for for_s (infinite: for ever), nothing ends on the rank, it issues nothing and
+    none of its messages moves.
+    """
 
     rank: int
     at_s: float
@@ -60,7 +65,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong in a run. seed: what all delays are drawn from. Without deadlines (infinite ones) a run may end in Deadlock."""
+    """What goes wrong in a run. seed: what all delays are drawn from. Without deadlines (infinite
+    ones) a run may end in Deadlock.
+    """
 
     seed: int
     stalls: tuple[Stall, ...] = ()
@@ -70,16 +77,23 @@ class Faults:
 
     @classmethod
     def draw(cls, seed: int, world_size: int) -> Faults:
-        """Faults for a world: delays always; in half of the cases one or two ranks stand still or are lost as well."""
+        """Faults for a world: delays always; in half of the cases one or two ranks stand still or
+        are lost as well.
+        """
         rng = random.Random(seed)
         stalls, losses = [], []
         for _ in range(rng.choice((0, 0, 1, 2))):
             # At the very start, or somewhere in the run.
-            rank, at_s = rng.randrange(world_size), rng.choice((_delay_s(rng), rng.uniform(0.0, 10.0)))
+            rank, at_s = (
+                rng.randrange(world_size),
+                rng.choice((_delay_s(rng), rng.uniform(0.0, 10.0))),
+            )
             if rng.random() < 0.5:
                 losses.append(Loss(rank, at_s))
             else:
-                stalls.append(Stall(rank, at_s, rng.choice((_delay_s(rng), 3 * _STALL_S, _NEVER_S))))
+                stalls.append(
+                    Stall(rank, at_s, rng.choice((_delay_s(rng), 3 * _STALL_S, _NEVER_S)))
+                )
         return cls(seed, tuple(stalls), tuple(losses), _STALL_S, _TIMEOUT_S)
 
     @property
@@ -89,12 +103,16 @@ class Faults:
 
     def gone(self) -> set[int]:
         """Ranks of which nothing is to be expected: lost, or stalled for ever."""
-        return {loss.rank for loss in self.losses} | {stall.rank for stall in self.stalls if stall.for_s == _NEVER_S}
+        return {loss.rank for loss in self.losses} | {
+            stall.rank for stall in self.stalls if stall.for_s == _NEVER_S
+        }
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """How a run went: what all parts hold, which ranks finished, what the others raised (None: nothing), the tasks that ended."""
+    """How a run went: what all parts hold, which ranks finished, what the others raised (None:
+    nothing), the tasks that ended.
+    """
 
     values: Values
     finished: tuple[bool, ...]
@@ -110,7 +128,8 @@ def rehearse(
     engine: Callable[[Schedule], Engine] = Engine,
     spans: bool = False,
 ) -> Rehearsal:
-    """Runs `schedules[r]` on rank r under the faults; delays come on top of the hardware's times. Raises Deadlock, BusyPart, EmptyPart.
+    """Runs `schedules[r]` on rank r under the faults; delays come on top of the hardware's times.
+    Raises Deadlock, BusyPart, EmptyPart.
 
     engine: makes each rank's engine. spans: keep them.
     """
@@ -120,11 +139,19 @@ def rehearse(
 
 
 def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
-    """What is wrong with the way a run ended; empty where nothing is. `expected` is the graphs' `reference`."""
+    """What is wrong with the way a run ended; empty where nothing is. `expected` is the graphs'
+    `reference`.
+    """
     gone = faults.gone()
-    for rank, (values, finished, error) in enumerate(zip(rehearsal.values, rehearsal.finished, rehearsal.errors, strict=True)):
+    for rank, (values, finished, error) in enumerate(
+        zip(rehearsal.values, rehearsal.finished, rehearsal.errors, strict=True)
+    ):
         if finished and values != expected[rank]:
-            wrong = [part for part, (value, right) in enumerate(zip(values, expected[rank], strict=True)) if value != right]
+            wrong = [
+                part
+                for part, (value, right) in enumerate(zip(values, expected[rank], strict=True))
+                if value != right
+            ]
             return f"rank {rank} finished, and its parts {wrong} are wrong"
         if not finished and faults.harmless:
             return f"rank {rank} did not finish, and nothing kept it from it: {error}"
@@ -133,8 +160,9 @@ def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
     return ""
 
 
-# What happens beside the ends of tasks stands in the queue under these numbers in place of a task's: a rank enters the run, hears what has
-# ended, looks whether it has waited too long, is lost, and learns that another one is gone.
+# What happens beside the ends of tasks stands in the queue under these numbers in place of a
+# task's: a rank enters the run, hears what has ended, looks whether it has waited too long, is
+# lost, and learns that another one is gone.
 _ENTER, _HEAR, _LOOK, _LOSE, _LEARN = -1, -2, -3, -4, -5
 
 
@@ -152,8 +180,11 @@ class _Run(Simulation):
     ) -> None:
         super().__init__(schedules, hardware, seconds=None, engine=engine, spans=spans)
         self._rng = random.Random(faults.seed)
-        # In some runs nearly all messages are quicker than any work, in others the news of them, or the other way round.
-        self._work, self._message, self._news = (self._rng.choice((1.0, _QUICKER)) for _ in range(3))
+        # In some runs nearly all messages are quicker than any work, in others the news of them, or
+        # the other way round.
+        self._work, self._message, self._news = (
+            self._rng.choice((1.0, _QUICKER)) for _ in range(3)
+        )
         self._faults = faults
         self._never_back = faults.gone()
         self._memory = [Memory(schedule.graph) for schedule in schedules]
@@ -170,7 +201,12 @@ class _Run(Simulation):
     def rehearsal(self) -> Rehearsal:
         """How it went."""
         values = [memory.values for memory in self._memory]
-        return Rehearsal(values, tuple(rank.finished for rank in self._ranks), tuple(self._errors), self.result().spans)
+        return Rehearsal(
+            values,
+            tuple(rank.finished for rank in self._ranks),
+            tuple(self._errors),
+            self.result().spans,
+        )
 
     def _should_end(self, rank: SimulatedRank) -> bool:
         return rank.number not in self._gone and rank.number not in self._never_back
@@ -239,7 +275,11 @@ class _Run(Simulation):
     def _held(self, happening: Happening) -> bool:
         """Whether a rank that it takes is gone or stands still; then it happens later, or never."""
         *_, version, flow = happening
-        ranks = (flow.send[1].number, flow.recv[1].number) if isinstance(flow, Transfer) else (happening[0],)
+        ranks = (
+            (flow.send[1].number, flow.recv[1].number)
+            if isinstance(flow, Transfer)
+            else (happening[0],)
+        )
         if any(rank in self._gone for rank in ranks):
             if flow is not None and version and version == flow.version:
                 self._traffic.leave(flow)
@@ -257,7 +297,11 @@ class _Run(Simulation):
 
     def _stalled_until_s(self, number: int) -> float:
         now_s = self.now_s
-        ends = [stall.at_s + stall.for_s for stall in self._faults.stalls if stall.rank == number and stall.at_s <= now_s]
+        ends = [
+            stall.at_s + stall.for_s
+            for stall in self._faults.stalls
+            if stall.rank == number and stall.at_s <= now_s
+        ]
         return max((end_s for end_s in ends if now_s < end_s), default=0.0)
 
     def _leave(self, number: int, why: str) -> None:
@@ -270,7 +314,11 @@ class _Run(Simulation):
         if rank.finished:
             return
         self._knows_gone[rank.number].add(gone)
-        waits_for = {m.peer for task in rank.num_open for m in (*rank.plan.tasks[task].sends, *rank.plan.tasks[task].recvs)}
+        waits_for = {
+            m.peer
+            for task in rank.num_open
+            for m in (*rank.plan.tasks[task].sends, *rank.plan.tasks[task].recvs)
+        }
         if self._agreeing[rank.number] is not None or gone in waits_for:
             self._tell(rank, PeerLost(gone, self._gone[gone]))
 
@@ -285,15 +333,23 @@ class _Run(Simulation):
         elif waits_for is not None:
             limit_s = self._faults.stall_s if agreeing is None else self._faults.timeout_s
             working = any(
-                n and one not in self._gone and self._stalled_until_s(one) <= self.now_s for one, n in enumerate(self._num_working)
+                n and one not in self._gone and self._stalled_until_s(one) <= self.now_s
+                for one, n in enumerate(self._num_working)
             )
-            due_s = limit_s + (self.now_s if working else max(self._heard_s[number], self._worked_s))
+            due_s = limit_s + (
+                self.now_s if working else max(self._heard_s[number], self._worked_s)
+            )
             if due_s > self.now_s:
                 self._look_later(number, due_s)
             else:
                 name = rank.plan.tasks[waits_for].name
                 message = f"rank {number}: nothing moved for {limit_s:g} s in {name!r}"
-                self._tell(rank, TaskFailed(waits_for, Stalled(message, rank=number, task=name, elapsed_s=limit_s)))
+                self._tell(
+                    rank,
+                    TaskFailed(
+                        waits_for, Stalled(message, rank=number, task=name, elapsed_s=limit_s)
+                    ),
+                )
 
     def _look_later(self, number: int, when_s: float) -> None:
         if when_s < _NEVER_S:

@@ -1,11 +1,13 @@
 """Task graphs as plain data, and the builder that derives their edges.
 
-A program adds tasks in order and says what each reads, writes and accumulates into; the edges follow (read after write, write after
-read, write after write), as in sequential-task-flow runtimes (StarPU, PaRSEC). Double buffering is not code anywhere: it is two
-buffers and the write-after-read edges between them. Accumulations into one part form a chain in program order, which makes results
+A program adds tasks in order and says what each reads, writes and accumulates into; the edges
+follow (read after write, write after read, write after write), as in sequential-task-flow runtimes
+(StarPU, PaRSEC). Double buffering is not code anywhere: it is two buffers and the write-after-read
+edges between them. Accumulations into one part form a chain in program order, which makes results
 bitwise repeatable whatever the timing.
 
-A graph holds names and numbers only: no callable, no tensor. What an `Op` means is the business of whoever runs the graph.
+A graph holds names and numbers only: no callable, no tensor. What an `Op` means is the business of
+whoever runs the graph.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in memory else).
+    """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in
+    memory else).
 
-    masked_flops: how many of the operations are done under a mask that cuts through, which kernels do at a lower rate; edge_flops: those of
-    cells along its edge, where kernels also compute what it hides.
+    masked_flops: how many of the operations are done under a mask that cuts through, which kernels
+    do at a lower rate; edge_flops: those of cells along its edge, where kernels also compute what
+    it hides.
     """
 
     flops: int = 0
@@ -40,7 +44,9 @@ _FREE = Cost()
 
 
 class Op(NamedTuple):
-    """What a task does: the name of an operation the driver knows, and its arguments (plain, hashable data)."""
+    """What a task does: the name of an operation the driver knows, and its arguments (plain,
+    hashable data).
+    """
 
     name: str
     args: tuple[Hashable, ...] = ()
@@ -62,10 +68,12 @@ class Message(NamedTuple):
 class Lane:
     """A queue of a device or of the network.
 
-    ordered: the hardware runs it in issue order (a CUDA stream); else tasks complete one by one (MPI requests).
+    ordered: the hardware runs it in issue order (a CUDA stream); else tasks complete one by one
+    (MPI requests).
     device: lanes with the same device can wait for each other's events; None: no such device.
-    in_program_order: tasks are issued strictly in program order whatever the policy (an ordered communication lane must be).
-    max_in_flight: how many tasks may be issued and not done; None: any number.
+    in_program_order: tasks are issued strictly in program order whatever the policy (an ordered
+    communication lane must be). max_in_flight: how many tasks may be issued and not done; None: any
+    number.
     """
 
     name: str
@@ -80,7 +88,8 @@ COMPUTE = Lane("compute", max_in_flight=1)
 NETWORK = Lane("network")
 CONTROL = Lane("control")
 HOST_LANES = (COMPUTE, NETWORK, CONTROL)
-# Those of a rank with a GPU: compute is a stream; the network is one too with NCCL, else of the host.
+# Those of a rank with a GPU: compute is a stream; the network is one too with NCCL, else of the
+# host.
 _STREAM = Lane("compute", ordered=True, device=0)
 DEVICE_LANES = (_STREAM, NETWORK, CONTROL)
 NCCL_LANES = (_STREAM, Lane("network", ordered=True, device=0, in_program_order=True), CONTROL)
@@ -114,7 +123,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One node: computes (`op`) or exchanges messages (`sends`, `recvs`); parts are named by id, in program order by `id`."""
+    """One node: computes (`op`) or exchanges messages (`sends`, `recvs`); parts are named by id, in
+    program order by `id`.
+    """
 
     id: int
     name: str
@@ -134,7 +145,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Graph:
-    """All tasks of one rank. `predecessors[t]` and `successors[t]` are the derived edges, ascending ids, no duplicates."""
+    """All tasks of one rank. `predecessors[t]` and `successors[t]` are the derived edges, ascending
+    ids, no duplicates.
+    """
 
     rank: int
     world_size: int
@@ -161,8 +174,14 @@ class Graph:
 
     @cached_property
     def slots(self) -> tuple[Part, ...]:
-        """The parts that hold nothing at the start and are written: what a run has to bring beside what is bound to it."""
-        return tuple(part for part in self.parts if part.id in self.written and part.size_bytes and not part.initialised)
+        """The parts that hold nothing at the start and are written: what a run has to bring beside
+        what is bound to it.
+        """
+        return tuple(
+            part
+            for part in self.parts
+            if part.id in self.written and part.size_bytes and not part.initialised
+        )
 
     @cached_property
     def sent(self) -> frozenset[int]:
@@ -177,8 +196,9 @@ _Send: TypeAlias = "tuple[_Access, int] | tuple[_Access, int, int]"
 class GraphBuilder:
     """Builds the graph of one rank from tasks given in program order.
 
-    Worked example, a ring step with a double buffer: tile 1 may not start before the exchange has filled kv1, and a later exchange
-    that receives into kv0 will wait for tile 0 and for the send of kv0.
+    Worked example, a ring step with a double buffer: tile 1 may not start before the exchange has
+    filled kv1, and a later exchange that receives into kv0 will wait for tile 0 and for the send of
+    kv0.
 
         g = GraphBuilder(rank=2, world_size=4)
         kv = [g.buffer("kv0", size_bytes=n, initialised=True), g.buffer("kv1", size_bytes=n)]
@@ -191,7 +211,9 @@ class GraphBuilder:
 
     def __init__(self, rank: int, world_size: int, lanes: Sequence[Lane] = HOST_LANES) -> None:
         if not 0 <= rank < world_size:
-            raise InputError(f"GraphBuilder: rank must be in [0, world_size), got rank {rank} of {world_size}")
+            raise InputError(
+                f"GraphBuilder: rank must be in [0, world_size), got rank {rank} of {world_size}"
+            )
         self.rank = rank
         self.world_size = world_size
         self._lanes = {lane.name: lane for lane in lanes}
@@ -202,14 +224,30 @@ class GraphBuilder:
         self._last_writer: list[int] = []
         self._readers: list[list[int]] = []
 
-    def buffer(self, name: str, *, parts: int = 1, size_bytes: int | Sequence[int] = 0, initialised: bool = False) -> Buffer:
-        """Declares memory. `size_bytes`: of each part (one number for all, or one each). `initialised`: it holds data at the start."""
+    def buffer(
+        self,
+        name: str,
+        *,
+        parts: int = 1,
+        size_bytes: int | Sequence[int] = 0,
+        initialised: bool = False,
+    ) -> Buffer:
+        """Declares memory. `size_bytes`: of each part (one number for all, or one each).
+        `initialised`: it holds data at the start.
+        """
         if name in self._buffers:
-            raise InputError(f"GraphBuilder.buffer: the name {name!r} is taken; every buffer needs its own")
+            raise InputError(
+                f"GraphBuilder.buffer: the name {name!r} is taken; every buffer needs its own"
+            )
         sizes = [size_bytes] * parts if isinstance(size_bytes, int) else list(size_bytes)
         if len(sizes) != parts or parts < 1 or min(sizes) < 0:
-            raise InputError(f"GraphBuilder.buffer {name!r}: expected {parts} part sizes of at least 0 bytes, got {sizes}")
-        new = tuple(Part(len(self._parts) + i, name, i, size, initialised) for i, size in enumerate(sizes))
+            raise InputError(
+                f"GraphBuilder.buffer {name!r}: expected {parts} part sizes of at least 0 bytes, "
+                f"got {sizes}"
+            )
+        new = tuple(
+            Part(len(self._parts) + i, name, i, size, initialised) for i, size in enumerate(sizes)
+        )
         self._parts.extend(new)
         self._last_writer.extend([-1] * parts)
         self._readers.extend([] for _ in range(parts))
@@ -227,8 +265,20 @@ class GraphBuilder:
         cost: Cost = _FREE,
         lane: str = COMPUTE.name,
     ) -> int:
-        """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write, chained in program order."""
-        return self._add(name, lane, op, self._ids(reads), self._ids(writes), self._ids(accumulates), (), (), cost)
+        """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write,
+        chained in program order.
+        """
+        return self._add(
+            name,
+            lane,
+            op,
+            self._ids(reads),
+            self._ids(writes),
+            self._ids(accumulates),
+            (),
+            (),
+            cost,
+        )
 
     def exchange(
         self,
@@ -242,18 +292,24 @@ class GraphBuilder:
     ) -> int:
         """Adds one transfer task whose messages progress together; returns its id.
 
-        Each message is (part or one-part buffer, peer) or (part, peer, size_bytes); without a size the whole part travels. `reads`
-        names what must be there before anything is sent, beside the parts sent themselves.
+        Each message is (part or one-part buffer, peer) or (part, peer, size_bytes); without a size
+        the whole part travels. `reads` names what must be there before anything is sent, beside the
+        parts sent themselves.
         """
         outgoing = tuple(self._message(name, send, tag) for send in sends)
         incoming = tuple(self._message(name, recv, tag) for recv in recvs)
         if not outgoing and not incoming:
-            raise InputError(f"GraphBuilder.exchange {name!r}: expected at least one send or receive, got none")
+            raise InputError(
+                f"GraphBuilder.exchange {name!r}: expected at least one send or receive, got none"
+            )
         # A part may be named by several messages (sent to two peers): an edge needs it once.
         read = tuple(dict.fromkeys([*self._ids(reads), *(m.part for m in outgoing)]))
         written = tuple(dict.fromkeys(m.part for m in incoming))
         if len(written) != len(incoming) or set(written) & set(read):
-            raise InputError(f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, in one exchange")
+            raise InputError(
+                f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, "
+                "in one exchange"
+            )
         cost = Cost(0, sum(m.size_bytes for m in outgoing))
         return self._add(name, lane, None, read, written, (), outgoing, incoming, cost)
 
@@ -283,7 +339,10 @@ class GraphBuilder:
         for access in accesses:
             for part in access.parts if isinstance(access, Buffer) else (access,):
                 if part.id >= len(self._parts) or self._parts[part.id] is not part:
-                    raise InputError(f"GraphBuilder: {part.name} belongs to another builder; declare it with this one's `buffer`")
+                    raise InputError(
+                        f"GraphBuilder: {part.name} belongs to another builder; declare it with "
+                        "this one's `buffer`"
+                    )
                 ids[part.id] = None
         return tuple(ids)
 
@@ -291,15 +350,26 @@ class GraphBuilder:
         access, peer = spec[0], spec[1]
         ids = self._ids([access])
         if len(ids) != 1:
-            raise InputError(f"GraphBuilder.exchange {name!r}: a message carries one part, got a buffer of {len(ids)}; name one part each")
+            raise InputError(
+                f"GraphBuilder.exchange {name!r}: a message carries one part, got a buffer of "
+                f"{len(ids)}; name one part each"
+            )
         size = spec[2] if len(spec) == 3 else self._parts[ids[0]].size_bytes
         if not 0 <= peer < self.world_size or peer == self.rank:
-            raise InputError(f"GraphBuilder.exchange {name!r}: peer must be another rank in [0, {self.world_size}), got {peer}")
+            raise InputError(
+                f"GraphBuilder.exchange {name!r}: peer must be another rank in [0, "
+                f"{self.world_size}), got {peer}"
+            )
         if not 0 < size <= self._parts[ids[0]].size_bytes:
             limit = self._parts[ids[0]].size_bytes
-            raise InputError(f"GraphBuilder.exchange {name!r}: a message must be 1 to {limit} bytes (its part's size), got {size}")
+            raise InputError(
+                f"GraphBuilder.exchange {name!r}: a message must be 1 to {limit} bytes (its part's "
+                f"size), got {size}"
+            )
         if tag < 0:
-            raise InputError(f"GraphBuilder.exchange {name!r}: a tag is a non-negative integer, got {tag}")
+            raise InputError(
+                f"GraphBuilder.exchange {name!r}: a tag is a non-negative integer, got {tag}"
+            )
         return Message(ids[0], peer, tag, size)
 
     def _add(
@@ -315,13 +385,17 @@ class GraphBuilder:
         cost: Cost,
     ) -> int:
         if lane not in self._lanes:
-            raise InputError(f"GraphBuilder: task {name!r} names lane {lane!r}; the lanes are {sorted(self._lanes)}")
+            raise InputError(
+                f"GraphBuilder: task {name!r} names lane {lane!r}; the lanes are "
+                f"{sorted(self._lanes)}"
+            )
         task = len(self._tasks)
         before: set[int] = set()
         for part in (*reads, *accumulates):
             before.add(self._last_writer[part])
         for part in (*writes, *accumulates):
-            # After every reader of the last value; after the last writer only if nobody read in between (they are after it already).
+            # After every reader of the last value; after the last writer only if nobody read in
+            # between (they are after it already).
             before.update(self._readers[part] or (self._last_writer[part],))
         for part in reads:
             self._readers[part].append(task)
@@ -329,6 +403,8 @@ class GraphBuilder:
             self._last_writer[part] = task
             self._readers[part] = []
         before -= {-1, task}
-        self._tasks.append(Task(task, name, lane, op, reads, writes, accumulates, sends, recvs, cost))
+        self._tasks.append(
+            Task(task, name, lane, op, reads, writes, accumulates, sends, recvs, cost)
+        )
         self._predecessors.append(tuple(sorted(before)))
         return task

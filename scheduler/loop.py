@@ -1,4 +1,6 @@
-"""The loop between an engine and a driver. The same dozen lines run a CPU graph, a GPU graph and a simulated one."""
+"""The loop between an engine and a driver. The same dozen lines run a CPU graph, a GPU graph and a
+simulated one.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,22 @@ class Driver(Protocol):
     """Performs instructions and says what happened."""
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
-        """Starts the task and returns without waiting for it; its lane first waits for the events of the tasks in `after`."""
+        """Starts the task and returns without waiting for it; its lane first waits for the events
+        of the tasks in `after`.
+        """
 
     def wait(self) -> Sequence[Event]:
-        """Blocks until something happened, at most until the driver's own deadline, past which it reports a failure event."""
+        """Blocks until something happened, at most until the driver's own deadline, past which it
+        reports a failure event.
+        """
 
     def abort(self, error: BurstError) -> None:
         """Stops what is under way as far as that is possible; must not raise and must not block."""
 
 
 def run(engine: Engine, driver: Driver) -> None:
-    """Runs the engine's schedule to its end on the driver. Blocks, bounded by the driver's deadlines.
+    """Runs the engine's schedule to its end on the driver. Blocks, bounded by the driver's
+    deadlines.
 
     Raises what a task raised, or `PeerLost` / `Stalled`; nothing further has been issued then.
     """

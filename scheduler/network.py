@@ -1,9 +1,11 @@
-"""What transfers share: resources, the flows on them, and which resources lie between two ranks of a machine.
+"""What transfers share: resources, the flows on them, and which resources lie between two ranks of
+a machine.
 
-A resource divides its bandwidth equally among the flows on it; a flow goes at the least of its shares. What it leaves of a share because
-another resource holds it back is not given to the others: so a flow's rate depends on its own resources only, and a world of a thousand
-ranks needs no global solution each time a transfer ends. Where all flows on a resource are alike, as in a ring, it is the same. Cores are a
-resource too: of seconds of work, of which a task takes at most one a second.
+A resource divides its bandwidth equally among the flows on it; a flow goes at the least of its
+shares. What it leaves of a share because another resource holds it back is not given to the others:
+so a flow's rate depends on its own resources only, and a world of a thousand ranks needs no global
+solution each time a transfer ends. Where all flows on a resource are alike, as in a ring, it is the
+same. Cores are a resource too: of seconds of work, of which a task takes at most one a second.
 """
 
 from __future__ import annotations
@@ -29,16 +31,33 @@ class Resource:
 
 
 class Flow:
-    """Something under way: `left` units at `rate` since `since_s`, over its resources; never faster than `limit`.
+    """Something under way: `left` units at `rate` since `since_s`, over its resources; never faster
+    than `limit`.
 
-    number: numbers all flows of a run. owner: the rank and task it counts as; a message is its receiver's. version: how often its rate has
-    changed, so that an end foreseen earlier can be told from the last.
+    number: numbers all flows of a run. owner: the rank and task it counts as; a message is its
+    receiver's. version: how often its rate has changed, so that an end foreseen earlier can be told
+    from the last.
     """
 
-    __slots__ = ("left", "limit", "number", "owner", "rate", "resources", "seen", "since_s", "version")
+    __slots__ = (
+        "left",
+        "limit",
+        "number",
+        "owner",
+        "rate",
+        "resources",
+        "seen",
+        "since_s",
+        "version",
+    )
 
     def __init__(
-        self, number: int, owner: tuple[int, int], amount: float, resources: tuple[Resource, ...], limit: float = float("inf")
+        self,
+        number: int,
+        owner: tuple[int, int],
+        amount: float,
+        resources: tuple[Resource, ...],
+        limit: float = float("inf"),
     ) -> None:
         self.number = number
         self.owner = owner
@@ -52,7 +71,9 @@ class Flow:
 
 
 class Traffic:
-    """All flows under way. `join` and `leave` note the resources that changed; `settle` then works out the new rates of one instant."""
+    """All flows under way. `join` and `leave` note the resources that changed; `settle` then works
+    out the new rates of one instant.
+    """
 
     def __init__(self) -> None:
         self.changed: dict[Resource, None] = {}
@@ -76,7 +97,9 @@ class Traffic:
                 self.changed[resource] = None
 
     def settle(self, now_s: float) -> list[Flow]:
-        """Brings all rates up to date; returns the flows whose rate is a new one, each with its new version."""
+        """Brings all rates up to date; returns the flows whose rate is a new one, each with its new
+        version.
+        """
         self._round = stamp = self._round + 1
         faster_or_slower = []
         for resource in self.changed:
@@ -103,36 +126,57 @@ Path: TypeAlias = tuple[float, tuple[Resource, ...]]
 
 
 class Network:
-    """The resources of a machine with `world_size` ranks, node after node. Raises InputError where the machine has no way between nodes."""
+    """The resources of a machine with `world_size` ranks, node after node. Raises InputError where
+    the machine has no way between nodes.
+    """
 
     def __init__(self, hardware: Hardware, world_size: int) -> None:
         node, nics = hardware.node, hardware.nics
         num_nodes = -(-world_size // node.ranks)
         if num_nodes > 1 and nics is None:
             raise InputError(
-                f"simulate: {world_size} ranks on {hardware.name!r} are {num_nodes} nodes of {node.ranks}, but its file has no [nics]; "
+                f"simulate: {world_size} ranks on {hardware.name!r} are {num_nodes} nodes of "
+                f"{node.ranks}, but its file has no [nics]; "
                 "add them, or simulate fewer ranks"
             )
         self._hardware = hardware
         self._links = [_both_ways(node.link) for _ in range(world_size)]
-        self._host_links = self._links if node.host_link is None else [_both_ways(node.host_link) for _ in range(world_size)]
-        self._host_memory = [None if node.host_memory is None else _both_ways(node.host_memory) for _ in range(num_nodes)]
-        self._cores = [None if node.cores is None else Resource(node.cores) for _ in range(num_nodes)]
+        self._host_links = (
+            self._links
+            if node.host_link is None
+            else [_both_ways(node.host_link) for _ in range(world_size)]
+        )
+        self._host_memory = [
+            None if node.host_memory is None else _both_ways(node.host_memory)
+            for _ in range(num_nodes)
+        ]
+        self._cores = [
+            None if node.cores is None else Resource(node.cores) for _ in range(num_nodes)
+        ]
         switch = node.switch
         if switch is None:
             self._switch_of: list[tuple[Resource, ...]] = [()] * world_size
         else:
             groups = -(-node.ranks // switch.ranks)
-            made = [Resource(switch.bytes_per_s * switch.efficiency) for _ in range(num_nodes * groups)]
-            self._switch_of = [(made[rank // node.ranks * groups + rank % node.ranks // switch.ranks],) for rank in range(world_size)]
-        self._nics = [] if nics is None else [_both_ways(nics.link) for _ in range(num_nodes * nics.count)]
+            made = [
+                Resource(switch.bytes_per_s * switch.efficiency) for _ in range(num_nodes * groups)
+            ]
+            self._switch_of = [
+                (made[rank // node.ranks * groups + rank % node.ranks // switch.ranks],)
+                for rank in range(world_size)
+            ]
+        self._nics = (
+            [] if nics is None else [_both_ways(nics.link) for _ in range(num_nodes * nics.count)]
+        )
         self._paths: dict[tuple[int, int, bool], Path] = {}
         farthest = nics.link if nics is not None and num_nodes > 1 else node.link
         # An allreduce of a few bytes by recursive doubling.
         self.agree_s = (world_size - 1).bit_length() * farthest.latency_s
 
     def between(self, source: int, destination: int, staged: bool) -> Path:
-        """The path of a message between two ranks' devices, or where `staged` between their hosts."""
+        """The path of a message between two ranks' devices, or where `staged` between their
+        hosts.
+        """
         key = source, destination, staged
         path = self._paths.get(key)
         if path is None:
@@ -143,7 +187,9 @@ class Network:
         """The path of a copy between a rank's device and its host."""
         node = self._hardware.node
         out, into = self._host_links[rank]
-        return (node.host_link or node.link).latency_s, _once([out if to_host else into, *self._switch_of[rank]])
+        return (node.host_link or node.link).latency_s, _once(
+            [out if to_host else into, *self._switch_of[rank]]
+        )
 
     def cores(self, rank: int) -> Resource | None:
         """What the rank's compute tasks share with others of its node; None: nothing."""
@@ -157,19 +203,25 @@ class Network:
             if staged and memory is not None and node.host_memory is not None:
                 return node.host_memory.latency_s, memory[:1]
             switches = self._switch_of[source] + self._switch_of[destination]
-            return node.link.latency_s, _once([self._links[source][0], *switches, self._links[destination][1]])
+            return node.link.latency_s, _once(
+                [self._links[source][0], *switches, self._links[destination][1]]
+            )
         assert self._hardware.nics is not None
         cards = [self._nic(source)[0], self._nic(destination)[1]]
         latency_s = self._hardware.nics.link.latency_s
         if staged:
             return latency_s, _once(cards)
         out, into = self._host_links[source][0], self._host_links[destination][1]
-        return latency_s, _once([out, *self._switch_of[source], *cards, *self._switch_of[destination], into])
+        return latency_s, _once(
+            [out, *self._switch_of[source], *cards, *self._switch_of[destination], into]
+        )
 
     def _nic(self, rank: int) -> tuple[Resource, Resource]:
         node, nics = self._hardware.node, self._hardware.nics
         assert nics is not None
-        return self._nics[rank // node.ranks * nics.count + rank % node.ranks * nics.count // node.ranks]
+        return self._nics[
+            rank // node.ranks * nics.count + rank % node.ranks * nics.count // node.ranks
+        ]
 
 
 def _both_ways(link: Link) -> tuple[Resource, Resource]:

@@ -1,8 +1,10 @@
 """Integers in place of tensors: they show whether each value of a run was made from the right ones.
 
-Every computing task mixes its own number and all it reads into what it changes, in a way that depends on the order; a message carries a
-part as it is. `reference` is what program order gives; a run whose parts hold anything else has done something wrong. A task that starts
-while another under way uses its parts is a `BusyPart`: nothing in a simulated run, but only the schedule, keeps the two apart.
+Every computing task mixes its own number and all it reads into what it changes, in a way that
+depends on the order; a message carries a part as it is. `reference` is what program order gives; a
+run whose parts hold anything else has done something wrong. A task that starts while another under
+way uses its parts is a `BusyPart`: nothing in a simulated run, but only the schedule, keeps the two
+apart.
 """
 
 from __future__ import annotations
@@ -36,19 +38,27 @@ class Memory:
     def __init__(self, graph: Graph) -> None:
         self._rank = graph.rank
         self._parts = graph.parts
-        self.values = [_mix(graph.rank, part.id) if part.initialised else None for part in graph.parts]
+        self.values = [
+            _mix(graph.rank, part.id) if part.initialised else None for part in graph.parts
+        ]
         self._num_users = [0] * len(graph.parts)
         self._changing = [False] * len(graph.parts)
 
     def claim(self, task: Task) -> None:
-        """The task starts: from now on it uses what it reads, and what it changes belongs to it alone. Raises BusyPart."""
+        """The task starts: from now on it uses what it reads, and what it changes belongs to it
+        alone. Raises BusyPart.
+        """
         changed = (*task.writes, *task.accumulates)
         for part in changed:
             if self._num_users[part] or self._changing[part]:
-                raise BusyPart(self._say(task, part, "changes", "uses"), rank=self._rank, task=task.name)
+                raise BusyPart(
+                    self._say(task, part, "changes", "uses"), rank=self._rank, task=task.name
+                )
         for part in task.reads:
             if self._changing[part]:
-                raise BusyPart(self._say(task, part, "uses", "changes"), rank=self._rank, task=task.name)
+                raise BusyPart(
+                    self._say(task, part, "uses", "changes"), rank=self._rank, task=task.name
+                )
             self._num_users[part] += 1
         for part in changed:
             self._changing[part] = True
@@ -77,15 +87,23 @@ class Memory:
         """What a part holds. Raises EmptyPart."""
         value = self.values[part]
         if value is None:
-            raise EmptyPart(f"rank {self._rank}: {self._parts[part].name} is used and holds nothing", rank=self._rank)
+            raise EmptyPart(
+                f"rank {self._rank}: {self._parts[part].name} is used and holds nothing",
+                rank=self._rank,
+            )
         return value
 
     def _say(self, task: Task, part: int, does: str, meets: str) -> str:
-        return f"rank {self._rank}: {task.name!r} {does} {self._parts[part].name}, which a task under way {meets}"
+        return (
+            f"rank {self._rank}: {task.name!r} {does} {self._parts[part].name}, which a task "
+            f"under way {meets}"
+        )
 
 
 def reference(graphs: Sequence[Graph]) -> Values:
-    """What all parts hold once every rank has performed its tasks one by one in program order. Raises InternalError if they cannot."""
+    """What all parts hold once every rank has performed its tasks one by one in program order.
+    Raises InternalError if they cannot.
+    """
     memories = [Memory(graph) for graph in graphs]
     mail: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
 

@@ -1,16 +1,21 @@
 """The simulator: the real engines of all ranks under one virtual clock.
 
-Nothing of a run is left out but the work: the same graphs, policies and engines, and instead of devices and wires the times that a
-`Hardware` (or a function of one's own) says. Rules:
+Nothing of a run is left out but the work: the same graphs, policies and engines, and instead of
+devices and wires the times that a `Hardware` (or a function of one's own) says. Rules:
 
-* a task of a free lane starts when it is issued; on an ordered lane one runs at a time, in the order they were issued, each once the tasks
-  in `after` have ended;
-* a message starts when both sides are posted, takes its path's latency, and then flows over the path's resources (`network.py`);
-  an exchange has ended when all its messages have. On an ordered lane messages match by order alone;
-* a control task (operation "agree") ends on all ranks at once: when all have come to it, and the latency of an allreduce later;
-* a copy between device and host ("to host", "to device") flows like a message; anything else computes.
+* a task of a free lane starts when it is issued; on an ordered lane one runs at a time, in the
+  order they were issued, each once the tasks in `after` have ended;
+* a message starts when both sides are posted, takes its path's latency, and then flows over the
+  path's resources (`network.py`);
+  an exchange has ended when all its messages have. On an ordered lane messages match by order
+  alone;
+* a control task (operation "agree") ends on all ranks at once: when all have come to it, and the
+  latency of an allreduce later;
+* a copy between device and host ("to host", "to device") flows like a message; anything else
+  computes.
 
-One input has one result, bit for bit: what happens at one instant happens in the order of ranks and tasks.
+One input has one result, bit for bit: what happens at one instant happens in the order of ranks and
+tasks.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ from burst_rt.scheduler.network import Flow, Network, Path, Resource, Traffic
 from burst_rt.scheduler.trace import Span
 
 __all__ = [
-    "Deadlock", "Happening", "Kind", "RankTime", "Rotated", "Side", "Simulated", "SimulatedRank", "Simulation", "Transfer", "simulate",
+    "Deadlock", "Happening", "Kind", "RankTime", "Rotated", "Side", "Simulated", "SimulatedRank",
+    "Simulation", "Transfer", "simulate",
 ]  # fmt: skip
 
 
@@ -40,7 +46,9 @@ class Deadlock(InternalError):
 
 @dataclass(frozen=True)
 class Rotated:
-    """Rank 0's schedule on rank `shift` of a world in which all ranks do the same: its peers are rank 0's, `shift` further on, around."""
+    """Rank 0's schedule on rank `shift` of a world in which all ranks do the same: its peers are
+    rank 0's, `shift` further on, around.
+    """
 
     schedule: Schedule
     shift: int
@@ -58,7 +66,9 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A simulated run. spans: of each rank its tasks as they ended; empty where none were asked for."""
+    """A simulated run. spans: of each rank its tasks as they ended; empty where none were asked
+    for.
+    """
 
     ranks: tuple[RankTime, ...]
     spans: tuple[list[Span], ...]
@@ -79,9 +89,9 @@ def simulate(
 ) -> Simulated:
     """Runs `schedules[r]` on rank r, for all ranks, and says how long it took.
 
-    hardware: without one, transfers take no time. seconds: what a computing task takes; without it what the hardware's device says, or
-    nothing. engine: makes each rank's engine. spans: keep them (one a task, of all ranks). Raises Deadlock, InputError, or what an engine
-    raises.
+    hardware: without one, transfers take no time. seconds: what a computing task takes; without it
+    what the hardware's device says, or nothing. engine: makes each rank's engine. spans: keep them
+    (one a task, of all ranks). Raises Deadlock, InputError, or what an engine raises.
     """
     simulation = Simulation(schedules, hardware, seconds=seconds, engine=engine, spans=spans)
     simulation.run()
@@ -105,7 +115,8 @@ _NO_PATH: Path = (0.0, ())
 class Plan:
     """What the simulation looks up of each task of a schedule; ranks with one schedule share it.
 
-    ordered: its ordered lane, or -1. messages: (outgoing, peer, tag, part, size_bytes), receives first, as drivers post them.
+    ordered: its ordered lane, or -1. messages: (outgoing, peer, tag, part, size_bytes), receives
+    first, as drivers post them.
     """
 
     def __init__(self, schedule: Schedule, seconds: Callable[[Task], float]) -> None:
@@ -116,7 +127,10 @@ class Plan:
         self.tasks = tasks
         self.num_ordered = len(lanes)
         self.kind = [_kind(task) for task in tasks]
-        self.seconds = [seconds(task) if kind is Kind.WORK else 0.0 for task, kind in zip(tasks, self.kind, strict=True)]
+        self.seconds = [
+            seconds(task) if kind is Kind.WORK else 0.0
+            for task, kind in zip(tasks, self.kind, strict=True)
+        ]
         self.ordered = [lanes.index(task.lane) if task.lane in lanes else -1 for task in tasks]
         self.computes = [task.lane == COMPUTE.name for task in tasks]
         self.to_host = [task.op is not None and task.op.name == "to host" for task in tasks]
@@ -125,21 +139,33 @@ class Plan:
         self.messages = []
         for task, ordered in zip(tasks, self.ordered, strict=True):
             sides = [(False, *m) for m in task.recvs] + [(True, *m) for m in task.sends]
-            self.messages.append([(out, peer, 0 if ordered >= 0 else tag, part, size) for out, part, peer, tag, size in sides])
+            self.messages.append(
+                [
+                    (out, peer, 0 if ordered >= 0 else tag, part, size)
+                    for out, part, peer, tag, size in sides
+                ]
+            )
 
 
 def _kind(task: Task) -> Kind:
     if task.is_exchange:
         return Kind.EXCHANGE
     assert task.op is not None
-    return Kind.AGREE if task.op.name == "agree" else Kind.COPY if task.op.name in _COPIES else Kind.WORK
+    return (
+        Kind.AGREE
+        if task.op.name == "agree"
+        else Kind.COPY
+        if task.op.name in _COPIES
+        else Kind.WORK
+    )
 
 
 class SimulatedRank:
     """One rank: its engine, what is under way, and what it has not heard of yet."""
 
     __slots__ = (
-        "busy_s", "computing_since_s", "end_s", "ended", "engine", "finished", "issued_s", "num_agreed", "num_computing", "num_open",
+        "busy_s", "computing_since_s", "end_s", "ended", "engine", "finished", "issued_s",
+        "num_agreed", "num_computing", "num_open",
         "number", "plan", "queues", "running", "sent_bytes", "shift", "started_s", "unheard",
     )  # fmt: skip
 
@@ -158,7 +184,8 @@ class SimulatedRank:
         self.sent_bytes = 0
         # Of each exchange under way the messages that have not moved.
         self.num_open: dict[int, int] = {}
-        # Of each ordered lane the tasks issued and not ended; the first one runs once the tasks it waits for have ended.
+        # Of each ordered lane the tasks issued and not ended; the first one runs once the tasks it
+        # waits for have ended.
         self.queues: list[deque[Issue]] = [deque() for _ in range(plan.num_ordered)]
         self.running = [False] * plan.num_ordered
         self.ended = bytearray(len(plan.tasks)) if plan.num_ordered else bytearray()
@@ -175,7 +202,9 @@ class Transfer(Flow):
 
     __slots__ = ("recv", "send")
 
-    def __init__(self, number: int, resources: tuple[Resource, ...], send: Side, recv: Side) -> None:
+    def __init__(
+        self, number: int, resources: tuple[Resource, ...], send: Side, recv: Side
+    ) -> None:
         super().__init__(number, (recv[1].number, recv[2]), send[4], resources)
         self.send = send
         self.recv = recv
@@ -186,18 +215,29 @@ class _Work(Flow):
 
     __slots__ = ("rank", "task")
 
-    def __init__(self, number: int, amount: float, resources: tuple[Resource, ...], limit: float, rank: SimulatedRank, task: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        amount: float,
+        resources: tuple[Resource, ...],
+        limit: float,
+        rank: SimulatedRank,
+        task: int,
+    ) -> None:
         super().__init__(number, (rank.number, task), amount, resources, limit)
         self.rank = rank
         self.task = task
 
 
-# Rank, task, flow's number and version (the four order what happens at one instant), and the flow: None where a task ends of itself.
+# Rank, task, flow's number and version (the four order what happens at one instant), and the flow:
+# None where a task ends of itself.
 Happening: TypeAlias = "tuple[int, int, int, int, Flow | None]"
 
 
 class Simulation:
-    """All ranks and the queue of what happens next. A class of its own so that `faults` can put its hands in: see the methods `_on_...`."""
+    """All ranks and the queue of what happens next. A class of its own so that `faults` can put its
+    hands in: see the methods `_on_...`.
+    """
 
     def __init__(
         self,
@@ -214,11 +254,17 @@ class Simulation:
         plans: dict[int, Plan] = {}
         self._ranks: list[SimulatedRank] = []
         for number, given in enumerate(schedules):
-            schedule, shift = (given.schedule, given.shift) if isinstance(given, Rotated) else (given, 0)
+            schedule, shift = (
+                (given.schedule, given.shift) if isinstance(given, Rotated) else (given, 0)
+            )
             graph = schedule.graph
-            if graph.world_size != len(schedules) or (graph.rank + shift) % graph.world_size != number:
+            if (
+                graph.world_size != len(schedules)
+                or (graph.rank + shift) % graph.world_size != number
+            ):
                 raise InputError(
-                    f"simulate: expected a schedule for each rank of a world, in order; got at place {number} of {len(schedules)} "
+                    "simulate: expected a schedule for each rank of a world, in order; got at "
+                    f"place {number} of {len(schedules)} "
                     f"that of rank {graph.rank} of {graph.world_size}, {shift} further on"
                 )
             if id(schedule) not in plans:
@@ -261,12 +307,17 @@ class Simulation:
 
     def result(self) -> Simulated:
         """What `simulate` returns."""
-        times = tuple(RankTime(rank.end_s, rank.busy_s, rank.end_s - rank.busy_s, rank.sent_bytes) for rank in self._ranks)
+        times = tuple(
+            RankTime(rank.end_s, rank.busy_s, rank.end_s - rank.busy_s, rank.sent_bytes)
+            for rank in self._ranks
+        )
         return Simulated(times, tuple(self._spans or ()))
 
     def _stuck(self, rank: SimulatedRank) -> str:
         tasks = rank.plan.tasks
-        return f"rank {rank.number} never ends {[tasks[t].name for t in rank.engine.unfinished()][:4]}"
+        return (
+            f"rank {rank.number} never ends {[tasks[t].name for t in rank.engine.unfinished()][:4]}"
+        )
 
     # What `faults` changes.
 
@@ -385,19 +436,26 @@ class Simulation:
             messages = plan.messages[task]
             rank.num_open[task] = len(messages)
             for outgoing, peer, tag, part, size in messages:
-                self._post((outgoing, rank, task, part, size), (peer + rank.shift) % self._world_size, tag)
+                self._post(
+                    (outgoing, rank, task, part, size), (peer + rank.shift) % self._world_size, tag
+                )
         elif kind is Kind.AGREE:
             self._enter(rank, task)
         elif self._network is not None and kind is Kind.COPY:
             latency_s, resources = self._network.to_or_from_host(rank.number, plan.to_host[task])
             size = plan.tasks[task].cost.size_bytes
-            self._launch(_Work(self._next_flow(), size, resources, float("inf"), rank, task), latency_s + more_s)
+            self._launch(
+                _Work(self._next_flow(), size, resources, float("inf"), rank, task),
+                latency_s + more_s,
+            )
         else:
             cores = None if self._network is None else self._network.cores(rank.number)
             if cores is None:
                 self._at(self.now_s + plan.seconds[task] + more_s, (rank.number, task, 0, 0, None))
             else:
-                self._launch(_Work(self._next_flow(), plan.seconds[task], (cores,), 1.0, rank, task), more_s)
+                self._launch(
+                    _Work(self._next_flow(), plan.seconds[task], (cores,), 1.0, rank, task), more_s
+                )
 
     def _enter(self, rank: SimulatedRank, task: int) -> None:
         """The rank comes to its next control task; the last one to come lets all go on."""
@@ -430,7 +488,9 @@ class Simulation:
         if self._network is None:
             latency_s, resources = _NO_PATH
         else:
-            latency_s, resources = self._network.between(send[1].number, recv[1].number, send[1].plan.staged)
+            latency_s, resources = self._network.between(
+                send[1].number, recv[1].number, send[1].plan.staged
+            )
         self._launch(Transfer(self._next_flow(), resources, send, recv), latency_s + more_s)
 
     def _next_flow(self) -> int:
@@ -471,7 +531,9 @@ class Simulation:
         if self._spans is not None:
             node = plan.tasks[task]
             times = rank.issued_s.pop(task), rank.started_s.pop(task), self.now_s
-            self._spans[rank.number].append(Span(task, node.name, node.lane, *times, node.cost.size_bytes, node.cost.flops))
+            self._spans[rank.number].append(
+                Span(task, node.name, node.lane, *times, node.cost.size_bytes, node.cost.flops)
+            )
         if not rank.unheard:
             self._on_unheard(rank)
         rank.unheard.append(TaskDone(task))

@@ -1,8 +1,9 @@
 """Traces: what each task of a run did and when, and what follows from it.
 
-A span is one task. Times are seconds of one monotonic clock; traces of several ranks can be compared when they share that clock (one
-host). `exposed` needs the traces of all ranks, because a transfer is on the wire only once both sides have been posted; what a rank idles
-before that is `skew`: it waits for a late peer, not for the network.
+A span is one task. Times are seconds of one monotonic clock; traces of several ranks can be
+compared when they share that clock (one host). `exposed` needs the traces of all ranks, because a
+transfer is on the wire only once both sides have been posted; what a rank idles before that is
+`skew`: it waits for a late peer, not for the network.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["Idle", "Span", "Trace", "Wait", "exposed", "overlap", "waits"]
 
 
 class Span(NamedTuple):
-    """One task: issued (handed to its lane), started, ended; bytes sent or moved; floating-point operations."""
+    """One task: issued (handed to its lane), started, ended; bytes sent or moved; floating-point
+    operations.
+    """
 
     task: int
     name: str
@@ -56,7 +59,9 @@ class Trace:
 
 
 class Idle(NamedTuple):
-    """Idle time of a rank's compute lane in seconds: while a needed transfer was on the wire, while a peer was late, and the whole run."""
+    """Idle time of a rank's compute lane in seconds: while a needed transfer was on the wire, while
+    a peer was late, and the whole run.
+    """
 
     exposed_s: float
     skew_s: float
@@ -66,8 +71,9 @@ class Idle(NamedTuple):
 class Wait(NamedTuple):
     """A rank's compute lane stood still, from started_s to ended_s.
 
-    on_wire: a transfer it needed was on the wire (exposed communication); else a peer had not yet come to it (skew). task: the exchange
-    that ended the wait, as far as one did; peer: the rank whose message that was.
+    on_wire: a transfer it needed was on the wire (exposed communication); else a peer had not yet
+    come to it (skew). task: the exchange that ended the wait, as far as one did; peer: the rank
+    whose message that was.
     """
 
     started_s: float
@@ -77,28 +83,39 @@ class Wait(NamedTuple):
     peer: int
 
 
-def exposed(graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_lane: str = "compute") -> list[Idle]:
-    """Idle time of each rank's compute lane over one run, split into exposed communication and skew.
+def exposed(
+    graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_lane: str = "compute"
+) -> list[Idle]:
+    """Idle time of each rank's compute lane over one run, split into exposed communication and
+    skew.
 
     `graphs[r]` and `traces[r]` belong to rank r; every task of the graph must have its span.
     """
     spans = [list(trace) for trace in traces]
     for graph, known in zip(graphs, spans, strict=True):
         if len({span.task for span in known}) != len(graph.tasks):
-            raise InputError(f"exposed: rank {graph.rank} has {len(known)} spans for {len(graph.tasks)} tasks; trace the whole run")
+            raise InputError(
+                f"exposed: rank {graph.rank} has {len(known)} spans for {len(graph.tasks)} tasks; "
+                "trace the whole run"
+            )
     found = waits(spans, match_messages(graphs), compute_lane)
     return [
         Idle(
             sum(w.ended_s - w.started_s for w in own if w.on_wire),
             sum(w.ended_s - w.started_s for w in own if not w.on_wire),
-            max((s.ended_s for s in trace), default=0.0) - min((s.issued_s for s in trace), default=0.0),
+            max((s.ended_s for s in trace), default=0.0)
+            - min((s.issued_s for s in trace), default=0.0),
         )
         for own, trace in zip(found, spans, strict=True)
     ]
 
 
-def overlap(trace: Iterable[Span], compute_lane: str = "compute", network_lane: str = "network") -> tuple[float, float]:
-    """Seconds in which at least one of a rank's transfers was under way, and in how many of them its compute lane was busy."""
+def overlap(
+    trace: Iterable[Span], compute_lane: str = "compute", network_lane: str = "network"
+) -> tuple[float, float]:
+    """Seconds in which at least one of a rank's transfers was under way, and in how many of them
+    its compute lane was busy.
+    """
     busy: list[_Interval] = []
     moving: list[_Interval] = []
     for span in trace:
@@ -107,11 +124,18 @@ def overlap(trace: Iterable[Span], compute_lane: str = "compute", network_lane: 
         elif span.lane == network_lane:
             moving.append((span.started_s, span.ended_s))
     transfers = _union(moving)
-    return sum(end - begin for begin, end in transfers), sum(end - begin for begin, end in _cut(transfers, _union(busy)))
+    return sum(end - begin for begin, end in transfers), sum(
+        end - begin for begin, end in _cut(transfers, _union(busy))
+    )
 
 
-def waits(traces: Sequence[Iterable[Span]], matched: Mapping[Endpoint, Endpoint], compute_lane: str = "compute") -> list[list[Wait]]:
-    """When each rank's compute lane stood still for a message, and for which. `matched` is what `match_messages` says of the graphs.
+def waits(
+    traces: Sequence[Iterable[Span]],
+    matched: Mapping[Endpoint, Endpoint],
+    compute_lane: str = "compute",
+) -> list[list[Wait]]:
+    """When each rank's compute lane stood still for a message, and for which. `matched` is what
+    `match_messages` says of the graphs.
 
     `traces[r]` belongs to rank r and has a span of every task.
     """
@@ -120,14 +144,23 @@ def waits(traces: Sequence[Iterable[Span]], matched: Mapping[Endpoint, Endpoint]
     posted: list[dict[int, tuple[float, int]]] = [{} for _ in spans]
     for end, source in matched.items():
         both = max(spans[end.rank][end.task].issued_s, spans[source.rank][source.task].issued_s)
-        posted[end.rank][end.task] = max((both, source.rank), posted[end.rank].get(end.task, (0.0, -1)))
+        posted[end.rank][end.task] = max(
+            (both, source.rank), posted[end.rank].get(end.task, (0.0, -1))
+        )
     result: list[list[Wait]] = []
     for known, own in zip(spans, posted, strict=True):
         if not known:
             result.append([])
             continue
-        start, stop = min(s.issued_s for s in known.values()), max(s.ended_s for s in known.values())
-        gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in known.values() if s.lane == compute_lane))
+        start, stop = (
+            min(s.issued_s for s in known.values()),
+            max(s.ended_s for s in known.values()),
+        )
+        gaps = _gaps(
+            start,
+            stop,
+            sorted((s.started_s, s.ended_s) for s in known.values() if s.lane == compute_lane),
+        )
         wire = _union((both, known[t].ended_s) for t, (both, _) in own.items())
         early = _union((known[t].issued_s, both) for t, (both, _) in own.items())
         arrivals = sorted((known[t].ended_s, t, peer) for t, (_, peer) in own.items())

@@ -1,14 +1,17 @@
 """The verifier: proves, before anything runs, that the graphs of all ranks fit together.
 
-`check_graph` looks at one rank's graph, `check_world` at all of them. Each raises `InternalError` (a wrong graph is a defect of whoever
-built it) that names the rank, the tasks and what is wrong. Checked:
+`check_graph` looks at one rank's graph, `check_world` at all of them. Each raises `InternalError`
+(a wrong graph is a defect of whoever built it) that names the rank, the tasks and what is wrong.
+Checked:
 
-* edges run forward in program order, and every pair of conflicting accesses to one part is ordered by a path: nothing is overwritten
-  while it is read or in flight;
+* edges run forward in program order, and every pair of conflicting accesses to one part is ordered
+  by a path: nothing is overwritten while it is read or in flight;
 * nothing is read that was never written;
-* an ordered or bounded communication lane is issued in program order, and an ordered one is the only one;
+* an ordered or bounded communication lane is issued in program order, and an ordered one is the
+  only one;
 * every send has its receive: peer, tag, order and size;
-* no deadlock: all lanes are played under rendezvous rules (a message moves only when both sides have been posted).
+* no deadlock: all lanes are played under rendezvous rules (a message moves only when both sides
+  have been posted).
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ def check_graph(graph: Graph) -> None:
         bits = 0
         for u in before:
             if not 0 <= u < v:
-                raise InternalError(f"rank {graph.rank}: {_say(graph, v)} depends on task {u}, which is not before it: a cycle")
+                raise InternalError(
+                    f"rank {graph.rank}: {_say(graph, v)} depends on task {u}, which is not before "
+                    "it: a cycle"
+                )
             bits |= ancestors[u] | 1 << u
         ancestors.append(bits)
     _check_accesses(graph, ancestors)
@@ -46,11 +52,17 @@ def check_graph(graph: Graph) -> None:
 
 
 def check_world(graphs: Sequence[Graph]) -> None:
-    """Checks every rank's graph and that together they can end. `graphs[r]` is rank r's. Raises InternalError."""
+    """Checks every rank's graph and that together they can end. `graphs[r]` is rank r's. Raises
+    InternalError.
+    """
     ranks = [graph.rank for graph in graphs]
-    if ranks != list(range(len(graphs))) or any(graph.world_size != len(graphs) for graph in graphs):
+    if ranks != list(range(len(graphs))) or any(
+        graph.world_size != len(graphs) for graph in graphs
+    ):
         sizes = [graph.world_size for graph in graphs]
-        raise InternalError(f"expected the graph of every rank, in order; got ranks {ranks} of worlds of {sizes}")
+        raise InternalError(
+            f"expected the graph of every rank, in order; got ranks {ranks} of worlds of {sizes}"
+        )
     for graph in graphs:
         check_graph(graph)
     check_messages(graphs)
@@ -58,7 +70,8 @@ def check_world(graphs: Sequence[Graph]) -> None:
 
 
 def check_messages(graphs: Sequence[Graph]) -> None:
-    """Checks that every send has its receive, with the same size, and every receive its send. Raises InternalError.
+    """Checks that every send has its receive, with the same size, and every receive its send.
+    Raises InternalError.
 
     Given the graphs of some ranks only, it checks the messages among those.
     """
@@ -69,7 +82,8 @@ def check_messages(graphs: Sequence[Graph]) -> None:
             wanted, offered = [m.tag for _, m in recvs], [m.tag for _, m in sends]
             if wanted != offered and sorted(wanted) == sorted(offered):
                 raise InternalError(
-                    f"rank {source} sends tags {offered} to rank {receiver}, which receives in the order {wanted}: "
+                    f"rank {source} sends tags {offered} to rank {receiver}, which receives in the "
+                    f"order {wanted}: "
                     "an ordered lane would mix them up"
                 )
         _pair(by_rank, sends, recvs)
@@ -91,7 +105,10 @@ def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
         for part in (*task.reads, *task.accumulates):
             writer = last_writer[part]
             if writer is None and not graph.parts[part].initialised:
-                raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} reads {graph.parts[part].name}, which nothing wrote")
+                raise InternalError(
+                    f"rank {graph.rank}: {_say(graph, task.id)} reads {graph.parts[part].name}, "
+                    "which nothing wrote"
+                )
             _require_path(graph, ancestors, writer, task.id, part)
             readers[part].append(task.id)
         for part in (*task.writes, *task.accumulates):
@@ -102,10 +119,13 @@ def _check_accesses(graph: Graph, ancestors: list[int]) -> None:
             readers[part] = []
 
 
-def _require_path(graph: Graph, ancestors: list[int], first: int | None, second: int, part: int) -> None:
+def _require_path(
+    graph: Graph, ancestors: list[int], first: int | None, second: int, part: int
+) -> None:
     if first is not None and not ancestors[second] >> first & 1:
         raise InternalError(
-            f"rank {graph.rank}: {_say(graph, first)} and {_say(graph, second)} both use {graph.parts[part].name} and nothing orders them"
+            f"rank {graph.rank}: {_say(graph, first)} and {_say(graph, second)} both use "
+            f"{graph.parts[part].name} and nothing orders them"
         )
 
 
@@ -114,20 +134,29 @@ def _check_lanes(graph: Graph) -> None:
         lane = graph.lanes[task.lane]
         if not task.is_exchange:
             continue
-        # A full lane holds back what a peer may wait for; only in program order is it known what it holds back.
+        # A full lane holds back what a peer may wait for; only in program order is it known what it
+        # holds back.
         if (lane.ordered or lane.max_in_flight is not None) and not lane.in_program_order:
             kind = "ordered" if lane.ordered else "bounded"
             raise InternalError(
-                f"rank {graph.rank}: {_say(graph, task.id)} is on {kind} lane {lane.name!r}, which must be issued in program order"
+                f"rank {graph.rank}: {_say(graph, task.id)} is on {kind} lane {lane.name!r}, which "
+                "must be issued in program order"
             )
         if task.op is not None:
-            raise InternalError(f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges")
+            raise InternalError(
+                f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges"
+            )
         _check_exchange(graph, task)
-    # On a stream, what one transfer holds back is only sure to come after it on every rank if all transfers are in that one order.
+    # On a stream, what one transfer holds back is only sure to come after it on every rank if all
+    # transfers are in that one order.
     used = {task.lane for task in graph.tasks if task.is_exchange}
     if len(used) > 1 and any(graph.lanes[name].ordered for name in used):
-        raise InternalError(f"rank {graph.rank}: exchanges are on lanes {sorted(used)}; an ordered communication lane must be the only one")
-    # On a free lane exchanges go out as they become ready, so no two of them may share a (peer, tag) flow.
+        raise InternalError(
+            f"rank {graph.rank}: exchanges are on lanes {sorted(used)}; an ordered communication "
+            "lane must be the only one"
+        )
+    # On a free lane exchanges go out as they become ready, so no two of them may share a (peer,
+    # tag) flow.
     owner: dict[tuple[bool, int, int], int] = {}
     for task in graph.tasks:
         for outgoing, messages in ((True, task.sends), (False, task.recvs)):
@@ -135,7 +164,8 @@ def _check_lanes(graph: Graph) -> None:
                 other = owner.setdefault((outgoing, m.peer, m.tag), task.id)
                 if other != task.id:
                     raise InternalError(
-                        f"rank {graph.rank}: {_say(graph, other)} and {_say(graph, task.id)} both use tag {m.tag} with rank {m.peer}; "
+                        f"rank {graph.rank}: {_say(graph, other)} and {_say(graph, task.id)} both "
+                        f"use tag {m.tag} with rank {m.peer}; "
                         "give each exchange its own"
                     )
 
@@ -147,13 +177,18 @@ def _check_exchange(graph: Graph, task: Task) -> None:
         raise InternalError(f"{what} sends or receives parts it does not declare")
     # Its messages move in any order.
     if len({*received}) < len(received) or {*received} & {*task.reads, *task.accumulates}:
-        raise InternalError(f"{what} receives into a part that it also reads, sends or receives into")
+        raise InternalError(
+            f"{what} receives into a part that it also reads, sends or receives into"
+        )
     for m in (*task.sends, *task.recvs):
         if not 0 <= m.peer < graph.world_size or m.peer == graph.rank:
-            raise InternalError(f"{what} names rank {m.peer} as its peer, in a world of {graph.world_size}")
+            raise InternalError(
+                f"{what} names rank {m.peer} as its peer, in a world of {graph.world_size}"
+            )
         if m.size_bytes > graph.parts[m.part].size_bytes:
             raise InternalError(
-                f"{what} moves {m.size_bytes} bytes of {graph.parts[m.part].name}, which has {graph.parts[m.part].size_bytes}"
+                f"{what} moves {m.size_bytes} bytes of {graph.parts[m.part].name}, which has "
+                f"{graph.parts[m.part].size_bytes}"
             )
 
 
@@ -161,7 +196,9 @@ _Flow: TypeAlias = list[tuple[Endpoint, Message]]
 
 
 def _flows(graphs: Sequence[Graph]) -> dict[tuple[int, int], tuple[_Flow, _Flow]]:
-    """Messages among the given ranks by (source, destination): the sends and the receives, each in program order."""
+    """Messages among the given ranks by (source, destination): the sends and the receives, each in
+    program order.
+    """
     here = {graph.rank for graph in graphs}
     flows: dict[tuple[int, int], tuple[_Flow, _Flow]] = defaultdict(lambda: ([], []))
     for graph in graphs:
@@ -187,28 +224,33 @@ def _pair(graphs: Mapping[int, Graph], sends: _Flow, recvs: _Flow) -> dict[Endpo
     for end, m in recvs:
         if not waiting[m.tag]:
             raise InternalError(
-                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} receives tag {m.tag} from rank {m.peer}, which never sends it"
+                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} receives tag {m.tag} from "
+                f"rank {m.peer}, which never sends it"
             )
         source, sent = waiting[m.tag].pop()
         if sent.size_bytes != m.size_bytes:
             raise InternalError(
-                f"rank {source.rank}: {_say(graphs[source.rank], source.task)} sends {sent.size_bytes} bytes with tag {m.tag}, "
+                f"rank {source.rank}: {_say(graphs[source.rank], source.task)} sends "
+                f"{sent.size_bytes} bytes with tag {m.tag}, "
                 f"rank {end.rank}: {_say(graphs[end.rank], end.task)} expects {m.size_bytes}"
             )
         matched[end] = source
     for left in waiting.values():
         for end, m in left:
             raise InternalError(
-                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} sends tag {m.tag} to rank {m.peer}, which never receives it"
+                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} sends tag {m.tag} to rank "
+                f"{m.peer}, which never receives it"
             )
     return matched
 
 
 def _play(graphs: Sequence[Graph]) -> None:
-    """Plays all ranks under rendezvous rules until every task is done, or raises with what is stuck.
+    """Plays all ranks under rendezvous rules until every task is done, or raises with what is
+    stuck.
 
-    An exchange is posted when its predecessors are done (on a lane issued in program order: when the exchange before it is done, too), and
-    done when the other side of each of its messages is posted. Real runs allow more than this, never less.
+    An exchange is posted when its predecessors are done (on a lane issued in program order: when
+    the exchange before it is done, too), and done when the other side of each of its messages is
+    posted. Real runs allow more than this, never less.
     """
     needs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for end, source in match_messages(graphs).items():
@@ -241,15 +283,27 @@ def _play(graphs: Sequence[Graph]) -> None:
                         before[rank][successor].add(-1)  # queued: never again
     stuck = [(g.rank, t.id) for g in graphs for t in g.tasks if (g.rank, t.id) not in done]
     if stuck:
-        raise InternalError("deadlock: " + "; ".join(_explain(graphs, node, needs[node] - posted, node in posted) for node in stuck[:4]))
+        raise InternalError(
+            "deadlock: "
+            + "; ".join(
+                _explain(graphs, node, needs[node] - posted, node in posted) for node in stuck[:4]
+            )
+        )
 
 
-def _explain(graphs: Sequence[Graph], node: tuple[int, int], missing: Iterable[tuple[int, int]], is_posted: bool) -> str:
+def _explain(
+    graphs: Sequence[Graph],
+    node: tuple[int, int],
+    missing: Iterable[tuple[int, int]],
+    is_posted: bool,
+) -> str:
     rank, task = node
     what = f"rank {rank}: {_say(graphs[rank], task)}"
     if not is_posted:
         return f"{what} never starts"
-    return f"{what} waits for " + ", ".join(f"rank {r} to reach {_say(graphs[r], t)}" for r, t in missing)
+    return f"{what} waits for " + ", ".join(
+        f"rank {r} to reach {_say(graphs[r], t)}" for r, t in missing
+    )
 
 
 def _say(graph: Graph, task: int) -> str:

@@ -1,4 +1,6 @@
-"""What all tests share: poisoned memory, one thread of torch's, the modules beside this file, and MPI jobs."""
+"""What all tests share: poisoned memory, one thread of torch's, the modules beside this file, and
+MPI jobs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-# Tests import modules of this folder (spec, tolerances, worlds, jobs), which pytest's import mode leaves to us. The folder above must
-# stay off the path: its `scheduler` would be importable by that name.
+# Tests import modules of this folder (spec, tolerances, worlds, jobs), which pytest's import mode
+# leaves to us. The folder above must stay off the path: its `scheduler` would be importable by that
+# name.
 sys.path.insert(0, str(Path(__file__).parent))
-# Fresh outputs and receive slots hold NaN: what is used before it is written shows. Jobs inherit it.
+# Fresh outputs and receive slots hold NaN: what is used before it is written shows. Jobs inherit
+# it.
 os.environ["BURST_RT_POISON"] = "1"
 # What somebody has calibrated on this machine decides nothing here.
 os.environ["BURST_RT_HARDWARE"] = "none"

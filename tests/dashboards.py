@@ -27,14 +27,17 @@ from burst_rt.telemetry.state import State
 
 __all__ = ["RunningCommand", "Serving", "command", "installed", "kill_rank", "serving"]
 
-# Set where every test must run: a program that is missing then fails its tests instead of leaving them out.
+# Set where every test must run: a program that is missing then fails its tests instead of leaving
+# them out.
 _ALL_VARIABLE = "BURST_RT_ALL_TESTS"
 _START_S = 60.0
 _END_S = 20.0
 
 
 def installed(*names: str, package: str) -> str:
-    """The path of the first of these programs that this machine has; without any, the test is skipped and says what to install."""
+    """The path of the first of these programs that this machine has; without any, the test is
+    skipped and says what to install.
+    """
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
         say = pytest.fail if _ALL_VARIABLE in os.environ else pytest.skip
@@ -113,7 +116,8 @@ def command(*arguments: str, cwd: Path) -> Iterator[RunningCommand]:
     """Runs a `burst-rt` command until the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments],
-        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(cwd)}, stdin=subprocess.DEVNULL,
+        cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(cwd)},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     said: list[str] = []

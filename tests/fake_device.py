@@ -1,9 +1,11 @@
-"""A device that does nothing and keeps the books: which use of which memory is ordered before which, by vector clocks (Lamport; Mattern).
+"""A device that does nothing and keeps the books: which use of which memory is ordered before
+which, by vector clocks (Lamport; Mattern).
 
-Every stream, every message under way and the host has a clock. Work on a stream comes after what was on it and after what the host had
-done and seen when it put it there; an event carries the clock of its stream; a wait, and the host's seeing that an event has happened or a
-message has ended, merge clocks. Two uses of one part of which one writes must be ordered, or `Race` is raised: that is what hardware would
-get wrong now and then.
+Every stream, every message under way and the host has a clock. Work on a stream comes after what
+was on it and after what the host had done and seen when it put it there; an event carries the clock
+of its stream; a wait, and the host's seeing that an event has happened or a message has ended,
+merge clocks. Two uses of one part of which one writes must be ordered, or `Race` is raised: that is
+what hardware would get wrong now and then.
 """
 
 from __future__ import annotations
@@ -107,7 +109,9 @@ class FakeDevice:
         yield
         self.current = outer
 
-    def use(self, reads: Iterable[object], writes: Iterable[object], stream: str | None = None) -> None:
+    def use(
+        self, reads: Iterable[object], writes: Iterable[object], stream: str | None = None
+    ) -> None:
         """Work on a stream (the current one) that reads and writes these parts."""
         stream = self.current if stream is None else stream
         clock = self.clocks[stream] = _merged(self.clocks[stream], self.clocks["host"])
@@ -119,7 +123,11 @@ class FakeDevice:
             self._uses[part].read.append(now)
         for part in writes:
             uses = self._uses[part]
-            self._require(clock, [uses.written, *(r for r in uses.read if r != now)], f"{stream} writes {part}")
+            self._require(
+                clock,
+                [uses.written, *(r for r in uses.read if r != now)],
+                f"{stream} writes {part}",
+            )
             self._uses[part] = _Uses(now)
 
     def _require(self, clock: Clock, before: Iterable[tuple[str, int] | None], what: str) -> None:
@@ -129,7 +137,9 @@ class FakeDevice:
 
 
 class FakeMessages:
-    """A transport of the host: each message is under way for a time drawn from the device's seed."""
+    """A transport of the host: each message is under way for a time drawn from the device's
+    seed.
+    """
 
     def __init__(self, device: FakeDevice) -> None:
         self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, False, 2**62)
@@ -176,7 +186,9 @@ class FakeWire:
     def check(self) -> None:
         pass
 
-    def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int
+    ) -> None:
         assert stream == self._device.handle(self._device.current)
         self._device.use([part.name for part, _ in sends], [part.name for part, _ in recvs])
 

@@ -3,10 +3,11 @@ forked children, damaged checkpoints. `make faults`, or `python tests/faults.py 
 
 A case is one line of words from which it can be repeated, by `--case` or by `--seed S --only K`:
 
-    run 4 rank 2 sigkill tile        launcher, ranks, who, how, when (in `mpi/programs/faults_program.py`)
+    run 4 rank 2 sigkill tile               launcher, ranks, who, how, when
+                                            (in `mpi/programs/faults_program.py`)
     telemetry 3 launcher sigkill awaited    the launcher is killed while that is so
-    run 2 calls seed 17              bad calls, from `mpi/programs/attention_bad_input.py`
-    checkpoint seed 17               a damage, from `unit/test_checkpoint.py`
+    run 2 calls seed 17                     bad calls, from `mpi/programs/attention_bad_input.py`
+    checkpoint seed 17                      a damage, from `unit/test_checkpoint.py`
 
 What must hold: the job ends within 5 s of the fault, badly unless nobody needed the rank; no
 process and no file of it is left; under `burst-rt run` the last line names the rank, how it ended,
@@ -58,7 +59,17 @@ _IN_A_CALL = {
 _PHASES = (*_BEFORE_JOINING, "joined", "between", "before", "awaited", *_IN_A_CALL, "exit")
 _SIGNALS = {"sigkill": 9, "sigterm": 15}
 _CRASHES = {"sigsegv": 11, "sigabrt": 6}
-_WAYS = ("sigkill", "sigterm", "sigsegv", "sigabrt", "exit-0", "exit-3", "os-exit-0", "os-exit-3", "raise")
+_WAYS = (
+    "sigkill",
+    "sigterm",
+    "sigsegv",
+    "sigabrt",
+    "exit-0",
+    "exit-3",
+    "os-exit-0",
+    "os-exit-3",
+    "raise",
+)
 # Once MPI has been finalized Python heeds no exception.
 _FINAL_WAYS = (*_SIGNALS, *_CRASHES, "os-exit-0", "os-exit-3")
 _HELD_PHASES = ("before", "between", "awaited", *_IN_A_CALL)
@@ -77,7 +88,9 @@ _NUM_BAD_CALLS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """One fault. victim: a rank's number, "launcher", "mpirun" (its child), or "" in cases of a seed."""
+    """One fault. victim: a rank's number, "launcher", "mpirun" (its child), or "" in cases of a
+    seed.
+    """
 
     launcher: str
     ranks: int = 0
@@ -97,7 +110,11 @@ class Case:
     @property
     def harmless(self) -> bool:
         """Whether the job is to go on as if nothing were."""
-        return self.how.startswith("fork-") or self.how == "slow" or (self.how, self.phase) == ("exit-0", "exit")
+        return (
+            self.how.startswith("fork-")
+            or self.how == "slow"
+            or (self.how, self.phase) == ("exit-0", "exit")
+        )
 
     @property
     def free(self) -> bool:
@@ -114,7 +131,9 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What came of a case. seconds: from the fault to the end of the job; problems: what should not be, in words."""
+    """What came of a case. seconds: from the fault to the end of the job; problems: what should not
+    be, in words.
+    """
 
     case: Case
     problems: list[str] = field(default_factory=list)
@@ -133,9 +152,13 @@ def parse(name: str) -> Case:
             return Case("checkpoint", seed=int(seed))
         case [launcher, ranks, "calls", "seed", seed] if launcher in _LAUNCHERS:
             return Case(launcher, int(ranks), how="calls", seed=int(seed))
-        case [launcher, ranks, "rank", victim, how, phase] if launcher in _LAUNCHERS and int(victim) < int(ranks):
+        case [launcher, ranks, "rank", victim, how, phase] if launcher in _LAUNCHERS and int(
+            victim
+        ) < int(ranks):
             return Case(launcher, int(ranks), victim, how, phase)
-        case [launcher, ranks, ("launcher" | "mpirun") as victim, "sigkill", phase] if launcher in _LAUNCHERS:
+        case [launcher, ranks, ("launcher" | "mpirun") as victim, "sigkill", phase] if (
+            launcher in _LAUNCHERS
+        ):
             return Case(launcher, int(ranks), victim, "sigkill", phase)
     raise ValueError(f"no case: {name!r}")
 
@@ -144,11 +167,18 @@ def draw(chance: random.Random) -> Case:
     """The next case."""
     launcher, ranks = chance.choice(_LAUNCHERS), chance.choices((2, 3, 4), (5, 3, 2))[0]
     victim = str(chance.randrange(ranks))
-    match chance.choices(("dies", "launcher", "mpirun", "stops", "slow", "forks", "calls", "checkpoint"), (70, 8, 3, 6, 3, 4, 2, 4))[0]:
+    match chance.choices(
+        ("dies", "launcher", "mpirun", "stops", "slow", "forks", "calls", "checkpoint"),
+        (70, 8, 3, 6, 3, 4, 2, 4),
+    )[0]:
         case "launcher":
-            return Case(chance.choice(_LAUNCHERS[:2]), ranks, "launcher", "sigkill", chance.choice(_PHASES))
+            return Case(
+                chance.choice(_LAUNCHERS[:2]), ranks, "launcher", "sigkill", chance.choice(_PHASES)
+            )
         case "mpirun":
-            return Case(chance.choice(_LAUNCHERS[:2]), ranks, "mpirun", "sigkill", chance.choice(_PHASES))
+            return Case(
+                chance.choice(_LAUNCHERS[:2]), ranks, "mpirun", "sigkill", chance.choice(_PHASES)
+            )
         case "stops":
             return Case(launcher, ranks, victim, "sigstop", chance.choice(_HELD_PHASES))
         case "slow":
@@ -198,7 +228,13 @@ def _run(case: Case, folder: Path, outcome: Outcome) -> None:
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         command, environment = _command(case, folder)
         job = subprocess.Popen(
-            command, cwd=folder, env=environment | {_MARK: mark}, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment | {_MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
     try:
         fault_at_s = _fault(case, folder, job)
@@ -217,13 +253,19 @@ def _run(case: Case, folder: Path, outcome: Outcome) -> None:
         if ended_at_s is None:
             outcome.problems.append("the job did not end")
         else:
-            outcome.seconds = None if case.harmless or case.how == "calls" else max(0.0, ended_at_s - fault_at_s)
+            outcome.seconds = (
+                None if case.harmless or case.how == "calls" else max(0.0, ended_at_s - fault_at_s)
+            )
         outcome.in_time = ended_at_s is not None and ended_at_s <= wanted_s
         if ended_at_s is not None and not outcome.in_time:
-            outcome.problems.append(f"the job ended {ended_at_s - fault_at_s:.1f} s after the fault")
+            outcome.problems.append(
+                f"the job ended {ended_at_s - fault_at_s:.1f} s after the fault"
+            )
         outcome.left_alive = len(alive)
         if alive:
-            outcome.problems.append(f"processes left: {[' '.join(_command_of(process))[-80:] for process in alive]}")
+            outcome.problems.append(
+                f"processes left: {[' '.join(_command_of(process))[-80:] for process in alive]}"
+            )
         if ended_at_s is not None:
             _look_at(case, folder, job.returncode, outcome)
     finally:
@@ -236,22 +278,47 @@ def _run(case: Case, folder: Path, outcome: Outcome) -> None:
 
 def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
     environment = dict(os.environ) | {
-        "PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", "BURST_RT_POISON": "1", "BURST_RT_HARDWARE": "none",
-        "BURST_RT_JOIN_S": f"{_JOIN_S:g}" if case.launcher == "mpirun" else "60", "TMPDIR": str(folder / "tmp"),
+        "PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", "BURST_RT_POISON": "1",
+        "BURST_RT_HARDWARE": "none",
+        "BURST_RT_JOIN_S": f"{_JOIN_S:g}" if case.launcher == "mpirun" else "60",
+        "TMPDIR": str(folder / "tmp"),
     }  # fmt: skip
     if case.how == "calls":
-        program = [str(_PROGRAMS / "attention_bad_input.py"), str(folder), str(_NUM_BAD_CALLS), str(case.seed)]
+        program = [
+            str(_PROGRAMS / "attention_bad_input.py"),
+            str(folder),
+            str(_NUM_BAD_CALLS),
+            str(case.seed),
+        ]
     else:
         # Of a killed launcher the ranks are to hear while one of them does what the phase says.
-        how, victim = (case.how, case.victim) if case.victim.isdigit() else ("hold", str(case.ranks - 1))
+        how, victim = (
+            (case.how, case.victim) if case.victim.isdigit() else ("hold", str(case.ranks - 1))
+        )
         limits_s = _LIMITS_S if how in ("sigstop", "slow") else (60.0, 30.0)
-        program = [str(_PROGRAMS / "faults_program.py"), how, case.phase, victim, *map(str, limits_s)]
+        program = [
+            str(_PROGRAMS / "faults_program.py"),
+            how,
+            case.phase,
+            victim,
+            *map(str, limits_s),
+        ]
     if case.launcher == "mpirun":
         launcher = find_launcher()
         environment = launcher.environment(case.ranks, 1, folder / "mpirun") | environment
         return launcher.command([sys.executable, *program], case.ranks), environment
     telemetry = ["--telemetry"] if case.launcher == "telemetry" else []
-    return [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(case.ranks), *telemetry, *program], environment
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "burst_rt.launch.main",
+        "run",
+        "-n",
+        str(case.ranks),
+        *telemetry,
+        *program,
+    ], environment
 
 
 def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
@@ -267,7 +334,9 @@ def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
         return float(mark.read_text(encoding="utf-8"))
     process = psutil.Process(job.pid)
     if case.victim == "mpirun":
-        process = next(child for child in process.children() if "mpi" in child.name() or "prte" in child.name())
+        process = next(
+            child for child in process.children() if "mpi" in child.name() or "prte" in child.name()
+        )
     time.sleep(0.3)
     process.kill()
     return time.time()
@@ -289,11 +358,15 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
     if case.victim != "launcher":
         # Left in the temporary folder, which is this job's alone.
         own = folder / "tmp" / f"burst-rt-{os.getuid()}"  # this user's, for the jobs that run
-        left = sorted(str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*") if path != own)
+        left = sorted(
+            str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*") if path != own
+        )
         if left:
             outcome.problems.append(f"files left: {left}")
     # Open MPI's abort leaves a NUL byte in the output.
-    last = (folder / "err").read_text(errors="replace").rstrip("\n").rpartition("\n")[2].lstrip("\0")
+    last = (
+        (folder / "err").read_text(errors="replace").rstrip("\n").rpartition("\n")[2].lstrip("\0")
+    )
     expected = _last_line(case)
     if expected and code and not re.fullmatch(expected, last):
         outcome.wrong_last_line = True
@@ -301,10 +374,17 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
 
 
 def _last_line(case: Case) -> str:
-    """What the launcher's last line must be; "" where there is nothing to say, or nobody to say it."""
+    """What the launcher's last line must be; "" where there is nothing to say, or nobody to
+    say it.
+    """
     if case.victim == "mpirun":
         return r"burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
-    if case.launcher == "mpirun" or not case.victim.isdigit() or case.harmless or case.phase == "finalized":
+    if (
+        case.launcher == "mpirun"
+        or not case.victim.isdigit()
+        or case.harmless
+        or case.phase == "finalized"
+    ):
         return ""
     rank = rf"burst-rt: rank {case.victim} "
     if case.how == "sigstop":
@@ -318,18 +398,30 @@ def _last_line(case: Case) -> str:
         doing = r"(; .+)?"
     after = r"after \d+\.\d s"
     if case.how in _SIGNALS:
-        return rank + rf"was killed by signal {_SIGNALS[case.how]}, {case.how.upper()} {after}{doing}"
+        return (
+            rank + rf"was killed by signal {_SIGNALS[case.how]}, {case.how.upper()} {after}{doing}"
+        )
     if case.how in _CRASHES:
-        return rank + rf"crashed in native code \(signal {_CRASHES[case.how]}, {case.how.upper()}\){doing}"
+        return (
+            rank
+            + rf"crashed in native code \(signal {_CRASHES[case.how]}, {case.how.upper()}\){doing}"
+        )
     if case.how == "raise":
-        return rank + rf"failed {after} with RuntimeError: the leaver's own error \(exit code 1\){doing}"
+        return (
+            rank
+            + rf"failed {after} with RuntimeError: the leaver's own error \(exit code 1\){doing}"
+        )
     if case.how == "exit-3":
         return rank + rf"failed {after} \(exit code 3\){doing}"
     how = rf"left with exit code 0 {after}" if case.how == "exit-0" else r"ended without a word"
     if case.phase in _BEFORE_JOINING and case.how != "os-exit-3":
         where = "before init" if case.phase == "started" else "before it had started MPI"
         # Open MPI may notice first, and then only its exit code is known.
-        noticed = rf"|ended without a word \(mpirun's exit code is \d+\) {after}" if case.how == "os-exit-0" else ""
+        noticed = (
+            rf"|ended without a word \(mpirun's exit code is \d+\) {after}"
+            if case.how == "os-exit-0"
+            else ""
+        )
         return rank + rf"({how}, {where}, where rank \d waited for it; the job was ended{noticed})"
     if case.how == "exit-0":
         return rank + rf"{how} while others were in a call{doing}"
@@ -337,15 +429,25 @@ def _last_line(case: Case) -> str:
 
 
 def _wrong_calls(case: Case, folder: Path) -> Iterator[str]:
-    """What should not be of the bad calls: the same typed error on every rank, soon, and the context usable."""
-    by_rank = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(case.ranks)]
+    """What should not be of the bad calls: the same typed error on every rank, soon, and the
+    context usable.
+    """
+    by_rank = [
+        json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(case.ranks)
+    ]
     for same in zip(*by_rank, strict=True):
         about = f"{same[0]['case']} on rank {same[0]['odd']}"
-        if any(entry["error"] != entry["expected"] or entry["words"] not in entry["message"] for entry in same):
+        if any(
+            entry["error"] != entry["expected"] or entry["words"] not in entry["message"]
+            for entry in same
+        ):
             yield f"{about}: {[(entry['error'], entry.get('message')) for entry in same]}"
             continue
         words = {entry["message"] for entry in same}
-        if len(words) != 1 or any(entry["elapsed_s"] > _DEADLINE_S or not entry["usable"] for entry in same):
+        if len(words) != 1 or any(
+            entry["elapsed_s"] > _DEADLINE_S or not entry["usable"] for entry in same
+        ):
             yield f"{about}: other words, late, or a context that is not usable: {same}"
 
 
@@ -373,13 +475,29 @@ def _text(folder: Path, job: subprocess.Popen[bytes]) -> str:
 def _table(outcomes: Sequence[Outcome]) -> str:
     """The figures, by launcher and for all."""
     rows: list[tuple[str, ...]] = [
-        ("launched by", "cases", "failed", "in time", "median s", "95 % s", "worst s", "wrong last lines", "processes left")
+        (
+            "launched by",
+            "cases",
+            "failed",
+            "in time",
+            "median s",
+            "95 % s",
+            "worst s",
+            "wrong last lines",
+            "processes left",
+        )
     ]
-    kinds = [kind for kind in (*_LAUNCHERS, "checkpoint") if any(outcome.case.launcher == kind for outcome in outcomes)]
+    kinds = [
+        kind
+        for kind in (*_LAUNCHERS, "checkpoint")
+        if any(outcome.case.launcher == kind for outcome in outcomes)
+    ]
     for kind in (*kinds, "all"):
         of = [outcome for outcome in outcomes if kind in (outcome.case.launcher, "all")]
         # Of waits that a deadline ends only what comes after it.
-        seconds = sorted(outcome.seconds - outcome.case.waits_s for outcome in of if outcome.seconds is not None)
+        seconds = sorted(
+            outcome.seconds - outcome.case.waits_s for outcome in of if outcome.seconds is not None
+        )
         times = ["", "", ""]
         if seconds:
             worst = max(0.0, seconds[-1])
@@ -387,11 +505,15 @@ def _table(outcomes: Sequence[Outcome]) -> str:
             times = [f"{max(0.0, statistics.median(seconds)):.2f}", f"{at_95:.2f}", f"{worst:.2f}"]
         rows.append(
             (
-                kind, str(len(of)), str(sum(bool(outcome.problems) for outcome in of)), str(sum(outcome.in_time for outcome in of)), *times,
-                str(sum(outcome.wrong_last_line for outcome in of)), str(sum(outcome.left_alive for outcome in of)),
+                kind, str(len(of)), str(sum(bool(outcome.problems) for outcome in of)),
+                str(sum(outcome.in_time for outcome in of)), *times,
+                str(sum(outcome.wrong_last_line for outcome in of)),
+                str(sum(outcome.left_alive for outcome in of)),
             )
         )  # fmt: skip
-    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], ("---",) + ("---:",) * 8, *rows[1:]))
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in (rows[0], ("---",) + ("---:",) * 8, *rows[1:])
+    )
 
 
 def main() -> int:
@@ -400,12 +522,20 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="how many cases are drawn")
     parser.add_argument("--only", type=int, help="only the case of this number, from 0")
     parser.add_argument("--case", action="append", help="these instead of drawn ones")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so long")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no case after so long"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    cases = [parse(name) for name in options.case] if options.case else [draw(chance) for _ in range(options.count)]
-    numbered = [(number, case) for number, case in enumerate(cases) if options.only in (None, number)]
+    cases = (
+        [parse(name) for name in options.case]
+        if options.case
+        else [draw(chance) for _ in range(options.count)]
+    )
+    numbered = [
+        (number, case) for number, case in enumerate(cases) if options.only in (None, number)
+    ]
     started_s = time.monotonic()
 
     def in_turn(case: Case) -> Outcome | None:
@@ -413,14 +543,20 @@ def main() -> int:
 
     done: list[tuple[int, Outcome]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for (number, case), outcome in zip(numbered, pool.map(in_turn, [case for _, case in numbered]), strict=True):
+        for (number, case), outcome in zip(
+            numbered, pool.map(in_turn, [case for _, case in numbered]), strict=True
+        ):
             if outcome is None:
                 continue
             done.append((number, outcome))
             took = "" if outcome.seconds is None else f" {outcome.seconds:.2f} s"
             print(f"{number:3d} {case}: {'FAILED' if outcome.problems else 'ok'}{took}", flush=True)
             if outcome.problems:
-                print("".join(f"    {problem}\n" for problem in outcome.problems) + f"{outcome.text}\n----", flush=True)
+                print(
+                    "".join(f"    {problem}\n" for problem in outcome.problems)
+                    + f"{outcome.text}\n----",
+                    flush=True,
+                )
     print(f"{len(done)} cases in {(time.monotonic() - started_s) / 60:.1f} min")
     failed = [(number, outcome) for number, outcome in done if outcome.problems]
     print("\nfailed:" if failed else "\nall well")

@@ -13,7 +13,17 @@ from burst_rt.attention.strategies import Program, Ring, choose
 from burst_rt.attention.strategies.ring import travels_whole
 from burst_rt.scheduler import Graph
 
-__all__ = ["KIND_PAIRS", "MASKS", "SIZES", "Window", "as_ring", "bytes_of", "graphs_of", "other_rings", "problem"]
+__all__ = [
+    "KIND_PAIRS",
+    "MASKS",
+    "SIZES",
+    "Window",
+    "as_ring",
+    "bytes_of",
+    "graphs_of",
+    "other_rings",
+    "problem",
+]
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,16 @@ def problem(
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
 ) -> Problem:
     layouts = make_layout(kinds[0], q_len, world_size), make_layout(kinds[1], kv_len, world_size)
-    return Problem(*layouts, mask or Full(), batch, *heads, head_dim, input_bytes, max(input_bytes, 4), needs_grad)
+    return Problem(
+        *layouts,
+        mask or Full(),
+        batch,
+        *heads,
+        head_dim,
+        input_bytes,
+        max(input_bytes, 4),
+        needs_grad,
+    )
 
 
 def other_rings(p: Problem) -> Iterator[Ring]:
@@ -52,7 +71,10 @@ def other_rings(p: Problem) -> Iterator[Ring]:
         yield as_ring(choose(p, "ring-kv", forward=True).program)
         for strategy in ("ring-kv", "burst"):
             yield as_ring(choose(p, strategy, forward=False).program)
-    for strategy in ("bidirectional", *(f"two-level:{n}" for n in range(1, p.world_size + 1) if p.world_size % n == 0)):
+    for strategy in (
+        "bidirectional",
+        *(f"two-level:{n}" for n in range(1, p.world_size + 1) if p.world_size % n == 0),
+    ):
         for forward in (True, False):
             yield as_ring(choose(p, strategy, forward=forward).program)
 
@@ -70,7 +92,24 @@ def bytes_of(graph: Graph) -> int:
     return sum(m.size_bytes for task in graph.tasks for m in task.sends)
 
 
-# (q_len, kv_len, world): lengths that divide by nothing, shorter than the world, Sq != Skv both ways.
-SIZES = [(37, 37, 1), (48, 48, 2), (37, 37, 3), (64, 64, 4), (61, 61, 5), (3, 3, 5), (1, 1, 2), (20, 45, 3), (45, 20, 4), (70, 70, 8)]
+# (q_len, kv_len, world): lengths that divide by nothing, shorter than the world, Sq != Skv both
+# ways.
+SIZES = [
+    (37, 37, 1),
+    (48, 48, 2),
+    (37, 37, 3),
+    (64, 64, 4),
+    (61, 61, 5),
+    (3, 3, 5),
+    (1, 1, 2),
+    (20, 45, 3),
+    (45, 20, 4),
+    (70, 70, 8),
+]
 KIND_PAIRS = [(k, k) for k in KINDS] + [("zigzag", "contiguous"), ("contiguous", "striped")]
-MASKS: dict[str, Mask] = {"full": Full(), "causal": Causal(), "window": Window(), "both": Window() & Causal()}
+MASKS: dict[str, Mask] = {
+    "full": Full(),
+    "causal": Causal(),
+    "window": Window(),
+    "both": Window() & Causal(),
+}

@@ -50,7 +50,9 @@ class HeldWire(FakeWire):
         self.cancelled = threading.Event()
         self.entered_once = threading.Event()
 
-    def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]], stream: int
+    ) -> None:
         self.entered_s = time.perf_counter()
         self.entered_once.set()
         self.inside.wait(60)
@@ -58,7 +60,9 @@ class HeldWire(FakeWire):
 
     def check(self) -> None:
         if self.error:
-            raise DeviceError(f"rank {self.rank}: NCCL failed while moving data: {self.error}", rank=self.rank)
+            raise DeviceError(
+                f"rank {self.rank}: NCCL failed while moving data: {self.error}", rank=self.rank
+            )
 
     def cancel(self) -> None:
         self.cancelled.set()

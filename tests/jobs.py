@@ -1,4 +1,6 @@
-"""MPI jobs of tests: a rank program started on several ranks, with a deadline, and what came of it."""
+"""MPI jobs of tests: a rank program started on several ranks, with a deadline, and what came
+of it.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +36,52 @@ class Job:
 
 
 def run_job(
-    program: Path, num_ranks: int, args: Sequence[str] = (), *, timeout_s: float = 120.0, bare: bool = False, cwd: Path | None = None
+    program: Path,
+    num_ranks: int,
+    args: Sequence[str] = (),
+    *,
+    timeout_s: float = 120.0,
+    bare: bool = False,
+    cwd: Path | None = None,
 ) -> Job:
-    """Runs `program` on `num_ranks` ranks, under `burst-rt run` or (bare) `mpirun python`, and waits for the end.
+    """Runs `program` on `num_ranks` ranks, under `burst-rt run` or (bare) `mpirun python`, and
+    waits for the end.
 
-    Programs may import the modules beside this one. A job that outlives `timeout_s` is killed and raises TimeoutError with its output.
+    Programs may import the modules beside this one. A job that outlives `timeout_s` is killed and
+    raises TimeoutError with its output.
     """
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
         environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join([str(_TESTS), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(_TESTS), environment.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep)
         environment["OMP_NUM_THREADS"] = "1"
         if bare:
             launcher = find_launcher()
             environment = launcher.environment(num_ranks, 1, job_dir) | environment
             command = launcher.command([sys.executable, str(program), *args], num_ranks)
         else:
-            command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", str(num_ranks), str(program), *args]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "burst_rt.launch.main",
+                "run",
+                "-n",
+                str(num_ranks),
+                str(program),
+                *args,
+            ]
         return _run(command, environment, cwd, timeout_s, f"{program.name} on {num_ranks} ranks")
 
 
-def _run(command: Sequence[str], environment: dict[str, str], cwd: Path | None, timeout_s: float, what: str) -> Job:
+def _run(
+    command: Sequence[str],
+    environment: dict[str, str],
+    cwd: Path | None,
+    timeout_s: float,
+    what: str,
+) -> Job:
     process = subprocess.Popen(
         command,
         cwd=cwd,

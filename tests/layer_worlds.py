@@ -1,6 +1,8 @@
-"""One transformer layer spread over a world of ranks, and the whole of it in float64 that the tests compare with.
+"""One transformer layer spread over a world of ranks, and the whole of it in float64 that the tests
+compare with.
 
-`reference` shares no code with the package: rotary positions by complex numbers, attention with its matrix of scores, gradients by torch.
+`reference` shares no code with the package: rotary positions by complex numbers, attention with its
+matrix of scores, gradients by torch.
 """
 
 from __future__ import annotations
@@ -37,12 +39,16 @@ class LayerCase:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """x and the gradient of the output, whole."""
         generator = torch.Generator().manual_seed(2)
-        x, dy = torch.randn(2, self.batch, self.seq_len, self.shape.dim, generator=generator, dtype=torch.float64).to(self.dtype)
+        x, dy = torch.randn(
+            2, self.batch, self.seq_len, self.shape.dim, generator=generator, dtype=torch.float64
+        ).to(self.dtype)
         return x, dy
 
 
 class Outcome(NamedTuple):
-    """Of one rank: relative errors, by result; bytes sent and those that the graphs say, forward and backward."""
+    """Of one rank: relative errors, by result; bytes sent and those that the graphs say, forward
+    and backward.
+    """
 
     errors: dict[str, float]
     sent: tuple[int, int]
@@ -51,7 +57,9 @@ class Outcome(NamedTuple):
 
 def spread(ctx: Context, case: LayerCase) -> Outcome:
     """Forward and backward on the ranks. Collective."""
-    layout = ctx.layout(case.seq_len, "contiguous" if case.strategy in TENSOR_PARALLEL else "zigzag")
+    layout = ctx.layout(
+        case.seq_len, "contiguous" if case.strategy in TENSOR_PARALLEL else "zigzag"
+    )
     layer = ParallelLayer(layout, case.shape, case.strategy, case.weights())
     is_whole = case.strategy == TENSOR_PARALLEL[0]
     x, dy = (each.clone() if is_whole else layout.shard(each) for each in case.inputs())
@@ -63,7 +71,10 @@ def spread(ctx: Context, case: LayerCase) -> Outcome:
     end = ctx.transport.bytes_sent
     assert x.grad is not None
     truth = reference(case)
-    found = {name: each if is_whole else layout.unshard(each) for name, each in (("y", y.detach()), ("x", x.grad))}
+    found = {
+        name: each if is_whole else layout.unshard(each)
+        for name, each in (("y", y.detach()), ("x", x.grad))
+    }
     errors = {name: relative_error(each, truth[name]) for name, each in found.items()}
     for name, weight in layer.named_parameters():
         assert weight.grad is not None
@@ -87,13 +98,19 @@ def reference(case: LayerCase) -> dict[str, torch.Tensor]:
         half = shape.head_dim // 2
         speed = 10_000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
         angles = torch.outer(torch.arange(case.seq_len, dtype=torch.float64), speed)
-        z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        z = (
+            torch.complex(x[..., :half], x[..., half:])
+            * torch.polar(torch.ones_like(angles), angles)[:, None]
+        )
         return torch.cat((z.real, z.imag), -1)
 
-    q, k, v = (norm(x, weights["attention_norm"]) @ weights["qkv"].T).unflatten(-1, (-1, shape.head_dim)).split(
-        [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 2
-    )  # fmt: skip
-    k, v = (each.repeat_interleave(shape.num_heads // shape.num_kv_heads, 2) for each in (turned(k), v))
+    qkv = (norm(x, weights["attention_norm"]) @ weights["qkv"].T).unflatten(
+        -1, (-1, shape.head_dim)
+    )
+    q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 2)
+    k, v = (
+        each.repeat_interleave(shape.num_heads // shape.num_kv_heads, 2) for each in (turned(k), v)
+    )
     scores = torch.einsum("bqhd,bkhd->bhqk", turned(q), k) / shape.head_dim**0.5
     scores = scores.masked_fill(torch.ones(case.seq_len, case.seq_len).triu(1).bool(), -torch.inf)
     h = x + torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2) @ weights["out"].T

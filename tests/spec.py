@@ -1,7 +1,9 @@
-"""What attention is: the whole of it in float64, score matrix and all, gradients by torch's autograd. All tests compare with this.
+"""What attention is: the whole of it in float64, score matrix and all, gradients by torch's
+autograd. All tests compare with this.
 
-It shares no code with the package: neither kernels, nor the cutting into blocks, nor the backward's formula. From the package it takes
-only `Mask.allows`, which the tests of masks compare with plain loops.
+It shares no code with the package: neither kernels, nor the cutting into blocks, nor the backward's
+formula. From the package it takes only `Mask.allows`, which the tests of masks compare with plain
+loops.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ __all__ = ["Attention", "errors_of", "reference", "relative_error", "seen", "sin
 
 
 class Attention(NamedTuple):
-    """Whole results of a call: out, dq `[B, Sq, H, D]`, lse `[B, H, Sq]`, dk, dv `[B, Skv, Hkv, D]`; None: not asked for."""
+    """Whole results of a call: out, dq `[B, Sq, H, D]`, lse `[B, H, Sq]`, dk, dv `[B, Skv, Hkv,
+    D]`; None: not asked for.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -43,14 +47,24 @@ def reference(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Attention:
-    """Attention of BSHD tensors of any floating type, in float64; gradients of sum(out * dout) + sum(lse * dlse)."""
+    """Attention of BSHD tensors of any floating type, in float64; gradients of sum(out * dout) +
+    sum(lse * dlse).
+    """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (
+        1 / math.sqrt(q.shape[3]) if scale is None else scale
+    )
     visible = seen(mask or Full(), q.shape[1], k.shape[1])
     blind = ~visible.any(-1)
-    top = scores.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True).masked_fill(blind[:, None], 0.0)
-    # The masked are taken out before exp: exp of them could overflow, and its gradient would be inf * 0.
+    top = (
+        scores.detach()
+        .masked_fill(~visible, -torch.inf)
+        .amax(-1, keepdim=True)
+        .masked_fill(blind[:, None], 0.0)
+    )
+    # The masked are taken out before exp: exp of them could overflow, and its gradient would be inf
+    # * 0.
     weights = torch.exp((scores - top).masked_fill(~visible, 0.0)) * visible
     total = weights.sum(-1).masked_fill(blind, 1.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights / total[..., None], v.repeat_interleave(group, 2))
@@ -61,24 +75,41 @@ def reference(
     return Attention(out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v)))
 
 
-def single_process(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *, mask: Mask | None = None) -> Attention:
-    """The same by torch's own attention on this CPU, in the inputs' type: how accurate one may expect to be."""
+def single_process(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+) -> Attention:
+    """The same by torch's own attention on this CPU, in the inputs' type: how accurate one may
+    expect to be.
+    """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
     attend = torch.nn.functional.scaled_dot_product_attention
     aligned = isinstance(mask, Causal) and q.shape[1] == k.shape[1]
     visible = None if mask is None or aligned else seen(mask, q.shape[1], k.shape[1])
     out = attend(q_, k_, v_, attn_mask=visible, is_causal=aligned, enable_gqa=True).transpose(1, 2)
-    additive = None if visible is None else torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+    additive = (
+        None
+        if visible is None
+        else torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+    )
     with torch.no_grad():
-        _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_, k_, v_, 0.0, aligned, attn_mask=additive)
+        _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_, k_, v_, 0.0, aligned, attn_mask=additive
+        )
     if visible is not None:
         lse = lse.masked_fill(~visible.any(-1), -torch.inf)
     return Attention(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
 
 
 def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of the truth. Infinities must be the same; nan where x is."""
+    """Frobenius norm of the difference over that of the truth. Infinities must be the same; nan
+    where x is.
+    """
     assert x.shape == truth.shape, f"shape {tuple(x.shape)}, expected {tuple(truth.shape)}"
     x, truth = x.detach().double(), truth.detach().double()
     infinite = truth.isinf()
@@ -91,4 +122,8 @@ def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
 
 def errors_of(result: Attention, truth: Attention) -> dict[str, float]:
     """The relative error of every result there is."""
-    return {name: relative_error(x, getattr(truth, name)) for name, x in result._asdict().items() if x is not None}
+    return {
+        name: relative_error(x, getattr(truth, name))
+        for name, x in result._asdict().items()
+        if x is not None
+    }

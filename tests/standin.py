@@ -13,7 +13,15 @@ _SOURCE = Path(__file__).parent / "nvml_standin.c"
 
 def build_standin(folder: Path) -> Path:
     """Compiles the library into a folder and returns the folder."""
-    command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(folder / "libnvidia-ml.so.1"), str(_SOURCE)]
+    command = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        str(folder / "libnvidia-ml.so.1"),
+        str(_SOURCE),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return folder

@@ -40,33 +40,70 @@ def offset_s(rank: int) -> float:
 
 def hello(rank: int, world_size: int, *, gpu: bool = False) -> Hello:
     source = f"gpu:{rank}" if gpu else ""
-    return Hello(VERSION, SECRET, rank, world_size, 0, "host", 1000 + rank, "cuda:0" if gpu else "cpu", source, "train.py", "0.1", 5.0)
+    return Hello(
+        VERSION,
+        SECRET,
+        rank,
+        world_size,
+        0,
+        "host",
+        1000 + rank,
+        "cuda:0" if gpu else "cpu",
+        source,
+        "train.py",
+        "0.1",
+        5.0,
+    )
 
 
-def beat(rank: int, hub_s: float, *, number: int = -1, doing: str = "", since_s: float = 0.0) -> Heartbeat:
+def beat(
+    rank: int, hub_s: float, *, number: int = -1, doing: str = "", since_s: float = 0.0
+) -> Heartbeat:
     """since_s: by the hub's clock."""
     back_s = offset_s(rank)
-    return Heartbeat(hub_s - back_s, back_s, 1e-4, "0-1", number, doing, since_s - back_s if number >= 0 else 0.0)
+    return Heartbeat(
+        hub_s - back_s, back_s, 1e-4, "0-1", number, doing, since_s - back_s if number >= 0 else 0.0
+    )
 
 
 def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRank]:
-    """What a rank says first. Its plan: 0 swaps 1,000 bytes with the next rank, 1 works meanwhile, 2 works on what came."""
+    """What a rank says first. Its plan: 0 swaps 1,000 bytes with the next rank, 1 works meanwhile,
+    2 works on what came.
+    """
     following, preceding = (rank + 1) % world_size, (rank - 1) % world_size
     tasks = [
-        TaskInfo("hop 0", "network", "exchange", 0, 1000, 0, False, [(following, 5, 1000)], [(preceding, 5, 1000)]),
+        TaskInfo(
+            "hop 0",
+            "network",
+            "exchange",
+            0,
+            1000,
+            0,
+            False,
+            [(following, 5, 1000)],
+            [(preceding, 5, 1000)],
+        ),
         TaskInfo("hop 0 q0 kv0", "compute", "forward", 0, 0, 10, False, [], []),
         TaskInfo("hop 1 q0 kv1", "compute", "forward", 1, 0, 10, False, [], []),
     ]
     group = f"0-{world_size - 1}"
-    said: list[FromRank] = [hello(rank, world_size, gpu=gpu), beat(rank, 0.0), Group(group, list(range(world_size)), "mpi", "asked for")]
+    said: list[FromRank] = [
+        hello(rank, world_size, gpu=gpu),
+        beat(rank, 0.0),
+        Group(group, list(range(world_size)), "mpi", "asked for"),
+    ]
     said.append(Plan(0, group, "forward", tasks, "ring-kv, zigzag", None))
     if gpu:
         said.append(Source(f"gpu:{rank}", "gpu", "host", ["power_w"], {"name": "a GPU"}))
     return said
 
 
-def call(rank: int, number: int, start_s: float, *times: tuple[float, float, float], group: str = "0-1") -> Call:
-    """A call with (issued, started, ended) of each task, in seconds after start_s (the hub's clock)."""
+def call(
+    rank: int, number: int, start_s: float, *times: tuple[float, float, float], group: str = "0-1"
+) -> Call:
+    """A call with (issued, started, ended) of each task, in seconds after start_s (the hub's
+    clock).
+    """
     spans = np.array([(task, *when) for task, when in enumerate(times)], SPAN)
     began_s = start_s - offset_s(rank)
     ended_s = began_s + max(when[2] for when in times)
@@ -74,8 +111,22 @@ def call(rank: int, number: int, start_s: float, *times: tuple[float, float, flo
 
 
 def counters(rank: int, hub_s: float, calls: int) -> Counters:
-    lanes = {"network": LaneCounters(calls, 1000 * calls, 0), "compute": LaneCounters(2 * calls, 0, 20 * calls)}
-    return Counters(hub_s - offset_s(rank), calls, calls, 0.5 * calls, 0.1 * calls, 1.0 * calls, 0.4 * calls, 0.3 * calls, lanes, 0)
+    lanes = {
+        "network": LaneCounters(calls, 1000 * calls, 0),
+        "compute": LaneCounters(2 * calls, 0, 20 * calls),
+    }
+    return Counters(
+        hub_s - offset_s(rank),
+        calls,
+        calls,
+        0.5 * calls,
+        0.1 * calls,
+        1.0 * calls,
+        0.4 * calls,
+        0.3 * calls,
+        lanes,
+        0,
+    )
 
 
 def gpu_sample(rank: int, hub_s: float, power_w: float) -> Sample:
@@ -85,15 +136,20 @@ def gpu_sample(rank: int, hub_s: float, power_w: float) -> Sample:
 
 
 _GPU_METRICS = (
-    "sm_percent", "memory_busy_percent", "memory_used_bytes", "energy_j", "temperature_c", "memory_temperature_c", "sm_clock_mhz",
-    "memory_clock_mhz", "throttle_bits", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s",
-    "num_processes", "ecc_corrected", "ecc_uncorrected", "num_xid", "gpm_sm_percent", "gpm_occupancy_percent", "gpm_tensor_percent",
+    "sm_percent", "memory_busy_percent", "memory_used_bytes", "energy_j", "temperature_c",
+    "memory_temperature_c", "sm_clock_mhz",
+    "memory_clock_mhz", "throttle_bits", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s",
+    "nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s",
+    "num_processes", "ecc_corrected", "ecc_uncorrected", "num_xid", "gpm_sm_percent",
+    "gpm_occupancy_percent", "gpm_tensor_percent",
     "gpm_dram_percent",
 )  # fmt: skip
 
 
 class Load:
-    """Ranks that each make calls of `_TASKS` tasks so that all together there are `rate` spans a second."""
+    """Ranks that each make calls of `_TASKS` tasks so that all together there are `rate` spans a
+    second.
+    """
 
     def __init__(self, num_ranks: int, rate: float) -> None:
         self.num_ranks = num_ranks
@@ -107,14 +163,47 @@ class Load:
         for rank in everyone:
             following, preceding = (rank + 1) % self.num_ranks, (rank - 1) % self.num_ranks
             tiles = [
-                TaskInfo(f"hop {h} q{rank} kv{(rank - h) % self.num_ranks}", "compute", "forward", h, 0, 10**9, False, [], [])
+                TaskInfo(
+                    f"hop {h} q{rank} kv{(rank - h) % self.num_ranks}",
+                    "compute",
+                    "forward",
+                    h,
+                    0,
+                    10**9,
+                    False,
+                    [],
+                    [],
+                )
                 for h in range(_HOPS)
             ]
             moves = [
-                TaskInfo(f"hop {h}", "network", "exchange", h, 10**6, 0, False, [(following, h, 10**6)], [(preceding, h, 10**6)])
+                TaskInfo(
+                    f"hop {h}",
+                    "network",
+                    "exchange",
+                    h,
+                    10**6,
+                    0,
+                    False,
+                    [(following, h, 10**6)],
+                    [(preceding, h, 10**6)],
+                )
                 for h in range(_HOPS - 1)
             ]
-            hello = Hello(VERSION, "", rank, self.num_ranks, rank % 8, f"node{rank // 8}", 1000 + rank, "cpu", "", "load.py", "0.1", 5.0)
+            hello = Hello(
+                VERSION,
+                "",
+                rank,
+                self.num_ranks,
+                rank % 8,
+                f"node{rank // 8}",
+                1000 + rank,
+                "cpu",
+                "",
+                "load.py",
+                "0.1",
+                5.0,
+            )
             first: list[FromRank] = [
                 hello,
                 Group("all", everyone, "mpi", ""),
@@ -129,16 +218,39 @@ class Load:
             self._call(state, self.calls * self.period_s)
             self.calls += 1
         for rank in range(self.num_ranks):
-            state.apply(now_s, rank, Heartbeat(now_s, 0.0, 1e-4, "all", self.calls, f"hop {self.calls % _HOPS}", now_s))
+            state.apply(
+                now_s,
+                rank,
+                Heartbeat(now_s, 0.0, 1e-4, "all", self.calls, f"hop {self.calls % _HOPS}", now_s),
+            )
             lanes = {
                 "network": LaneCounters(self.calls * 7, self.calls * 7 * 10**6, 0),
                 "compute": LaneCounters(self.calls * 8, 0, self.calls * 8 * 10**9),
             }
             worked_s = 0.85 * self.calls * self.period_s
             state.apply(
-                now_s, rank, Counters(now_s, self.calls, self.calls, worked_s, 0.1 * worked_s, worked_s, worked_s, 0.9 * worked_s, lanes, 0)
+                now_s,
+                rank,
+                Counters(
+                    now_s,
+                    self.calls,
+                    self.calls,
+                    worked_s,
+                    0.1 * worked_s,
+                    worked_s,
+                    worked_s,
+                    0.9 * worked_s,
+                    lanes,
+                    0,
+                ),
             )
-        state.apply(now_s, 0, Report(now_s, self.calls, {"loss": 1 + 5 * math.exp(-now_s / 100), "tokens_per_s": 1e6}))
+        state.apply(
+            now_s,
+            0,
+            Report(
+                now_s, self.calls, {"loss": 1 + 5 * math.exp(-now_s / 100), "tokens_per_s": 1e6}
+            ),
+        )
 
     def _call(self, state: State, start_s: float) -> None:
         hop_s = 0.9 * self.period_s / _HOPS
@@ -146,10 +258,25 @@ class Load:
             shake = 0.05 * hop_s * math.sin(rank * 7 + self.calls)
             spans = np.zeros(_TASKS, SPAN)
             spans["task"] = np.arange(_TASKS)
-            begins = np.concatenate([np.arange(_HOPS), np.arange(_HOPS - 1) + 0.05]) * hop_s + shake + 0.05 * hop_s
+            begins = (
+                np.concatenate([np.arange(_HOPS), np.arange(_HOPS - 1) + 0.05]) * hop_s
+                + shake
+                + 0.05 * hop_s
+            )
             spans["issued"] = spans["started"] = begins
             spans["ended"] = begins + hop_s * 0.9
             state.apply(
-                start_s + self.period_s, rank, Call("all", self.calls, 0, start_s, start_s + self.period_s, 0.0, 0.0, spans.tobytes())
+                start_s + self.period_s,
+                rank,
+                Call(
+                    "all",
+                    self.calls,
+                    0,
+                    start_s,
+                    start_s + self.period_s,
+                    0.0,
+                    0.0,
+                    spans.tobytes(),
+                ),
             )
             self.spans += _TASKS

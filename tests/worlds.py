@@ -1,4 +1,6 @@
-"""One attention call spread over a world of ranks, results put together again: on threads of this process, or inside an MPI job."""
+"""One attention call spread over a world of ranks, results put together again: on threads of this
+process, or inside an MPI job.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,22 @@ class Case:
         """Standard normal numbers, rounded to the case's type."""
         generator = torch.Generator().manual_seed(self.seed)
         q_shape = (self.batch, self.q_len, self.heads, self.head_dim)
-        kv_shape = (self.batch, self.kv_len or self.q_len, self.kv_heads or self.heads, self.head_dim)
-        q, dout, k, v = (
-            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in (q_shape, q_shape, kv_shape, kv_shape)
+        kv_shape = (
+            self.batch,
+            self.kv_len or self.q_len,
+            self.kv_heads or self.heads,
+            self.head_dim,
         )
-        dlse = torch.randn((self.batch, self.heads, self.q_len), generator=generator, dtype=torch.float64)
-        return Inputs(q, k, v, dout, dlse.to(torch.float64 if self.dtype == torch.float64 else torch.float32))
+        q, dout, k, v = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            for shape in (q_shape, q_shape, kv_shape, kv_shape)
+        )
+        dlse = torch.randn(
+            (self.batch, self.heads, self.q_len), generator=generator, dtype=torch.float64
+        )
+        return Inputs(
+            q, k, v, dout, dlse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        )
 
     def but(self, **changes: Any) -> Case:  # any field's type
         """The same case with other values."""
@@ -76,7 +88,8 @@ def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
     shards = (side.shard(x).to(ctx.device) for side, x in zip(sides, whole[:3], strict=True))
     q, k, v = (x.requires_grad_(needed) for x, needed in zip(shards, case.needs_grad, strict=True))
     result = burst_rt.burst_attention(
-        q, k, v, mask=case.mask, layout=layout, kv_layout=kv_layout, scale=case.scale, strategy=case.strategy, return_lse=True
+        q, k, v, mask=case.mask, layout=layout, kv_layout=kv_layout, scale=case.scale,
+        strategy=case.strategy, return_lse=True
     )  # fmt: skip
     assert isinstance(result, tuple)
     out, lse = result
@@ -84,13 +97,26 @@ def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
         loss = (out * layout.shard(whole.dout).to(ctx.device)).sum()
         if case.lse_grad:
             # Rows that see no key have lse = -inf, and no gradient.
-            loss = loss + (lse.masked_fill(lse.isinf(), 0.0) * layout.shard(whole.dlse, dim=2).to(ctx.device)).sum()
+            loss = (
+                loss
+                + (
+                    lse.masked_fill(lse.isinf(), 0.0)
+                    * layout.shard(whole.dlse, dim=2).to(ctx.device)
+                ).sum()
+            )
         loss.backward()
-    grads = [None if x.grad is None else side.unshard(x.grad.cpu()) for side, x in zip(sides, (q, k, v), strict=True)]
-    return Attention(layout.unshard(out.detach().cpu()), layout.unshard(lse.detach().cpu(), dim=2), *grads)
+    grads = [
+        None if x.grad is None else side.unshard(x.grad.cpu())
+        for side, x in zip(sides, (q, k, v), strict=True)
+    ]
+    return Attention(
+        layout.unshard(out.detach().cpu()), layout.unshard(lse.detach().cpu(), dim=2), *grads
+    )
 
 
-def attend_over_threads(world_size: int, case: Case, **options: Any) -> Attention:  # options: those of burst_rt.init
+def attend_over_threads(
+    world_size: int, case: Case, **options: Any
+) -> Attention:  # options: those of burst_rt.init
     """`attend` on ranks that are threads; checks that all ranks got the same whole."""
     inputs = case.inputs()
     results = burst_rt.run_local(world_size, lambda ctx: attend(ctx, case, inputs), **options)

@@ -1,4 +1,5 @@
-"""Transports: moving bytes between ranks (`LocalTransport`, `MpiTransport`) and the small control group beside each.
+"""Transports: moving bytes between ranks (`LocalTransport`, `MpiTransport`) and the small control
+group beside each.
 
 `burst_rt.transport.mpi` needs an MPI library and is imported only when asked for.
 """
@@ -19,6 +20,7 @@ from burst_rt.transport.base import (
 from burst_rt.transport.local import LocalControl, LocalTransport, LocalWorld
 
 __all__ = [
-    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld", "Memory", "Notice", "NoticeKind",
+    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld",
+    "Memory", "Notice", "NoticeKind",
     "OrderedTransport", "Pending", "PendingBytes", "PendingInts", "Transport",
 ]  # fmt: skip

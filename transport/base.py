@@ -1,7 +1,8 @@
 """What a transport and a control group must do. Nothing here moves a byte.
 
-A transport carries the messages of task graphs: raw bytes, non-blocking, counted. A control group carries the few small things ranks must
-agree on (call contracts, errors, farewells); it has a communicator of its own, so it can never be confused with data.
+A transport carries the messages of task graphs: raw bytes, non-blocking, counted. A control group
+carries the few small things ranks must agree on (call contracts, errors, farewells); it has a
+communicator of its own, so it can never be confused with data.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ __all__ = [
 ]
 
 
-# The bytes of one message: a contiguous memoryview of host memory, or a contiguous torch uint8 tensor of a device (any, so that this
-# package needs no torch).
+# The bytes of one message: a contiguous memoryview of host memory, or a contiguous torch uint8
+# tensor of a device (any, so that this package needs no torch).
 Memory: TypeAlias = Any
 
 
 class Capabilities(NamedTuple):
-    """What a transport can do: take device memory; complete in issue order (else one by one); how large one message may be."""
+    """What a transport can do: take device memory; complete in issue order (else one by one); how
+    large one message may be.
+    """
 
     device_memory: bool
     ordered: bool
@@ -47,10 +50,12 @@ class Completed(NamedTuple):
 
 
 class Transport(Protocol):
-    """Moves messages between the ranks of one context. One thread uses it at a time; no method blocks.
+    """Moves messages between the ranks of one context. One thread uses it at a time; no method
+    blocks.
 
-    Buffers are contiguous bytes that stay alive and untouched until their handle completes: memoryviews, or device tensors where
-    `capabilities.device_memory` says so. Messages with the same peer and tag match in the order they are started.
+    Buffers are contiguous bytes that stay alive and untouched until their handle completes:
+    memoryviews, or device tensors where `capabilities.device_memory` says so. Messages with the
+    same peer and tag match in the order they are started.
     """
 
     rank: int
@@ -66,20 +71,26 @@ class Transport(Protocol):
         """Starts receiving exactly `len(buffer)` bytes and returns a handle."""
 
     def poll(self) -> list[Completed]:
-        """Makes progress and returns what has completed since the last poll. A message of the wrong size raises ProtocolError."""
+        """Makes progress and returns what has completed since the last poll. A message of the wrong
+        size raises ProtocolError.
+        """
 
     def cancel(self) -> None:
-        """Gives up on everything under way. Memory of messages under way may still be touched: the caller keeps it."""
+        """Gives up on everything under way. Memory of messages under way may still be touched: the
+        caller keeps it.
+        """
 
     def close(self) -> None:
         """Releases the transport; nothing may be under way."""
 
 
 class OrderedTransport(Protocol):
-    """Moves messages between the ranks of one context on a stream of the device, which orders them: the host only starts them.
+    """Moves messages between the ranks of one context on a stream of the device, which orders them:
+    the host only starts them.
 
-    Messages with the same peer match in the order they are started; tags do not exist. One thread starts messages; a second may watch:
-    `entered_s`, `check` and `cancel` are for any thread. entered_s: since when (`time.perf_counter`) a thread is in `exchange`, or None.
+    Messages with the same peer match in the order they are started; tags do not exist. One thread
+    starts messages; a second may watch: `entered_s`, `check` and `cancel` are for any thread.
+    entered_s: since when (`time.perf_counter`) a thread is in `exchange`, or None.
     """
 
     rank: int
@@ -89,7 +100,9 @@ class OrderedTransport(Protocol):
     bytes_received: int
     entered_s: float | None
 
-    def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int
+    ) -> None:
         """Starts messages (device bytes, peer) that progress together, as one group on the
         stream. Does not wait for them; but two ranks may have to connect first, which has no
         deadline."""
@@ -111,8 +124,11 @@ class NoticeKind(IntEnum):
     ALIVE = 1  # I am inside a call and still computing: the id of my task
     LEFT = 2  # I have closed my context and will enter no further call: my exit code, and my error
     ENTERED = 3  # I wait for you to enter a call: its number
-    REFUSES = 4  # I cannot make my next call; do you wait for it in this context? Number of the question
-    REFUSES_TOO = 5  # neither can I: number of your question; "here" where I was about to make mine in this context
+    REFUSES = (
+        4  # I cannot make my next call; do you wait for it in this context? Number of the question
+    )
+    # neither can I: number of your question; "here" where I was about to make mine in this context
+    REFUSES_TOO = 5
 
 
 class Notice(NamedTuple):
@@ -148,26 +164,30 @@ class PendingBytes(Pending, Protocol):
 class ControlGroup(Protocol):
     """Small collectives and notices between the ranks of one context. No method blocks.
 
-    All ranks start the same collectives in the same order, one at a time: a gather may be two of the library's, between which no other may
-    come.
+    All ranks start the same collectives in the same order, one at a time: a gather may be two of
+    the library's, between which no other may come.
     """
 
     rank: int
     size: int
-    places: Sequence[object]  # of each rank: which process or thread it is, the same in all groups of a job
+    # of each rank: which process or thread it is, the same in all groups of a job
+    places: Sequence[object]
 
     def allreduce_max(self, values: Sequence[int]) -> PendingInts:
         """Elementwise maximum of 64-bit integers over the ranks."""
 
     def allreduce_sum(self, array: npt.NDArray[Any]) -> Pending:
-        """Elementwise sum over the ranks, in place, in the array's own type (float32, float64 or int64: not
-        every MPI adds bfloat16 correctly); the same bits on every rank and in every run."""
+        """Elementwise sum over the ranks, in place, in the array's own type (float32, float64 or
+        int64: not every MPI adds bfloat16 correctly); the same bits on every rank and in every run.
+        """
 
     def allgather(self, payload: bytes) -> PendingBytes:
         """Every rank's bytes (any lengths) on every rank."""
 
     def notify(self, peer: int, kind: NoticeKind, value: int = 0, text: str = "") -> None:
-        """Writes to a peer that may read it at any later time, or never. Of a long text the beginning arrives."""
+        """Writes to a peer that may read it at any later time, or never. Of a long text the
+        beginning arrives.
+        """
 
     def notices(self) -> list[Notice]:
         """What peers have written since the last call."""

@@ -1,7 +1,9 @@
-"""Ranks as threads of one process: for tests, notebooks and trying things out. Also the simplest statement of what a transport does.
+"""Ranks as threads of one process: for tests, notebooks and trying things out. Also the simplest
+statement of what a transport does.
 
-`LocalWorld(n)` is shared by n threads; `world.transport(r)` and `world.control(r)` are rank r's ends. A message moves when both sides have
-been started (rendezvous), copied by whichever thread came second.
+`LocalWorld(n)` is shared by n threads; `world.transport(r)` and `world.control(r)` are rank r's
+ends. A message moves when both sides have been started (rendezvous), copied by whichever thread
+came second.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _streams = threading.local()
 
 
 class LocalWorld:
-    """What the threads share. One lock guards all of it; it is held for look-ups only, never while bytes are copied."""
+    """What the threads share. One lock guards all of it; it is held for look-ups only, never while
+    bytes are copied.
+    """
 
     def __init__(self, size: int, origin: object = None) -> None:
         if size < 1:
@@ -33,21 +37,30 @@ class LocalWorld:
         self.size = size
         self.origin = id(self) if origin is None else origin  # the same for all duplicates
         self._lock = threading.Lock()
-        self._sends: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = defaultdict(deque)
-        self._recvs: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = defaultdict(deque)
+        self._sends: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = (
+            defaultdict(deque)
+        )
+        self._recvs: dict[tuple[int, int, int], deque[tuple[LocalTransport, int, Memory]]] = (
+            defaultdict(deque)
+        )
         self._rounds: dict[int, dict[int, Any]] = {}
         self._readers_left: dict[int, int] = {}
         self._notices: list[deque[Notice]] = [deque() for _ in range(size)]
-        # Worlds that some ranks have taken and others not yet, by number; and the number of each rank's next.
+        # Worlds that some ranks have taken and others not yet, by number; and the number of each
+        # rank's next.
         self._duplicates: dict[int, tuple[LocalWorld, set[int]]] = {}
         self._next_duplicate = [0] * size
 
     def duplicate(self, rank: int) -> LocalWorld:
-        """A world of the same ranks in which no message meets one of this world's: for a rank's nth request always the same."""
+        """A world of the same ranks in which no message meets one of this world's: for a rank's nth
+        request always the same.
+        """
         with self._lock:
             number = self._next_duplicate[rank]
             self._next_duplicate[rank] += 1
-            world, takers = self._duplicates.setdefault(number, (LocalWorld(self.size, self.origin), set()))
+            world, takers = self._duplicates.setdefault(
+                number, (LocalWorld(self.size, self.origin), set())
+            )
             takers.add(rank)
             if len(takers) == self.size:
                 del self._duplicates[number]
@@ -61,8 +74,12 @@ class LocalWorld:
         """Rank's end of the control group."""
         return LocalControl(self, rank)
 
-    def post(self, outgoing: bool, key: tuple[int, int, int], entry: tuple[LocalTransport, int, Memory]) -> None:
-        """Posts one side of a message; moves it if the other side is there. `key` is (source, destination, tag)."""
+    def post(
+        self, outgoing: bool, key: tuple[int, int, int], entry: tuple[LocalTransport, int, Memory]
+    ) -> None:
+        """Posts one side of a message; moves it if the other side is there. `key` is (source,
+        destination, tag).
+        """
         mine, theirs = (self._sends, self._recvs) if outgoing else (self._recvs, self._sends)
         with self._lock:
             if not theirs[key]:
@@ -119,8 +136,9 @@ def _copy(source: Memory, target: Memory) -> None:
         return
     import torch  # only ranks on a device get here, and they have it
 
-    # Both sides say that their memory is ready, and expect that of the other when the message has landed. A stream for each thread: torch
-    # has few, which ranks' compute streams are among, and with a priority other than theirs it is none of those.
+    # Both sides say that their memory is ready, and expect that of the other when the message has
+    # landed. A stream for each thread: torch has few, which ranks' compute streams are among, and
+    # with a priority other than theirs it is none of those.
     streams = _streams.__dict__
     stream = streams.get(str(target.device))
     if stream is None:
@@ -136,7 +154,9 @@ class LocalTransport:
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
         self.size = world.size
-        self.capabilities = Capabilities(device_memory=False, ordered=False, max_message_bytes=2**62)
+        self.capabilities = Capabilities(
+            device_memory=False, ordered=False, max_message_bytes=2**62
+        )
         self.bytes_sent = 0
         self.bytes_received = 0
         self._world = world
@@ -161,7 +181,11 @@ class LocalTransport:
                 continue  # cancelled
             peer, expected, outgoing = self._expected.pop(handle)
             if size != expected and not outgoing:
-                raise ProtocolError(f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}", rank=self.rank, peer=peer)
+                raise ProtocolError(
+                    f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}",
+                    rank=self.rank,
+                    peer=peer,
+                )
             if outgoing:
                 self.bytes_sent += size
             else:
@@ -221,7 +245,9 @@ class LocalControl:
 
     def allreduce_max(self, values: Sequence[int]) -> _Round[list[int]]:
         """See `ControlGroup.allreduce_max`."""
-        return self._join(list(values), lambda rows: [max(column) for column in zip(*rows, strict=True)])
+        return self._join(
+            list(values), lambda rows: [max(column) for column in zip(*rows, strict=True)]
+        )
 
     def allreduce_sum(self, array: npt.NDArray[Any]) -> _Round[None]:
         """See `ControlGroup.allreduce_sum`."""

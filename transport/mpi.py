@@ -1,8 +1,10 @@
-"""Ranks as MPI processes, host memory: mpi4py, non-blocking requests, one communicator for data and one for control.
+"""Ranks as MPI processes, host memory: mpi4py, non-blocking requests, one communicator for data and
+one for control.
 
-Nothing here waits: every request is tested. Two communicators are duplicated from the caller's, so no message of ours can match one of the
-program's. Sizes are checked on arrival, because MPI accepts a short message in silence. Whoever lets go of something of this module, and
-whenever: the memory that MPI may still read or write stays (`_in_use`).
+Nothing here waits: every request is tested. Two communicators are duplicated from the caller's, so
+no message of ours can match one of the program's. Sizes are checked on arrival, because MPI accepts
+a short message in silence. Whoever lets go of something of this module, and whenever: the memory
+that MPI may still read or write stays (`_in_use`).
 """
 
 from __future__ import annotations
@@ -23,27 +25,34 @@ from burst_rt.transport.start import who_is_missing
 __all__ = ["MpiControl", "MpiTransport", "duplicate", "numbers_in_job"]
 
 _NOTICE_TAG = 1
-# A notice: kind, value, length of the text, text. Small enough for every MPI to send it at once (eagerly).
+# A notice: kind, value, length of the text, text. Small enough for every MPI to send it at once
+# (eagerly).
 _NOTICE = struct.Struct("=qqq")
 _NOTICE_BYTES = 512
-# Counts are 32-bit before MPI 4 and in parts of Open MPI 5; larger messages go in pieces that match in order.
+# Counts are 32-bit before MPI 4 and in parts of Open MPI 5; larger messages go in pieces that match
+# in order.
 _PIECE_BYTES = 1 << 30
-# By id: what holds memory that MPI has been given and has not done with. Without it an error on the way would free memory that a late
-# message then overwrites.
+# By id: what holds memory that MPI has been given and has not done with. Without it an error on the
+# way would free memory that a late message then overwrites.
 _in_use: dict[int, object] = {}
 
 
 def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
-    """A communicator with the same ranks and a message space of its own. Collective; blocks at most `timeout_s`, then raises Stalled."""
+    """A communicator with the same ranks and a message space of its own. Collective; blocks at most
+    `timeout_s`, then raises Stalled.
+    """
     if comm == MPI.COMM_NULL or comm.Is_inter():
-        raise ConfigError("init: comm must be an mpi4py intracommunicator, got COMM_NULL or an intercommunicator")
+        raise ConfigError(
+            "init: comm must be an mpi4py intracommunicator, got COMM_NULL or an intercommunicator"
+        )
     new, request = comm.Idup()
     _in_use[id(new)] = (new, request)
     deadline = time.monotonic() + timeout_s
     while not request.Test():
         if time.monotonic() > deadline:
             raise Stalled(
-                f"rank {comm.rank} of {comm.size} waited {timeout_s:g} s in burst_rt.init for the other ranks to call it (join_s). "
+                f"rank {comm.rank} of {comm.size} waited {timeout_s:g} s in burst_rt.init for the "
+                "other ranks to call it (join_s). "
                 f"{who_is_missing()}",
                 rank=comm.rank,
                 elapsed_s=timeout_s,
@@ -54,7 +63,9 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
 
 
 def numbers_in_job(comm: MPI.Intracomm) -> list[int]:
-    """The numbers in MPI_COMM_WORLD of a communicator's ranks; none where it is no intracommunicator."""
+    """The numbers in MPI_COMM_WORLD of a communicator's ranks; none where it is no
+    intracommunicator.
+    """
     if comm == MPI.COMM_NULL or comm.Is_inter():
         return []
     group, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -71,7 +82,9 @@ class MpiTransport:
     def __init__(self, comm: MPI.Intracomm, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.rank = comm.rank
         self.size = comm.size
-        self.capabilities = Capabilities(device_memory=False, ordered=False, max_message_bytes=2**62)
+        self.capabilities = Capabilities(
+            device_memory=False, ordered=False, max_message_bytes=2**62
+        )
         self.bytes_sent = 0
         self.bytes_received = 0
         self._comm = comm
@@ -79,11 +92,12 @@ class MpiTransport:
         tag_ub = comm.Get_attr(MPI.TAG_UB)
         self._max_tag = int(tag_ub) if tag_ub is not None else 32767
         self._next_handle = 0
-        # Parallel lists: each request, the handle it belongs to, its peer and size, and whether it sends. The buffers are kept by the
-        # requests.
+        # Parallel lists: each request, the handle it belongs to, its peer and size, and whether it
+        # sends. The buffers are kept by the requests.
         self._requests: list[MPI.Request] = []
         self._about: list[tuple[int, int, int, bool]] = []
-        # Written by MPI, one for each request that has finished; as many as there ever were requests at once.
+        # Written by MPI, one for each request that has finished; as many as there ever were
+        # requests at once.
         self._statuses: list[MPI.Status] = []
         self._num_left: dict[int, int] = {}
         _in_use[id(self)] = self
@@ -103,7 +117,9 @@ class MpiTransport:
         try:
             finished = MPI.Request.Testsome(self._requests, self._statuses)
         except MPI.Exception as error:
-            raise ProtocolError(f"rank {self.rank}: MPI failed while moving data: {error}", rank=self.rank) from error
+            raise ProtocolError(
+                f"rank {self.rank}: MPI failed while moving data: {error}", rank=self.rank
+            ) from error
         if not finished:
             return []
         done = []
@@ -115,7 +131,9 @@ class MpiTransport:
                 size = status.Get_count(MPI.BYTE)
                 if size != expected:
                     raise ProtocolError(
-                        f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}", rank=self.rank, peer=peer
+                        f"rank {self.rank}: expected {expected} bytes from rank {peer}, got {size}",
+                        rank=self.rank,
+                        peer=peer,
                     )
                 self.bytes_received += size
             self._num_left[handle] -= 1
@@ -128,7 +146,9 @@ class MpiTransport:
         return done
 
     def cancel(self) -> None:
-        """See `Transport.cancel`. MPI cannot cancel a send: its request, and with it the memory, is kept until the process ends."""
+        """See `Transport.cancel`. MPI cannot cancel a send: its request, and with it the memory, is
+        kept until the process ends.
+        """
         for request, (_, _, _, outgoing) in zip(self._requests, self._about, strict=True):
             # After an error some are gone already.
             if request and not outgoing:
@@ -143,14 +163,17 @@ class MpiTransport:
     def _start(self, outgoing: bool, buffer: Memory, peer: int, tag: int) -> int:
         if tag > self._max_tag:
             raise ConfigError(
-                f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}: use an MPI with a larger MPI_TAG_UB"
+                f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}: use "
+                "an MPI with a larger MPI_TAG_UB"
             )
         handle = self._next_handle
         self._next_handle += 1
         start = self._comm.Isend if outgoing else self._comm.Irecv
         # An empty message is one empty piece: it has to arrive, too.
         size, most = len(buffer), self._piece_bytes
-        pieces = [buffer] if size <= most else [buffer[at : at + most] for at in range(0, size, most)]
+        pieces = (
+            [buffer] if size <= most else [buffer[at : at + most] for at in range(0, size, most)]
+        )
         for piece in pieces:
             self._requests.append(start((piece, MPI.BYTE), peer, tag))
             self._about.append((handle, peer, len(piece), outgoing))
@@ -160,7 +183,9 @@ class MpiTransport:
 
 
 class _Rounds:
-    """A collective under way, in as many rounds as its size takes, one after the other; the same number on every rank."""
+    """A collective under way, in as many rounds as its size takes, one after the other; the same
+    number on every rank.
+    """
 
     def __init__(self) -> None:
         _in_use[id(self)] = self
@@ -181,7 +206,14 @@ class _Rounds:
 class _Reduction(_Rounds):
     """An allreduce of flat arrays; send: None where recv holds what is sent."""
 
-    def __init__(self, comm: MPI.Intracomm, send: npt.NDArray[Any] | None, recv: npt.NDArray[Any], op: MPI.Op, most_bytes: int) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        send: npt.NDArray[Any] | None,
+        recv: npt.NDArray[Any],
+        op: MPI.Op,
+        most_bytes: int,
+    ) -> None:
         self._comm, self._send, self._recv, self._op = comm, send, recv, op
         self._at, self._most = 0, max(1, most_bytes // recv.itemsize)
         super().__init__()
@@ -191,7 +223,9 @@ class _Reduction(_Rounds):
             return None
         part = slice(self._at, self._at + self._most)
         self._at += self._most
-        return self._comm.Iallreduce(MPI.IN_PLACE if self._send is None else self._send[part], self._recv[part], self._op)
+        return self._comm.Iallreduce(
+            MPI.IN_PLACE if self._send is None else self._send[part], self._recv[part], self._op
+        )
 
     def result(self) -> list[int]:
         return [int(x) for x in self._recv]
@@ -212,7 +246,9 @@ class _Gather(_Rounds):
 
     def _next(self) -> MPI.Request | None:
         if self._lengths[0] < 0:
-            return self._comm.Iallgather(np.array([len(self._payload)], dtype=np.int64), self._lengths)
+            return self._comm.Iallgather(
+                np.array([len(self._payload)], dtype=np.int64), self._lengths
+            )
         start = 0
         for part, count in zip(self._parts, self._counts, strict=False):
             part += self._landing[start : start + count].data
@@ -260,7 +296,9 @@ class MpiControl:
         return _Gather(self._comm, payload, self._piece_bytes)
 
     def notify(self, peer: int, kind: NoticeKind, value: int = 0, text: str = "") -> None:
-        """See `ControlGroup.notify`. Small enough to leave at once (eager), so a rank that is about to exit can still say so."""
+        """See `ControlGroup.notify`. Small enough to leave at once (eager), so a rank that is about
+        to exit can still say so.
+        """
         self._outgoing = [(request, box) for request, box in self._outgoing if not request.Test()]
         written = text.encode()[: _NOTICE_BYTES - _NOTICE.size]
         box = _NOTICE.pack(int(kind), value, len(written)) + written
@@ -278,7 +316,9 @@ class MpiControl:
         return found
 
     def close(self) -> None:
-        """See `ControlGroup.close`. The communicator itself is left to MPI_Finalize: peers may still write farewells to it."""
+        """See `ControlGroup.close`. The communicator itself is left to MPI_Finalize: peers may
+        still write farewells to it.
+        """
         if not self._inbox:
             return
         self._inbox.Cancel()

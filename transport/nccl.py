@@ -1,10 +1,14 @@
-"""GPUs over NCCL, point to point, through CuPy: messages are work on a stream, in one group each exchange.
+"""GPUs over NCCL, point to point, through CuPy: messages are work on a stream, in one group each
+exchange.
 
-Only host work happens here: the stream orders everything. NCCL's communicators start and end blocking and have no deadline of their own, so
-that happens in threads that are watched; a communicator that hangs is aborted (`cancel`), which also ends its kernels. Two ranks connect in
-their first exchange, on the host and without a deadline too: `first_pairs` says whom to exchange something with from the start.
+Only host work happens here: the stream orders everything. NCCL's communicators start and end
+blocking and have no deadline of their own, so that happens in threads that are watched; a
+communicator that hangs is aborted (`cancel`), which also ends its kernels. Two ranks connect in
+their first exchange, on the host and without a deadline too: `first_pairs` says whom to exchange
+something with from the start.
 
-CuPy's `nccl` module is taken as an argument so that tests can record the calls; nothing here imports CuPy or needs a GPU.
+CuPy's `nccl` module is taken as an argument so that tests can record the calls; nothing here
+imports CuPy or needs a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +59,9 @@ def unique_id_bytes(nccl: Nccl) -> bytes:
     try:
         return nccl.get_unique_id()
     except _ERRORS as error:
-        raise DeviceError(f"NCCL could not make an id for its communicator: {_said(error)}") from error
+        raise DeviceError(
+            f"NCCL could not make an id for its communicator: {_said(error)}"
+        ) from error
 
 
 def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
@@ -100,7 +106,9 @@ class NcclTransport:
         self._join(unique_id, timeout_s, connect)
         self.bytes_sent = self.bytes_received = 0
 
-    def exchange(self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int
+    ) -> None:
         """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this
         rank's device.
 
@@ -109,7 +117,11 @@ class NcclTransport:
         # Who watches may end it at any time.
         communicator = self._communicator
         if communicator is None:
-            raise ConfigError(f"rank {self.rank}: this NCCL communicator was aborted or closed; start the job again", rank=self.rank)
+            raise ConfigError(
+                f"rank {self.rank}: this NCCL communicator was aborted or closed; start the job "
+                "again",
+                rank=self.rank,
+            )
         self.entered_s = time.perf_counter()
         try:
             self._nccl.groupStart()
@@ -125,7 +137,10 @@ class NcclTransport:
                 self._nccl.groupEnd()
         except _ERRORS as error:
             peers = sorted({peer for _, peer in (*sends, *recvs)})
-            why = f"rank {self.rank}: NCCL could not start messages with ranks {peers}: {_said(error)}"
+            why = (
+                f"rank {self.rank}: NCCL could not start messages with ranks {peers}: "
+                f"{_said(error)}"
+            )
             raise DeviceError(why, rank=self.rank) from error
         finally:
             self.entered_s = None
@@ -148,7 +163,9 @@ class NcclTransport:
         self._end("abort")
 
     def close(self) -> None:
-        """See `OrderedTransport.close`. Waits at most 5 s: NCCL waits for the work on the streams, and for the other ranks of this host."""
+        """See `OrderedTransport.close`. Waits at most 5 s: NCCL waits for the work on the streams,
+        and for the other ranks of this host.
+        """
         self._end("destroy")
 
     def _end(self, how: str) -> None:
@@ -168,7 +185,9 @@ class NcclTransport:
         thread.start()
         thread.join(_CLOSE_DEADLINE_S)
 
-    def _join(self, unique_id: bytes, timeout_s: float, connect: Callable[[NcclTransport], None]) -> None:
+    def _join(
+        self, unique_id: bytes, timeout_s: float, connect: Callable[[NcclTransport], None]
+    ) -> None:
         failed: list[BaseException] = []
         given_up = False
 
@@ -197,7 +216,11 @@ class NcclTransport:
             what = "connect with the other ranks" if joined else "make a communicator"
             why = f"rank {self.rank}: NCCL could not {what}: {_said(failed[0])}"
             raise DeviceError(why, rank=self.rank) from failed[0]
-        what = "the ranks to connect with each other" if joined else f"all {self.size} ranks to join its communicator"
+        what = (
+            "the ranks to connect with each other"
+            if joined
+            else f"all {self.size} ranks to join its communicator"
+        )
         raise Stalled(
             f"rank {self.rank}: NCCL waited {timeout_s:g} s for {what}. "
             "See NCCL_DEBUG=INFO; check that the ranks reach each other (NCCL_SOCKET_IFNAME)",

@@ -1,7 +1,9 @@
-"""Does this MPI take device memory? Only a throw-away job tells: the query flag lies, and an MPI that does not take it crashes.
+"""Does this MPI take device memory? Only a throw-away job tells: the query flag lies, and an MPI
+that does not take it crashes.
 
-`python -m burst_rt.transport.probe DEVICE` is a rank of that job: it passes device tensors round a ring and checks them. `burst-rt doctor`
-starts it and remembers the answer per host, MPI library and device, where `burst_rt.init` finds it; a job never probes by itself.
+`python -m burst_rt.transport.probe DEVICE` is a rank of that job: it passes device tensors round a
+ring and checks them. `burst-rt doctor` starts it and remembers the answer per host, MPI library and
+device, where `burst_rt.init` finds it; a job never probes by itself.
 """
 
 from __future__ import annotations
@@ -23,38 +25,59 @@ _DEADLINE_S = 20.0
 
 
 def remembered(library: str, device: str) -> bool | None:
-    """What the last probe of this host, MPI library (its version string) and device name said; None if there was none."""
+    """What the last probe of this host, MPI library (its version string) and device name said; None
+    if there was none.
+    """
     try:
-        return bool(json.loads(_path(library, device).read_text(encoding="utf-8"))["takes_device_memory"])
+        return bool(
+            json.loads(_path(library, device).read_text(encoding="utf-8"))["takes_device_memory"]
+        )
     except (OSError, ValueError, KeyError):
         return None
 
 
 def remember(library: str, device: str, answer: bool) -> None:
-    """Writes the answer down, for jobs to come. A cache folder that cannot be written is no error: the next doctor probes again."""
+    """Writes the answer down, for jobs to come. A cache folder that cannot be written is no error:
+    the next doctor probes again.
+    """
     path = _path(library, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({"host": socket.gethostname(), "library": library, "device": device, "takes_device_memory": answer}))
+        fresh.write_text(
+            json.dumps(
+                {
+                    "host": socket.gethostname(),
+                    "library": library,
+                    "device": device,
+                    "takes_device_memory": answer,
+                }
+            )
+        )
         fresh.replace(path)
     except OSError:
         return
 
 
 def _path(library: str, device: str) -> Path:
-    name = hashlib.blake2b(repr((socket.gethostname(), library, device)).encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(
+        repr((socket.gethostname(), library, device)).encode(), digest_size=8
+    ).hexdigest()
     return cache_folder() / f"mpi-device-memory-{name}.json"
 
 
 def cache_folder() -> Path:
     """Where this user's jobs find what earlier ones have measured. It need not be there."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir(), ".cache")
+    root = os.environ.get("XDG_CACHE_HOME") or Path(
+        os.environ.get("HOME") or tempfile.gettempdir(), ".cache"
+    )
     return Path(root) / "burst_rt"
 
 
 def _rank(device: str) -> None:
-    """One rank: sends to the next and receives from the one before; raises, or crashes, where device memory is not taken."""
+    """One rank: sends to the next and receives from the one before; raises, or crashes, where
+    device memory is not taken.
+    """
     import torch
     from mpi4py import MPI
 

@@ -1,18 +1,21 @@
 """Staging: device memory over a transport that takes host memory only, as a lowering of the graph.
 
-`staged(graph)` is the same graph with every exchange of device memory replaced by chunks: a copy to a pinned chunk of the host (lane
-`d2h`), a message of that chunk, and on the other side a message into a chunk and a copy to the device (lane `h2d`). Chunks are few and used
-in turn, so copies and messages of neighbouring chunks overlap; that they are not overwritten too early is said by the same derived edges as
-everything else, and the verifier, the trace and the simulator see all of it.
+`staged(graph)` is the same graph with every exchange of device memory replaced by chunks: a copy to
+a pinned chunk of the host (lane `d2h`), a message of that chunk, and on the other side a message
+into a chunk and a copy to the device (lane `h2d`). Chunks are few and used in turn, so copies and
+messages of neighbouring chunks overlap; that they are not overwritten too early is said by the same
+derived edges as everything else, and the verifier, the trace and the simulator see all of it.
 
     exchange "hop 0": send k, receive k1      becomes, for each chunk i
-        d2h  "hop 0 d2h i"    reads k, writes out[i % 2]           copies Op("to host", (k, offset, size, out[i % 2]))
+        d2h  "hop 0 d2h i"    reads k, writes out[i % 2]
+                              copies Op("to host", (k, offset, size, out[i % 2]))
         net  "hop 0 out i"    sends out[i % 2]
         net  "hop 0 in i"     receives in[i % 2]
-        h2d  "hop 0 h2d i"    reads in[i % 2], writes k1           copies Op("to device", (in[i % 2], k1, offset, size))
+        h2d  "hop 0 h2d i"    reads in[i % 2], writes k1
+                              copies Op("to device", (in[i % 2], k1, offset, size))
 
-Parts keep their numbers; those of the chunks come after them. Chunks have tags of their own, the same on both sides, because both cut a
-message at the same places.
+Parts keep their numbers; those of the chunks come after them. Chunks have tags of their own, the
+same on both sides, because both cut a message at the same places.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Message, Op, Par
 
 __all__ = ["CHUNK_BYTES", "COPY_LANES", "staged"]
 
-# Large enough for PCIe and the wire to run at full speed, small enough that a message of a few dozen MiB has several.
+# Large enough for PCIe and the wire to run at full speed, small enough that a message of a few
+# dozen MiB has several.
 CHUNK_BYTES = 4 << 20
-# A longer message has larger ones: graphs grow with the number of chunks, and gain nothing from more.
+# A longer message has larger ones: graphs grow with the number of chunks, and gain nothing from
+# more.
 _CHUNKS_OF_A_MESSAGE = 32
 # Chunks each way: one is copied while the other is on the wire.
 _NUM_CHUNKS = 2
@@ -51,10 +56,12 @@ class _Chunk(NamedTuple):
 
 
 def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
-    """The graph with its exchanges staged through host chunks of at most `chunk_bytes` (None: CHUNK_BYTES, or a 32nd of a message). Pure.
+    """The graph with its exchanges staged through host chunks of at most `chunk_bytes` (None:
+    CHUNK_BYTES, or a 32nd of a message). Pure.
 
-    On a graph whose compute lane is a stream the copies are on streams of their own; else (host memory standing in for a device) they are
-    tasks of the host. Raises ConfigError where the messages of one tag to one peer are more than 4,096 chunks.
+    On a graph whose compute lane is a stream the copies are on streams of their own; else (host
+    memory standing in for a device) they are tasks of the host. Raises ConfigError where the
+    messages of one tag to one peer are more than 4,096 chunks.
     """
 
     def chunk(size_bytes: int) -> int:
@@ -72,7 +79,10 @@ def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
         return graph
     most = max(sizes.values())
     if most > _TAG_ROOM:
-        raise ConfigError(f"staged: the messages of one tag to one rank are {most:,} chunks, more than {_TAG_ROOM:,}; use larger ones")
+        raise ConfigError(
+            f"staged: the messages of one tag to one rank are {most:,} chunks, more than "
+            f"{_TAG_ROOM:,}; use larger ones"
+        )
     return _Staging(graph, chunk, largest).build()
 
 
@@ -87,10 +97,18 @@ class _Staging:
         for name, parts in groupby(graph.parts, lambda part: part.buffer):
             own = list(parts)
             sizes = [part.size_bytes for part in own]
-            self.parts += self.g.buffer(name, parts=len(own), size_bytes=sizes, initialised=own[0].initialised).parts
+            self.parts += self.g.buffer(
+                name, parts=len(own), size_bytes=sizes, initialised=own[0].initialised
+            ).parts
         # Chunks of one direction are used in turn.
         self.out, self.into = (
-            cycle([self.g.buffer(f"{way} chunk {i}", size_bytes=largest)[0] for i in range(_NUM_CHUNKS)]) for way in ("out", "in")
+            cycle(
+                [
+                    self.g.buffer(f"{way} chunk {i}", size_bytes=largest)[0]
+                    for i in range(_NUM_CHUNKS)
+                ]
+            )
+            for way in ("out", "in")
         )
         self.num_chunks: Counter[tuple[str, int, int]] = Counter()
 
@@ -99,26 +117,64 @@ class _Staging:
             if task.is_exchange:
                 self._exchange(task)
                 continue
-            reads, writes, accumulates = ([self.parts[i] for i in ids] for ids in (task.reads, task.writes, task.accumulates))
+            reads, writes, accumulates = (
+                [self.parts[i] for i in ids] for ids in (task.reads, task.writes, task.accumulates)
+            )
             assert task.op is not None
-            self.g.compute(task.name, task.op, reads=reads, writes=writes, accumulates=accumulates, cost=task.cost, lane=task.lane)
+            self.g.compute(
+                task.name,
+                task.op,
+                reads=reads,
+                writes=writes,
+                accumulates=accumulates,
+                cost=task.cost,
+                lane=task.lane,
+            )
         return self.g.build()
 
     def _exchange(self, task: Task) -> None:
         g, lane = self.g, task.lane
         sent = {m.part for m in task.sends}
         also = [self.parts[i] for i in task.reads if i not in sent]
-        for i, (out, into) in enumerate(zip_longest(self._chunks("out", task.sends), self._chunks("in", task.recvs))):
+        for i, (out, into) in enumerate(
+            zip_longest(self._chunks("out", task.sends), self._chunks("in", task.recvs))
+        ):
             if out:
                 chunk, whole, size = next(self.out), self.parts[out.part], out.size_bytes
                 op = Op("to host", (whole.id, out.offset, size, chunk.id))
-                g.compute(f"{task.name} d2h {i}", op, reads=[whole], writes=[chunk], cost=Cost(0, size), lane="d2h")
-                g.exchange(f"{task.name} out {i}", sends=[(chunk, out.peer, size)], tag=out.tag, reads=also, lane=lane)
+                g.compute(
+                    f"{task.name} d2h {i}",
+                    op,
+                    reads=[whole],
+                    writes=[chunk],
+                    cost=Cost(0, size),
+                    lane="d2h",
+                )
+                g.exchange(
+                    f"{task.name} out {i}",
+                    sends=[(chunk, out.peer, size)],
+                    tag=out.tag,
+                    reads=also,
+                    lane=lane,
+                )
             if into:
                 chunk, whole, size = next(self.into), self.parts[into.part], into.size_bytes
                 op = Op("to device", (chunk.id, whole.id, into.offset, size))
-                g.exchange(f"{task.name} in {i}", recvs=[(chunk, into.peer, size)], tag=into.tag, reads=also, lane=lane)
-                g.compute(f"{task.name} h2d {i}", op, reads=[chunk], writes=[whole], cost=Cost(0, size), lane="h2d")
+                g.exchange(
+                    f"{task.name} in {i}",
+                    recvs=[(chunk, into.peer, size)],
+                    tag=into.tag,
+                    reads=also,
+                    lane=lane,
+                )
+                g.compute(
+                    f"{task.name} h2d {i}",
+                    op,
+                    reads=[chunk],
+                    writes=[whole],
+                    cost=Cost(0, size),
+                    lane="h2d",
+                )
 
     def _chunks(self, way: str, messages: tuple[Message, ...]) -> Iterator[_Chunk]:
         for part, peer, tag, size in messages:

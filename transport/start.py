@@ -31,7 +31,8 @@ _started_by: set[int] = set()
 
 
 def start_mpi(deadline_s: float) -> None:
-    """Starts MPI in this process, unless it runs already. Blocks until all ranks of the job have come.
+    """Starts MPI in this process, unless it runs already. Blocks until all ranks of the job have
+    come.
 
     After `deadline_s` it prints who is missing, as far as that can be known, and ends the process
     with the exit code of `Stalled`, which ends the job: MPI_Init cannot be left in any other way.
@@ -53,10 +54,19 @@ def start_mpi(deadline_s: float) -> None:
         return
     if not by_import:
         raise ConfigError(
-            "init: mpi4py.rc.initialize is False, and MPI has not been started; call MPI.Init_thread() before burst_rt.init()"
+            "init: mpi4py.rc.initialize is False, and MPI has not been started; call "
+            "MPI.Init_thread() before burst_rt.init()"
         )
-    levels = {"single": MPI.THREAD_SINGLE, "funneled": MPI.THREAD_FUNNELED, "serialized": MPI.THREAD_SERIALIZED}
-    level = levels.get(mpi4py.rc.thread_level, MPI.THREAD_MULTIPLE) if mpi4py.rc.threads else MPI.THREAD_SINGLE
+    levels = {
+        "single": MPI.THREAD_SINGLE,
+        "funneled": MPI.THREAD_FUNNELED,
+        "serialized": MPI.THREAD_SERIALIZED,
+    }
+    level = (
+        levels.get(mpi4py.rc.thread_level, MPI.THREAD_MULTIPLE)
+        if mpi4py.rc.threads
+        else MPI.THREAD_SINGLE
+    )
     start = getattr(ctypes.CDLL(MPI.__file__), "MPI_Init_thread")  # noqa: B009  (a name of the library's, not of a class)
     provided = ctypes.c_int()
     everyone = range(launched.mpi_ranks())
@@ -66,7 +76,8 @@ def start_mpi(deadline_s: float) -> None:
         raise RuntimeError(f"MPI_Init_thread failed: {MPI.Get_error_string(code)}")
     if finalize is not False:
         _started_by.add(os.getpid())
-    # What mpi4py does after starting MPI: errors become exceptions, unless the program has said otherwise.
+    # What mpi4py does after starting MPI: errors become exceptions, unless the program has said
+    # otherwise.
     if mpi4py.rc.errors == "exception":
         for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
             comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -77,7 +88,8 @@ def _finalize() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or os.getpid() not in _started_by or mpi.Is_finalized():
         return
-    # Not yet: what the program has registered may still use MPI, and so may objects that go last. As mpi4py does.
+    # Not yet: what the program has registered may still use MPI, and so may objects that go last.
+    # As mpi4py does.
     library = ctypes.CDLL(mpi.__file__)
     register = ctypes.pythonapi.Py_AtExit
     register.argtypes = [ctypes.c_void_p]
@@ -85,7 +97,9 @@ def _finalize() -> None:
 
 
 def who_is_missing() -> str:
-    """Which ranks of this host have ended, or that none has: for the message of a wait that is over."""
+    """Which ranks of this host have ended, or that none has: for the message of a wait that is
+    over.
+    """
     here, expected = launched.ranks_here(), launched.num_local_ranks()
     own = launched.rank()
     if own is None or expected is None or own not in here:
@@ -93,10 +107,14 @@ def who_is_missing() -> str:
     pids = ", ".join(f"rank {rank}: {pid}" for rank, pid in sorted(here.items()) if rank != own)
     if len(here) < expected:
         return (
-            f"{expected - len(here)} of this host's {expected} ranks have ended; still there are {sorted(here)}. "
+            f"{expected - len(here)} of this host's {expected} ranks have ended; still there are "
+            f"{sorted(here)}. "
             "Every rank must come to burst_rt.init, or none"
         )
-    return f"All {expected} ranks of this host are alive; see what they do (py-spy dump --pid; {pids or 'there is no other'})"
+    return (
+        f"All {expected} ranks of this host are alive; see what they do (py-spy dump --pid; "
+        f"{pids or 'there is no other'})"
+    )
 
 
 @contextmanager
@@ -108,10 +126,15 @@ def _deadline(deadline_s: float) -> Iterator[None]:
             return
         rank = launched.rank() or 0
         message = (
-            f"burst_rt.errors.Stalled: rank {rank} of {launched.mpi_ranks()} waited {deadline_s:g} s in MPI_Init for the other "
+            f"burst_rt.errors.Stalled: rank {rank} of {launched.mpi_ranks()} waited {deadline_s:g} "
+            "s in MPI_Init for the other "
             f"ranks of the job to start MPI (join_s). {who_is_missing()}\n"
         )
-        reports.report_end(reports.RankReport(rank, time.time(), Stalled.exit_code, kind="Stalled", traceback=message))
+        reports.report_end(
+            reports.RankReport(
+                rank, time.time(), Stalled.exit_code, kind="Stalled", traceback=message
+            )
+        )
         print(message, end="", file=sys.stderr, flush=True)
         os._exit(Stalled.exit_code)
 

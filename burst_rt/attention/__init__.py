@@ -1,1 +1,3 @@
-"""Attention: layouts, masks, problems and strategies (pure), plans and their execution, the autograd function, the public call."""
+"""Attention: layouts, masks, problems and strategies (pure), plans and their execution, the
+autograd function, the public call.
+"""

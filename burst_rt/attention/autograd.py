@@ -1,8 +1,9 @@
 """Attention as torch sees it: two custom ops and one autograd function.
 
-The ops are opaque to the compiler (fake implementations give it the shapes) and effectful, because they communicate: they may be neither
-dropped nor reordered. They take the handle of an immutable `CallSpec`. What is saved for the backward is q, k, v, out and lse, nothing
-else. Second derivatives are refused. Autocast ends at the ops: sums are kept in the type they are meant to be in.
+The ops are opaque to the compiler (fake implementations give it the shapes) and effectful, because
+they communicate: they may be neither dropped nor reordered. They take the handle of an immutable
+`CallSpec`. What is saved for the backward is q, k, v, out and lse, nothing else. Second derivatives
+are refused. Autocast ends at the ops: sums are kept in the type they are meant to be in.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from burst_rt.kernels import sum_dtype
 
 __all__ = ["BurstAttentionFunction", "handle_of", "held_handle"]
 
-# The custom ops take a number, not an object. A spec stands here as long as somebody holds it: the call that runs, the graph node that
-# waits for its backward, or the context it was pinned to. So closed contexts and lengths of the past leave nothing behind.
+# The custom ops take a number, not an object. A spec stands here as long as somebody holds it: the
+# call that runs, the graph node that waits for its backward, or the context it was pinned to. So
+# closed contexts and lengths of the past leave nothing behind.
 _specs: weakref.WeakValueDictionary[int, CallSpec] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[CallSpec, int] = weakref.WeakKeyDictionary()
 _next_handle = itertools.count()
@@ -32,7 +34,9 @@ _lock = threading.Lock()
 
 
 def held_handle(spec: CallSpec) -> tuple[CallSpec, int]:
-    """The spec to hold, equal to the one given, and the number by which the custom ops know it as long as it is held."""
+    """The spec to hold, equal to the one given, and the number by which the custom ops know it as
+    long as it is held.
+    """
     with _lock:
         handle = _handles.get(spec)
         known = None if handle is None else _specs.get(handle)
@@ -45,7 +49,9 @@ def held_handle(spec: CallSpec) -> tuple[CallSpec, int]:
 
 
 def handle_of(spec: CallSpec) -> int:
-    """The number by which the custom ops know a spec; the same for equal specs. It holds until the spec's context is closed."""
+    """The number by which the custom ops know a spec; the same for equal specs. It holds until the
+    spec's context is closed.
+    """
     spec, handle = held_handle(spec)
     spec.layout.context.pinned.add(spec)
     return handle
@@ -54,11 +60,16 @@ def handle_of(spec: CallSpec) -> int:
 def _spec_of(handle: int) -> CallSpec:
     spec = _specs.get(handle)
     if spec is None:
-        raise ConfigError("the context that this call was compiled for is closed; make another with burst_rt.init and compile anew")
+        raise ConfigError(
+            "the context that this call was compiled for is closed; make another with "
+            "burst_rt.init and compile anew"
+        )
     return spec
 
 
-def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this rank's queries. Collective."""
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
@@ -75,7 +86,9 @@ def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) 
     return ctx.run_forward(plan, spec, q, k, v)
 
 
-def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=sum_dtype(q.dtype))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
@@ -90,7 +103,9 @@ def _backward_op(
     lse: torch.Tensor,
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv of this rank's tokens (empty where the spec says they are not needed). Collective."""
+    """dq, dk, dv of this rank's tokens (empty where the spec says they are not needed).
+    Collective.
+    """
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _backward_op(dout, dlse, q, k, v, out, lse, handle)
@@ -101,8 +116,14 @@ def _backward_op(
         plan = ctx.plan(spec, q, k, forward=False)
     except InputError as error:
         ctx.refuse("backward of burst_attention", error)
-    dq, dk, dv = ctx.run_backward(plan, spec, saved, dout.detach(), None if dlse is None else dlse.detach())
-    return q.new_empty(0) if dq is None else dq, k.new_empty(0) if dk is None else dk, v.new_empty(0) if dv is None else dv
+    dq, dk, dv = ctx.run_backward(
+        plan, spec, saved, dout.detach(), None if dlse is None else dlse.detach()
+    )
+    return (
+        q.new_empty(0) if dq is None else dq,
+        k.new_empty(0) if dk is None else dk,
+        v.new_empty(0) if dv is None else dv,
+    )
 
 
 def _backward_fake(
@@ -131,12 +152,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     ctx.save_for_backward(q, k, v, out, lse)
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     spec: CallSpec = ctx.spec
     try:
         q, k, v, out, lse = ctx.saved_tensors
     except RuntimeError as error:
-        # Changed in place, or freed by an earlier backward: this rank cannot take part, and the others wait for it.
+        # Changed in place, or freed by an earlier backward: this rank cannot take part, and the
+        # others wait for it.
         call = "backward of burst_attention"
         spec.layout.context.refuse(call, InputError(f"{call}: {error}"))
     needs = spec.needs_grad
@@ -147,18 +171,24 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
 
 
 def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
-    raise InputError("burst_attention: second derivatives are not supported; differentiate once, without create_graph=True")
+    raise InputError(
+        "burst_attention: second derivatives are not supported; differentiate once, without "
+        "create_graph=True"
+    )
 
 
-# Registered by hand: `torch.library.custom_op` does the same, but wraps the function so that its first call imports the compiler, which
-# costs a second on every rank.
+# Registered by hand: `torch.library.custom_op` does the same, but wraps the function so that its
+# first call imports the compiler, which costs a second on every rank.
 _library = torch.library.Library("burst_rt", "DEF")
 # The host takes part in every call (the ranks' agreement, events it waits for): a graph that
 # replays launches cannot hold one.
 _tags = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-_library.define("attention_forward(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)", tags=_tags)
 _library.define(
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int handle) "
+    "attention_forward(Tensor q, Tensor k, Tensor v, int handle) -> (Tensor, Tensor)", tags=_tags
+)
+_library.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    "Tensor lse, int handle) "
     "-> (Tensor, Tensor, Tensor)",
     tags=_tags,
 )
@@ -166,7 +196,9 @@ _library.impl("attention_forward", _forward_op, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake("burst_rt::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("burst_rt::attention_backward", _backward_fake, lib=_library)
-torch.library.register_autograd("burst_rt::attention_forward", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    "burst_rt::attention_forward", _backward, setup_context=_setup, lib=_library
+)
 torch.library.register_autograd("burst_rt::attention_backward", _no_second_derivative, lib=_library)
 _register_effectful_op("burst_rt::attention_forward", EffectType.ORDERED)
 _register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
@@ -176,8 +208,9 @@ _run_backward = torch.ops.burst_rt.attention_backward.default
 
 
 def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
-    """Calls an op from inside an autograd function: where nothing is recorded (no second derivative) its own autograd, in Python, is passed
-    over."""
+    """Calls an op from inside an autograd function: where nothing is recorded (no second
+    derivative) its own autograd, in Python, is passed over.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -185,20 +218,27 @@ def _below_autograd(op: Callable[..., Any], *args: Any) -> Any:
 
 
 class BurstAttentionFunction(torch.autograd.Function):
-    """`apply(q, k, v, handle)` -> (out, lse): attention over the ranks of the spec's context (see `burst_attention` for shapes).
+    """`apply(q, k, v, handle)` -> (out, lse): attention over the ranks of the spec's context (see
+    `burst_attention` for shapes).
 
-    handle: of a `CallSpec`, from `handle_of`. Collective, forward and backward. lse is differentiable. Deterministic.
+    handle: of a `CallSpec`, from `handle_of`. Collective, forward and backward. lse is
+    differentiable. Deterministic.
     """
 
-    # No `setup_context`: with it torch inspects the signature anew in every call, which takes longer than all the rest of `apply`.
+    # No `setup_context`: with it torch inspects the signature anew in every call, which takes
+    # longer than all the rest of `apply`.
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, handle: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the forward op; saves q, k, v, out, lse."""
         out, lse = _below_autograd(_run_forward, q, k, v, handle)
         _setup(ctx, (q, k, v, handle), (out, lse))
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         """Runs the backward op."""
         return _backward(ctx, dout, dlse)

@@ -1,9 +1,11 @@
-"""Layouts: which rank owns which positions of the sequence. Pure Python: planning and simulating need layouts too.
+"""Layouts: which rank owns which positions of the sequence. Pure Python: planning and simulating
+need layouts too.
 
-A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is its blocks, one after another. Every rank
-has the same number of blocks, whose lengths differ by at most one between ranks: two, because gradient sums travel block by block, so that
-one block's sum can leave while the other is still being made; in a world of one, one. Lengths that divide by nothing and sequences shorter
-than the world are fine: some blocks are empty then.
+A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is
+its blocks, one after another. Every rank has the same number of blocks, whose lengths differ by at
+most one between ranks: two, because gradient sums travel block by block, so that one block's sum
+can leave while the other is still being made; in a world of one, one. Lengths that divide by
+nothing and sequences shorter than the world are fine: some blocks are empty then.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ MOST_TOKENS = 1 << 48
 
 @dataclass(frozen=True)
 class Layout:
-    """`blocks[rank]` are the ranges of global positions that rank owns, in local order; the other fields determine them."""
+    """`blocks[rank]` are the ranges of global positions that rank owns, in local order; the other
+    fields determine them.
+    """
 
     kind: str
     seq_len: int
@@ -37,7 +41,9 @@ class Layout:
 
 
 def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
-    """The layout of `kind` ("contiguous", "zigzag", "striped") for `seq_len` tokens. Raises InputError."""
+    """The layout of `kind` ("contiguous", "zigzag", "striped") for `seq_len` tokens. Raises
+    InputError.
+    """
     if not isinstance(kind, str) or kind not in KINDS:
         raise InputError(f"layout: kind must be one of {sorted(KINDS)}, got {kind!r}")
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
@@ -52,7 +58,12 @@ def _make(kind: str, seq_len: int, world_size: int) -> Layout:
     if world_size == 1:
         # Nothing travels: one block, and so one tile.
         return Layout(kind, seq_len, 1, ((range(seq_len),),))
-    return Layout(kind, seq_len, world_size, tuple(KINDS[kind](seq_len, world_size, rank) for rank in range(world_size)))
+    return Layout(
+        kind,
+        seq_len,
+        world_size,
+        tuple(KINDS[kind](seq_len, world_size, rank) for rank in range(world_size)),
+    )
 
 
 def _cut(positions: range, num_blocks: int) -> list[range]:
@@ -63,11 +74,17 @@ def _cut(positions: range, num_blocks: int) -> list[range]:
 
 def _contiguous(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
     """Rank r has the r-th run of tokens."""
-    return tuple(_cut(range(seq_len), BLOCKS_PER_RANK * world_size)[BLOCKS_PER_RANK * rank : BLOCKS_PER_RANK * (rank + 1)])
+    return tuple(
+        _cut(range(seq_len), BLOCKS_PER_RANK * world_size)[
+            BLOCKS_PER_RANK * rank : BLOCKS_PER_RANK * (rank + 1)
+        ]
+    )
 
 
 def _zigzag(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
-    """Of 2W runs rank r has the r-th from the front and the r-th from the back, so that causal work is equal."""
+    """Of 2W runs rank r has the r-th from the front and the r-th from the back, so that causal work
+    is equal.
+    """
     runs = _cut(range(seq_len), 2 * world_size)
     return (runs[rank], runs[2 * world_size - 1 - rank])
 
@@ -77,4 +94,8 @@ def _striped(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
     return tuple(_cut(range(rank, seq_len, world_size), BLOCKS_PER_RANK))
 
 
-KINDS: dict[str, Callable[[int, int, int], tuple[range, ...]]] = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
+KINDS: dict[str, Callable[[int, int, int], tuple[range, ...]]] = {
+    "contiguous": _contiguous,
+    "zigzag": _zigzag,
+    "striped": _striped,
+}

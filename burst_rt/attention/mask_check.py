@@ -1,8 +1,8 @@
 """Whether a mask keeps its contract, on a small sample of the positions it will be asked about.
 
-A mask of the user's own is asked `relation` by the planner and `allows` by kernels, in the middle of
-a call that other ranks are in. What it does wrong is found here, before anything is sent. The sample
-proves nothing about positions that are not in it.
+A mask of the user's own is asked `relation` by the planner and `allows` by kernels, in the middle
+of a call that other ranks are in. What it does wrong is found here, before anything is sent. The
+sample proves nothing about positions that are not in it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ _SAMPLE = 5
 
 
 def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> None:
-    """Raises InputError where methods of the mask fail or contradict each other. Cheap when asked again.
+    """Raises InputError where methods of the mask fail or contradict each other. Cheap when asked
+    again.
 
-    q_len, kv_len: tokens of the whole sequences; the last query stands at the last key. shared: other ranks will compare masks with this
-    one's.
+    q_len, kv_len: tokens of the whole sequences; the last query stands at the last key. shared:
+    other ranks will compare masks with this one's.
     """
     if type(mask).__hash__ is None:
-        raise InputError(f"burst_attention: a mask must be hashable (a frozen dataclass, say), and {type(mask).__name__} is not")
+        raise InputError(
+            "burst_attention: a mask must be hashable (a frozen dataclass, say), and "
+            f"{type(mask).__name__} is not"
+        )
     _ask(mask, "hash()", hash, mask)
     if not _is_own(mask):
         _check(mask, q_len, kv_len, shared)
@@ -37,7 +41,9 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> N
 
 def _is_own(mask: Mask) -> bool:
     """Whether it is one of this package's, which its tests check."""
-    return type(mask) in (Full, Causal) or (type(mask) is Both and _is_own(mask.first) and _is_own(mask.second))
+    return type(mask) in (Full, Causal) or (
+        type(mask) is Both and _is_own(mask.first) and _is_own(mask.second)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -45,7 +51,8 @@ def _check(mask: Mask, q_len: int, kv_len: int, shared: bool) -> None:
     text = _ask(mask, "repr()", repr, mask)
     if shared and (not isinstance(text, str) or " at 0x" in text):
         raise InputError(
-            f"{_name(mask)}: repr() must say everything about the mask, because ranks compare masks by it; got {text!r}. A frozen "
+            f"{_name(mask)}: repr() must say everything about the mask, because ranks compare "
+            f"masks by it; got {text!r}. A frozen "
             "dataclass has such a repr"
         )
     for q in _ranges(kv_len - q_len, kv_len):
@@ -56,27 +63,39 @@ def _check(mask: Mask, q_len: int, kv_len: int, shared: bool) -> None:
 def _check_ranges(mask: Mask, q: range, kv: range) -> None:
     relation = _ask(mask, "relation", mask.relation, q, kv)
     if not isinstance(relation, Relation):
-        raise InputError(f"{_name(mask)}: relation must return a burst_rt.Relation, got {relation!r} for q {q} and kv {kv}")
+        raise InputError(
+            f"{_name(mask)}: relation must return a burst_rt.Relation, got {relation!r} for q {q} "
+            f"and kv {kv}"
+        )
     allowed = _allowed(mask, q, kv)
     seen = {Relation.EMPTY: 0, Relation.FULL: len(q) * len(kv)}.get(relation, len(allowed))
     if len(allowed) != seen:
         raise InputError(
-            f"{_name(mask)}: relation says {relation.name} for q {q} and kv {kv}, and allows is true for {len(allowed)} of the "
+            f"{_name(mask)}: relation says {relation.name} for q {q} and kv {kv}, and allows is "
+            f"true for {len(allowed)} of the "
             f"{len(q) * len(kv)} pairs; FULL and EMPTY must be right"
         )
     pieces = _ask(mask, "pieces", mask.pieces, q, kv)
     if not isinstance(pieces, tuple) or not all(isinstance(piece, Piece) for piece in pieces):
-        raise InputError(f"{_name(mask)}: pieces must return a tuple of Pieces, got {pieces!r} for q {q} and kv {kv}")
+        raise InputError(
+            f"{_name(mask)}: pieces must return a tuple of Pieces, got {pieces!r} for q {q} and kv "
+            f"{kv}"
+        )
     covered = [cell for piece in pieces for cell in _cells(piece, allowed)]
     if sorted(covered) != sorted(allowed):
-        raise InputError(f"{_name(mask)}: pieces of q {q} and kv {kv} are not the pairs that allows is true for, each once: {pieces!r}")
+        raise InputError(
+            f"{_name(mask)}: pieces of q {q} and kv {kv} are not the pairs that allows is true "
+            f"for, each once: {pieces!r}"
+        )
 
 
 def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The (row, column) pairs of a tile that a piece stands for."""
     for i in range(piece.q_start, piece.q_stop):
         for j in range(piece.kv_start, piece.kv_stop):
-            if (not piece.diagonal or j - piece.kv_start <= i - piece.q_start) and (not piece.masked or (i, j) in allowed):
+            if (not piece.diagonal or j - piece.kv_start <= i - piece.q_start) and (
+                not piece.masked or (i, j) in allowed
+            ):
                 yield i, j
 
 
@@ -85,10 +104,21 @@ def _allowed(mask: Mask, q: range, kv: range) -> set[tuple[int, int]]:
     rows, columns = torch.tensor(list(q))[:, None], torch.tensor(list(kv))[None, :]
     answer = _ask(mask, "allows", mask.allows, rows, columns)
     shape = (len(q), len(kv))
-    if not isinstance(answer, torch.Tensor) or answer.dtype != torch.bool or not _broadcasts(answer, shape):
-        got = f"{answer.dtype} of shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else repr(answer)
+    if (
+        not isinstance(answer, torch.Tensor)
+        or answer.dtype != torch.bool
+        or not _broadcasts(answer, shape)
+    ):
+        got = (
+            f"{answer.dtype} of shape {tuple(answer.shape)}"
+            if isinstance(answer, torch.Tensor)
+            else repr(answer)
+        )
         asked = f"{list(rows.shape)} and {list(columns.shape)}"
-        raise InputError(f"{_name(mask)}: allows of positions {asked} must give booleans {list(shape)}, got {got}")
+        raise InputError(
+            f"{_name(mask)}: allows of positions {asked} must give booleans {list(shape)}, got "
+            f"{got}"
+        )
     return {(i, j) for i, j in answer.expand(shape).nonzero().tolist()}
 
 
@@ -104,11 +134,21 @@ def _ranges(start: int, stop: int) -> list[range]:
     """The first positions, some in the middle, and the last ones."""
     start = max(0, start)
     middle = (start + stop) // 2
-    parts = (range(start, start + _SAMPLE), range(middle, middle + _SAMPLE), range(max(start, stop - _SAMPLE), stop))
-    return [part for part in dict.fromkeys(range(part.start, min(part.stop, stop)) for part in parts) if part]
+    parts = (
+        range(start, start + _SAMPLE),
+        range(middle, middle + _SAMPLE),
+        range(max(start, stop - _SAMPLE), stop),
+    )
+    return [
+        part
+        for part in dict.fromkeys(range(part.start, min(part.stop, stop)) for part in parts)
+        if part
+    ]
 
 
-def _ask(mask: Mask, what: str, method: Any, *arguments: Any) -> Any:  # of a class that may not be what it says
+def _ask(
+    mask: Mask, what: str, method: Any, *arguments: Any
+) -> Any:  # of a class that may not be what it says
     try:
         return method(*arguments)
     except Exception as error:

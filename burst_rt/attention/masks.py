@@ -1,14 +1,17 @@
 """Masks: which query sees which key, answered for whole ranges of positions at once.
 
-Pure Python: planning needs masks too. A range of positions is a Python `range` (start, stop, step), which covers runs of consecutive
-tokens and strided ones alike. For a query range and a key range a mask answers EMPTY, FULL or PARTIAL (`relation`), cuts the PARTIAL case
-into pieces a kernel can do (`pieces`), and gives the exact truth for positions (`allows`).
+Pure Python: planning needs masks too. A range of positions is a Python `range` (start, stop, step),
+which covers runs of consecutive tokens and strided ones alike. For a query range and a key range a
+mask answers EMPTY, FULL or PARTIAL (`relation`), cuts the PARTIAL case into pieces a kernel can do
+(`pieces`), and gives the exact truth for positions (`allows`).
 
-When there are more keys than queries or fewer, the last query stands at the last key (bottom-right alignment, as in flash-attn): query i
-is at position i + Skv - Sq. The planner shifts query positions; masks know nothing of it.
+When there are more keys than queries or fewer, the last query stands at the last key (bottom-right
+alignment, as in flash-attn): query i is at position i + Skv - Sq. The planner shifts query
+positions; masks know nothing of it.
 
-A new mask needs `relation` and `allows`; without `pieces` of its own a PARTIAL tile is computed under the boolean mask itself. A mask's
-`repr` must say everything about it: ranks compare masks by it.
+A new mask needs `relation` and `allows`; without `pieces` of its own a PARTIAL tile is computed
+under the boolean mask itself. A mask's `repr` must say everything about it: ranks compare masks by
+it.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ class Relation(Enum):
 
 
 class Piece(NamedTuple):
-    """A part of a tile that a kernel can do in one go: rows [q_start, q_stop) of the q-block, rows [kv_start, kv_stop) of the kv-block.
+    """A part of a tile that a kernel can do in one go: rows [q_start, q_stop) of the q-block, rows
+    [kv_start, kv_stop) of the kv-block.
 
-    diagonal=False, masked=False: every cell. diagonal=True: row i of the piece sees columns j <= i. masked=True: ask `Mask.allows`.
-    num_cells: how many cells are seen (an upper bound when masked).
+    diagonal=False, masked=False: every cell. diagonal=True: row i of the piece sees columns j <= i.
+    masked=True: ask `Mask.allows`. num_cells: how many cells are seen (an upper bound when masked).
     """
 
     q_start: int
@@ -47,18 +51,26 @@ class Piece(NamedTuple):
 
 
 class Mask:
-    """Which (query, key) pairs attend. Immutable, hashable, comparable; `a & b` allows what both allow."""
+    """Which (query, key) pairs attend. Immutable, hashable, comparable; `a & b` allows what both
+    allow.
+    """
 
     def relation(self, q: range, kv: range) -> Relation:
-        """EMPTY, PARTIAL or FULL for two non-empty ranges of positions. FULL and EMPTY must be right; PARTIAL may be said of anything."""
+        """EMPTY, PARTIAL or FULL for two non-empty ranges of positions. FULL and EMPTY must be
+        right; PARTIAL may be said of anything.
+        """
         raise NotImplementedError
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:
-        """True where the query sees the key. Takes two ints, or two integer tensors that broadcast, and uses operators only."""
+        """True where the query sees the key. Takes two ints, or two integer tensors that broadcast,
+        and uses operators only.
+        """
         raise NotImplementedError
 
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
-        """The non-empty part of a tile as pieces that do not overlap. Empty ranges have no pieces."""
+        """The non-empty part of a tile as pieces that do not overlap. Empty ranges have no
+        pieces.
+        """
         if not q or not kv:
             return ()
         relation = self.relation(q, kv)
@@ -105,8 +117,9 @@ class Causal(Mask):
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
         """Of ranges with the same step: at most one full rectangle, then one triangle.
 
-        Worked example: q = range(4, 8), kv = range(2, 8): row i sees columns j <= i + 2, so columns 0 and 1 are seen by all (a rectangle of
-        4 x 2) and columns 2.. by rows with j - 2 <= i (a triangle of 4 x 4).
+        Worked example: q = range(4, 8), kv = range(2, 8): row i sees columns j <= i + 2, so columns
+        0 and 1 are seen by all (a rectangle of 4 x 2) and columns 2.. by rows with j - 2 <= i (a
+        triangle of 4 x 4).
         """
         if not q or not kv or q.step != kv.step or self.relation(q, kv) is not Relation.PARTIAL:
             return super().pieces(q, kv)
@@ -115,11 +128,23 @@ class Causal(Mask):
         first_row, first_column = max(0, -shift), max(0, shift)
         pieces = []
         if first_column:
-            pieces.append(Piece(first_row, len(q), 0, first_column, False, False, (len(q) - first_row) * first_column))
+            pieces.append(
+                Piece(
+                    first_row,
+                    len(q),
+                    0,
+                    first_column,
+                    False,
+                    False,
+                    (len(q) - first_row) * first_column,
+                )
+            )
         rows = len(q) - first_row
         columns = min(len(kv) - first_column, rows)
         num_cells = columns * (columns + 1) // 2 + (rows - columns) * columns
-        pieces.append(Piece(first_row, len(q), first_column, first_column + columns, True, False, num_cells))
+        pieces.append(
+            Piece(first_row, len(q), first_column, first_column + columns, True, False, num_cells)
+        )
         return tuple(pieces)
 
 
@@ -139,4 +164,6 @@ class Both(Mask):
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:
         """Both say so."""
-        return self.first.allows(q_position, kv_position) & self.second.allows(q_position, kv_position)
+        return self.first.allows(q_position, kv_position) & self.second.allows(
+            q_position, kv_position
+        )

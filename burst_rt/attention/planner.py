@@ -1,9 +1,10 @@
 """The planner: from a problem to a verified plan, cached.
 
-A plan is everything about one direction of a call that does not depend on the tensors' values: the graph of this rank, its schedule, the
-kernel, what is sent, what memory it takes. The graphs of all ranks, with the machine's lanes, are built and verified together (up to 64
-ranks; above, each rank checks its own graph and the message sequences of its neighbours). Where the machine lowers them (staged), the rank
-verifies its own once more as it will run.
+A plan is everything about one direction of a call that does not depend on the tensors' values: the
+graph of this rank, its schedule, the kernel, what is sent, what memory it takes. The graphs of all
+ranks, with the machine's lanes, are built and verified together (up to 64 ranks; above, each rank
+checks its own graph and the message sequences of its neighbours). Where the machine lowers them
+(staged), the rank verifies its own once more as it will run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from burst_rt.attention.masks import Piece
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import Choice, choose
 from burst_rt.kernels import Kernel, Picked, Work, pick
-from burst_rt.scheduler import HOST_LANES, Graph, Lane, Part, Schedule, check_graph, check_messages, check_world
+from burst_rt.scheduler import (
+    HOST_LANES,
+    Graph,
+    Lane,
+    Part,
+    Schedule,
+    check_graph,
+    check_messages,
+    check_world,
+)
 from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["Memory", "Plan", "PlanKey", "Planner"]
@@ -44,9 +54,10 @@ class PlanKey(NamedTuple):
 class Memory(NamedTuple):
     """Bytes one call takes on this rank beyond its inputs and outputs.
 
-    slots: what messages are received into (the double buffer, travelling sums included) and packed in. sums: running state, gradient sums
-    that are not outputs themselves, lse and delta. copies: of own tensors, where they must be made. scratch: the most a tile allocates.
-    chunks: pinned host memory (0 where nothing is staged).
+    slots: what messages are received into (the double buffer, travelling sums included) and packed
+    in. sums: running state, gradient sums that are not outputs themselves, lse and delta. copies:
+    of own tensors, where they must be made. scratch: the most a tile allocates. chunks: pinned host
+    memory (0 where nothing is staged).
     """
 
     slots: int
@@ -62,7 +73,9 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One direction of one call on one rank, verified. `program_graph` is what the strategy built, `graph` what the machine makes of it."""
+    """One direction of one call on one rank, verified. `program_graph` is what the strategy built,
+    `graph` what the machine makes of it.
+    """
 
     key: PlanKey
     rank: int
@@ -86,7 +99,9 @@ class Plan:
 
     @cached_property
     def chunks(self) -> tuple[Part, ...]:
-        """Pinned host memory that messages are staged through, if they are. Parts keep their numbers when they are."""
+        """Pinned host memory that messages are staged through, if they are. Parts keep their
+        numbers when they are.
+        """
         return self.graph.parts[len(self.program_graph.parts) :]
 
     @cached_property
@@ -104,11 +119,20 @@ class Plan:
         others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
         return "\n".join(
             (
-                f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; {choice.program}",
+                f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; "
+                f"{choice.program}",
                 f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
-                *([f"  forecast: {', '.join(f'{name} {s:.3g} s' for name, s in choice.seconds.items())}"] if choice.seconds else []),
+                *(
+                    [
+                        "  forecast: "
+                        + ", ".join(f"{n} {s:.3g} s" for n, s in choice.seconds.items())
+                    ]
+                    if choice.seconds
+                    else []
+                ),
                 f"  kernel {self.kernel.name}: {self.picked.reason}",
-                f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots {memory.slots:,}, sums {memory.sums:,}, "
+                f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
+                f"{memory.slots:,}, sums {memory.sums:,}, "
                 f"copies {memory.copies:,}, scratch {memory.scratch:,})",
                 f"  {len(self.graph.tasks)} tasks on this rank",
             )
@@ -118,7 +142,9 @@ class Plan:
         """What one run takes, in bytes."""
         held = self.choice.program.footprint(self.rank)
         scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
-        slots, chunks = (sum(part.size_bytes for part in parts) for parts in (self.slots, self.chunks))
+        slots, chunks = (
+            sum(part.size_bytes for part in parts) for parts in (self.slots, self.chunks)
+        )
         return Memory(slots, held.sums, held.copies, scratch, chunks)
 
 
@@ -143,7 +169,9 @@ class Planner:
         self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
 
     def plan(self, key: PlanKey) -> Plan:
-        """The plan for a key, built and verified on first use. Raises InputError for what no kernel or strategy can do."""
+        """The plan for a key, built and verified on first use. Raises InputError for what no kernel
+        or strategy can do.
+        """
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make(key)
@@ -160,18 +188,36 @@ class Planner:
     def _make(self, key: PlanKey) -> Plan:
         world = key.problem.world_size
         if key.strategy == "auto" and self._hardware is not None and 1 < world <= FORECAST_UP_TO:
-            choice = fastest(key.problem, self._hardware, forward=key.forward, ranks_per_node=self._ranks_per_node)
+            choice = fastest(
+                key.problem,
+                self._hardware,
+                forward=key.forward,
+                ranks_per_node=self._ranks_per_node,
+            )
         else:
-            choice = choose(key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node)
+            choice = choose(
+                key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node
+            )
 
         def graph(rank: int) -> Graph:
             return choice.program.graph(rank % world, self._lanes)
 
         own = graph(self._rank)
-        ops = [task.op for task in own.tasks if task.op is not None and task.op.name in ("forward", "backward")]
+        ops = [
+            task.op
+            for task in own.tasks
+            if task.op is not None and task.op.name in ("forward", "backward")
+        ]
         tiles = tuple(cast(tuple[Piece, ...], op.args[2]) for op in ops)
         work = Work(
-            key.device, key.dtype, key.problem.head_dim, key.problem.mask, key.forward, choice.program.ring_size, tiles, key.partials
+            key.device,
+            key.dtype,
+            key.problem.head_dim,
+            key.problem.mask,
+            key.forward,
+            choice.program.ring_size,
+            tiles,
+            key.partials,
         )
         picked = pick(work, choice.kernel or key.kernel)
         lowered = self._lower(own)
@@ -181,5 +227,7 @@ class Planner:
                 check_graph(lowered)
         else:
             check_graph(lowered)
-            check_messages([self._lower(graph(self._rank - 1)), lowered, self._lower(graph(self._rank + 1))])
+            check_messages(
+                [self._lower(graph(self._rank - 1)), lowered, self._lower(graph(self._rank + 1))]
+            )
         return Plan(key, self._rank, choice, picked, own, Schedule.of(lowered))

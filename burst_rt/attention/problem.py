@@ -1,4 +1,6 @@
-"""One attention problem as plain numbers: everything a strategy needs to build graphs, on any rank, without a tensor."""
+"""One attention problem as plain numbers: everything a strategy needs to build graphs, on any rank,
+without a tensor.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ __all__ = ["Problem", "TileShape"]
 
 
 class TileShape(NamedTuple):
-    """The largest tile of a rank, which a kernel's memory depends on. masked: tiles may have pieces under the mask itself."""
+    """The largest tile of a rank, which a kernel's memory depends on. masked: tiles may have pieces
+    under the mask itself.
+    """
 
     batch: int
     num_heads: int
@@ -28,8 +32,9 @@ class TileShape(NamedTuple):
 class Problem:
     """Global shapes and placement.
 
-    batch, num_heads (queries), num_kv_heads, head_dim; input_bytes and sum_bytes: element sizes of the inputs and of the sums (gradients,
-    lse and delta); needs_grad: whether q, k, v need gradients.
+    batch, num_heads (queries), num_kv_heads, head_dim; input_bytes and sum_bytes: element sizes of
+    the inputs and of the sums (gradients, lse and delta); needs_grad: whether q, k, v need
+    gradients.
     """
 
     q_layout: Layout
@@ -49,9 +54,14 @@ class Problem:
 
     @cached_property
     def q_blocks(self) -> tuple[tuple[range, ...], ...]:
-        """Blocks of queries by rank, at the positions the mask sees: query i stands at i + Skv - Sq (bottom-right alignment)."""
+        """Blocks of queries by rank, at the positions the mask sees: query i stands at i + Skv - Sq
+        (bottom-right alignment).
+        """
         shift = self.kv_layout.seq_len - self.q_layout.seq_len
-        return tuple(tuple(range(b.start + shift, b.stop + shift, b.step) for b in blocks) for blocks in self.q_layout.blocks)
+        return tuple(
+            tuple(range(b.start + shift, b.stop + shift, b.step) for b in blocks)
+            for blocks in self.q_layout.blocks
+        )
 
     @property
     def kv_blocks(self) -> tuple[tuple[range, ...], ...]:

@@ -1,7 +1,8 @@
-"""The dashboard's routes: its own files, the present as a stream of events, windows of the past, and `/metrics`. Nothing else.
+"""The dashboard's routes: its own files, the present as a stream of events, windows of the past,
+and `/metrics`. Nothing else.
 
-Files are read once, at the start; a request names numbers and things of the model, never a path. What is sent is data, and the page writes
-it as text.
+Files are read once, at the start; a request names numbers and things of the model, never a path.
+What is sent is data, and the page writes it as text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from burst_rt.dashboard.links import WINDOW_S, Links, LinkView
 from burst_rt.dashboard.reader import Reader
 from burst_rt.errors import BurstError, Stalled
 from burst_rt.telemetry.metrics import METRICS, THROTTLE_REASONS
-from burst_rt.telemetry.views import EventView, JobView, ProgressView, RankView, Snapshot, SourceView
+from burst_rt.telemetry.views import (
+    EventView,
+    JobView,
+    ProgressView,
+    RankView,
+    Snapshot,
+    SourceView,
+)
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
 
@@ -41,7 +49,9 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 
 class Present(msgspec.Struct):
-    """What the page is told twice a second. events: those it has not had; plans: how many there are (`/api/plans` has them)."""
+    """What the page is told twice a second. events: those it has not had; plans: how many there are
+    (`/api/plans` has them).
+    """
 
     job: JobView
     progress: ProgressView
@@ -53,7 +63,9 @@ class Present(msgspec.Struct):
 
 
 class Dashboard:
-    """What the routes answer from; one for all viewers, so that ten of them cost the hub what one does."""
+    """What the routes answer from; one for all viewers, so that ten of them cost the hub what one
+    does.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -80,7 +92,9 @@ class Dashboard:
             return self._snapshot, self._link_views
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events: the present, twice a second, until the viewer goes or the hub ends."""
+        """Server-sent events: the present, twice a second, until the viewer goes or the hub
+        ends.
+        """
         self.streams += 1
         told = 0
         closing = False
@@ -106,7 +120,15 @@ class Dashboard:
         yield b"event: end\ndata: {}\n\n"
 
     def _event(self, snapshot: Snapshot, links: list[LinkView], events: list[EventView]) -> bytes:
-        view = Present(snapshot.job, snapshot.progress, snapshot.ranks, snapshot.sources, links, len(snapshot.plans), events)
+        view = Present(
+            snapshot.job,
+            snapshot.progress,
+            snapshot.ranks,
+            snapshot.sources,
+            links,
+            len(snapshot.plans),
+            events,
+        )
         return b"data: " + msgspec.json.encode(view) + b"\n\n"
 
 
@@ -126,21 +148,36 @@ def make_app(dashboard: Dashboard) -> Starlette:
         ranks = [int(word) for word in _words(request, "rank") if word.isascii() and word.isdigit()]
         limit = _limit(request, 2000, _MAX_SPANS)
         snapshot, _ = await dashboard.present()
-        view = await reader.timeline(_number(request, "since", -10.0), until_s if math.isfinite(until_s) else None, ranks, limit)
+        view = await reader.timeline(
+            _number(request, "since", -10.0),
+            until_s if math.isfinite(until_s) else None,
+            ranks,
+            limit,
+        )
         return _json(compact(view, snapshot.job.now_s))
 
     async def series(request: Request) -> Response:
         limit = _limit(request, 300, _MAX_ROWS)
-        found = await reader.series(_words(request, "source"), _words(request, "metric"), _number(request, "since", -600.0), limit)
+        found = await reader.series(
+            _words(request, "source"),
+            _words(request, "metric"),
+            _number(request, "since", -600.0),
+            limit,
+        )
         return _json(msgspec.json.encode(found))
 
     async def plans(request: Request) -> Response:
         snapshot, _ = await dashboard.present()
         rank = _number(request, "rank", math.inf)
-        return _json(msgspec.json.encode([plan for plan in snapshot.plans if rank in (plan.rank, math.inf)]))
+        return _json(
+            msgspec.json.encode([plan for plan in snapshot.plans if rank in (plan.rank, math.inf)])
+        )
 
     async def names(request: Request) -> Response:
-        told = {name: (metric.unit, metric.label, THROTTLE_REASONS if metric.unit == "bits" else {}) for name, metric in METRICS.items()}
+        told = {
+            name: (metric.unit, metric.label, THROTTLE_REASONS if metric.unit == "bits" else {})
+            for name, metric in METRICS.items()
+        }
         return _json(msgspec.json.encode(told))
 
     async def metrics(request: Request) -> Response:
@@ -164,7 +201,9 @@ def metrics_app(dashboard: Dashboard) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(exposition(*await dashboard.present()), media_type=CONTENT_TYPE)
 
-    return Starlette(routes=[Route("/metrics", metrics)], exception_handlers={BurstError: _unavailable})
+    return Starlette(
+        routes=[Route("/metrics", metrics)], exception_handlers={BurstError: _unavailable}
+    )
 
 
 def _files() -> list[Route]:
@@ -173,7 +212,12 @@ def _files() -> list[Route]:
     for file in (resources.files("burst_rt.dashboard") / "assets").iterdir():
         kind = _TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
-            routes.append(Route("/" if file.name == "index.html" else f"/{file.name}", _file(file.read_bytes(), kind)))
+            routes.append(
+                Route(
+                    "/" if file.name == "index.html" else f"/{file.name}",
+                    _file(file.read_bytes(), kind),
+                )
+            )
     return routes
 
 

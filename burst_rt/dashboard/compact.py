@@ -1,4 +1,6 @@
-"""A timeline as a browser gets it: calls with their spans beneath, names once, times as whole tenths of microseconds."""
+"""A timeline as a browser gets it: calls with their spans beneath, names once, times as whole
+tenths of microseconds.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ UNITS_PER_S = 1e7
 
 
 class CallRows(msgspec.Struct):
-    """A call of a rank; plan: its number. spans: rows of name (its place in `names`), lane (likewise), hop, bits (1: sends, 2:
-    receives), issued, started and ended (in `1 / units_per_s` s after started_s), bytes, flops, task."""
+    """A call of a rank; plan: its number. spans: rows of name (its place in `names`), lane
+    (likewise), hop, bits (1: sends, 2: receives), issued, started and ended (in `1 / units_per_s` s
+    after started_s), bytes, flops, task.
+    """
 
     rank: int
     group: str
@@ -55,10 +59,24 @@ def compact(view: TimelineView, now_s: float) -> bytes:
             bits = (span.sends > 0) | (span.receives > 0) << 1
             name = names.setdefault(span.name, len(names))
             lane = names.setdefault(span.lane, len(names))
-            times = (round((at - start) * UNITS_PER_S) for at in (span.issued_s, span.started_s, span.ended_s))
-            cells.append((name, lane, span.hop, bits, *times, span.size_bytes, span.flops, span.task))
+            times = (
+                round((at - start) * UNITS_PER_S)
+                for at in (span.issued_s, span.started_s, span.ended_s)
+            )
+            cells.append(
+                (name, lane, span.hop, bits, *times, span.size_bytes, span.flops, span.task)
+            )
         rows.append(CallRows(rank, group, call, spans[0].kind, spans[0].plan, start, cells))
     made = CompactTimeline(
-        now_s, view.since_s, view.until_s, UNITS_PER_S, list(names), rows, view.waits, view.flows, view.complete, view.left_out
+        now_s,
+        view.since_s,
+        view.until_s,
+        UNITS_PER_S,
+        list(names),
+        rows,
+        view.waits,
+        view.flows,
+        view.complete,
+        view.left_out,
     )
     return msgspec.json.encode(made)

@@ -1,7 +1,9 @@
 """`/metrics` for Prometheus: a snapshot in its text format, made when it is scraped.
 
-GPU fields have the names, units and labels of NVIDIA's DCGM exporter (github.com/NVIDIA/dcgm-exporter, `etc/default-counters.csv`) where it
-has them, so dashboards and alerts made for it work; the runtime's own begin with `burst_rt_`. What a source has not measured is left out.
+GPU fields have the names, units and labels of NVIDIA's DCGM exporter
+(github.com/NVIDIA/dcgm-exporter, `etc/default-counters.csv`) where it has them, so dashboards and
+alerts made for it work; the runtime's own begin with `burst_rt_`. What a source has not measured is
+left out.
 """
 
 from __future__ import annotations
@@ -35,20 +37,42 @@ class _Field(NamedTuple):
 DCGM: dict[str, _Field] = {
     "sm_percent": _Field("DCGM_FI_DEV_GPU_UTIL", 1, "GPU utilization (in %)."),
     "memory_busy_percent": _Field("DCGM_FI_DEV_MEM_COPY_UTIL", 1, "Memory utilization (in %)."),
-    "memory_used_bytes": _Field("DCGM_FI_DEV_FB_USED", 1 / _MIB, "Framebuffer memory used (in MiB)."),
+    "memory_used_bytes": _Field(
+        "DCGM_FI_DEV_FB_USED", 1 / _MIB, "Framebuffer memory used (in MiB)."
+    ),
     "power_w": _Field("DCGM_FI_DEV_POWER_USAGE", 1, "Power draw (in W)."),
     "temperature_c": _Field("DCGM_FI_DEV_GPU_TEMP", 1, "GPU temperature (in C)."),
     "memory_temperature_c": _Field("DCGM_FI_DEV_MEMORY_TEMP", 1, "Memory temperature (in C)."),
     "sm_clock_mhz": _Field("DCGM_FI_DEV_SM_CLOCK", 1, "SM clock frequency (in MHz)."),
     "memory_clock_mhz": _Field("DCGM_FI_DEV_MEM_CLOCK", 1, "Memory clock frequency (in MHz)."),
-    "pcie_tx_bytes_per_s": _Field("DCGM_FI_PROF_PCIE_TX_BYTES", 1, "Rate of data sent over PCIe (in bytes per second)."),
-    "pcie_rx_bytes_per_s": _Field("DCGM_FI_PROF_PCIE_RX_BYTES", 1, "Rate of data received over PCIe (in bytes per second)."),
-    "nvlink_tx_bytes_per_s": _Field("DCGM_FI_PROF_NVLINK_TX_BYTES", 1, "Rate of data sent over NVLink (in bytes per second)."),
-    "nvlink_rx_bytes_per_s": _Field("DCGM_FI_PROF_NVLINK_RX_BYTES", 1, "Rate of data received over NVLink (in bytes per second)."),
-    "gpm_sm_percent": _Field("DCGM_FI_PROF_SM_ACTIVE", 0.01, "Ratio of cycles in which a multiprocessor had a warp."),
-    "gpm_occupancy_percent": _Field("DCGM_FI_PROF_SM_OCCUPANCY", 0.01, "Ratio of warps resident on multiprocessors."),
-    "gpm_tensor_percent": _Field("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", 0.01, "Ratio of cycles in which tensor cores were active."),
-    "gpm_dram_percent": _Field("DCGM_FI_PROF_DRAM_ACTIVE", 0.01, "Ratio of cycles in which device memory was active."),
+    "pcie_tx_bytes_per_s": _Field(
+        "DCGM_FI_PROF_PCIE_TX_BYTES", 1, "Rate of data sent over PCIe (in bytes per second)."
+    ),
+    "pcie_rx_bytes_per_s": _Field(
+        "DCGM_FI_PROF_PCIE_RX_BYTES", 1, "Rate of data received over PCIe (in bytes per second)."
+    ),
+    "nvlink_tx_bytes_per_s": _Field(
+        "DCGM_FI_PROF_NVLINK_TX_BYTES", 1, "Rate of data sent over NVLink (in bytes per second)."
+    ),
+    "nvlink_rx_bytes_per_s": _Field(
+        "DCGM_FI_PROF_NVLINK_RX_BYTES",
+        1,
+        "Rate of data received over NVLink (in bytes per second).",
+    ),
+    "gpm_sm_percent": _Field(
+        "DCGM_FI_PROF_SM_ACTIVE", 0.01, "Ratio of cycles in which a multiprocessor had a warp."
+    ),
+    "gpm_occupancy_percent": _Field(
+        "DCGM_FI_PROF_SM_OCCUPANCY", 0.01, "Ratio of warps resident on multiprocessors."
+    ),
+    "gpm_tensor_percent": _Field(
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+        0.01,
+        "Ratio of cycles in which tensor cores were active.",
+    ),
+    "gpm_dram_percent": _Field(
+        "DCGM_FI_PROF_DRAM_ACTIVE", 0.01, "Ratio of cycles in which device memory was active."
+    ),
 }
 
 
@@ -69,32 +93,56 @@ class _Families(Collector):
         yield from _of_ranks(self._snapshot.ranks)
         yield from _of_links(self._links)
         yield from _of_gpus([source for source in self._snapshot.sources if source.kind == "gpu"])
-        yield from _of_sources([source for source in self._snapshot.sources if source.kind in ("host", "process")])
+        yield from _of_sources(
+            [source for source in self._snapshot.sources if source.kind in ("host", "process")]
+        )
 
 
 def _of_job(snapshot: Snapshot) -> Iterator[Metric]:
     job, progress = snapshot.job, snapshot.progress
-    info = GaugeMetricFamily("burst_rt_job_info", "The job: always 1.", labels=("command", "package"))
+    info = GaugeMetricFamily(
+        "burst_rt_job_info", "The job: always 1.", labels=("command", "package")
+    )
     info.add_metric((job.command, job.package), 1)
     yield info
-    yield GaugeMetricFamily("burst_rt_job_start_time_seconds", "When the job's hub began, since the epoch.", job.began_at_s)
+    yield GaugeMetricFamily(
+        "burst_rt_job_start_time_seconds",
+        "When the job's hub began, since the epoch.",
+        job.began_at_s,
+    )
     yield GaugeMetricFamily("burst_rt_job_ranks", "Ranks of the job.", job.world_size)
-    yield CounterMetricFamily("burst_rt_telemetry_dropped_messages", "Telemetry that ranks had no room for.", job.dropped)
+    yield CounterMetricFamily(
+        "burst_rt_telemetry_dropped_messages", "Telemetry that ranks had no room for.", job.dropped
+    )
     if progress.at_s is not None:
         yield GaugeMetricFamily("burst_rt_job_step", "Step of the last report.", progress.step)
-        reported = GaugeMetricFamily("burst_rt_job_report", "What the job last reported of itself.", labels=("name",))
+        reported = GaugeMetricFamily(
+            "burst_rt_job_report", "What the job last reported of itself.", labels=("name",)
+        )
         for name, value in sorted(progress.values.items()):
             reported.add_metric((name,), value)
         yield reported
 
 
 def _of_ranks(ranks: Iterable[RankView]) -> Iterator[Metric]:
-    status = GaugeMetricFamily("burst_rt_rank_status", "1 for the status that a rank has.", labels=("rank", "host", "status"))
-    overlap = GaugeMetricFamily("burst_rt_rank_overlap_ratio", "Of the time transfers took, what compute hid.", labels=("rank",))
+    status = GaugeMetricFamily(
+        "burst_rt_rank_status",
+        "1 for the status that a rank has.",
+        labels=("rank", "host", "status"),
+    )
+    overlap = GaugeMetricFamily(
+        "burst_rt_rank_overlap_ratio",
+        "Of the time transfers took, what compute hid.",
+        labels=("rank",),
+    )
     counters = [(_counter(*row[:2], ("rank",)), row[2]) for row in _RANK_COUNTERS]
     tasks = _counter("burst_rt_rank_lane_tasks", "Tasks done.", ("rank", "lane"))
-    sizes = _counter("burst_rt_rank_lane_bytes", "Bytes sent (lane network) or moved.", ("rank", "lane"))
-    flops = _counter("burst_rt_rank_lane_flops", "Floating-point operations of tiles.", ("rank", "lane"))
+    sizes = _counter(
+        "burst_rt_rank_lane_bytes", "Bytes sent (lane network) or moved.", ("rank", "lane")
+    )
+    flops = _counter(
+        "burst_rt_rank_lane_flops", "Floating-point operations of tiles.", ("rank", "lane")
+    )
     for rank in ranks:
         name = str(rank.rank)
         for word in _STATUSES:
@@ -113,14 +161,26 @@ def _of_ranks(ranks: Iterable[RankView]) -> Iterator[Metric]:
 _RANK_COUNTERS: tuple[tuple[str, str, Callable[[RankView], float]], ...] = (
     ("burst_rt_rank_calls", "Calls that have ended.", lambda rank: rank.calls),
     ("burst_rt_rank_compute_seconds", "Time in tiles.", lambda rank: rank.compute_s),
-    ("burst_rt_rank_wait_seconds", "Time compute stood still while a transfer was under way.", lambda rank: rank.wait_s),
+    (
+        "burst_rt_rank_wait_seconds",
+        "Time compute stood still while a transfer was under way.",
+        lambda rank: rank.wait_s,
+    ),
     ("burst_rt_rank_call_seconds", "Time in calls.", lambda rank: rank.total_s),
 )
 
 
 def _of_links(links: Iterable[LinkView]) -> Iterator[Metric]:
-    rates = GaugeMetricFamily("burst_rt_link_bytes_per_second", "Bytes a second from rank to rank.", labels=("sender", "receiver"))
-    states = GaugeMetricFamily("burst_rt_link_state", "1 for the state that a link has.", labels=("sender", "receiver", "state"))
+    rates = GaugeMetricFamily(
+        "burst_rt_link_bytes_per_second",
+        "Bytes a second from rank to rank.",
+        labels=("sender", "receiver"),
+    )
+    states = GaugeMetricFamily(
+        "burst_rt_link_state",
+        "1 for the state that a link has.",
+        labels=("sender", "receiver", "state"),
+    )
     for link in links:
         ends = (str(link.sender), str(link.receiver))
         rates.add_metric(ends, link.bytes_per_s)
@@ -137,7 +197,11 @@ def _of_gpus(gpus: list[SourceView]) -> Iterator[Metric]:
             family: Metric = GaugeMetricFamily(field.name, field.help, labels=labels)
         elif info is not None:
             name, text = f"burst_rt_gpu_{metric}", f"{info.label} ({info.unit})"
-            family = _counter(name, text, labels) if info.cumulative else GaugeMetricFamily(name, text, labels=labels)
+            family = (
+                _counter(name, text, labels)
+                if info.cumulative
+                else GaugeMetricFamily(name, text, labels=labels)
+            )
         else:
             continue
         for gpu in gpus:
@@ -150,7 +214,13 @@ def _of_gpus(gpus: list[SourceView]) -> Iterator[Metric]:
 def _gpu_labels(gpu: SourceView) -> tuple[str, ...]:
     about = gpu.about
     ranks = ",".join(map(str, gpu.ranks))
-    return (about.get("index", ""), gpu.name.removeprefix("gpu:"), about.get("name", ""), gpu.host, ranks)
+    return (
+        about.get("index", ""),
+        gpu.name.removeprefix("gpu:"),
+        about.get("name", ""),
+        gpu.host,
+        ranks,
+    )
 
 
 def _of_sources(sources: list[SourceView]) -> Iterator[Metric]:
@@ -158,10 +228,15 @@ def _of_sources(sources: list[SourceView]) -> Iterator[Metric]:
         own = [source for source in sources if source.kind == kind]
         for metric in sorted({name for source in own for name in source.values if name in METRICS}):
             info = METRICS[metric]
-            family = GaugeMetricFamily(f"burst_rt_{kind}_{metric}", f"{info.label} ({info.unit})", labels=(label,))
+            family = GaugeMetricFamily(
+                f"burst_rt_{kind}_{metric}", f"{info.label} ({info.unit})", labels=(label,)
+            )
             for source in own:
                 if metric in source.values:
-                    family.add_metric((source.host if kind == "host" else source.name.removeprefix("rank:"),), source.values[metric])
+                    family.add_metric(
+                        (source.host if kind == "host" else source.name.removeprefix("rank:"),),
+                        source.values[metric],
+                    )
             yield family
 
 

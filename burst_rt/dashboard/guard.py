@@ -1,7 +1,9 @@
-"""Who may see the dashboard: whoever has the run's token, by a page of its own, with GET or HEAD. Stands before every route.
+"""Who may see the dashboard: whoever has the run's token, by a page of its own, with GET or HEAD.
+Stands before every route.
 
-The token comes once by link, then as a cookie that scripts cannot read and other sites' pages cannot send; Prometheus sends it as a bearer.
-Host must name this machine (against DNS rebinding), Origin, where a browser sends one, must be the page's own.
+The token comes once by link, then as a cookie that scripts cannot read and other sites' pages
+cannot send; Prometheus sends it as a bearer. Host must name this machine (against DNS rebinding),
+Origin, where a browser sends one, must be the page's own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ __all__ = ["Guard"]
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; object-src 'none'; "
+        "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
+        "'self'; object-src 'none'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -34,9 +37,13 @@ _HEADERS = {
 
 
 class Guard:
-    """Wraps an application. token: None for none. hosts: names that Host may have beside loopback's; with any, addresses are good too."""
+    """Wraps an application. token: None for none. hosts: names that Host may have beside
+    loopback's; with any, addresses are good too.
+    """
 
-    def __init__(self, app: ASGIApp, token: str | None, hosts: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, app: ASGIApp, token: str | None, hosts: frozenset[str] = frozenset()
+    ) -> None:
         self._app = app
         self._open = token is None
         self._token = (token or "").encode()
@@ -81,7 +88,9 @@ class Guard:
             (offered, *_) = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
             if self._is_token(offered):
                 response = RedirectResponse("/", 303)
-                response.set_cookie(self.cookie, offered, httponly=True, samesite="strict", path="/")
+                response.set_cookie(
+                    self.cookie, offered, httponly=True, samesite="strict", path="/"
+                )
                 return response
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         if self._is_token(cookie_parser(headers.get("cookie", "")).get(self.cookie, "")):

@@ -1,7 +1,7 @@
 """The links of the ring: how many bytes a second each carries, and which is slow or silent.
 
-Bytes of a rank are exact (counters); how they divide over its peers, and how fast a message moves while both ends have been posted, come
-from the spans of the last seconds, as far as they are whole.
+Bytes of a rank are exact (counters); how they divide over its peers, and how fast a message moves
+while both ends have been posted, come from the spans of the last seconds, as far as they are whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from burst_rt.telemetry.views import RankView, Snapshot, TimelineView
 __all__ = ["WINDOW_S", "LinkView", "Links"]
 
 WINDOW_S = 5.0
-# Slow: its messages move at less than this part of the median link's speed, over at least so many messages.
+# Slow: its messages move at less than this part of the median link's speed, over at least so many
+# messages.
 _SLOW = 1 / 3
 _MIN_MESSAGES = 4
 # A rank that has waited for a message for so long hears nothing.
@@ -28,9 +29,11 @@ _FLOOR_S = 1e-6
 
 
 class LinkView(msgspec.Struct):
-    """From rank `sender` to `receiver`. bytes_per_s: now; moving_bytes_per_s: while messages were on the wire, None where no spans say.
+    """From rank `sender` to `receiver`. bytes_per_s: now; moving_bytes_per_s: while messages were
+    on the wire, None where no spans say.
 
-    state: "ok", "slow" (its messages move at under a third of the median link's speed), "silent" (an end is lost, silent or stuck).
+    state: "ok", "slow" (its messages move at under a third of the median link's speed), "silent"
+    (an end is lost, silent or stuck).
     """
 
     sender: int
@@ -75,24 +78,58 @@ class Links:
     def now(self, snapshot: Snapshot) -> list[LinkView]:
         """The links of a snapshot."""
         ranks = {rank.rank: rank for rank in snapshot.ranks}
-        total = {source.ranks[0]: source.values.get("sent_bytes_per_s", 0.0) for source in snapshot.sources if source.kind == "process"}
+        total = {
+            source.ranks[0]: source.values.get("sent_bytes_per_s", 0.0)
+            for source in snapshot.sources
+            if source.kind == "process"
+        }
         stuck = {rank.rank for rank in snapshot.ranks if self._stuck(rank, snapshot.job.now_s)}
-        usual = statistics.median(some.speed for some in self._moved.values()) if len(self._moved) > 1 else 0.0
+        usual = (
+            statistics.median(some.speed for some in self._moved.values())
+            if len(self._moved) > 1
+            else 0.0
+        )
         views = []
         for link, share in sorted(self._shares.items()):
             sender, receiver = link
-            gone = sender not in ranks or receiver not in ranks or {ranks[sender].status, ranks[receiver].status} & {"lost", "silent"}
+            gone = (
+                sender not in ranks
+                or receiver not in ranks
+                or {ranks[sender].status, ranks[receiver].status} & {"lost", "silent"}
+            )
             # Of a ring that stands still the link is at fault whose sender does not wait itself.
-            silent = gone or (receiver in stuck and (sender not in stuck or len(stuck) == len(ranks)))
+            silent = gone or (
+                receiver in stuck and (sender not in stuck or len(stuck) == len(ranks))
+            )
             moved = self._moved.get(link)
-            slow = moved is not None and moved.messages >= _MIN_MESSAGES and moved.speed < _SLOW * usual
+            slow = (
+                moved is not None
+                and moved.messages >= _MIN_MESSAGES
+                and moved.speed < _SLOW * usual
+            )
             # What a rank that has left last said is no more.
-            rate = total.get(sender, 0.0) * share if not silent and ranks[sender].status == "live" else 0.0
-            views.append(LinkView(sender, receiver, rate, moved.speed if moved else None, "silent" if silent else "slow" if slow else "ok"))
+            rate = (
+                total.get(sender, 0.0) * share
+                if not silent and ranks[sender].status == "live"
+                else 0.0
+            )
+            views.append(
+                LinkView(
+                    sender,
+                    receiver,
+                    rate,
+                    moved.speed if moved else None,
+                    "silent" if silent else "slow" if slow else "ok",
+                )
+            )
         return views
 
     def _stuck(self, rank: RankView, now_s: float) -> bool:
-        return rank.call >= 0 and rank.doing in self._receives and now_s - rank.doing_since_s > _SILENT_S
+        return (
+            rank.call >= 0
+            and rank.doing in self._receives
+            and now_s - rank.doing_since_s > _SILENT_S
+        )
 
 
 def _moved(recent: TimelineView) -> dict[tuple[int, int], _Moved]:
@@ -100,7 +137,10 @@ def _moved(recent: TimelineView) -> dict[tuple[int, int], _Moved]:
     messages: dict[tuple[int, int], list[tuple[float, float, int]]] = defaultdict(list)
     for flow in recent.flows:
         # On the wire from when both ends had been posted.
-        begun_s = max(flow.sent_s, posted.get((flow.receiver, flow.group, flow.call, flow.receive_task), flow.sent_s))
+        begun_s = max(
+            flow.sent_s,
+            posted.get((flow.receiver, flow.group, flow.call, flow.receive_task), flow.sent_s),
+        )
         messages[flow.sender, flow.receiver].append((begun_s, flow.received_s, flow.size_bytes))
     return {link: _together(some) for link, some in messages.items()}
 

@@ -1,4 +1,5 @@
-"""Where a viewer reads: the model in its own process (the hub, a replay), or a hub elsewhere that it asks.
+"""Where a viewer reads: the model in its own process (the hub, a replay), or a hub elsewhere that
+it asks.
 
 All three answer in the types of `telemetry.views`, so whatever shows a job works on any of them.
 """
@@ -17,23 +18,31 @@ __all__ = ["HubReader", "Reader", "StateReader"]
 
 
 class Reader(Protocol):
-    """Answers a viewer. Windows are seconds since the hub began; negative ones count back from now. May raise ConfigError."""
+    """Answers a viewer. Windows are seconds since the hub began; negative ones count back from now.
+    May raise ConfigError.
+    """
 
     async def snapshot(self) -> Snapshot:
         """The present."""
         ...
 
-    async def series(self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int) -> list[SeriesView]:
+    async def series(
+        self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
+    ) -> list[SeriesView]:
         """Histories of sources (none: all) from `since_s` to now, at most `limit` rows each."""
         ...
 
-    async def timeline(self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int) -> TimelineView:
+    async def timeline(
+        self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
+    ) -> TimelineView:
         """Spans of a window, at most `limit`, the newest."""
         ...
 
 
 class StateReader:
-    """Reads a State of this process. now: the hub's clock; None for a replay, where time stands still."""
+    """Reads a State of this process. now: the hub's clock; None for a replay, where time stands
+    still.
+    """
 
     def __init__(self, state: State, now: Callable[[], float] | None = None) -> None:
         self._state = state
@@ -42,12 +51,18 @@ class StateReader:
     async def snapshot(self) -> Snapshot:
         return self._current().snapshot()
 
-    async def series(self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int) -> list[SeriesView]:
+    async def series(
+        self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
+    ) -> list[SeriesView]:
         state = self._current()
-        known = [name for name in sources if name in state.sources] if sources else list(state.sources)
+        known = (
+            [name for name in sources if name in state.sources] if sources else list(state.sources)
+        )
         return [state.series(name, metrics, since_s, None, limit) for name in known]
 
-    async def timeline(self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int) -> TimelineView:
+    async def timeline(
+        self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
+    ) -> TimelineView:
         return self._current().timeline(since_s, until_s, ranks, limit)
 
     def _current(self) -> State:
@@ -67,10 +82,14 @@ class HubReader:
         async with self._lock:
             return await asyncio.to_thread(self._viewer.snapshot)
 
-    async def series(self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int) -> list[SeriesView]:
+    async def series(
+        self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
+    ) -> list[SeriesView]:
         async with self._lock:
             return await asyncio.to_thread(self._viewer.series, sources, metrics, since_s, limit)
 
-    async def timeline(self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int) -> TimelineView:
+    async def timeline(
+        self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
+    ) -> TimelineView:
         async with self._lock:
             return await asyncio.to_thread(self._viewer.timeline, since_s, until_s, ranks, limit)

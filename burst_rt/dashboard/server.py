@@ -1,4 +1,6 @@
-"""Serves the dashboard: binds, tells the link, and runs uvicorn in an event loop that somebody else owns (the hub's, or a command's)."""
+"""Serves the dashboard: binds, tells the link, and runs uvicorn in an event loop that somebody else
+owns (the hub's, or a command's).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ __all__ = ["DEFAULT_PORT", "Served", "Where"]
 DEFAULT_PORT = 8870
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_CONNECTIONS = 128
-# Of those, so many may have asked for nothing yet; where more come, who has been there longest without a word goes. A request must have
-# come whole within so long.
+# Of those, so many may have asked for nothing yet; where more come, who has been there longest
+# without a word goes. A request must have come whole within so long.
 _MAX_MUTE = 64
 _REQUEST_DEADLINE_S = 10.0
 _CLOSING_S = 1
@@ -32,8 +34,9 @@ _CLOSING_S = 1
 
 @dataclass(frozen=True)
 class Where:
-    """Where to serve. port: None takes 8870 or, where that is taken, any; 0 takes any. metrics_port: `/metrics` without a token, on
-    loopback only; None: none, 0: any."""
+    """Where to serve. port: None takes 8870 or, where that is taken, any; 0 takes any.
+    metrics_port: `/metrics` without a token, on loopback only; None: none, 0: any.
+    """
 
     host: str = "127.0.0.1"
     port: int | None = None
@@ -41,7 +44,9 @@ class Where:
 
     @classmethod
     def parse(cls, at: str, metrics_port: int | None = None) -> Where:
-        """Reads "" or "1" (the default), PORT or HOST:PORT ([HOST]:PORT for IPv6). Raises InputError."""
+        """Reads "" or "1" (the default), PORT or HOST:PORT ([HOST]:PORT for IPv6). Raises
+        InputError.
+        """
         host, colon, port = at.rpartition(":")
         host = host.removeprefix("[").removesuffix("]") if colon else cls.host
         if at in ("", "1"):
@@ -61,20 +66,27 @@ class Where:
         if self.is_loopback:
             return ""
         return (
-            f"WARNING: the dashboard listens on {self.host}; whoever reaches it and has the link sees this job, and the link travels "
+            f"WARNING: the dashboard listens on {self.host}; whoever reaches it and has the link "
+            "sees this job, and the link travels "
             "unencrypted. A tunnel to 127.0.0.1 is safer: ssh -L PORT:127.0.0.1:PORT HOST"
         )
 
 
 class _Connection(H11Protocol):
-    """A connection that asks in time, or ends: those who open many and say nothing must not keep out who has the token."""
+    """A connection that asks in time, or ends: those who open many and say nothing must not keep
+    out who has the token.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._await_request()
-        mute = [one for one in self.connections if isinstance(one, _Connection) and one._deadline is not None]
+        mute = [
+            one
+            for one in self.connections
+            if isinstance(one, _Connection) and one._deadline is not None
+        ]
         if len(mute) > _MAX_MUTE:
             longest = min(mute, key=lambda one: one._deadline.when() if one._deadline else 0.0)
             longest._stop_waiting()
@@ -109,7 +121,9 @@ class _Server(uvicorn.Server):
 
 
 class Served:
-    """A dashboard that listens. link: with the token, for the person who started it. told: lines for that person."""
+    """A dashboard that listens. link: with the token, for the person who started it. told: lines
+    for that person.
+    """
 
     def __init__(self, reader: Reader, where: Where, token: str | None = None) -> None:
         """Binds. Raises ConfigError where it cannot."""
@@ -119,7 +133,11 @@ class Served:
         port = bound.getsockname()[1]
         shown = where.host if where.host not in ("0.0.0.0", "::") else socket.gethostname()
         self.link = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={self.token}"
-        hosts = frozenset() if where.is_loopback else frozenset({where.host, socket.gethostname().lower(), socket.getfqdn().lower()})
+        hosts = (
+            frozenset()
+            if where.is_loopback
+            else frozenset({where.host, socket.gethostname().lower(), socket.getfqdn().lower()})
+        )
         self._servers = [(_server(Guard(make_app(self._dashboard), self.token, hosts)), bound)]
         self.told = [*([where.warning] if where.warning else []), f"dashboard {self.link}"]
         if where.metrics_port is not None:
@@ -141,7 +159,8 @@ class Served:
 def _server(app: ASGIApp) -> _Server:
     # Of requests that are none it would warn in the terminal of the training, a line each.
     config = uvicorn.Config(
-        app, http=_Connection, log_config=None, log_level="error", access_log=False, server_header=False, lifespan="off",
+        app, http=_Connection, log_config=None, log_level="error", access_log=False,
+        server_header=False, lifespan="off",
         limit_concurrency=_MAX_CONNECTIONS, timeout_graceful_shutdown=_CLOSING_S, ws="none",
     )  # fmt: skip
     return _Server(config)
@@ -155,6 +174,7 @@ def _bind(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             if port is not None or number == 0:
                 raise ConfigError(
-                    f"the dashboard cannot listen on {host} port {number}: {error}; choose another port, or 0 for any"
+                    f"the dashboard cannot listen on {host} port {number}: {error}; choose another "
+                    "port, or 0 for any"
                 ) from error
     raise AssertionError("the last port is 0")

@@ -1,4 +1,6 @@
-"""Drivers: perform the scheduler's instructions on this rank's hardware. `HostDriver` is for CPUs, `CudaDriver` for a GPU."""
+"""Drivers: perform the scheduler's instructions on this rank's hardware. `HostDriver` is for CPUs,
+`CudaDriver` for a GPU.
+"""
 
 from burst_rt.drivers.base import BaseDriver, Opening, Progress, is_out_of_memory
 from burst_rt.drivers.cuda import CudaDriver
@@ -7,6 +9,7 @@ from burst_rt.drivers.pool import Slots
 from burst_rt.drivers.watch import Backoff, Watch
 
 __all__ = [
-    "Backoff", "BaseDriver", "CudaDriver", "HostDriver", "Opening", "Progress", "Slots", "Watch", "flat_bytes", "is_out_of_memory",
+    "Backoff", "BaseDriver", "CudaDriver", "HostDriver", "Opening", "Progress", "Slots", "Watch",
+    "flat_bytes", "is_out_of_memory",
     "raw_bytes",
 ]  # fmt: skip

@@ -1,7 +1,9 @@
-"""What the drivers share: the ranks' agreement that opens a call, messages through a transport, and the deadlines of every wait.
+"""What the drivers share: the ranks' agreement that opens a call, messages through a transport, and
+the deadlines of every wait.
 
-Every wait has a deadline: `timeout_s` for the other ranks to enter the call, `stall_s` without a sign of progress once inside. A rank that
-computes for long tells its peers so (`Watch.say_alive`), which is why `stall_s` may be shorter than a tile.
+Every wait has a deadline: `timeout_s` for the other ranks to enter the call, `stall_s` without a
+sign of progress once inside. A rank that computes for long tells its peers so (`Watch.say_alive`),
+which is why `stall_s` may be shorter than a tile.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python found no memory, on a device or on the host."""
     # torch has a class for devices only.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        isinstance(error, RuntimeError)
+        and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )
 
 
@@ -47,9 +50,10 @@ class Opening(Protocol):
 class BaseDriver:
     """One driver performs one run of a graph.
 
-    ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message names. transport: for exchanges on free
-    lanes. opening: what control tasks wait for. takes: what memory the call takes, in words, for the error when a task finds none. flight:
-    where it is written down what this rank does.
+    ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message
+    names. transport: for exchanges on free lanes. opening: what control tasks wait for. takes: what
+    memory the call takes, in words, for the error when a task finds none. flight: where it is
+    written down what this rank does.
     """
 
     def __init__(
@@ -80,7 +84,9 @@ class BaseDriver:
         self._flight = flight
         self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
         self._control: Task | None = None
-        self._about: dict[int, tuple[Task, int]] = {}  # handle of a message under way -> its task and peer
+        self._about: dict[
+            int, tuple[Task, int]
+        ] = {}  # handle of a message under way -> its task and peer
         self._num_open: dict[int, int] = {}
         self._issued_s: dict[int, float] = {}
         self._landed: list[Event] = []
@@ -91,7 +97,9 @@ class BaseDriver:
         self.refused = False  # the ranks did not agree on the call: nothing was sent
 
     def wait(self) -> Sequence[Event]:
-        """See `Driver.wait`. Does this driver's own work, or blocks until something has moved; raises nothing a deadline could cause."""
+        """See `Driver.wait`. Does this driver's own work, or blocks until something has moved;
+        raises nothing a deadline could cause.
+        """
         backoff: Backoff | None = None
         transfers = False
         while True:
@@ -127,11 +135,15 @@ class BaseDriver:
         """After the run: waits until its trace is complete, at most `timeout_s`."""
 
     def settled(self) -> bool:
-        """Whether the trace of the run is complete. Never blocks; any thread may ask after the run."""
+        """Whether the trace of the run is complete. Never blocks; any thread may ask after
+        the run.
+        """
         return True
 
     def doing(self) -> tuple[str, float] | None:
-        """The task that runs or is waited for, and since when; None between tasks. Any thread may ask."""
+        """The task that runs or is waited for, and since when; None between tasks. Any thread may
+        ask.
+        """
         task = self._running or self._control
         if task is None:
             still_open = list(self._num_open)
@@ -165,16 +177,26 @@ class BaseDriver:
         # Receives first: a message that finds its receive posted needs no copy in between.
         self._num_open[task.id] = len(task.recvs) + len(task.sends)
         for m in task.recvs:
-            self._about[self._transport.irecv(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = (task, m.peer)
+            self._about[
+                self._transport.irecv(self._memory[m.part][: m.size_bytes], m.peer, m.tag)
+            ] = (task, m.peer)
         for m in task.sends:
-            self._about[self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)] = (task, m.peer)
+            self._about[
+                self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)
+            ] = (task, m.peer)
 
     def _perform(self, task: Task) -> TaskFailed | None:
-        """Calls the task's operation. What it says if there is no memory for it; other errors are raised."""
+        """Calls the task's operation. What it says if there is no memory for it; other errors are
+        raised.
+        """
         op: Op | None = task.op
         if op is None or op.name not in self._ops:
             known = sorted(self._ops)
-            raise InternalError(f"task {task.name!r} asks for operation {op and op.name!r}; this driver has {known}", task=task.name)
+            raise InternalError(
+                f"task {task.name!r} asks for operation {op and op.name!r}; this driver has "
+                f"{known}",
+                task=task.name,
+            )
         if self._flight is not None:
             self._flight.task(task.name)
         try:
@@ -214,14 +236,31 @@ class BaseDriver:
     def _finish(self, task: Task, started_s: float) -> float:
         ended_s = time.perf_counter()
         cost = task.cost
-        self.trace.add(Span(task.id, task.name, task.lane, self._issued_s[task.id], started_s, ended_s, cost.size_bytes, cost.flops))
+        self.trace.add(
+            Span(
+                task.id,
+                task.name,
+                task.lane,
+                self._issued_s[task.id],
+                started_s,
+                ended_s,
+                cost.size_bytes,
+                cost.flops,
+            )
+        )
         return ended_s
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:
-        """What the wait is for, how long it may be silent, and whether it is for this rank's own device, which no peer can speed up."""
+        """What the wait is for, how long it may be silent, and whether it is for this rank's own
+        device, which no peer can speed up.
+        """
         if self._control is not None:
             return self._control, self._timeout_s, False
-        return (self._graph.tasks[min(self._num_open)], self._stall_s, False) if self._num_open else None
+        return (
+            (self._graph.tasks[min(self._num_open)], self._stall_s, False)
+            if self._num_open
+            else None
+        )
 
     def _overdue(self, backoff: Backoff) -> TaskFailed | None:
         """What ends a wait that nothing else ends."""
@@ -234,10 +273,13 @@ class BaseDriver:
             self._flight.task(task.name)
         if self._control is not None:
             self._watch.say_entered(self._opening.number, backoff.elapsed_s(), limit_s)
-        lost = self._watch.lost(None if self._control is not None else {peer for _, peer in self._about.values()})
+        lost = self._watch.lost(
+            None if self._control is not None else {peer for _, peer in self._about.values()}
+        )
         if lost:
             return TaskFailed(task.id, lost)
-        # Any rank's last sign of life counts as progress; of this rank's own device they say nothing.
+        # Any rank's last sign of life counts as progress; of this rank's own device they say
+        # nothing.
         heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
         return None if silent_s <= limit_s else TaskFailed(task.id, self._stalled(task, silent_s))
@@ -248,21 +290,29 @@ class BaseDriver:
             number = self._opening.number
             missing = self._watch.absent(number)
             message = (
-                f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call (timeout_s)"
-                f"{f': {missing} not entered call {number}, this one' if missing.ranks else ''}. See what they are doing (py-spy dump)"
+                f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call "
+                "(timeout_s)"
+                f"{f': {missing} not entered call {number}, this one' if missing.ranks else ''}. "
+                "See what they are doing (py-spy dump)"
             )
-            return Stalled(message, rank=rank, peer=missing.only, task=task.name, elapsed_s=silent_s)
+            return Stalled(
+                message, rank=rank, peer=missing.only, task=task.name, elapsed_s=silent_s
+            )
         peers = sorted({m.peer for m in (*task.sends, *task.recvs)})
         said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
         message = (
-            f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with rank {' and '.join(map(str, peers))}; "
-            f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or raise stall_s in burst_rt.init"
+            f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with "
+            f"rank {' and '.join(map(str, peers))}; "
+            f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or "
+            "raise stall_s in burst_rt.init"
         )
         return Stalled(message, rank=rank, peer=peers[0], task=task.name, elapsed_s=silent_s)
 
 
 class Progress:
-    """What kernels call between parts; the driver behind it exists only once the call's memory is bound."""
+    """What kernels call between parts; the driver behind it exists only once the call's memory is
+    bound.
+    """
 
     driver: BaseDriver | None = None
 

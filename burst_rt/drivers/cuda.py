@@ -1,12 +1,16 @@
-"""The CUDA driver: ordered lanes are streams, edges between them are events, and the host waits only for what it must know itself.
+"""The CUDA driver: ordered lanes are streams, edges between them are events, and the host waits
+only for what it must know itself.
 
-With a transport that is ordered too (NCCL) every task goes onto a stream at once, and the run ends, for the host, when the last has been
-issued: the caller's stream is made to wait for the lanes, as it would for any other kernel. With a transport of the host (MPI, staged
-copies) the host polls events and messages, and the tiles that follow are on the compute stream before the one that runs has ended.
+With a transport that is ordered too (NCCL) every task goes onto a stream at once, and the run ends,
+for the host, when the last has been issued: the caller's stream is made to wait for the lanes, as
+it would for any other kernel. With a transport of the host (MPI, staged copies) the host polls
+events and messages, and the tiles that follow are on the compute stream before the one that runs
+has ended.
 
-Rules (see the lanes of `scheduler.engine`): a lane's first task waits for the caller's stream, so inputs are there, and so does the host
-before its first message; a task waits for the events of its `after`; `join` makes the caller's stream wait for every lane that was used, so
-outputs are there and memory may be reused.
+Rules (see the lanes of `scheduler.engine`): a lane's first task waits for the caller's stream, so
+inputs are there, and so does the host before its first message; a task waits for the events of its
+`after`; `join` makes the caller's stream wait for every lane that was used, so outputs are there
+and memory may be reused.
 """
 
 from __future__ import annotations
@@ -38,11 +42,19 @@ class _Issued(NamedTuple):
 class CudaDriver(BaseDriver):
     """See `scheduler.Driver` and `BaseDriver`. wire: for exchanges on ordered lanes."""
 
-    def __init__(self, schedule: Schedule, *, device: Device, wire: OrderedTransport | None = None, **options: Any) -> None:  # BaseDriver's
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        device: Device,
+        wire: OrderedTransport | None = None,
+        **options: Any,
+    ) -> None:  # BaseDriver's
         super().__init__(schedule.graph, **options)
         self._device = device
         self._wire = wire
-        # Somebody on another kind of lane waits for these: the host must see them end. All others are done, for the host, once issued.
+        # Somebody on another kind of lane waits for these: the host must see them end. All others
+        # are done, for the host, once issued.
         self._observed = {task.id for task in self._graph.tasks if schedule.on_done[task.id]}
         self._streams: dict[str, Stream] = {}
         self._issued: dict[int, _Issued] = {}
@@ -69,16 +81,23 @@ class CudaDriver(BaseDriver):
         elif task.lane == "control":
             self._open(task)
         else:
-            raise InternalError(f"task {task.name!r} is on lane {task.lane!r}, which is not a stream; this driver computes on streams only")
+            raise InternalError(
+                f"task {task.name!r} is on lane {task.lane!r}, which is not a stream; this driver "
+                "computes on streams only"
+            )
 
     def abort(self, error: BurstError) -> None:
-        """See `Driver.abort`. What is on the streams already runs on; the caller keeps its memory."""
+        """See `Driver.abort`. What is on the streams already runs on; the caller keeps its
+        memory.
+        """
         super().abort(error)
         if self._wire is not None and not self.refused:
             self._wire.cancel()
 
     def join(self) -> Event:
-        """Makes the caller's stream wait for all lanes; returns the event after which the call's memory may be used again."""
+        """Makes the caller's stream wait for all lanes; returns the event after which the call's
+        memory may be used again.
+        """
         caller = self._device.caller()
         for stream in self._streams.values():
             self._device.wait(caller, self._device.record(stream))
@@ -112,14 +131,29 @@ class CudaDriver(BaseDriver):
     def _resolve(self) -> bool:
         """Adds the spans of device tasks to the trace once all have ended; False until then.
 
-        The device's events have a clock of their own, compared with the host's by `Device.origin`: a span is exact to some microseconds.
+        The device's events have a clock of their own, compared with the host's by `Device.origin`:
+        a span is exact to some microseconds.
         """
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
         for issued in self._issued.values():
             task, cost = issued.task, issued.task.cost
-            start_s, end_s = (self._origin_s + self._device.seconds(self._origin, e) for e in (issued.started, issued.ended))
-            self.trace.add(Span(task.id, task.name, task.lane, issued.issued_s, start_s, end_s, cost.size_bytes, cost.flops))
+            start_s, end_s = (
+                self._origin_s + self._device.seconds(self._origin, e)
+                for e in (issued.started, issued.ended)
+            )
+            self.trace.add(
+                Span(
+                    task.id,
+                    task.name,
+                    task.lane,
+                    issued.issued_s,
+                    start_s,
+                    end_s,
+                    cost.size_bytes,
+                    cost.flops,
+                )
+            )
             if task.lane == "compute":
                 self.compute_s += end_s - start_s
         if self._issued:
@@ -139,7 +173,10 @@ class CudaDriver(BaseDriver):
         with self._device.on(stream, task.name):
             if task.is_exchange:
                 assert self._wire is not None
-                sends, recvs = ([(self._memory[m.part][: m.size_bytes], m.peer) for m in way] for way in (task.sends, task.recvs))
+                sends, recvs = (
+                    [(self._memory[m.part][: m.size_bytes], m.peer) for m in way]
+                    for way in (task.sends, task.recvs)
+                )
                 self._wire.exchange(sends, recvs, self._device.handle(stream))
             else:
                 failure = self._perform(task)
@@ -148,7 +185,9 @@ class CudaDriver(BaseDriver):
             self._failed = True
             self._landed.append(failure)
             return
-        self._issued[task.id] = _Issued(task, self._issued_s[task.id], started, self._device.record(stream))
+        self._issued[task.id] = _Issued(
+            task, self._issued_s[task.id], started, self._device.record(stream)
+        )
         if task.id in self._observed:
             self._under_way.append(task.id)
         else:
@@ -188,9 +227,12 @@ class CudaDriver(BaseDriver):
         if self._control is not None or (task.is_exchange and not self._held):
             return super()._stalled(task, silent_s)
         rank = self._graph.rank
-        what = "what the caller put on its stream before the call" if self._held else repr(task.name)
+        what = (
+            "what the caller put on its stream before the call" if self._held else repr(task.name)
+        )
         message = (
             f"rank {rank}: the device has not finished {what} for {silent_s:.1f} s (timeout_s). "
-            "Look at the device (nvidia-smi; compute-sanitizer on a small input); raise timeout_s in burst_rt.init if it is only slow"
+            "Look at the device (nvidia-smi; compute-sanitizer on a small input); raise timeout_s "
+            "in burst_rt.init if it is only slow"
         )
         return Stalled(message, rank=rank, task=task.name, elapsed_s=silent_s)

@@ -1,4 +1,5 @@
-"""A device as the CUDA driver sees it: streams, events, and nothing else. `TorchDevice` is the real one; tests have one that keeps books.
+"""A device as the CUDA driver sees it: streams, events, and nothing else. `TorchDevice` is the real
+one; tests have one that keeps books.
 
 Streams and events are whatever the device says they are; the driver only hands them back.
 """
@@ -24,7 +25,9 @@ _CAPTURE_THREAD_LOCAL = 1
 
 
 class Device(Protocol):
-    """What work can be put on, in order, without waiting for it. No method blocks (`origin` for some microseconds)."""
+    """What work can be put on, in order, without waiting for it. No method blocks (`origin` for
+    some microseconds).
+    """
 
     def enter(self) -> None:
         """Makes the device that of the thread which calls."""
@@ -54,7 +57,9 @@ class Device(Protocol):
         """Time between two events that have happened."""
 
     def origin(self) -> tuple[Event, float]:
-        """An event that has happened, at most some seconds ago, and when it did by `time.perf_counter`."""
+        """An event that has happened, at most some seconds ago, and when it did by
+        `time.perf_counter`.
+        """
 
     def on(self, stream: Stream, name: str) -> AbstractContextManager[object]:
         """Inside, work goes to the stream, and shows under `name` in a profile."""
@@ -90,7 +95,9 @@ class TorchDevice:
         """See `Device.lane`. Transfers have priority over compute: others wait for them."""
         stream = self._lanes.get(name)
         if stream is None:
-            stream = self._lanes[name] = torch.cuda.Stream(self._device, priority=0 if name == "compute" else -1)
+            stream = self._lanes[name] = torch.cuda.Stream(
+                self._device, priority=0 if name == "compute" else -1
+            )
         return stream
 
     def handle(self, stream: torch.cuda.Stream) -> int:
@@ -116,7 +123,9 @@ class TorchDevice:
         return float(first.elapsed_time(last)) / 1e3
 
     def origin(self) -> tuple[torch.cuda.Event, float]:
-        """See `Device.origin`. Made anew every 10 s, because clocks drift, on a stream where nothing else is."""
+        """See `Device.origin`. Made anew every 10 s, because clocks drift, on a stream where
+        nothing else is.
+        """
         if self._origin is None or time.perf_counter() - self._origin[1] > _ORIGIN_S:
             event = self.record(self.lane("clock"))
             event.synchronize()

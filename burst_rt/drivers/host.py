@@ -1,6 +1,8 @@
-"""The host driver: tasks on the CPU of this rank, messages through a transport. One compute task at a time, transfers beside it.
+"""The host driver: tasks on the CPU of this rank, messages through a transport. One compute task at
+a time, transfers beside it.
 
-A compute task runs inside `wait`, in the calling thread; long ones call `progress` between their parts so that messages keep moving.
+A compute task runs inside `wait`, in the calling thread; long ones call `progress` between their
+parts so that messages keep moving.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, as transports take it; it stays alive with the view."""
+    """The memory of a contiguous CPU tensor, as transports take it; it stays alive with the
+    view.
+    """
     # From its address: through numpy it takes four times as long, and a call has a dozen.
     block: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     block.owner = tensor

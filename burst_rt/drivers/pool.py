@@ -1,8 +1,10 @@
-"""Slots, used again by later calls: taken when a call is issued, given back with the event after which they are free.
+"""Slots, used again by later calls: taken when a call is issued, given back with the event after
+which they are free.
 
-On a device calls are issued before earlier ones have ended; a set of slots goes to the next call at once, whose work then waits, on the
-device, for the event. On the host a call has ended when it returns; large slots are then simply freed, so that a program has its memory
-back, and small ones kept, which cost more to make than to hold.
+On a device calls are issued before earlier ones have ended; a set of slots goes to the next call at
+once, whose work then waits, on the device, for the event. On the host a call has ended when it
+returns; large slots are then simply freed, so that a program has its memory back, and small ones
+kept, which cost more to make than to hold.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ _SMALL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Slots:
-    """What one run of a plan receives into and packs in, by part: raw bytes, and the same as the transport takes them. `home`: the stream
-    they were allocated on (None on the host). `views`: of slots, by part and the owner of what is in it, as they were first used."""
+    """What one run of a plan receives into and packs in, by part: raw bytes, and the same as the
+    transport takes them. `home`: the stream they were allocated on (None on the host). `views`: of
+    slots, by part and the owner of what is in it, as they were first used.
+    """
 
     storage: dict[int, torch.Tensor]
     memory: dict[int, Memory]
@@ -33,7 +37,8 @@ class Slots:
 
 
 class SlotPool:
-    """Idle sets of slots by what they are for (an object, by identity); keeps the `capacity` given back last, and all in use.
+    """Idle sets of slots by what they are for (an object, by identity); keeps the `capacity` given
+    back last, and all in use.
 
     device: None on the host.
     """
@@ -44,7 +49,9 @@ class SlotPool:
         self._idle: list[tuple[object, Slots, Event]] = []
 
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
-        """A set for `key`: an idle one, which the caller's stream is made to wait for, or a new one."""
+        """A set for `key`: an idle one, which the caller's stream is made to wait for, or a new
+        one.
+        """
         for i, (owner, slots, free) in enumerate(self._idle):
             if owner is key:
                 del self._idle[i]
@@ -55,10 +62,15 @@ class SlotPool:
 
     def give_back(self, key: object, slots: Slots, free: Event) -> None:
         """The slots may be used again after the event (on the host: now)."""
-        if self._device is None and sum(slot.nbytes for slot in slots.storage.values()) > _SMALL_BYTES:
+        if (
+            self._device is None
+            and sum(slot.nbytes for slot in slots.storage.values()) > _SMALL_BYTES
+        ):
             return
         self._idle.append((key, slots, free))
-        while len(self._idle) > self._capacity and (self._device is None or self._device.happened(self._idle[0][2])):
+        while len(self._idle) > self._capacity and (
+            self._device is None or self._device.happened(self._idle[0][2])
+        ):
             del self._idle[0]
 
     def forget(self) -> None:

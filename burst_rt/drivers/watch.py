@@ -1,4 +1,6 @@
-"""Watching the other ranks: who has left, who is alive, and how to wait without burning a core or outliving a deadline."""
+"""Watching the other ranks: who has left, who is alive, and how to wait without burning a core or
+outliving a deadline.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from burst_rt.transport import ControlGroup, NoticeKind, Pending
 
 __all__ = ["Backoff", "SharedWatch", "Watch"]
 
-# A rank that has left may have done all its part of the call already; what it sent is still on its way this long.
+# A rank that has left may have done all its part of the call already; what it sent is still on its
+# way this long.
 _LEAVE_GRACE_S = 1.0
-# Poll hot first (a sleeping poll costs 0.6 ms where a hot one costs 3 us), then with growing sleeps.
+# Poll hot first (a sleeping poll costs 0.6 ms where a hot one costs 3 us), then with growing
+# sleeps.
 _HOT_S = 300e-6
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 500e-6
@@ -90,7 +94,9 @@ class Watch:
             now, peer = time.perf_counter(), notice.peer
             if notice.kind is NoticeKind.LEFT:
                 # A rank that failed says so at once, and once more when it closes its context.
-                self.left = self.left | ({} if peer in self.left else {peer: (now, notice.value, notice.text)})
+                self.left = self.left | (
+                    {} if peer in self.left else {peer: (now, notice.value, notice.text)}
+                )
             elif notice.kind is NoticeKind.ALIVE:
                 self.alive = self.alive | {peer: (now, notice.value)}
             elif notice.kind is NoticeKind.ENTERED:
@@ -103,13 +109,17 @@ class Watch:
                 self.refusing[peer] = notice.text == "here"
         if self.refusing is not None:
             for peer, question in self._asking.items():
-                self.control.notify(peer, NoticeKind.REFUSES_TOO, question, "here" if self._here else "")
+                self.control.notify(
+                    peer, NoticeKind.REFUSES_TOO, question, "here" if self._here else ""
+                )
             self._asking.clear()
 
     def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
-        """PeerLost (DeviceError where that is what it had), once a rank has left for longer than its last messages may take.
+        """PeerLost (DeviceError where that is what it had), once a rank has left for longer than
+        its last messages may take.
 
-        awaited: the ranks whose messages are open (None: all). One that ended well and owes nothing is no loss to a call under way.
+        awaited: the ranks whose messages are open (None: all). One that ended well and owes nothing
+        is no loss to a call under way.
         """
         now = time.perf_counter()
         for peer, (since, code, _) in self.left.items():
@@ -129,14 +139,18 @@ class Watch:
             self.control.notify(peer, NoticeKind.ALIVE, task)
 
     def say_left(self, code: int, error: str = "") -> None:
-        """Tells every other rank that this one enters no further call, with which exit code, and why. Does not wait."""
+        """Tells every other rank that this one enters no further call, with which exit code, and
+        why. Does not wait.
+        """
         for peer in self._others():
             self.control.notify(peer, NoticeKind.LEFT, code, error)
 
     def say_refuses(self, *, here: bool) -> None:
-        """Tells every other rank that this one cannot make its next call: who waits for it here says so, and who cannot make a call either.
+        """Tells every other rank that this one cannot make its next call: who waits for it here
+        says so, and who cannot make a call either.
 
-        Does not wait. here: it was about to make the call here. Until `stop_refusing` this rank answers likewise, when it looks.
+        Does not wait. here: it was about to make the call here. Until `stop_refusing` this rank
+        answers likewise, when it looks.
         """
         self.refusing, self._here = {}, here
         self._asked += 1
@@ -148,7 +162,9 @@ class Watch:
         self.refusing = None
 
     def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
-        """While this rank waits for the others to enter call `number`: tells who wants to know, and after half the time everybody."""
+        """While this rank waits for the others to enter call `number`: tells who wants to know, and
+        after half the time everybody.
+        """
         for peer in list(self._curious) if waited_s < timeout_s / 2 else self._others():
             if self._told.get(peer) != number:
                 self._told[peer] = number
@@ -164,8 +180,11 @@ class Watch:
         """Which ranks have not said that they wait in call `number`."""
         return Absent([peer for peer in self._others() if self.entered.get(peer) != number])
 
-    def wait_for(self, pending: Pending, timeout_s: float, what: str, number: int | None = None) -> None:
-        """Blocks until `pending` is done. Raises Stalled after `timeout_s`, PeerLost when a rank has left.
+    def wait_for(
+        self, pending: Pending, timeout_s: float, what: str, number: int | None = None
+    ) -> None:
+        """Blocks until `pending` is done. Raises Stalled after `timeout_s`, PeerLost when a rank
+        has left.
 
         number: of the call that `pending` opens, where it opens one.
         """
@@ -181,9 +200,11 @@ class Watch:
             if backoff.elapsed_s() > timeout_s:
                 missing = self.absent(number) if number is not None else Absent([])
                 raise Stalled(
-                    f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to enter {what}"
+                    f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to "
+                    f"enter {what}"
                     f"{f' (call {number}): {missing} not' if missing.ranks else ''}. "
-                    "If they do long work between calls (a checkpoint), raise timeout_s in burst_rt.init (join_s, where they wait in init)",
+                    "If they do long work between calls (a checkpoint), raise timeout_s in "
+                    "burst_rt.init (join_s, where they wait in init)",
                     rank=self.control.rank,
                     peer=missing.only,
                     elapsed_s=backoff.elapsed_s(),
@@ -195,13 +216,15 @@ class Watch:
 
     def _lost(self, peer: int) -> BurstError:
         _, code, error = self.left[peer]
-        # A device that failed is everybody's error, of the same class: no rank can go on, and none is to blame.
+        # A device that failed is everybody's error, of the same class: no rank can go on, and none
+        # is to blame.
         kind = DeviceError if code == DeviceError.exit_code else PeerLost
         how = "closed its context or ended normally" if code == 0 else f"failed (exit code {code})"
         if error:
             how += f" with {error}"
         return kind(
-            f"rank {self.control.rank}: rank {peer} {how}, and cannot take part in this call. Look at that rank's own error first; "
+            f"rank {self.control.rank}: rank {peer} {how}, and cannot take part in this call. Look "
+            "at that rank's own error first; "
             "every rank must make the same calls",
             rank=self.control.rank,
             peer=peer,

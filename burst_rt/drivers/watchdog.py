@@ -124,7 +124,10 @@ class Watchdog:
             try:
                 error = self._look()
             except Exception as unexpected:  # noqa: BLE001  (a call that nobody watches could wait for ever)
-                error = InternalError(f"rank {self._wire.rank}: the watchdog failed: {type(unexpected).__name__}: {unexpected}")
+                error = InternalError(
+                    f"rank {self._wire.rank}: the watchdog failed: {type(unexpected).__name__}: "
+                    f"{unexpected}"
+                )
             if error is not None:
                 self._fail(error)
                 break
@@ -170,26 +173,36 @@ class Watchdog:
                 return self._error(type(lost), call, messages[0], lost.message, peer=lost.peer)
         now_s = time.perf_counter()
         if inside_s is not None and now_s - inside_s > self._timeout_s:
-            return self._stalled(call, putting, "NCCL has not started its messages for", now_s - inside_s)
+            return self._stalled(
+                call, putting, "NCCL has not started its messages for", now_s - inside_s
+            )
         known = (call, len(tasks))
         if not begun or known != self._known:
             self._known, self._since_s = known, now_s
         if tasks and now_s - self._since_s > self._timeout_s:
-            return self._stalled(call, tasks[0], "no task of it has ended for", now_s - self._since_s)
+            return self._stalled(
+                call, tasks[0], "no task of it has ended for", now_s - self._since_s
+            )
         return None
 
     def _stalled(self, call: Call, task: Task | None, what: str, elapsed_s: float) -> BurstError:
         why = (
-            f"{what} {elapsed_s:.1f} s (timeout_s). See what the other ranks are doing (py-spy dump, nvidia-smi), or raise "
+            f"{what} {elapsed_s:.1f} s (timeout_s). See what the other ranks are doing (py-spy "
+            "dump, nvidia-smi), or raise "
             "timeout_s in burst_rt.init if that may take so long"
         )
         return self._error(Stalled, call, task, why, elapsed_s=elapsed_s)
 
     # fields: BurstError's own
-    def _error(self, kind: type[BurstError], call: Call, task: Task | None, why: str, **fields: Any) -> BurstError:
+    def _error(
+        self, kind: type[BurstError], call: Call, task: Task | None, why: str, **fields: Any
+    ) -> BurstError:
         rank = self._wire.rank
         name = None if task is None else task.name
         at = "" if name is None else f", at {name!r}"
         said = why.removeprefix(f"rank {rank}: ")
-        message = f"rank {rank}: call {call.number} ({call.name}) was issued and has not ended{at}: {said}"
+        message = (
+            f"rank {rank}: call {call.number} ({call.name}) was issued and has not "
+            f"ended{at}: {said}"
+        )
         return kind(message, rank=rank, task=name, **fields)

@@ -1,8 +1,9 @@
 """Tile kernels and the registry that picks one.
 
-`naive` is the float64 spec and `untiled` the same without its width: taken only when asked for by name. `cpu` is torch's fused CPU
-attention; `triton` the project's own kernels for NVIDIA GPUs; `cudnn` and `flash` are the vendors' own, through torch. Where several can do
-the work, the fastest one measured on this machine is taken.
+`naive` is the float64 spec and `untiled` the same without its width: taken only when asked for by
+name. `cpu` is torch's fused CPU attention; `triton` the project's own kernels for NVIDIA GPUs;
+`cudnn` and `flash` are the vendors' own, through torch. Where several can do the work, the fastest
+one measured on this machine is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 __all__ = ["KERNELS", "PARTIALS", "Kernel", "Picked", "State", "Tile", "Work", "pick", "sum_dtype"]
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (CpuKernel(), NaiveKernel(), UntiledKernel(), TritonKernel(), CudnnKernel(), FlashKernel())
+    kernel.name: kernel
+    for kernel in (
+        CpuKernel(),
+        NaiveKernel(),
+        UntiledKernel(),
+        TritonKernel(),
+        CudnnKernel(),
+        FlashKernel(),
+    )
 }
 
 # What "auto" chooses from, by the kind of device, the project's own kernel first.
@@ -37,7 +46,8 @@ class Picked(NamedTuple):
 def pick(work: Work, name: str = "auto") -> Picked:
     """The kernel for some work; `name` insists on one. Raises InputError where none fits.
 
-    "auto" takes the fastest of those that can do it and give the same bits every time; blocks while several are timed, once for a chip.
+    "auto" takes the fastest of those that can do it and give the same bits every time; blocks while
+    several are timed, once for a chip.
     """
     if name != "auto":
         if name not in KERNELS:
@@ -52,7 +62,10 @@ def pick(work: Work, name: str = "auto") -> Picked:
         kernel = KERNELS[candidate]
         reason = kernel.refuses(work)
         if reason is None and not kernel.repeatable(work.forward):
-            reason = f"the {candidate} kernel's sums differ in the last bits from run to run; kernel={candidate!r} takes it all the same"
+            reason = (
+                f"the {candidate} kernel's sums differ in the last bits from run to run; "
+                f"kernel={candidate!r} takes it all the same"
+            )
         if reason is None:
             able.append(kernel)
         else:

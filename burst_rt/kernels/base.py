@@ -1,8 +1,11 @@
-"""What a tile kernel is. A kernel computes one tile: a block that travels against the whole shard at home, on whichever side.
+"""What a tile kernel is. A kernel computes one tile: a block that travels against the whole shard
+at home, on whichever side.
 
-Tensors are views of that block or shard, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v, dk, dv `[batch, kv_len, kv_heads,
-head_dim]`; lse and delta `[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are
-float32 for 16- and 32-bit inputs, float64 for float64."""
+Tensors are views of that block or shard, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v,
+dk, dv `[batch, kv_len, kv_heads, head_dim]`; lse and delta `[batch, heads, q_len]`. Query head h
+uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are float32 for 16- and
+32-bit inputs, float64 for float64.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,22 @@ from burst_rt.attention.problem import TileShape
 __all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", "sum_dtype"]
 
 
-# What the sum over a row's tiles may be made of: parts that are rounded nowhere, or parts that a kernel has rounded to the inputs' 16 bits.
+# What the sum over a row's tiles may be made of: parts that are rounded nowhere, or parts that a
+# kernel has rounded to the inputs' 16 bits.
 PARTIALS = ("exact", "16bit")
 # Rows of a shard that are worked on at once where that takes temporary memory.
 _SOME_ROWS = 1024
 
 
 class State(NamedTuple):
-    """The running forward state of a shard of queries (online softmax, Milakov & Gimelshein 2018), unnormalised, and where it ends.
+    """The running forward state of a shard of queries (online softmax, Milakov & Gimelshein 2018),
+    unnormalised, and where it ends.
 
-    acc `[batch, q_len, heads, head_dim]` = sum of exp(score - m) * v; m, l `[batch, heads, q_len]`: the largest score so far and the sum of
-    exp(score - m). A row that has seen no key has acc = 0, m = -inf, l = 0. A kernel may keep m in a unit of its own: the tiles of one call
-    are all done by one kernel. out (like acc, in the inputs' type; may be acc itself) and lse (like m) are written once, at the end.
+    acc `[batch, q_len, heads, head_dim]` = sum of exp(score - m) * v; m, l `[batch, heads, q_len]`:
+    the largest score so far and the sum of exp(score - m). A row that has seen no key has acc = 0,
+    m = -inf, l = 0. A kernel may keep m in a unit of its own: the tiles of one call are all done by
+    one kernel. out (like acc, in the inputs' type; may be acc itself) and lse (like m) are written
+    once, at the end.
     """
 
     acc: torch.Tensor
@@ -58,11 +65,13 @@ class State(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is to be computed: the pieces that the mask leaves of a tile, positions of its rows and columns, the mask, the softmax scale.
+    """What is to be computed: the pieces that the mask leaves of a tile, positions of its rows and
+    columns, the mask, the softmax scale.
 
-    Positions are runs, in local order (a shard has one run a block); a kernel that evaluates the mask itself may go by them alone.
-    `progress` is called between parts of a long tile so that transfers move on. first, last: the first tile of a forward call (nothing is
-    in the state yet, not even zeros) and the last (whose kernel also finishes the state, all rows of it).
+    Positions are runs, in local order (a shard has one run a block); a kernel that evaluates the
+    mask itself may go by them alone. `progress` is called between parts of a long tile so that
+    transfers move on. first, last: the first tile of a forward call (nothing is in the state yet,
+    not even zeros) and the last (whose kernel also finishes the state, all rows of it).
     """
 
     pieces: tuple[Piece, ...]
@@ -80,15 +89,24 @@ class Tile(NamedTuple):
         relations = {self.mask.relation(q, kv) for q, kv in runs}
         return relations.pop() if len(relations) == 1 else Relation.PARTIAL
 
-    def visible(self, piece: Piece, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | None:
-        """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`, or None for all of them."""
+    def visible(
+        self, piece: Piece, rows: slice, columns: slice, device: torch.device
+    ) -> torch.Tensor | None:
+        """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`, or None for
+        all of them.
+        """
         if piece.masked:
-            q, kv = _positions(self.q_positions, rows, device), _positions(self.kv_positions, columns, device)
+            q, kv = (
+                _positions(self.q_positions, rows, device),
+                _positions(self.kv_positions, columns, device),
+            )
             seen: torch.Tensor = self.mask.allows(q[:, None], kv[None, :])
             return seen
         if piece.diagonal:
             q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
-            kv = torch.arange(columns.start - piece.kv_start, columns.stop - piece.kv_start, device=device)
+            kv = torch.arange(
+                columns.start - piece.kv_start, columns.stop - piece.kv_start, device=device
+            )
             return kv[None, :] <= q[:, None]
         return None
 
@@ -118,17 +136,32 @@ class Kernel(Protocol):
         """Why it cannot do this work (the first reason there is), or None."""
 
     def repeatable(self, forward: bool) -> bool:
-        """Whether the same inputs give the same bits every time. "auto" takes no kernel of which that is not true."""
+        """Whether the same inputs give the same bits every time. "auto" takes no kernel of which
+        that is not true.
+        """
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """What a user should know of this kernel doing this work; `explain` tells."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
-        """Folds the pieces into the rows of `state` they cover; before the first tile it starts it, after the last it finishes it."""
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
+    ) -> None:
+        """Folds the pieces into the rows of `state` they cover; before the first tile it starts it,
+        after the last it finishes it.
+        """
 
-    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
-        """Writes what `backward` needs of each query, `rows` `[2, batch, heads, q_len]`: lse, +inf where it is -inf (a row that saw no key:
-        its probabilities exp(score - lse), and so its gradients, are then 0), and delta = rowsum(dout * out) - dlse (0 there)."""
+    def delta(
+        self,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        rows: torch.Tensor,
+    ) -> None:
+        """Writes what `backward` needs of each query, `rows` `[2, batch, heads, q_len]`: lse, +inf
+        where it is -inf (a row that saw no key: its probabilities exp(score - lse), and so its
+        gradients, are then 0), and delta = rowsum(dout * out) - dlse (0 there).
+        """
 
     def backward(
         self,
@@ -145,15 +178,23 @@ class Kernel(Protocol):
     ) -> None:
         """Adds the gradients of the tile's pieces to the sums (None: not needed).
 
-        `lse` is of the whole row, +inf where a row sees no key at all (so that its probabilities are 0); `delta` = rowsum(dout * out) -
-        dlse.
+        `lse` is of the whole row, +inf where a row sees no key at all (so that its probabilities
+        are 0); `delta` = rowsum(dout * out) - dlse.
         """
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """The most memory one call allocates for tiles of up to that shape; what a mask of the user's own takes is a guess."""
+        """The most memory one call allocates for tiles of up to that shape; what a mask of the
+        user's own takes is a guess.
+        """
 
 
-def delta_rows(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+def delta_rows(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    rows: torch.Tensor,
+) -> None:
     """`Kernel.delta` in torch's own operators."""
     top, delta = rows
     top.copy_(lse)
@@ -164,14 +205,24 @@ def delta_rows(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: t
         delta[:, :, some] = product.sum(-1).transpose(1, 2)
     if dlse is not None:
         delta.sub_(dlse)
-        # A row that sees no key has no gradient, whatever comes for its lse (of logaddexp(-inf, -inf), say, NaN).
+        # A row that sees no key has no gradient, whatever comes for its lse (of logaddexp(-inf,
+        # -inf), say, NaN).
         delta.masked_fill_(top == torch.inf, 0.0)
 
 
-def fold(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
-    """Folds a normalised part, out `[batch, q, heads, d]` and lse `[batch, heads, q]`, into the running state with weight exp(lse - m)."""
+def fold(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor,
+    m: torch.Tensor,
+    l: torch.Tensor,  # noqa: E741
+) -> None:
+    """Folds a normalised part, out `[batch, q, heads, d]` and lse `[batch, heads, q]`, into the
+    running state with weight exp(lse - m).
+    """
     m_new = torch.maximum(m, lse)
-    safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
+    # exp(-inf - -inf) would be NaN: such a row has seen nothing
+    safe = torch.where(m_new == -torch.inf, 0.0, m_new)
     old, new = torch.exp(m - safe), torch.exp(lse - safe)
     acc.mul_(_rows(old)).addcmul_(out, _rows(new))
     l.mul_(old).add_(new)
@@ -189,11 +240,15 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(runs: tuple[range, ...], rows: slice, device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in _some_of(runs, rows)])
+    return torch.cat(
+        [torch.arange(run.start, run.stop, run.step, device=device) for run in _some_of(runs, rows)]
+    )
 
 
 def _some_of(runs: tuple[range, ...], rows: slice) -> list[range]:
-    """Some of the positions, which are counted through all runs; a run that has none of them is left out."""
+    """Some of the positions, which are counted through all runs; a run that has none of them is
+    left out.
+    """
     found, first = [], 0
     for run in runs:
         part = run[max(rows.start - first, 0) : max(rows.stop - first, 0)]

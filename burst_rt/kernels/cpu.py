@@ -1,17 +1,18 @@
 """Tiles on a CPU by torch's fused CPU attention, called in parts of bounded size.
 
-16-bit inputs are cast to float32 part by part, so that sums are float32 whatever the input, and because on a CPU without native bfloat16
-torch's own 16-bit backward is several times slower.
+16-bit inputs are cast to float32 part by part, so that sums are float32 whatever the input, and
+because on a CPU without native bfloat16 torch's own 16-bit backward is several times slower.
 
-The fused backward wants the output O, of which it uses only rowsum(dO * O). It is given O' = dO * delta / |dO|^2: then rowsum(dO * O') =
-delta exactly, so O never has to travel. Where |dO|^2 is near overflow or underflow it is O' = u * delta / (amax * |u|^2) with u = dO / amax
-and amax the row's largest |dO|.
+The fused backward wants the output O, of which it uses only rowsum(dO * O). It is given O' = dO *
+delta / |dO|^2: then rowsum(dO * O') = delta exactly, so O never has to travel. Where |dO|^2 is near
+overflow or underflow it is O' = u * delta / (amax * |u|^2) with u = dO / amax and amax the row's
+largest |dO|.
 
-A tile of a handful of cells is done in float64 instead: where a row sees one to three keys its gradients are differences of nearly equal
-numbers, and O' costs a rounding more than O does.
+A tile of a handful of cells is done in float64 instead: where a row sees one to three keys its
+gradients are differences of nearly equal numbers, and O' costs a rounding more than O does.
 
-Two habits of the fused kernel are worked around here: it crashes on empty tensors (never called with one), and a row that sees no key gets
-lse 0 instead of -inf.
+Two habits of the fused kernel are worked around here: it crashes on empty tensors (never called
+with one), and a row that sees no key gets lse 0 instead of -inf.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class _Part(NamedTuple):
-    """The most of a tile that one call of the fused kernel does: rows of queries, of keys; heads of keys for each thread.
+    """The most of a tile that one call of the fused kernel does: rows of queries, of keys; heads of
+    keys for each thread.
 
-    The kernel spreads heads over threads. More than one for each gains nothing, and lets transfers move on less often: with all heads at
-    once a call can take the better part of a second.
+    The kernel spreads heads over threads. More than one for each gains nothing, and lets transfers
+    move on less often: with all heads at once a call can take the better part of a second.
     """
 
     q_len: int
@@ -52,7 +54,8 @@ _PART = _Part(4096, 4096, 1)
 _MASKED_PART = _Part(1024, 1024, 4)
 # Of a cell, while a mask is made: booleans.
 _MASK_BYTES = 3
-# What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the backward.
+# What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the
+# backward.
 _FUSED_BYTES = 2**20
 # Cells of a tile that is done in float64.
 _HANDFUL = 16
@@ -63,7 +66,9 @@ _naive = NaiveKernel()
 
 
 class _Cut(NamedTuple):
-    """One call of the fused kernel: rows and columns of the tile; under a triangle (row i sees column j <= i), or the mask of `piece`."""
+    """One call of the fused kernel: rows and columns of the tile; under a triangle (row i sees
+    column j <= i), or the mask of `piece`.
+    """
 
     rows: slice
     columns: slice
@@ -92,7 +97,9 @@ class CpuKernel:
         """See `Kernel.remarks`: none."""
         return ()
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
+    ) -> None:
         """See `Kernel.forward`."""
         if q.shape[1] * k.shape[1] <= _HANDFUL:
             _naive.forward(q, k, v, tile, state)
@@ -102,7 +109,9 @@ class CpuKernel:
         part = _part_of(tile)
         for heads, kv_heads in _some_heads(q, k, part):
             some_q, some_k, some_v = _cut(q, 2, heads), _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
-            some_state = state._replace(acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads))
+            some_state = state._replace(
+                acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads)
+            )
             for _, cuts in _parts(tile, part):
                 for cut in cuts:
                     _forward_part(some_q, some_k, some_v, tile, some_state, cut)
@@ -110,7 +119,14 @@ class CpuKernel:
         if tile.last:
             state.finish()
 
-    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+    def delta(
+        self,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        rows: torch.Tensor,
+    ) -> None:
         """See `Kernel.delta`."""
         delta_rows(dout, out, lse, dlse, rows)
 
@@ -134,22 +150,32 @@ class CpuKernel:
         part = _part_of(tile)
         for heads, kv_heads in _some_heads(q, k, part):
             some_k, some_v = _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
-            sums = [None if x is None else _cut(x, 2, at) for x, at in ((dq, heads), (dk, kv_heads), (dv, kv_heads))]
+            sums = [
+                None if x is None else _cut(x, 2, at)
+                for x, at in ((dq, heads), (dk, kv_heads), (dv, kv_heads))
+            ]
             for rows, cuts in _parts(tile, part):
-                at_rows = [_cut(_cut(x, 2, heads), 1, rows) for x in (q, dout)] + [_cut(_cut(x, 1, heads), 2, rows) for x in (lse, delta)]
+                at_rows = [_cut(_cut(x, 2, heads), 1, rows) for x in (q, dout)] + [
+                    _cut(_cut(x, 1, heads), 2, rows) for x in (lse, delta)
+                ]
                 queries = _Queries(rows.start, *at_rows)
                 for cut in cuts:
                     _backward_part(queries, some_k, some_v, tile, cut, *sums)
                     tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its own buffers; the mask, twice."""
+        """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its
+        own buffers; the mask, twice.
+        """
         size = sum_dtype(dtype).itemsize
         part = _MASKED_PART if tile.masked else _PART
         q_len, kv_len = min(tile.q_len, part.q_len), min(tile.kv_len, part.kv_len)
         kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
-        head_dim = tile.head_dim if forward else tile.head_dim + 1  # the channel more that some rows need
-        q_part = tile.batch * q_len * kv_heads * (tile.num_heads // tile.num_kv_heads) * head_dim * size
+        # the channel more that some rows need
+        head_dim = tile.head_dim if forward else tile.head_dim + 1
+        q_part = (
+            tile.batch * q_len * kv_heads * (tile.num_heads // tile.num_kv_heads) * head_dim * size
+        )
         kv_part = tile.batch * kv_len * kv_heads * head_dim * size
         mask = q_len * kv_len * (size + _MASK_BYTES) * tile.masked
         cast = sum_dtype(dtype) != dtype
@@ -182,7 +208,9 @@ def _parts(tile: Tile, part: _Part) -> Iterator[tuple[slice, Iterator[_Cut]]]:
 
 
 def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterator[_Cut]:
-    """What some rows, all of them in every piece, are to compute: full rectangles first, joined where they touch."""
+    """What some rows, all of them in every piece, are to compute: full rectangles first, joined
+    where they touch.
+    """
     full, rest = [], []
     for piece in pieces:
         if piece.masked:
@@ -193,11 +221,22 @@ def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterato
                 elif relation is Relation.PARTIAL:
                     rest.append(_Cut(rows, columns, piece=piece))
             continue
-        full_stop = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop) if piece.diagonal else piece.kv_stop
+        full_stop = (
+            min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
+            if piece.diagonal
+            else piece.kv_stop
+        )
         full.append((piece.kv_start, full_stop))
         if full_stop < piece.kv_stop:
-            # Whole: the fused kernel leaves out most of what is masked by itself, and the less the larger the triangle.
-            rest.append(_Cut(rows, slice(full_stop, min(full_stop + rows.stop - rows.start, piece.kv_stop)), triangle=True))
+            # Whole: the fused kernel leaves out most of what is masked by itself, and the less the
+            # larger the triangle.
+            rest.append(
+                _Cut(
+                    rows,
+                    slice(full_stop, min(full_stop + rows.stop - rows.start, piece.kv_stop)),
+                    triangle=True,
+                )
+            )
     for start, stop in _joined(full):
         yield from (_Cut(rows, columns) for columns in _split(start, stop, kv_part))
     yield from rest
@@ -208,7 +247,9 @@ def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if start < stop:
-            joined.append((joined.pop()[0], stop) if joined and joined[-1][1] == start else (start, stop))
+            joined.append(
+                (joined.pop()[0], stop) if joined and joined[-1][1] == start else (start, stop)
+            )
     yield from joined
 
 
@@ -217,25 +258,47 @@ def _split(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 # One function a part, so that a part's memory is free before the next part takes its own.
-def _forward_part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State, cut: _Cut) -> None:
+def _forward_part(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State, cut: _Cut
+) -> None:
     rows, columns = cut.rows, cut.columns
     wide = state.acc.dtype
     seen = tile.visible(cut.piece, rows, columns, q.device) if cut.piece else None
-    q_part, k_part, v_part = _wide(_cut(q, 1, rows), wide), _wide(_cut(k, 1, columns), wide), _wide(_cut(v, 1, columns), wide)
-    out, lse = _forward(q_part, k_part, v_part, 0.0, cut.triangle, attn_mask=_additive(seen, wide), scale=tile.scale)
+    q_part, k_part, v_part = (
+        _wide(_cut(q, 1, rows), wide),
+        _wide(_cut(k, 1, columns), wide),
+        _wide(_cut(v, 1, columns), wide),
+    )
+    out, lse = _forward(
+        q_part, k_part, v_part, 0.0, cut.triangle, attn_mask=_additive(seen, wide), scale=tile.scale
+    )
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-    fold(out.transpose(1, 2), lse, _cut(state.acc, 1, rows), _cut(state.m, 2, rows), _cut(state.l, 2, rows))
+    fold(
+        out.transpose(1, 2),
+        lse,
+        _cut(state.acc, 1, rows),
+        _cut(state.m, 2, rows),
+        _cut(state.l, 2, rows),
+    )
 
 
 class _Queries:
-    """Some rows of the query side, as the fused backward wants them: q, dout, O' `[batch, heads, q, d]`; lse `[batch, heads, q]`.
+    """Some rows of the query side, as the fused backward wants them: q, dout, O' `[batch, heads, q,
+    d]`; lse `[batch, heads, q]`.
 
-    first: where they stand in the tile. extra: one channel more was needed, because a row of dout is 0, or nearly, and its delta is not (a
-    gradient of lse alone).
+    first: where they stand in the tile. extra: one channel more was needed, because a row of dout
+    is 0, or nearly, and its delta is not (a gradient of lse alone).
     """
 
-    def __init__(self, first: int, q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> None:
+    def __init__(
+        self,
+        first: int,
+        q: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+    ) -> None:
         wide = sum_dtype(q.dtype)
         self.first = first
         self.q, self.dout = _wide(q, wide), _wide(dout, wide)
@@ -243,7 +306,8 @@ class _Queries:
         stand_in = _stand_in(self.dout, delta)
         self.extra = stand_in is None
         if stand_in is None:
-            # The channel more, 1 in dout and delta in O', carries delta past any dout; in q, k and v it is 0.
+            # The channel more, 1 in dout and delta in O', carries delta past any dout; in q, k and
+            # v it is 0.
             stand_in = pad(delta.unsqueeze(-1), (q.shape[3], 0))
             self.q, self.dout = pad(self.q, (0, 1)), pad(self.dout, (0, 1), value=1.0)
         self.out = stand_in
@@ -266,15 +330,26 @@ def _backward_part(
     if queries.extra:
         k_part, v_part = pad(k_part, (0, 1)), pad(v_part, (0, 1))
     mask = _additive(tile.visible(cut.piece, rows, columns, k.device), wide) if cut.piece else None
-    q, dout, out, lse = _cut(queries.q, 2, here), _cut(queries.dout, 2, here), _cut(queries.out, 2, here), _cut(queries.lse, 2, here)
-    grads = _backward(dout, q, k_part, v_part, out, lse, 0.0, cut.triangle, attn_mask=mask, scale=tile.scale)
+    q, dout, out, lse = (
+        _cut(queries.q, 2, here),
+        _cut(queries.dout, 2, here),
+        _cut(queries.out, 2, here),
+        _cut(queries.lse, 2, here),
+    )
+    grads = _backward(
+        dout, q, k_part, v_part, out, lse, 0.0, cut.triangle, attn_mask=mask, scale=tile.scale
+    )
     for total, at, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
         if total is not None:
-            _cut(total, 1, at).add_((grad[..., : k.shape[3]] if queries.extra else grad).transpose(1, 2))
+            _cut(total, 1, at).add_(
+                (grad[..., : k.shape[3]] if queries.extra else grad).transpose(1, 2)
+            )
 
 
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """O' of the module's text, `[batch, heads, q, d]` like dout; None where a row of dout is 0, or nearly, and delta is not."""
+    """O' of the module's text, `[batch, heads, q, d]` like dout; None where a row of dout is 0, or
+    nearly, and delta is not.
+    """
     norm = torch.linalg.vector_norm(dout, dim=-1)
     least, most = torch.aminmax(norm)
     if least.item() > _TINY and most.item() < _HUGE:

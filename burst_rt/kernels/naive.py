@@ -1,12 +1,16 @@
-"""The spec: attention in float64, score matrix and all. Every other kernel is tested against this one; it is never chosen by itself.
-`UntiledKernel` is the same in the type of the sums: what local attention costs without tiles in fast memory (the paper's baseline).
+"""The spec: attention in float64, score matrix and all. Every other kernel is tested against this
+one; it is never chosen by itself. `UntiledKernel` is the same in the type of the sums: what local
+attention costs without tiles in fast memory (the paper's baseline).
 
 Forward:  s = scale * q k^T;  p = exp(s - m);  acc = p v;  l = rowsum(p)
-Backward: p = exp(s - lse);  dv = p^T dout;  ds = p * (dout v^T - delta);  dq = scale * ds k;  dk = scale * ds^T q
+Backward: p = exp(s - lse);  dv = p^T dout;  ds = p * (dout v^T - delta);
+          dq = scale * ds k;  dk = scale * ds^T q
 
-Scores are rounded to the type that lse is kept in: p is relative to that lse, and so exactly 1 in a row that sees a single key.
+Scores are rounded to the type that lse is kept in: p is relative to that lse, and so exactly 1 in a
+row that sees a single key.
 
-Worked example (one head, d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8]: scores 0 and log 3, p = [1/4, 3/4], out = 7, lse = log 4.
+Worked example (one head, d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8]: scores 0 and log 3,
+p = [1/4, 3/4], out = 7, lse = log 4.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ class NaiveKernel:
         """See `Kernel.remarks`: none."""
         return ()
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
+    ) -> None:
         """See `Kernel.forward`."""
         work = self.work_dtype(q.dtype)
         if tile.first:
@@ -51,7 +57,8 @@ class NaiveKernel:
             s = dense_scores(q, k, tile, piece, work, state.m.dtype)
             acc, m, l = state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows]  # noqa: E741
             m_new = torch.maximum(m.to(work), s.amax(-1))
-            safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # exp(-inf - -inf) would be NaN: such a row has seen nothing
+            # exp(-inf - -inf) would be NaN: such a row has seen nothing
+            safe = torch.where(m_new == -torch.inf, 0.0, m_new)
             p = torch.exp(s - safe[..., None])
             old = torch.exp(m.to(work) - safe)
             pv = p @ per_head(v[:, columns], q.shape[2], work)
@@ -61,7 +68,14 @@ class NaiveKernel:
         if tile.last:
             state.finish()
 
-    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+    def delta(
+        self,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        rows: torch.Tensor,
+    ) -> None:
         """See `Kernel.delta`."""
         delta_rows(dout, out, lse, dlse, rows)
 
@@ -82,19 +96,40 @@ class NaiveKernel:
         heads, kv_heads, work = q.shape[2], k.shape[2], self.work_dtype(q.dtype)
         for piece in tile.pieces:
             rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-            p = torch.exp(dense_scores(q, k, tile, piece, work, lse.dtype) - lse[:, :, rows].to(work)[..., None])
+            p = torch.exp(
+                dense_scores(q, k, tile, piece, work, lse.dtype)
+                - lse[:, :, rows].to(work)[..., None]
+            )
             do = per_head(dout[:, rows], heads, work)
-            ds = p * (do @ per_head(v[:, columns], heads, work).mT - delta[:, :, rows].to(work)[..., None]) * tile.scale
+            ds = (
+                p
+                * (
+                    do @ per_head(v[:, columns], heads, work).mT
+                    - delta[:, :, rows].to(work)[..., None]
+                )
+                * tile.scale
+            )
             if dq is not None:
-                dq[:, rows] += (ds @ per_head(k[:, columns], heads, work)).transpose(1, 2).to(dq.dtype)
+                dq[:, rows] += (
+                    (ds @ per_head(k[:, columns], heads, work)).transpose(1, 2).to(dq.dtype)
+                )
             if dk is not None:
-                dk[:, columns] += per_group(ds.mT @ per_head(q[:, rows], heads, work), kv_heads).to(dk.dtype)
+                dk[:, columns] += per_group(ds.mT @ per_head(q[:, rows], heads, work), kv_heads).to(
+                    dk.dtype
+                )
             if dv is not None:
                 dv[:, columns] += per_group(p.mT @ do, kv_heads).to(dv.dtype)
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """About six score matrices."""
-        return 6 * self.work_dtype(dtype).itemsize * tile.batch * tile.num_heads * tile.q_len * tile.kv_len
+        return (
+            6
+            * self.work_dtype(dtype).itemsize
+            * tile.batch
+            * tile.num_heads
+            * tile.q_len
+            * tile.kv_len
+        )
 
 
 class UntiledKernel(NaiveKernel):
@@ -107,10 +142,23 @@ class UntiledKernel(NaiveKernel):
         return sum_dtype(dtype)
 
 
-def dense_scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, piece: Piece, work: torch.dtype, rounded: torch.dtype) -> torch.Tensor:
-    """A piece's scores `[B, H, q, kv]` in the type to compute in, -inf where the mask hides; rounded to another before."""
+def dense_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tile: Tile,
+    piece: Piece,
+    work: torch.dtype,
+    rounded: torch.dtype,
+) -> torch.Tensor:
+    """A piece's scores `[B, H, q, kv]` in the type to compute in, -inf where the mask hides;
+    rounded to another before.
+    """
     rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-    s: torch.Tensor = per_head(q[:, rows], q.shape[2], work) @ per_head(k[:, columns], q.shape[2], work).mT * tile.scale
+    s: torch.Tensor = (
+        per_head(q[:, rows], q.shape[2], work)
+        @ per_head(k[:, columns], q.shape[2], work).mT
+        * tile.scale
+    )
     s = s.to(rounded).to(work)
     seen = tile.visible(piece, rows, columns, q.device)
     if seen is not None:
@@ -119,7 +167,9 @@ def dense_scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, piece: Piece, wor
 
 
 def per_head(x: torch.Tensor, num_heads: int, work: torch.dtype) -> torch.Tensor:
-    """[B, S, H, D] -> [B, num_heads, S, D] in the type to compute in, kv heads repeated for their group."""
+    """[B, S, H, D] -> [B, num_heads, S, D] in the type to compute in, kv heads repeated for their
+    group.
+    """
     return x.to(work).transpose(1, 2).repeat_interleave(num_heads // x.shape[2], dim=1)
 
 

@@ -1,7 +1,8 @@
-"""What was measured on a machine, kept for jobs to come: small JSON files in the user's cache folder, one for each key.
+"""What was measured on a machine, kept for jobs to come: small JSON files in the user's cache
+folder, one for each key.
 
-A key says everything the answer depends on (chip, versions, type, head size). A folder that cannot be written is no error: what cannot be
-kept is measured again.
+A key says everything the answer depends on (chip, versions, type, head size). A folder that cannot
+be written is no error: what cannot be kept is measured again.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ def recall(kind: str, key: Mapping[str, str]) -> Any:  # what was given to `reme
 
 
 def remember(kind: str, key: Mapping[str, str], answer: Any) -> bool:  # anything JSON can hold
-    """Writes the answer down, in one step for whoever reads meanwhile. False where that is not possible."""
+    """Writes the answer down, in one step for whoever reads meanwhile. False where that is not
+    possible.
+    """
     path = _path(kind, key)
     fresh = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps({"key": dict(key), "answer": answer}, indent=1) + "\n", encoding="utf-8")
+        fresh.write_text(
+            json.dumps({"key": dict(key), "answer": answer}, indent=1) + "\n", encoding="utf-8"
+        )
         fresh.replace(path)
     except OSError:
         return False
@@ -56,7 +61,8 @@ def forget(kind: str) -> None:
 
 @contextmanager
 def alone(kind: str, key: Mapping[str, str], timeout_s: float) -> Iterator[None]:
-    """Inside, no other process or thread of this host is inside for the same key: the first measures, the others read its answer.
+    """Inside, no other process or thread of this host is inside for the same key: the first
+    measures, the others read its answer.
 
     Blocks at most `timeout_s`; past that, or where no file can be locked, goes on all the same.
     """

@@ -1,8 +1,10 @@
-"""Which of several tile kernels is fastest on this machine: each is timed once for a class of work, and the answer is kept.
+"""Which of several tile kernels is fastest on this machine: each is timed once for a class of work,
+and the answer is kept.
 
-A class is chip and versions, input type, head size, direction, mask, and whether a tile is the only one of its call. One standard tile
-stands for it. The first rank of a host to ask measures, the others wait for its answer and take the same, and so do later jobs: with one
-kernel for all and always, results are the same bits from run to run.
+A class is chip and versions, input type, head size, direction, mask, and whether a tile is the only
+one of its call. One standard tile stands for it. The first rank of a host to ask measures, the
+others wait for its answer and take the same, and so do later jobs: with one kernel for all and
+always, results are the same bits from run to run.
 """
 
 from __future__ import annotations
@@ -52,10 +54,21 @@ class TileProblem:
         # Numbers of the usual size, and the same every time.
         generator = torch.Generator().manual_seed(0)
         some = torch.randn(shape, generator=generator)
-        self._q, self._k, self._v, self._dout = (some.roll(i).to(work.dtype).to(device) for i in range(4))
+        self._q, self._k, self._v, self._dout = (
+            some.roll(i).to(work.dtype).to(device) for i in range(4)
+        )
         whole = (range(tokens),)
         pieces = work.mask.pieces(*whole, *whole)
-        self._tile = Tile(pieces, whole, whole, work.mask, work.head_dim**-0.5, lambda: None, first=alone, last=alone)
+        self._tile = Tile(
+            pieces,
+            whole,
+            whole,
+            work.mask,
+            work.head_dim**-0.5,
+            lambda: None,
+            first=alone,
+            last=alone,
+        )
         acc, *self._sums = (torch.zeros(shape, dtype=wide, device=device) for _ in range(4))
         m, l, lse = (torch.zeros(1, heads, tokens, dtype=wide, device=device) for _ in range(3))  # noqa: E741
         self._state = State(acc, m, l, torch.empty_like(self._q), lse)
@@ -65,15 +78,34 @@ class TileProblem:
         self._forward = work.forward
 
     def run(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> None:
-        """The kernel does the tile once; in the backward, the gradients that are needed. Does not wait for the device."""
+        """The kernel does the tile once; in the backward, the gradients that are needed. Does not
+        wait for the device.
+        """
         if self._forward:
             kernel.forward(self._q, self._k, self._v, self._tile, self._state)
         else:
-            dq, dk, dv = (total if needed else None for total, needed in zip(self._sums, needs, strict=True))
-            kernel.backward(self._q, self._k, self._v, self._dout, self._rows[0], self._rows[1], self._tile, dq, dk, dv)
+            dq, dk, dv = (
+                total if needed else None for total, needed in zip(self._sums, needs, strict=True)
+            )
+            kernel.backward(
+                self._q,
+                self._k,
+                self._v,
+                self._dout,
+                self._rows[0],
+                self._rows[1],
+                self._tile,
+                dq,
+                dk,
+                dv,
+            )
 
-    def results(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> list[torch.Tensor]:
-        """What the kernel gives: out and lse, or the gradients that are needed. Of a tile that is not alone: as the first and the last."""
+    def results(
+        self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)
+    ) -> list[torch.Tensor]:
+        """What the kernel gives: out and lse, or the gradients that are needed. Of a tile that is
+        not alone: as the first and the last.
+        """
         for total in self._sums:
             total.zero_()
         if self._forward and not self._tile.first:
@@ -88,12 +120,15 @@ class TileProblem:
 
 
 def fastest(
-    work: Work, candidates: Sequence[Kernel], measure: Callable[[Work, Sequence[Kernel]], dict[str, float | str]] | None = None
+    work: Work,
+    candidates: Sequence[Kernel],
+    measure: Callable[[Work, Sequence[Kernel]], dict[str, float | str]] | None = None,
 ) -> Timed:
-    """The fastest of several kernels that can do this work, by what is remembered, or else measured now.
+    """The fastest of several kernels that can do this work, by what is remembered, or else measured
+    now.
 
-    measure: seconds by kernel, or why there are none (default: on the device). Blocks while it measures, or another rank does. Where
-    nothing can be measured the first candidate is taken.
+    measure: seconds by kernel, or why there are none (default: on the device). Blocks while it
+    measures, or another rank does. Where nothing can be measured the first candidate is taken.
     """
     key = speed_key(work)
     names = tuple(sorted(kernel.name for kernel in candidates))
@@ -106,21 +141,33 @@ def fastest(
                 if found is None:
                     found, whence = (measure or seconds_of)(work, candidates), "measured now"
                     # A kernel that found no memory may find some another time.
-                    if not any(isinstance(x, str) and x.startswith("OutOfMemoryError") for x in found.values()):
+                    if not any(
+                        isinstance(x, str) and x.startswith("OutOfMemoryError")
+                        for x in found.values()
+                    ):
                         remember(KIND, asked, found)
             _known[*key.values(), *names] = found
-    times = {kernel.name: x for kernel in candidates if isinstance(x := found.get(kernel.name), float)}
+    times = {
+        kernel.name: x for kernel in candidates if isinstance(x := found.get(kernel.name), float)
+    }
     failed = ", ".join(f"{name} failed: {x}" for name, x in found.items() if isinstance(x, str))
     if not times:
         return Timed(candidates[0], f"no kernel could be measured ({failed})")
     best = min(times, key=times.__getitem__)
-    figures = ", ".join(f"{name} {1e3 * x:.3f} ms" for name, x in sorted(times.items(), key=lambda item: item[1]))
-    reason = f"the fastest of {figures} for a tile of {_TOKENS:,} x {_TOKENS:,} ({whence}{'; ' + failed if failed else ''})"
+    figures = ", ".join(
+        f"{name} {1e3 * x:.3f} ms" for name, x in sorted(times.items(), key=lambda item: item[1])
+    )
+    reason = (
+        f"the fastest of {figures} for a tile of {_TOKENS:,} x {_TOKENS:,} "
+        f"({whence}{'; ' + failed if failed else ''})"
+    )
     return Timed(next(kernel for kernel in candidates if kernel.name == best), reason)
 
 
 def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
-    """Median seconds of each kernel on a standard tile, in turn, by events of the device; or its error. Blocks until it is done."""
+    """Median seconds of each kernel on a standard tile, in turn, by events of the device; or its
+    error. Blocks until it is done.
+    """
     try:
         problem = TileProblem(work, alone=work.ring_size == 1)
     except torch.OutOfMemoryError as error:
@@ -144,7 +191,9 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
                     continue
                 if i:  # the first round compiles
                     times[kernel.name].append(start.elapsed_time(end) / 1e3)
-    return found | {name: statistics.median(seen) for name, seen in times.items() if name not in found}
+    return found | {
+        name: statistics.median(seen) for name, seen in times.items() if name not in found
+    }
 
 
 def speed_key(work: Work) -> dict[str, str]:
@@ -156,7 +205,9 @@ def speed_key(work: Work) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "burst_rt": __version__,
-        "cudnn": str(torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None),
+        "cudnn": str(
+            torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+        ),
         # A program may put another one behind torch's operators (`activate_flash_attention_impl`).
         "flash": str(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()),
         "dtype": str(work.dtype),
@@ -168,7 +219,9 @@ def speed_key(work: Work) -> dict[str, str]:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a kernel that does not fit raises: torch's operators and the device RuntimeError, triton its own."""
+    """What a kernel that does not fit raises: torch's operators and the device RuntimeError, triton
+    its own.
+    """
     triton = sys.modules.get("triton.errors")
     return (RuntimeError,) if triton is None else (RuntimeError, triton.TritonError)
 

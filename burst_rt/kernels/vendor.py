@@ -1,15 +1,20 @@
-"""NVIDIA's and Tri Dao's kernels as torch has them (cuDNN attention, FlashAttention 2), behind the `Kernel` protocol.
+"""NVIDIA's and Tri Dao's kernels as torch has them (cuDNN attention, FlashAttention 2), behind the
+`Kernel` protocol.
 
-They give a part of the result in the inputs' 16 bits. Where one call of theirs is all there is (a world of one, one rectangle or one square
-under the diagonal) that is the rounding every result has at its end, and nothing is lost. Where parts are added up, each would be rounded
-before it is: that is done only where the user has said partials="16bit".
+They give a part of the result in the inputs' 16 bits. Where one call of theirs is all there is (a
+world of one, one rectangle or one square under the diagonal) that is the rounding every result has
+at its end, and nothing is lost. Where parts are added up, each would be rounded before it is: that
+is done only where the user has said partials="16bit".
 
-Their backward wants O where the protocol has delta; it gets the O' of `cpu.py`, in 16 bits. That costs no accuracy: delta = rowsum(dO * O')
-is then off by about sqrt(3 / head_dim) roundoffs of itself, less than with O itself, whose terms are larger than their sum. (Emulated for
-head sizes 16 to 128, grouped heads, gradients of lse: 0.6 to 0.8 roundoffs in dq, dk, dv with O, with O' and with delta itself.)
+Their backward wants O where the protocol has delta; it gets the O' of `cpu.py`, in 16 bits. That
+costs no accuracy: delta = rowsum(dO * O') is then off by about sqrt(3 / head_dim) roundoffs of
+itself, less than with O itself, whose terms are larger than their sum. (Emulated for head sizes 16
+to 128, grouped heads, gradients of lse: 0.6 to 0.8 roundoffs in dq, dk, dv with O, with O' and with
+delta itself.)
 
-A gradient of lse may make delta so large beside dO that O' needs the range of bfloat16 (see `_stand_in`); float16 has no such range, and
-whether it is needed only the device knows, for which nothing here waits. So float16 is taken in the forward only.
+A gradient of lse may make delta so large beside dO that O' needs the range of bfloat16 (see
+`_stand_in`); float16 has no such range, and whether it is needed only the device knows, for which
+nothing here waits. So float16 is taken in the forward only.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ _Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Call(NamedTuple):
-    """One call of a vendor's kernel: rows and columns of the tile; causal: row i of them sees column j <= i, and they are a square."""
+    """One call of a vendor's kernel: rows and columns of the tile; causal: row i of them sees
+    column j <= i, and they are a square.
+    """
 
     rows: slice
     columns: slice
@@ -47,7 +54,9 @@ class _Call(NamedTuple):
 
 
 class _VendorKernel:
-    """What the two share. bfloat16, and float16 in the forward; masks whose tiles are rectangles and triangles."""
+    """What the two share. bfloat16, and float16 in the forward; masks whose tiles are rectangles
+    and triangles.
+    """
 
     name: str
     most_head_dim: int
@@ -57,35 +66,65 @@ class _VendorKernel:
     def refuses(self, work: Work) -> str | None:
         """See `Kernel.refuses`."""
         if work.device.type != self.device_type:
-            return f"the {self.name} kernel takes {self.device_type.upper()} tensors, got {work.device}"
+            return (
+                f"the {self.name} kernel takes {self.device_type.upper()} tensors, got "
+                f"{work.device}"
+            )
         if work.dtype not in (torch.bfloat16, torch.float16):
             return f"the {self.name} kernel takes bfloat16 and float16, got {work.dtype}"
         if work.dtype == torch.float16 and not work.forward:
-            return f"the {self.name} kernel's backward takes bfloat16: float16 has no room for what stands in for the output there"
+            return (
+                f"the {self.name} kernel's backward takes bfloat16: float16 has no room for "
+                "what stands in for the output there"
+            )
         if work.head_dim % 8 or not 8 <= work.head_dim <= self.most_head_dim:
-            return f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most {self.most_head_dim}, got {work.head_dim}"
+            return (
+                f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most "
+                f"{self.most_head_dim}, got {work.head_dim}"
+            )
         if any(piece.masked for pieces in work.tiles for piece in pieces):
-            return f"the {self.name} kernel takes rectangles and triangles, and {work.mask!r} leaves other shapes of this call's tiles"
+            return (
+                f"the {self.name} kernel takes rectangles and triangles, and {work.mask!r} "
+                "leaves other shapes of this call's tiles"
+            )
         reason = self._short_columns(work.tiles) or self._missing(work.device)
         if reason:
             return reason
         if work.partials == "exact" and not _whole(work):
             return (
-                f"the {self.name} kernel rounds what each of its calls gives to {_bare(work.dtype)}, and here several are added up; "
+                f"the {self.name} kernel rounds what each of its calls gives to "
+                f"{_bare(work.dtype)}, and here several are added up; "
                 "burst_rt.init(partials='16bit') allows that"
             )
         return None
 
     def repeatable(self, forward: bool) -> bool:
-        """See `Kernel.repeatable`: the backward adds up in an order of its own, different every time."""
+        """See `Kernel.repeatable`: the backward adds up in an order of its own, different every
+        time.
+        """
         return forward
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: where partials are in 16 bits; where results differ from run to run."""
-        rounded = () if _whole(work) else (f"partials are 16-bit: what each of its calls gives is rounded to {_bare(work.dtype)}",)
-        return rounded if self.repeatable(work.forward) else (*rounded, "its sums differ in the last bits from run to run")
+        """See `Kernel.remarks`: where partials are in 16 bits; where results differ from run to
+        run.
+        """
+        rounded = (
+            ()
+            if _whole(work)
+            else (
+                "partials are 16-bit: what each of its calls gives is rounded to "
+                f"{_bare(work.dtype)}",
+            )
+        )
+        return (
+            rounded
+            if self.repeatable(work.forward)
+            else (*rounded, "its sums differ in the last bits from run to run")
+        )
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State) -> None:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
+    ) -> None:
         """See `Kernel.forward`."""
         calls = list(_calls(tile.pieces))
         if tile.first and tile.last and [call.rows for call in calls] == [slice(0, q.shape[1])]:
@@ -98,12 +137,24 @@ class _VendorKernel:
                 state.start()
             for call in calls:
                 rows = call.rows
-                fold(*self._part(q, k, v, call, tile.scale), state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows])
+                fold(
+                    *self._part(q, k, v, call, tile.scale),
+                    state.acc[:, rows],
+                    state.m[:, :, rows],
+                    state.l[:, :, rows],
+                )
             if tile.last:
                 state.finish()
         tile.progress()
 
-    def delta(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor) -> None:
+    def delta(
+        self,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        rows: torch.Tensor,
+    ) -> None:
         """See `Kernel.delta`."""
         delta_rows(dout, out, lse, dlse, rows)
 
@@ -126,26 +177,40 @@ class _VendorKernel:
             rows, columns = call.rows, call.columns
             q_, dout_, out_ = (_heads_first(x, rows) for x in (q, dout, out))
             k_, v_ = (_heads_first(x, columns) for x in (k, v))
-            grads = self._call_backward(dout_, q_, k_, v_, out_, lse[:, :, rows].contiguous(), call.causal, tile.scale)
+            grads = self._call_backward(
+                dout_, q_, k_, v_, out_, lse[:, :, rows].contiguous(), call.causal, tile.scale
+            )
             for total, at, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
                 if total is not None:
                     total[:, at].add_(grad.transpose(1, 2))
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """Grows with the tile. Copies of inputs that are not aligned, a part's results; in the backward O' and how it is made, and the
-        float32 dq and the dk, dv of every query head that FlashAttention takes for itself. Measured by nobody yet."""
+        """Grows with the tile. Copies of inputs that are not aligned, a part's results; in the
+        backward O' and how it is made, and the float32 dq and the dk, dv of every query head that
+        FlashAttention takes for itself. Measured by nobody yet.
+        """
         token = tile.batch * tile.head_dim * dtype.itemsize
         q, kv = token * tile.q_len * tile.num_heads, token * tile.kv_len * tile.num_kv_heads
         if forward:
             return 2 * q + 2 * kv
-        of_all_heads = token * tile.kv_len * tile.num_heads if tile.num_heads > tile.num_kv_heads else 0
+        of_all_heads = (
+            token * tile.kv_len * tile.num_heads if tile.num_heads > tile.num_kv_heads else 0
+        )
         return 2 * q + 2 * kv + 4 * q + q + 2 * kv + 4 * q // dtype.itemsize + 2 * of_all_heads
 
-    def _part(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _part(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """out `[batch, q, heads, d]` in 16 bits and lse `[batch, heads, q]` of one call."""
         rows, columns = call.rows, call.columns
-        out, lse = self._call_forward(_heads_first(q, rows), _heads_first(k, columns), _heads_first(v, columns), call.causal, scale)
+        out, lse = self._call_forward(
+            _heads_first(q, rows),
+            _heads_first(k, columns),
+            _heads_first(v, columns),
+            call.causal,
+            scale,
+        )
         # Kernels may pad the rows of lse, or give it a dimension more.
         return out.transpose(1, 2), lse.flatten(2)[:, :, : rows.stop - rows.start]
 
@@ -179,7 +244,8 @@ class _VendorKernel:
 class FlashKernel(_VendorKernel):
     """FlashAttention 2 (arXiv 2307.08691). head_dim a multiple of 8, at most 256.
 
-    Its backward gives the same bits every time where torch.use_deterministic_algorithms(True) is in force.
+    Its backward gives the same bits every time where torch.use_deterministic_algorithms(True) is in
+    force.
     """
 
     name = "flash"
@@ -187,11 +253,17 @@ class FlashKernel(_VendorKernel):
 
     def repeatable(self, forward: bool) -> bool:
         """See `Kernel.repeatable`."""
-        return forward or (torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled())
+        return forward or (
+            torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
 
     def _missing(self, device: torch.device) -> str | None:
         if not torch.backends.cuda.is_flash_attention_available():
-            return f"the flash kernel needs a torch that was built with FlashAttention, and {torch.__version__} was not"
+            return (
+                "the flash kernel needs a torch that was built with FlashAttention, and "
+                f"{torch.__version__} was not"
+            )
         return _too_old(self.name, device)
 
     def _call_forward(
@@ -214,7 +286,8 @@ class FlashKernel(_VendorKernel):
         # The state of a random generator, which nobody asks without dropout.
         seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
         grads: _Grads = _flash_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset, scale=scale
+            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
+            scale=scale
         )  # fmt: skip
         return grads
 
@@ -226,14 +299,24 @@ class CudnnKernel(_VendorKernel):
     most_head_dim = 128
 
     def _short_columns(self, tiles: Iterable[tuple[Piece, ...]]) -> str | None:
-        if any(call.columns.stop - call.columns.start == 1 for pieces in tiles for call in _calls(pieces)):
-            return "the cudnn kernel takes at least 2 keys at a time, and this call has a tile with a single one"
+        if any(
+            call.columns.stop - call.columns.start == 1
+            for pieces in tiles
+            for call in _calls(pieces)
+        ):
+            return (
+                "the cudnn kernel takes at least 2 keys at a time, and this call has a tile "
+                "with a single one"
+            )
         return None
 
     def _missing(self, device: torch.device) -> str | None:
         version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         if version is None or version < 90000:
-            return f"the cudnn kernel needs cuDNN 9.0 or newer, and torch {torch.__version__} has {version or 'none'}"
+            return (
+                f"the cudnn kernel needs cuDNN 9.0 or newer, and torch {torch.__version__} has "
+                f"{version or 'none'}"
+            )
         return _too_old(self.name, device)
 
     def _call_forward(
@@ -255,17 +338,21 @@ class CudnnKernel(_VendorKernel):
     ) -> _Grads:
         # The state of a random generator, which nobody asks without dropout.
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
-        # lse as the forward gives it: torch hands its shape on to cuDNN. And dense, because some versions of torch keep graphs by the
-        # strides of q, k and v alone, and take one again for a dO and an O of others.
+        # lse as the forward gives it: torch hands its shape on to cuDNN. And dense, because some
+        # versions of torch keep graphs by the strides of q, k and v alone, and take one again for a
+        # dO and an O of others.
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
         grads: _Grads = _cudnn_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+            dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2],
+            k.shape[2], 0.0, causal, scale=scale
         )  # fmt: skip
         return grads
 
 
 def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
-    """Rectangles and squares under the diagonal. Where a triangle has more rows than columns, those below its square see all of them."""
+    """Rectangles and squares under the diagonal. Where a triangle has more rows than columns, those
+    below its square see all of them.
+    """
     for piece in pieces:
         rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
         if not piece.diagonal:
@@ -273,7 +360,11 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
             continue
         size = min(rows.stop - rows.start, columns.stop - columns.start)
         # The two vendors align the diagonal of what is no square at different corners.
-        yield _Call(slice(rows.start, rows.start + size), slice(columns.start, columns.start + size), causal=True)
+        yield _Call(
+            slice(rows.start, rows.start + size),
+            slice(columns.start, columns.start + size),
+            causal=True,
+        )
         if rows.start + size < rows.stop:
             yield _Call(slice(rows.start + size, rows.stop), columns, causal=False)
 
@@ -295,9 +386,10 @@ def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """dO and O' `[batch, q, heads, d]` in bfloat16, with rowsum(dO * O') = delta.
 
-    O' = u * delta / (amax * |u|^2), u = dO / amax, amax the row's largest |dO|. Where that is too large (a gradient of lse, and a dO that
-    is 0 or next to it) the row of dO becomes a constant e, and O' the constant delta / (d * e). With e = |delta| / (d * 2^100) neither the
-    dO that was there nor this one has any digit in a sum with delta.
+    O' = u * delta / (amax * |u|^2), u = dO / amax, amax the row's largest |dO|. Where that is too
+    large (a gradient of lse, and a dO that is 0 or next to it) the row of dO becomes a constant e,
+    and O' the constant delta / (d * e). With e = |delta| / (d * 2^100) neither the dO that was
+    there nor this one has any digit in a sum with delta.
     """
     wide, delta = dout.float(), delta.transpose(1, 2).unsqueeze(-1)
     amax = wide.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -312,7 +404,11 @@ def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _too_old(name: str, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (8, 0) else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
+    return (
+        None
+        if capability >= (8, 0)
+        else f"the {name} kernel takes GPUs of compute capability 8.0 or newer, got {capability}"
+    )
 
 
 def _bare(dtype: torch.dtype) -> str:

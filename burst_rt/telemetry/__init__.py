@@ -1,7 +1,9 @@
-"""Telemetry: what every rank, GPU and transfer does, seen from one place, at a cost that cannot hurt the run.
+"""Telemetry: what every rank, GPU and transfer does, seen from one place, at a cost that cannot
+hurt the run.
 
-Off unless asked: `burst-rt run --telemetry` (or `--record FILE`), BURST_RT_TELEMETRY=1, or `burst_rt.init(telemetry=True)`. A rank's agent
-(`agent`) tells a hub (`hub`), whose model (`state`) all viewers ask; `report` lets a job add what it knows itself.
+Off unless asked: `burst-rt run --telemetry` (or `--record FILE`), BURST_RT_TELEMETRY=1, or
+`burst_rt.init(telemetry=True)`. A rank's agent (`agent`) tells a hub (`hub`), whose model (`state`)
+all viewers ask; `report` lets a job add what it knows itself.
 """
 
 from burst_rt.telemetry.joining import report

@@ -1,8 +1,10 @@
 """A rank's side: one thread that tells the hub what the rank does, and what its machine measures.
 
-Whatever happens to the hub or to a sampler, the rank goes on: queues are bounded, sending never waits, what finds no room is dropped and
-counted, and when the hub is gone the thread ends. Five times a second it wakes, gathers, and sends all in one go: on the beat of the host's
-clock, so that all ranks of a host are held up at the same moment, which a ring feels once, and the hub wakes once for all.
+Whatever happens to the hub or to a sampler, the rank goes on: queues are bounded, sending never
+waits, what finds no room is dropped and counted, and when the hub is gone the thread ends. Five
+times a second it wakes, gathers, and sends all in one go: on the beat of the host's clock, so that
+all ranks of a host are held up at the same moment, which a ring feels once, and the hub wakes once
+for all.
 """
 
 from __future__ import annotations
@@ -41,29 +43,37 @@ __all__ = ["Agent"]
 
 _HEARTBEAT_S = 0.5
 _CONNECT_DEADLINE_S = 5.0
-# The clocks are compared by some pings in a row; the one with the shortest way tells most. Clocks drift, so older answers than those of the
-# time before do not count.
+# The clocks are compared by some pings in a row; the one with the shortest way tells most. Clocks
+# drift, so older answers than those of the time before do not count.
 _CLOCK_PERIOD_S = 10.0
 _PINGS = 5
 _PING_DEADLINE_S = 0.2
-# Messages of other threads that wait; bytes that wait for the socket: above the first no more spans, above the second nothing.
+# Messages of other threads that wait; bytes that wait for the socket: above the first no more
+# spans, above the second nothing.
 _MAX_WAITING = 1000
 _SPANS_UP_TO_BYTES = 2 << 20
 _UP_TO_BYTES = 8 << 20
 # In one go: a thread that computes long in Python keeps the interpreter from the rank's own.
 _MAX_CALLS_A_TICK = 64
 _RESEND_S = 0.02
-# Of hosts and processes. Their processor time is counted in hundredths of a second: samples closer together would say little.
+# Of hosts and processes. Their processor time is counted in hundredths of a second: samples closer
+# together would say little.
 _HOST_PERIOD_S = 0.5
 # The last words, when the rank ends.
 _BYE_DEADLINE_S = 0.5
 
 _log = logging.getLogger("burst_rt.telemetry")
-_LEVELS = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING, Severity.ERROR: logging.ERROR}
+_LEVELS = {
+    Severity.INFO: logging.INFO,
+    Severity.WARNING: logging.WARNING,
+    Severity.ERROR: logging.ERROR,
+}
 
 
 class Agent:
-    """One per rank. hello: who it is. gpus: of the ranks of this host, where this one samples them (None: another one does)."""
+    """One per rank. hello: who it is. gpus: of the ranks of this host, where this one samples them
+    (None: another one does).
+    """
 
     def __init__(self, address: str, hello: Hello, gpus: list[GpuId] | None) -> None:
         self.address = address
@@ -83,7 +93,8 @@ class Agent:
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
-        self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)  # rtt, offset, when sent
+        # rtt, offset, when sent
+        self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)
         self._thread_s = 0.0
         self._nvml: NvmlThread | None = None
         self._thread = threading.Thread(target=self._main, name="burst_rt telemetry", daemon=True)
@@ -93,7 +104,11 @@ class Agent:
 
     def follow(self, ranks: list[int], transport: str, reason: str) -> CallLog:
         """The log of a new context of these ranks of the job."""
-        name = f"{ranks[0]}-{ranks[-1]}" if ranks == list(range(ranks[0], ranks[0] + len(ranks))) else ",".join(map(str, ranks))
+        name = (
+            f"{ranks[0]}-{ranks[-1]}"
+            if ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+            else ",".join(map(str, ranks))
+        )
         again = self._groups[name] = self._groups.get(name, -1) + 1
         group = Group(f"{name} #{again}" if again else name, ranks, transport, reason)
         log = CallLog(group, self.totals)
@@ -213,7 +228,9 @@ class Agent:
         return [own, shared]
 
     def _measure_clock(self) -> None:
-        """Some pings in a row. Waits at most `_PING_DEADLINE_S` for each, and no longer for the rest once there was no answer."""
+        """Some pings in a row. Waits at most `_PING_DEADLINE_S` for each, and no longer for the
+        rest once there was no answer.
+        """
         answer = select.poll()
         answer.register(self._socket, select.POLLIN)
         for _ in range(_PINGS):
@@ -252,7 +269,13 @@ class Agent:
         for payload in self._frames.feed(data):
             message: ToRank = msgspec.msgpack.decode(payload, type=ToRank)
             if isinstance(message, Pong):
-                self._pings.append((now_s - message.sent_s, message.hub_s - (message.sent_s + now_s) / 2, message.sent_s))
+                self._pings.append(
+                    (
+                        now_s - message.sent_s,
+                        message.hub_s - (message.sent_s + now_s) / 2,
+                        message.sent_s,
+                    )
+                )
             elif isinstance(message, Notice):
                 _log.log(_LEVELS[message.severity], "%s", message.text)
 
@@ -268,7 +291,9 @@ class Agent:
         self._count()
 
     def _count(self) -> None:
-        self._queue(self.totals.message(self.num_dropped + sum(log.num_dropped for log in self._logs)))
+        self._queue(
+            self.totals.message(self.num_dropped + sum(log.num_dropped for log in self._logs))
+        )
 
     def _drain(self) -> None:
         for log in list(self._logs):

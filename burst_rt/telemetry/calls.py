@@ -1,7 +1,8 @@
-"""A context's calls as telemetry sees them: what it is doing now, counts that miss nothing, and spans for whoever looks.
+"""A context's calls as telemetry sees them: what it is doing now, counts that miss nothing, and
+spans for whoever looks.
 
-The calling thread only notes that a call began and ended (a few microseconds); the agent's thread makes messages of it later. Where it
-cannot keep up, spans are dropped and counted, counts are not.
+The calling thread only notes that a call began and ended (a few microseconds); the agent's thread
+makes messages of it later. Where it cannot keep up, spans are dropped and counted, counts are not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from burst_rt.scheduler import Graph, Schedule, overlap
-from burst_rt.telemetry.messages import Call, Candidate, Counters, Group, LaneCounters, Plan, TaskInfo, hop_of
+from burst_rt.telemetry.messages import (
+    Call,
+    Candidate,
+    Counters,
+    Group,
+    LaneCounters,
+    Plan,
+    TaskInfo,
+    hop_of,
+)
 
 if TYPE_CHECKING:
     from burst_rt.drivers import BaseDriver
@@ -56,7 +66,9 @@ class _Known:
         calls = self.calls
         for name, (num, size, flops) in self.lanes.items():
             lane = lanes.get(name, LaneCounters(0, 0, 0))
-            lanes[name] = LaneCounters(lane.tasks + calls * num, lane.size_bytes + calls * size, lane.flops + calls * flops)
+            lanes[name] = LaneCounters(
+                lane.tasks + calls * num, lane.size_bytes + calls * size, lane.flops + calls * flops
+            )
 
 
 class _Ended(NamedTuple):
@@ -105,13 +117,16 @@ class Totals:
         for known in list(self._known):
             known.add_to(lanes)
         return Counters(
-            time.perf_counter(), self.calls, self.traced_calls, self.compute_s, self.wait_s, self.total_s, self.transfer_s, self.overlap_s,
+            time.perf_counter(), self.calls, self.traced_calls, self.compute_s, self.wait_s,
+            self.total_s, self.transfer_s, self.overlap_s,
             lanes, dropped,
         )  # fmt: skip
 
 
 class CallLog:
-    """The calls of one context. `began`, `ended` and `abandoned` are for the thread that calls, the rest for the agent's."""
+    """The calls of one context. `began`, `ended` and `abandoned` are for the thread that calls, the
+    rest for the agent's.
+    """
 
     def __init__(self, group: Group, totals: Totals) -> None:
         self.group = group
@@ -134,7 +149,9 @@ class CallLog:
         """The call that began does not take place: the ranks disagree."""
         self.current = None
 
-    def ended(self, schedule: Schedule, driver: BaseDriver, describe: Callable[[], Described]) -> None:
+    def ended(
+        self, schedule: Schedule, driver: BaseDriver, describe: Callable[[], Described]
+    ) -> None:
         """The call that began has ended well."""
         assert self.current is not None
         (number, _), self.current = self.current, None
@@ -152,7 +169,17 @@ class CallLog:
             return
         if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(
-                _Ended(number, known, schedule.graph, driver, self._started_s, now_s, driver.compute_s, driver.wait_s, describe)
+                _Ended(
+                    number,
+                    known,
+                    schedule.graph,
+                    driver,
+                    self._started_s,
+                    now_s,
+                    driver.compute_s,
+                    driver.wait_s,
+                    describe,
+                )
             )
         else:
             self.num_dropped += 1
@@ -171,7 +198,9 @@ class CallLog:
         return (number, *(driver.doing() or ("", self._started_s)))
 
     def take(self) -> list[Plan | Call]:
-        """One call that has ended, with its plan if that is new; none: nothing has, or a device has yet to end it."""
+        """One call that has ended, with its plan if that is new; none: nothing has, or a device has
+        yet to end it.
+        """
         if not self._waiting or not self._waiting[0].driver.settled():
             return []
         ended = self._waiting.popleft()
@@ -184,7 +213,9 @@ class CallLog:
 
     def _first_run(self, schedule: Schedule) -> _Known:
         if len(self._known) >= _MAX_KNOWN:
-            self._known = {key: known for key, known in self._known.items() if known.alive() is not None}
+            self._known = {
+                key: known for key, known in self._known.items() if known.alive() is not None
+            }
         known = self._known[id(schedule)] = self.totals.add(schedule)
         return known
 
@@ -193,7 +224,8 @@ class CallLog:
         lanes = graph.lanes
         tasks = [
             TaskInfo(
-                task.name, task.lane, task.op.name if task.op else "exchange", hop_of(task.name), task.cost.size_bytes, task.cost.flops,
+                task.name, task.lane, task.op.name if task.op else "exchange", hop_of(task.name),
+                task.cost.size_bytes, task.cost.flops,
                 lanes[task.lane].ordered, [(m.peer, m.tag, m.size_bytes) for m in task.sends],
                 [(m.peer, m.tag, m.size_bytes) for m in task.recvs],
             )
@@ -201,7 +233,8 @@ class CallLog:
         ]  # fmt: skip
         told = ended.describe()
         return Plan(
-            ended.known.number, self.group.name, told.kind, tasks, told.explain, told.predicted_s, told.problem, told.strategy,
+            ended.known.number, self.group.name, told.kind, tasks, told.explain, told.predicted_s,
+            told.problem, told.strategy,
             list(told.candidates),
         )  # fmt: skip
 
@@ -215,7 +248,19 @@ class CallLog:
         totals.wait_s += ended.driver.wait_s - ended.waited_s
         totals.transfer_s += transfer_s
         totals.overlap_s += hidden_s
-        spans = b"".join([_PACK(s.task, s.issued_s - start, s.started_s - start, s.ended_s - start) for s in trace])
+        spans = b"".join(
+            [
+                _PACK(s.task, s.issued_s - start, s.started_s - start, s.ended_s - start)
+                for s in trace
+            ]
+        )
         return Call(
-            self.group.name, ended.number, ended.known.number, start, ended.ended_s, ended.driver.compute_s, ended.driver.wait_s, spans
+            self.group.name,
+            ended.number,
+            ended.known.number,
+            start,
+            ended.ended_s,
+            ended.driver.compute_s,
+            ended.driver.wait_s,
+            spans,
         )

@@ -1,7 +1,9 @@
-"""A record as one trace of all ranks, for Perfetto (ui.perfetto.dev) or chrome://tracing: the Trace Event Format, in JSON.
+"""A record as one trace of all ranks, for Perfetto (ui.perfetto.dev) or chrome://tracing: the Trace
+Event Format, in JSON.
 
-A process is a rank, a thread of it a lane; where transfers overlap a lane takes several. Arrows go from a send to its receive. Counters:
-power and use of each GPU, cores, loss. The format: perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
+A process is a rank, a thread of it a lane; where transfers overlap a lane takes several. Arrows go
+from a send to its receive. Counters: power and use of each GPU, cores, loss. The format:
+perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
 """
 
 from __future__ import annotations
@@ -26,11 +28,21 @@ _LANES = ("control", "compute", "waits", "network", "d2h", "h2d")
 _ROWS = 16
 # Processes that are no ranks come after all of them.
 _FIRST_SOURCE = 1_000_000
-_COUNTERS = ("power_w", "sm_percent", "gpm_tensor_percent", "memory_used_bytes", "nvlink_tx_bytes_per_s", "cpu_percent", "loss")
+_COUNTERS = (
+    "power_w",
+    "sm_percent",
+    "gpm_tensor_percent",
+    "memory_used_bytes",
+    "nvlink_tx_bytes_per_s",
+    "cpu_percent",
+    "loss",
+)
 
 
 def write_trace(record: Record, path: Path) -> int:
-    """Writes the trace of a record; returns how many events it has. Raises OSError, InputError where `path` is the record."""
+    """Writes the trace of a record; returns how many events it has. Raises OSError, InputError
+    where `path` is the record.
+    """
     if path.exists() and path.samefile(record.path):
         raise InputError(f"{path} is the record itself; give the trace another name")
     num_events = 0
@@ -52,7 +64,14 @@ def _events(record: Record) -> Iterator[_Event]:
     for event in replay(record).events:
         about = {"text": event.text, "severity": str(event.severity)}
         place: _Event = {"s": "g"} if event.rank < 0 else {"s": "p", "pid": event.rank}
-        yield {"ph": "i", "name": event.kind, "ts": event.at_s * 1e6, "tid": 0, "pid": 0, "args": about} | place
+        yield {
+            "ph": "i",
+            "name": event.kind,
+            "ts": event.at_s * 1e6,
+            "tid": 0,
+            "pid": 0,
+            "args": about,
+        } | place
     yield from rows.names()
 
 
@@ -78,8 +97,20 @@ class _Rows:
             for row in range(len(ends)):
                 thread = _thread(lane, row)
                 name = lane if row == 0 else f"{lane} {row + 1}"
-                yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
-                yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
+                yield {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": rank,
+                    "tid": thread,
+                    "args": {"name": name},
+                }
+                yield {
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "pid": rank,
+                    "tid": thread,
+                    "args": {"sort_index": thread},
+                }
 
 
 def _thread(lane: str, row: int) -> int:
@@ -93,9 +124,15 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
     for rank, (plan, kept) in call.ranks.items():
         for span in sorted(spans_of(plan, kept), key=lambda s: s.started_s):
             task = plan.tasks[span.task]
-            thread = threads[rank, span.task] = rows.place(rank, span.lane, span.started_s, span.ended_s)
+            thread = threads[rank, span.task] = rows.place(
+                rank, span.lane, span.started_s, span.ended_s
+            )
             ends[rank, span.task] = (span.started_s, span.ended_s)
-            about: _Event = {"call": f"{call.kind} {call.number}", "op": task.op, "bytes": span.size_bytes}
+            about: _Event = {
+                "call": f"{call.kind} {call.number}",
+                "op": task.op,
+                "bytes": span.size_bytes,
+            }
             if span.flops:
                 about["flops"] = span.flops
             if task.hop >= 0:
@@ -108,20 +145,47 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
         for wait in waits:
             name = "exposed" if wait.on_wire else "skew"
             thread = rows.place(rank, "waits", wait.started_s, wait.ended_s)
-            about = {"task": call.whole.plans[place].tasks[wait.task].name, "peer": call.members[wait.peer]}
+            about = {
+                "task": call.whole.plans[place].tasks[wait.task].name,
+                "peer": call.members[wait.peer],
+            }
             yield _slice(rank, thread, name, name, wait.started_s, wait.ended_s, about)
     for number, (end, source) in enumerate(call.whole.matched.items()):
-        sender, receiver = (call.members[source.rank], source.task), (call.members[end.rank], end.task)
+        sender, receiver = (
+            (call.members[source.rank], source.task),
+            (call.members[end.rank], end.task),
+        )
         flow: _Event = {"cat": "message", "name": "message", "id": f"{serial}.{number}"}
         # Inside the slices they belong to.
         sent_s, received_s = ends[sender][0], max(ends[receiver][0], ends[receiver][1] - 1e-7)
         yield flow | {"ph": "s", "pid": sender[0], "tid": threads[sender], "ts": sent_s * 1e6}
-        yield flow | {"ph": "f", "bp": "e", "pid": receiver[0], "tid": threads[receiver], "ts": max(sent_s, received_s) * 1e6}
+        yield flow | {
+            "ph": "f",
+            "bp": "e",
+            "pid": receiver[0],
+            "tid": threads[receiver],
+            "ts": max(sent_s, received_s) * 1e6,
+        }
 
 
-def _slice(rank: int, thread: int, name: str, category: str, started_s: float, ended_s: float, about: _Event) -> _Event:
+def _slice(
+    rank: int,
+    thread: int,
+    name: str,
+    category: str,
+    started_s: float,
+    ended_s: float,
+    about: _Event,
+) -> _Event:
     times = {"ts": started_s * 1e6, "dur": max(0.0, ended_s - started_s) * 1e6}
-    return {"ph": "X", "pid": rank, "tid": thread, "name": name, "cat": category, "args": about} | times
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "name": name,
+        "cat": category,
+        "args": about,
+    } | times
 
 
 def _samples(record: Record) -> Iterator[_Event]:
@@ -136,12 +200,18 @@ def _samples(record: Record) -> Iterator[_Event]:
             offsets[rank] = message.offset_s if message.rtt_s >= 0 else entry.at_s - message.sent_s
         elif isinstance(message, Source) and message.name not in processes:
             processes[message.name] = _FIRST_SOURCE + len(processes)
-            yield _process(processes[message.name], f"{message.about.get('name', '')} {message.name}".strip())
+            yield _process(
+                processes[message.name], f"{message.about.get('name', '')} {message.name}".strip()
+            )
         elif isinstance(message, Sample):
             process = processes.get(message.source, rank)
-            yield from _counters(process, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values)
+            yield from _counters(
+                process, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
+            )
         elif isinstance(message, Report):
-            yield from _counters(rank, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values)
+            yield from _counters(
+                rank, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
+            )
 
 
 def _process(number: int, name: str) -> _Event:
@@ -151,4 +221,11 @@ def _process(number: int, name: str) -> _Event:
 def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_Event]:
     for name in _COUNTERS:
         if math.isfinite(values.get(name, math.nan)):  # JSON has no others
-            yield {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": at_us, "args": {name: values[name]}}
+            yield {
+                "ph": "C",
+                "name": name,
+                "pid": process,
+                "tid": 0,
+                "ts": at_us,
+                "args": {name: values[name]},
+            }

@@ -1,4 +1,6 @@
-"""A plan in words, and how long it should take where a machine like this one is known: forecast by the planner, or simulated."""
+"""A plan in words, and how long it should take where a machine like this one is known: forecast by
+the planner, or simulated.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,47 @@ __all__ = ["describe", "machine_like"]
 # Simulating is Python: worth it for worlds that take milliseconds, and on one rank.
 _PREDICT_UP_TO = 16
 # What a device's name must hold for one of `scheduler/hardware`.
-_MACHINES = {"h200-sxm": ("H200",), "h100-sxm": ("H100", "HBM3"), "a100-sxm": ("A100", "SXM"), "a100-pcie": ("A100", "PCI")}
+_MACHINES = {
+    "h200-sxm": ("H200",),
+    "h100-sxm": ("H100", "HBM3"),
+    "a100-sxm": ("A100", "SXM"),
+    "a100-pcie": ("A100", "PCI"),
+}
 
 
 def machine_like(device_name: str) -> str | None:
     """Which of the shipped machines has this device; None: none has."""
-    return next((machine for machine, words in _MACHINES.items() if all(word in device_name for word in words)), None)
+    return next(
+        (
+            machine
+            for machine, words in _MACHINES.items()
+            if all(word in device_name for word in words)
+        ),
+        None,
+    )
 
 
 def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
-    """What telemetry says of a plan (None: a custom pipeline). Takes milliseconds; for the agent's thread."""
+    """What telemetry says of a plan (None: a custom pipeline). Takes milliseconds; for the agent's
+    thread.
+    """
     from burst_rt.telemetry.calls import Described
 
     if plan is None:
         return Described("pipeline", "custom task graph")
     problem, choice, seconds = plan.key.problem, plan.choice, plan.choice.seconds or {}
     about = (
-        f"layout {problem.q_layout.kind}, {problem.q_layout.seq_len:,} tokens, {problem.num_heads} heads of {problem.head_dim} "
+        f"layout {problem.q_layout.kind}, {problem.q_layout.seq_len:,} tokens, {problem.num_heads} "
+        f"heads of {problem.head_dim} "
         f"({problem.num_kv_heads} kv), batch {problem.batch}, {plan.key.dtype}, {problem.mask!r}"
     )
-    candidates = tuple(Candidate(name, size, seconds.get(name)) for name, size in choice.candidates.items())
+    candidates = tuple(
+        Candidate(name, size, seconds.get(name)) for name, size in choice.candidates.items()
+    )
     kind = "forward" if plan.key.forward else "backward"
-    return Described(kind, plan.explain(), _predicted_s(plan, machine, rank), about, choice.strategy, candidates)
+    return Described(
+        kind, plan.explain(), _predicted_s(plan, machine, rank), about, choice.strategy, candidates
+    )
 
 
 def _predicted_s(plan: Plan, machine: Machine, rank: int) -> float | None:

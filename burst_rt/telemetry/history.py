@@ -1,7 +1,9 @@
-"""Numbers over time, of bounded size: the last ten minutes as they came, an hour and a half in 5 s means, a day in minute means.
+"""Numbers over time, of bounded size: the last ten minutes as they came, an hour and a half in 5 s
+means, a day in minute means.
 
-One `History` holds all metrics of one source: rows of float32 and one float64 time a row. A metric that a row lacks is NaN there. What is
-older than the coarsest level holds is gone (a record keeps all).
+One `History` holds all metrics of one source: rows of float32 and one float64 time a row. A metric
+that a row lacks is NaN there. What is older than the coarsest level holds is gone (a record keeps
+all).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class _Ring:
         wider[:, : self.values.shape[1]] = self.values
         self.values = wider
 
-    def window(self, since_s: float, until_s: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
+    def window(
+        self, since_s: float, until_s: float
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
         """Rows in order of time, copied."""
         held = min(self.count, len(self.times))
         order = np.arange(self.count - held, self.count) % len(self.times)
@@ -55,18 +59,23 @@ class _Ring:
         """Time of the oldest row."""
         if self.count == 0:
             return np.inf
-        return float(self.times[self.count % len(self.times) if self.count > len(self.times) else 0])
+        return float(
+            self.times[self.count % len(self.times) if self.count > len(self.times) else 0]
+        )
 
 
 class History:
-    """See the module. rows_per_s: at most so many rows a second are kept for ten minutes (more come to less time)."""
+    """See the module. rows_per_s: at most so many rows a second are kept for ten minutes (more come
+    to less time).
+    """
 
     def __init__(self, rows_per_s: float = 5.0) -> None:
         self.metrics: list[str] = []
         self._column: dict[str, int] = {}
         self._full = _Ring(max(1, round(FULL_S * rows_per_s)), 0)
         self._coarse = [_Ring(rows, 0) for _, rows in _COARSER]
-        # Rows of the level below that the next row of this one will be the mean of: (end of its time, first row).
+        # Rows of the level below that the next row of this one will be the mean of: (end of its
+        # time, first row).
         self._bucket = [(-np.inf, 0) for _ in _COARSER]
 
     def add(self, at_s: float, values: Mapping[str, float]) -> None:
@@ -101,7 +110,9 @@ class History:
     def window(
         self, since_s: float, until_s: float, metrics: Sequence[str] = (), max_rows: int = 2000
     ) -> tuple[npt.NDArray[np.float64], dict[str, npt.NDArray[np.float32]]]:
-        """Times and values of a window, in order, each part in the finest level that still has it; means of neighbours above `max_rows`."""
+        """Times and values of a window, in order, each part in the finest level that still has it;
+        means of neighbours above `max_rows`.
+        """
         until = until_s
         times: list[npt.NDArray[np.float64]] = []
         values: list[npt.NDArray[np.float32]] = []
@@ -118,7 +129,11 @@ class History:
             value = np.pad(value, ((0, missing), (0, 0)), constant_values=np.nan)
             value = _mean(value.reshape(-1, every, value.shape[1]), 1)
             time = np.append(time[every - 1 :: every], time[-1:] if missing else [])
-        return time, {name: value[:, self._column[name]] for name in (metrics or self.metrics) if name in self._column}
+        return time, {
+            name: value[:, self._column[name]]
+            for name in (metrics or self.metrics)
+            if name in self._column
+        }
 
     @property
     def size_bytes(self) -> int:
@@ -130,5 +145,7 @@ def _mean(rows: npt.NDArray[np.float32], axis: int = 0) -> npt.NDArray[np.float3
     """Of each column what is there; NaN where nothing is."""
     there = ~np.isnan(rows)
     with np.errstate(invalid="ignore"):
-        mean: npt.NDArray[np.float32] = (np.where(there, rows, 0).sum(axis) / there.sum(axis)).astype(np.float32)
+        mean: npt.NDArray[np.float32] = (
+            np.where(there, rows, 0).sum(axis) / there.sum(axis)
+        ).astype(np.float32)
     return mean

@@ -1,4 +1,6 @@
-"""Samples of a host and of a rank's own process, from psutil: the same shape as a GPU's, for machines with and without one."""
+"""Samples of a host and of a rank's own process, from psutil: the same shape as a GPU's, for
+machines with and without one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ class HostSampler:
         """What is sampled."""
         memory = psutil.virtual_memory()
         about = {"cores": str(psutil.cpu_count()), "memory_bytes": str(memory.total)}
-        metrics = ["cpu_percent", "cpu_most_percent", "host_memory_used_bytes", "net_tx_bytes_per_s", "net_rx_bytes_per_s"]
+        metrics = [
+            "cpu_percent",
+            "cpu_most_percent",
+            "host_memory_used_bytes",
+            "net_tx_bytes_per_s",
+            "net_rx_bytes_per_s",
+        ]
         return Source(self._name, "host", self._host, metrics, about)
 
     def sample(self) -> Sample:
@@ -72,13 +80,19 @@ class ProcessSampler:
         if since_s >= _THREADS_EVERY_S:
             threads = {t.id: t.user_time + t.system_time for t in self._process.threads()}
             if self._threads:
-                details["thread_percent"] = [100 * (took - self._threads.get(i, 0.0)) / since_s for i, took in sorted(threads.items())]
+                details["thread_percent"] = [
+                    100 * (took - self._threads.get(i, 0.0)) / since_s
+                    for i, took in sorted(threads.items())
+                ]
             values["num_threads"] = float(len(threads))
             self._threads, self._threads_at_s = threads, now_s
         return Sample(self._source, now_s, values, details)
 
 
 def _network() -> tuple[int, int]:
-    # The loopback carries what ranks of one host send each other by sockets; here the question is what leaves the host.
+    # The loopback carries what ranks of one host send each other by sockets; here the question is
+    # what leaves the host.
     counters = {name: c for name, c in psutil.net_io_counters(pernic=True).items() if name != "lo"}
-    return sum(c.bytes_sent for c in counters.values()), sum(c.bytes_recv for c in counters.values())
+    return sum(c.bytes_sent for c in counters.values()), sum(
+        c.bytes_recv for c in counters.values()
+    )

@@ -1,8 +1,10 @@
-"""The hub: one process per job that all ranks are connected to. It feeds the model (`state`), keeps the record, and answers viewers.
+"""The hub: one process per job that all ranks are connected to. It feeds the model (`state`), keeps
+the record, and answers viewers.
 
-`python -m burst_rt.telemetry.hub`, started by `starting.start_hub`; settings come by environment and arguments, the address goes out as one
-line on its standard output. It ends with the job: when its last rank has gone, and whoever started it too. A rank whose connection ends
-without a `Bye` is lost, and the hub knows within milliseconds.
+`python -m burst_rt.telemetry.hub`, started by `starting.start_hub`; settings come by environment
+and arguments, the address goes out as one line on its standard output. It ends with the job: when
+its last rank has gone, and whoever started it too. A rank whose connection ends without a `Bye` is
+lost, and the hub knows within milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +27,20 @@ import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
 from burst_rt.telemetry.jobs import announce
-from burst_rt.telemetry.messages import VERSION, Ask, Bye, FromRank, Hello, Notice, Ping, Pong, Presence, Severity, Stopping, ToRank
+from burst_rt.telemetry.messages import (
+    VERSION,
+    Ask,
+    Bye,
+    FromRank,
+    Hello,
+    Notice,
+    Ping,
+    Pong,
+    Presence,
+    Severity,
+    Stopping,
+    ToRank,
+)
 from burst_rt.telemetry.record import Recorder
 from burst_rt.telemetry.state import State
 from burst_rt.telemetry.views import EventView, Lost, SeriesView, Snapshot, TimelineView
@@ -36,11 +51,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Hub", "main"]
 
-# A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking serves both.
+# A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking
+# serves both.
 _TICK_S = 0.4
 # A hub that was held up so long has itself to blame for what it has not heard.
 _STOOD_S = 1.0
-# Nobody has come yet, or the last has gone: ranks start at different times. A starter that held on knows that the job is over.
+# Nobody has come yet, or the last has gone: ranks start at different times. A starter that held on
+# knows that the job is over.
 _EMPTY_S = 60.0
 _LINGER_S = 1.0
 # A stranger has so long to say the secret; a connection has so much room for answers.
@@ -55,13 +72,21 @@ _MAX_FOLDER_BYTES = 100
 _CLOSING_S = 1.5
 
 _log = logging.getLogger("burst_rt.telemetry")
-_LEVELS = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING, Severity.ERROR: logging.ERROR}
+_LEVELS = {
+    Severity.INFO: logging.INFO,
+    Severity.WARNING: logging.WARNING,
+    Severity.ERROR: logging.ERROR,
+}
 
 
 class Hub:
-    """The model, the record and the connections. `notify`: warnings also go to the log of the first rank."""
+    """The model, the record and the connections. `notify`: warnings also go to the log of the first
+    rank.
+    """
 
-    def __init__(self, secret: str, recorder: Recorder | None, record: str = "", *, notify: bool = False) -> None:
+    def __init__(
+        self, secret: str, recorder: Recorder | None, record: str = "", *, notify: bool = False
+    ) -> None:
         self.state = State(time.time(), record=record)
         self.recorder = recorder
         self.notify = notify
@@ -106,10 +131,16 @@ class Hub:
             case "first_lost":
                 return state.first_lost
             case "series":
-                return [state.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit) for name in ask.sources or state.sources]
+                return [
+                    state.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit)
+                    for name in ask.sources or state.sources
+                ]
             case "timeline":
                 return state.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
-        raise ProtocolError(f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, first_lost, series and timeline")
+        raise ProtocolError(
+            f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, first_lost, series "
+            "and timeline"
+        )
 
     def tick(self) -> None:
         """Notices silence, writes the record."""
@@ -140,7 +171,9 @@ class Hub:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: of a rank once it has said `Hello`, of a viewer once it has asked with the secret."""
+    """One connection: of a rank once it has said `Hello`, of a viewer once it has asked with the
+    secret.
+    """
 
     decoder = msgspec.msgpack.Decoder(FromRank | Ping | Ask | Stopping)
 
@@ -181,7 +214,11 @@ class _Connection(asyncio.Protocol):
             return
         del hub.ranks[self.rank]
         if not self._left:
-            text = "its connection ended without a word" if error is None else f"its connection broke ({error})"
+            text = (
+                "its connection ended without a word"
+                if error is None
+                else f"its connection broke ({error})"
+            )
             hub.apply(-1, Presence(self.rank, "lost", text))
 
     def send(self, message: ToRank) -> None:
@@ -207,7 +244,10 @@ class _Connection(asyncio.Protocol):
         elif isinstance(message, Hello):
             self._trust(message.secret)
             if message.version != VERSION:
-                raise ProtocolError(f"telemetry: rank {message.rank} speaks version {message.version}, this hub {VERSION}")
+                raise ProtocolError(
+                    f"telemetry: rank {message.rank} speaks version {message.version}, this hub "
+                    f"{VERSION}"
+                )
             self.rank = message.rank
             hub.ranks[self.rank] = self
             hub.ever = True
@@ -235,8 +275,17 @@ class _Connection(asyncio.Protocol):
         self._transport.write(frame(msgspec.json.encode(view)))
 
 
-async def serve(hub: Hub, listen: str, folder: Path, held: bool, dashboard: str = "", metrics_port: int | None = None) -> None:
-    """Serves until the job has ended. held: whoever started the hub holds its standard input open, and the hub stays while it does."""
+async def serve(
+    hub: Hub,
+    listen: str,
+    folder: Path,
+    held: bool,
+    dashboard: str = "",
+    metrics_port: int | None = None,
+) -> None:
+    """Serves until the job has ended. held: whoever started the hub holds its standard input open,
+    and the hub stays while it does.
+    """
     loop = asyncio.get_running_loop()
     if listen == "unix":
         path = folder / "hub"
@@ -265,7 +314,11 @@ async def serve(hub: Hub, listen: str, folder: Path, held: bool, dashboard: str 
         while not ended.is_set() and not _over(hub, released.is_set(), held):
             await asyncio.sleep(until_beat_s(_TICK_S))
             hub.tick()
-            for stranger in [c for c in hub.connections if not c.known and hub.now_s() - c.since_s > _SECRET_DEADLINE_S]:
+            for stranger in [
+                c
+                for c in hub.connections
+                if not c.known and hub.now_s() - c.since_s > _SECRET_DEADLINE_S
+            ]:
                 stranger.abort()
     if announced is not None:
         announced.unlink(missing_ok=True)
@@ -305,18 +358,28 @@ def _over(hub: Hub, released: bool, held: bool) -> bool:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description="The telemetry hub of one job; started by burst_rt itself.")
-    parser.add_argument("--listen", default="unix", help='"unix", or the address to listen on with TCP')
+    parser = argparse.ArgumentParser(
+        description="The telemetry hub of one job; started by burst_rt itself."
+    )
+    parser.add_argument(
+        "--listen", default="unix", help='"unix", or the address to listen on with TCP'
+    )
     parser.add_argument("--record", default="")
     parser.add_argument("--held", action="store_true", help="stay while standard input is open")
-    parser.add_argument("--log", action="store_true", help="log to standard error; else warnings go to the first rank's log")
+    parser.add_argument(
+        "--log",
+        action="store_true",
+        help="log to standard error; else warnings go to the first rank's log",
+    )
     parser.add_argument("--dashboard", default="", help='"1", or [HOST:]PORT')
     parser.add_argument("--metrics-port", type=int)
     options = parser.parse_args()
     from burst_rt import __version__
 
     level = os.environ.get("BURST_RT_LOG", "warning").upper()
-    logging.basicConfig(format="burst-rt: %(message)s", level=level if options.log else logging.CRITICAL)
+    logging.basicConfig(
+        format="burst-rt: %(message)s", level=level if options.log else logging.CRITICAL
+    )
     hub = Hub(os.environ.pop(SECRET_VARIABLE, ""), None, options.record, notify=not options.log)
     if options.record:
         try:
@@ -329,7 +392,11 @@ def main() -> None:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-", dir="/tmp"))
     try:
-        asyncio.run(serve(hub, options.listen, folder, options.held, options.dashboard, options.metrics_port))
+        asyncio.run(
+            serve(
+                hub, options.listen, folder, options.held, options.dashboard, options.metrics_port
+            )
+        )
     finally:
         if hub.recorder is not None:
             hub.recorder.close()

@@ -1,7 +1,8 @@
-"""The jobs of this user on this host that have a hub: where viewers find it. One file a hub, which only this user can read.
+"""The jobs of this user on this host that have a hub: where viewers find it. One file a hub, which
+only this user can read.
 
-The files lie in $XDG_RUNTIME_DIR/burst-rt, or, where there is no such folder, in burst-rt-UID in the folder for temporary files. A hub that
-was killed leaves its file; the next look removes it.
+The files lie in $XDG_RUNTIME_DIR/burst-rt, or, where there is no such folder, in burst-rt-UID in
+the folder for temporary files. A hub that was killed leaves its file; the next look removes it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ __all__ = ["RunningJob", "announce", "find_job", "readable", "running_jobs"]
 
 
 class RunningJob(msgspec.Struct, frozen=True):
-    """pid: of the hub, by which people name the job. started_s: of that process, since the epoch. command: of whoever started it."""
+    """pid: of the hub, by which people name the job. started_s: of that process, since the epoch.
+    command: of whoever started it.
+    """
 
     pid: int
     started_s: float
@@ -30,14 +33,18 @@ class RunningJob(msgspec.Struct, frozen=True):
 
 
 def announce(address: str, secret: str) -> Path:
-    """Writes this hub's file; the caller removes it at the end. Raises OSError and ConfigError where that cannot be done safely."""
+    """Writes this hub's file; the caller removes it at the end. Raises OSError and ConfigError
+    where that cannot be done safely.
+    """
     own = psutil.Process()
     parent = own.parent()
     command = readable(" ".join(parent.cmdline())[:500]) if parent is not None else ""
     folder = _folder()
     path, unfinished = folder / f"{own.pid}.json", folder / f"{own.pid}.new"
     job = RunningJob(own.pid, own.create_time(), address, secret, command)
-    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+    with os.fdopen(
+        os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
+    ) as file:
         file.write(msgspec.json.encode(job))
     # Whoever looks removes what cannot be read.
     return unfinished.rename(path)
@@ -64,28 +71,49 @@ def readable(text: str) -> str:
 
 
 def find_job(pid: int | None) -> RunningJob:
-    """The job with that hub; None: the only one. Raises ConfigError where there is none, or more than one to choose from."""
+    """The job with that hub; None: the only one. Raises ConfigError where there is none, or more
+    than one to choose from.
+    """
     jobs = running_jobs()
     chosen = [job for job in jobs if pid is None or job.pid == pid]
     if len(chosen) == 1:
         return chosen[0]
     if not jobs:
-        raise ConfigError("no job with telemetry runs here under this user; start one with `burst-rt run --telemetry` or --dashboard")
+        raise ConfigError(
+            "no job with telemetry runs here under this user; start one with `burst-rt run "
+            "--telemetry` or --dashboard"
+        )
     known = "".join(f"\n  --attach {job.pid}   {job.command}" for job in jobs)
-    raise ConfigError(f"{'several jobs run here' if pid is None else f'no job {pid} runs here'}; choose one:{known}")
+    raise ConfigError(
+        f"{'several jobs run here' if pid is None else f'no job {pid} runs here'}; choose "
+        f"one:{known}"
+    )
 
 
 def _folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     # Batch systems and sudo hand the variable on where the folder is not there, or not one's own.
     usable = runtime and os.access(runtime, os.W_OK | os.X_OK)
-    path = Path(runtime) / "burst-rt" if runtime and usable else Path(tempfile.gettempdir()) / f"burst-rt-{os.getuid()}"
+    path = (
+        Path(runtime) / "burst-rt"
+        if runtime and usable
+        else Path(tempfile.gettempdir()) / f"burst-rt-{os.getuid()}"
+    )
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = path.lstat()
     except OSError as error:
-        raise ConfigError(f"{path}, where jobs with telemetry are found, cannot be made: {error}") from error
+        raise ConfigError(
+            f"{path}, where jobs with telemetry are found, cannot be made: {error}"
+        ) from error
     # Somebody else's folder of that name would learn the secret, or name a hub of theirs.
-    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077 or not stat.S_ISDIR(about.st_mode):
-        raise ConfigError(f"{path} must be a folder of this user that nobody else can read; remove it, or set XDG_RUNTIME_DIR")
+    if (
+        about.st_uid != os.getuid()
+        or stat.S_IMODE(about.st_mode) & 0o077
+        or not stat.S_ISDIR(about.st_mode)
+    ):
+        raise ConfigError(
+            f"{path} must be a folder of this user that nobody else can read; remove it, or set "
+            "XDG_RUNTIME_DIR"
+        )
     return path

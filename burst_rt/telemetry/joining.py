@@ -1,6 +1,8 @@
-"""How a context joins telemetry: whether anybody asked, who starts the hub, and the rank's one agent.
+"""How a context joins telemetry: whether anybody asked, who starts the hub, and the rank's one
+agent.
 
-Nothing of telemetry is imported before somebody has asked for it, and nothing here can fail a run: without a hub there are no figures.
+Nothing of telemetry is imported before somebody has asked for it, and nothing here can fail a run:
+without a hub there are no figures.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ _current = threading.local()
 
 @dataclass(frozen=True)
 class Wish:
-    """What a rank brings to the question. rank, world_size: in the job. address: of a hub that it knows. device: "cpu", "cuda:N";
-    gpu, pci: "" on a CPU."""
+    """What a rank brings to the question. rank, world_size: in the job. address: of a hub that it
+    knows. device: "cpu", "cuda:N";
+    gpu, pci: "" on a CPU.
+    """
 
     asked: bool
     address: str
@@ -45,8 +49,18 @@ class Wish:
     pci: str
 
 
-def wish(asked: bool | None, key: object, place: tuple[int, int], host: str, device: str, gpu: str, pci: str) -> Wish:
-    """This rank's wish. asked: the program's own word, None: the environment's. key: of a rank that is a thread; None: this process."""
+def wish(
+    asked: bool | None,
+    key: object,
+    place: tuple[int, int],
+    host: str,
+    device: str,
+    gpu: str,
+    pci: str,
+) -> Wish:
+    """This rank's wish. asked: the program's own word, None: the environment's. key: of a rank that
+    is a thread; None: this process.
+    """
     settings = read_settings()
     agent = _agents.get(key)
     address = agent.address if agent is not None and agent.alive else settings.address
@@ -55,12 +69,18 @@ def wish(asked: bool | None, key: object, place: tuple[int, int], host: str, dev
 
 
 def follow(
-    key: object, place: int, wishes: Sequence[Wish], transport: str, reason: str, gather: Callable[[bytes], Sequence[bytes]]
+    key: object,
+    place: int,
+    wishes: Sequence[Wish],
+    transport: str,
+    reason: str,
+    gather: Callable[[bytes], Sequence[bytes]],
 ) -> CallLog | None:
-    """The log of a new context, where any of its ranks asked; None without telemetry. `place`: this rank's among `wishes`.
+    """The log of a new context, where any of its ranks asked; None without telemetry. `place`: this
+    rank's among `wishes`.
 
-    gather: every rank's bytes on every rank; called on all ranks or on none. Blocks as long as that, and on the rank that starts a hub
-    up to 15 s.
+    gather: every rank's bytes on every rank; called on all ranks or on none. Blocks as long as
+    that, and on the rank that starts a hub up to 15 s.
     """
     if not any(wished.asked for wished in wishes):
         return None
@@ -105,17 +125,20 @@ def farewell(code: int, error: BaseException | None = None) -> None:
 
 
 def _forked() -> None:
-    """In a child of this process (a data loader's worker): the connection is the parent's, and must end with it."""
+    """In a child of this process (a data loader's worker): the connection is the parent's, and must
+    end with it.
+    """
     for agent in _agents.values():
         agent.forked()
     _agents.clear()
 
 
 def report(step: int = 0, **values: float) -> None:
-    """Tells viewers how the job is doing: `report(step, loss=..., tokens_per_s=...)`, and any other number by its name.
+    """Tells viewers how the job is doing: `report(step, loss=..., tokens_per_s=...)`, and any other
+    number by its name.
 
-    Returns at once. Does nothing without telemetry, and before `init`, which begins it. One rank's word is enough. Raises InputError for
-    a value that is no number.
+    Returns at once. Does nothing without telemetry, and before `init`, which begins it. One rank's
+    word is enough. Raises InputError for a value that is no number.
     """
     agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
     if agent is None:
@@ -132,7 +155,12 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
 
     try:
         one_host = len({wished.host for wished in wishes}) == 1
-        hub = start_hub(one_host=one_host, record=settings.record, dashboard=settings.dashboard, metrics_port=settings.metrics_port)
+        hub = start_hub(
+            one_host=one_host,
+            record=settings.record,
+            dashboard=settings.dashboard,
+            metrics_port=settings.metrics_port,
+        )
     except (BurstError, OSError) as error:
         _log.warning("no telemetry: %s", error)
         return b""
@@ -152,7 +180,8 @@ def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -
     own = wishes[place]
     here = [i for i, wished in enumerate(wishes) if wished.host == own.host]
     hello = Hello(
-        VERSION, secret, own.rank, own.world_size, here.index(place), own.host, os.getpid(), own.device, gpu_source(own.gpu),
+        VERSION, secret, own.rank, own.world_size, here.index(place), own.host, os.getpid(),
+        own.device, gpu_source(own.gpu),
         readable(" ".join(sys.argv)[:500]), __version__, _SAMPLE_HZ,
     )  # fmt: skip
     gpus = [GpuId(wishes[i].gpu, wishes[i].pci) for i in here if wishes[i].gpu]

@@ -1,7 +1,9 @@
-"""Every metric there is: its unit, what it means, and what it can be. The one table that samplers, viewers and exporters read.
+"""Every metric there is: its unit, what it means, and what it can be. The one table that samplers,
+viewers and exporters read.
 
-A source (a GPU, a host, a rank's process, the job) has some of them; one that a chip or driver does not have is left out, never made up. A
-value outside its range is not a measurement and is dropped. NVML's fields: docs.nvidia.com/deploy/nvml-api; GPM: its group "GPM Functions".
+A source (a GPU, a host, a rank's process, the job) has some of them; one that a chip or driver does
+not have is left out, never made up. A value outside its range is not a measurement and is dropped.
+NVML's fields: docs.nvidia.com/deploy/nvml-api; GPM: its group "GPM Functions".
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ __all__ = ["METRICS", "THROTTLE_REASONS", "Metric", "plausible", "throttle_reaso
 
 
 class Metric(NamedTuple):
-    """unit: "%", "B", "B/s", "W", "J", "C", "Hz", "s", "1" and so on. cumulative: a counter that only grows."""
+    """unit: "%", "B", "B/s", "W", "J", "C", "Hz", "s", "1" and so on. cumulative: a counter that
+    only grows.
+    """
 
     unit: str
     label: str
@@ -45,8 +49,12 @@ METRICS: dict[str, Metric] = {
     "nvlink_tx_bytes_per_s": Metric("B/s", "sent over NVLink", 0, 10 * _TERABYTE),
     "nvlink_rx_bytes_per_s": Metric("B/s", "received over NVLink", 0, 10 * _TERABYTE),
     "num_processes": Metric("1", "processes that compute on it", 0, 1e5),
-    "ecc_corrected": Metric("1", "memory errors corrected since the job began", 0, 1e12, cumulative=True),
-    "ecc_uncorrected": Metric("1", "memory errors not corrected since the job began", 0, 1e12, cumulative=True),
+    "ecc_corrected": Metric(
+        "1", "memory errors corrected since the job began", 0, 1e12, cumulative=True
+    ),
+    "ecc_uncorrected": Metric(
+        "1", "memory errors not corrected since the job began", 0, 1e12, cumulative=True
+    ),
     "num_xid": Metric("1", "critical errors (XID) since the job began", 0, 1e6, cumulative=True),
     "gpm_sm_percent": _percent("multiprocessors that were busy (GPM)"),
     "gpm_occupancy_percent": _percent("warps active, of those possible (GPM)"),
@@ -74,7 +82,8 @@ METRICS: dict[str, Metric] = {
     "tokens_per_s": Metric("1/s", "tokens, all ranks together"),
 }
 
-# nvmlClocksEventReasons of nvml.h; those that a healthy chip shows at any time are not worth an event.
+# nvmlClocksEventReasons of nvml.h; those that a healthy chip shows at any time are not worth an
+# event.
 THROTTLE_REASONS: dict[int, str] = {
     0x1: "idle",
     0x2: "clocks set by the user",

@@ -1,8 +1,10 @@
-"""Samples of NVIDIA GPUs, from NVML (package nvidia-ml-py, module pynvml; docs.nvidia.com/deploy/nvml-api), on a thread of their own.
+"""Samples of NVIDIA GPUs, from NVML (package nvidia-ml-py, module pynvml;
+docs.nvidia.com/deploy/nvml-api), on a thread of their own.
 
-What a chip or driver has is found out once, reading by reading; what it has not is left out. NVML may be missing, fail at any call, hang,
-or say what cannot be: then there are no figures, an event says why, and nothing else changes. GPUs are found by UUID, or by PCI address,
-never by CUDA's numbers, which need not be NVML's.
+What a chip or driver has is found out once, reading by reading; what it has not is left out. NVML
+may be missing, fail at any call, hang, or say what cannot be: then there are no figures, an event
+says why, and nothing else changes. GPUs are found by UUID, or by PCI address, never by CUDA's
+numbers, which need not be NVML's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from burst_rt.telemetry.metrics import plausible, throttle_reasons
 
 __all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
 
-# A call that takes longer hangs, for the log; it is waited for all the same, by nobody but this thread.
+# A call that takes longer hangs, for the log; it is waited for all the same, by nobody but this
+# thread.
 _SLOW_S = 5.0
 # A reading that fails so often in a row is given up.
 _MAX_FAILURES = 10
@@ -34,7 +37,9 @@ _log = logging.getLogger("burst_rt.telemetry")
 
 
 class GpuId(NamedTuple):
-    """A GPU as a rank knows it: UUID (with or without "GPU-"), and PCI address "domain:bus:device.0" in hexadecimal, each "" if unknown."""
+    """A GPU as a rank knows it: UUID (with or without "GPU-"), and PCI address
+    "domain:bus:device.0" in hexadecimal, each "" if unknown.
+    """
 
     uuid: str
     pci: str
@@ -70,8 +75,10 @@ class _Gpu:
         self.notes: list[tuple[Severity, str, str]] = []
         self._throttled = 0
         readings: tuple[_Reading, ...] = (
-            self._utilisation, self._memory, self._power, self._energy, self._temperature, self._memory_temperature, self._sm_clock,
-            self._memory_clock, self._throttle, self._pcie_counters, self._nvlink, self._processes, self._ecc, self._xid, self._gpm,
+            self._utilisation, self._memory, self._power, self._energy, self._temperature,
+            self._memory_temperature, self._sm_clock,
+            self._memory_clock, self._throttle, self._pcie_counters, self._nvlink, self._processes,
+            self._ecc, self._xid, self._gpm,
         )  # fmt: skip
         self._prepared: dict[str, Any] = {}
         self.readings = [reading for reading in readings if self._has(reading)]
@@ -96,7 +103,13 @@ class _Gpu:
             except (self.nvml.NVMLError, _Unsupported) as error:
                 self.failures[reading] += 1
                 if self.failures[reading] == 1:
-                    self.notes.append((Severity.WARNING, "nvml", f"{self.source}: {reading.__name__[1:]}: {error}"))
+                    self.notes.append(
+                        (
+                            Severity.WARNING,
+                            "nvml",
+                            f"{self.source}: {reading.__name__[1:]}: {error}",
+                        )
+                    )
                 if self.failures[reading] >= _MAX_FAILURES:
                     self.readings.remove(reading)
         return values
@@ -127,7 +140,11 @@ class _Gpu:
             return {}
         self._last[name] = (now_s, value)
         # Counters may wrap.
-        return {name: (value - last[1]) / (now_s - last[0])} if last is not None and value >= last[1] else {}
+        return (
+            {name: (value - last[1]) / (now_s - last[0])}
+            if last is not None and value >= last[1]
+            else {}
+        )
 
     def _utilisation(self) -> dict[str, float]:
         rates = self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
@@ -142,19 +159,35 @@ class _Gpu:
         return {"power_w": self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3}
 
     def _energy(self) -> dict[str, float]:
-        return {"energy_j": self._since_start("energy", self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) / 1e3)}
+        return {
+            "energy_j": self._since_start(
+                "energy", self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) / 1e3
+            )
+        }
 
     def _temperature(self) -> dict[str, float]:
-        return {"temperature_c": float(self.nvml.nvmlDeviceGetTemperature(self.handle, self.nvml.NVML_TEMPERATURE_GPU))}
+        return {
+            "temperature_c": float(
+                self.nvml.nvmlDeviceGetTemperature(self.handle, self.nvml.NVML_TEMPERATURE_GPU)
+            )
+        }
 
     def _memory_temperature(self) -> dict[str, float]:
         return {"memory_temperature_c": self._field(self.nvml.NVML_FI_DEV_MEMORY_TEMP)}
 
     def _sm_clock(self) -> dict[str, float]:
-        return {"sm_clock_mhz": float(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))}
+        return {
+            "sm_clock_mhz": float(
+                self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
+            )
+        }
 
     def _memory_clock(self) -> dict[str, float]:
-        return {"memory_clock_mhz": float(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_MEM))}
+        return {
+            "memory_clock_mhz": float(
+                self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_MEM)
+            )
+        }
 
     def _throttle(self) -> dict[str, float]:
         try:
@@ -163,7 +196,13 @@ class _Gpu:
             bits = int(self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle))
         unhealthy = bits & ~_HEALTHY_REASONS
         if unhealthy & ~self._throttled and plausible("throttle_bits", float(bits)):
-            self.notes.append((Severity.WARNING, "throttle", f"{self.source} is held back: {', '.join(throttle_reasons(unhealthy))}"))
+            self.notes.append(
+                (
+                    Severity.WARNING,
+                    "throttle",
+                    f"{self.source} is held back: {', '.join(throttle_reasons(unhealthy))}",
+                )
+            )
         self._throttled = unhealthy
         return {"throttle_bits": float(bits)}
 
@@ -184,7 +223,9 @@ class _Gpu:
         # In KiB.
         sent = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS)
         received = 1024 * self._field(self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS)
-        return self._rate("nvlink_tx_bytes_per_s", sent) | self._rate("nvlink_rx_bytes_per_s", received)
+        return self._rate("nvlink_tx_bytes_per_s", sent) | self._rate(
+            "nvlink_rx_bytes_per_s", received
+        )
 
     def _processes(self) -> dict[str, float]:
         now_s = time.perf_counter()
@@ -199,13 +240,25 @@ class _Gpu:
 
     def _ecc(self) -> dict[str, float]:
         nvml = self.nvml
-        kinds = {"ecc_corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "ecc_uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}
+        kinds = {
+            "ecc_corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+            "ecc_uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        }
         counts = {}
         for name, kind in kinds.items():
             before = self._last.get(name, (0.0, 0.0))[1]
-            count = self._since_start(name, float(nvml.nvmlDeviceGetTotalEccErrors(self.handle, kind, nvml.NVML_VOLATILE_ECC)))
+            count = self._since_start(
+                name,
+                float(nvml.nvmlDeviceGetTotalEccErrors(self.handle, kind, nvml.NVML_VOLATILE_ECC)),
+            )
             if count > before and name == "ecc_uncorrected":
-                self.notes.append((Severity.ERROR, "ecc", f"{self.source}: memory errors that could not be corrected: {count:g}"))
+                self.notes.append(
+                    (
+                        Severity.ERROR,
+                        "ecc",
+                        f"{self.source}: memory errors that could not be corrected: {count:g}",
+                    )
+                )
             self._last[name] = (0.0, count)
             counts[name] = count
         return counts
@@ -219,7 +272,13 @@ class _Gpu:
             while self._num_xid < 1000:
                 event = nvml.nvmlEventSetWait_v2(self._prepared["xid"], 0)
                 self._num_xid += 1
-                self.notes.append((Severity.ERROR, "xid", f"{self.source}: XID {event.eventData} (docs.nvidia.com/deploy/xid-errors)"))
+                self.notes.append(
+                    (
+                        Severity.ERROR,
+                        "xid",
+                        f"{self.source}: XID {event.eventData} (docs.nvidia.com/deploy/xid-errors)",
+                    )
+                )
         except nvml.NVMLError as error:
             if error.value != nvml.NVML_ERROR_TIMEOUT:
                 raise
@@ -247,11 +306,17 @@ class _Gpu:
         for i, number in enumerate(names.values()):
             asked.metrics[i].metricId = number
         nvml.nvmlGpmMetricsGet(asked)
-        return {name: float(asked.metrics[i].value) for i, name in enumerate(names) if not asked.metrics[i].nvmlReturn}
+        return {
+            name: float(asked.metrics[i].value)
+            for i, name in enumerate(names)
+            if not asked.metrics[i].nvmlReturn
+        }
 
 
 class NvmlSampler:
-    """The GPUs of this host that `wanted` names (none named: all). Raises pynvml.NVMLError where there is no NVML."""
+    """The GPUs of this host that `wanted` names (none named: all). Raises pynvml.NVMLError where
+    there is no NVML.
+    """
 
     def __init__(self, wanted: Sequence[GpuId], host: str) -> None:
         import pynvml
@@ -275,7 +340,12 @@ class NvmlSampler:
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
             gpu = _Gpu(pynvml, handle, name)
             time.sleep(_RATE_OVER_S)  # what has a rate has been read once
-            about = {"name": _words(pynvml, pynvml.nvmlDeviceGetName, handle), "driver": self.driver, "pci": address, "index": str(i)}
+            about = {
+                "name": _words(pynvml, pynvml.nvmlDeviceGetName, handle),
+                "driver": self.driver,
+                "pci": address,
+                "index": str(i),
+            }
             if gpu.total_bytes != float("inf"):
                 about["memory_bytes"] = str(int(gpu.total_bytes))
             self.gpus.append(gpu)
@@ -300,9 +370,13 @@ class NvmlSampler:
 
 
 class NvmlThread:
-    """Samples in a thread of its own, so that a driver that hangs keeps nobody waiting. `put` takes the messages."""
+    """Samples in a thread of its own, so that a driver that hangs keeps nobody waiting. `put` takes
+    the messages.
+    """
 
-    def __init__(self, put: Callable[[FromRank], None], wanted: Sequence[GpuId], host: str, rate_hz: float) -> None:
+    def __init__(
+        self, put: Callable[[FromRank], None], wanted: Sequence[GpuId], host: str, rate_hz: float
+    ) -> None:
         self.percent = 0.0  # of a core
         self._put = put
         self._wanted = wanted
@@ -318,20 +392,32 @@ class NvmlThread:
         self._stopped.set()
 
     def look_after(self) -> None:
-        """For another thread, now and then: says when NVML has hung for 5 s, and when it is back."""
+        """For another thread, now and then: says when NVML has hung for 5 s, and when it is
+        back.
+        """
         asked_s = self._asked_s
         if asked_s is not None and not self._told and time.perf_counter() - asked_s > _SLOW_S:
             self._told = True
-            self._note(Severity.WARNING, f"{self._host}: NVML has not answered for {_SLOW_S:g} s; no figures of GPUs until it does")
+            self._note(
+                Severity.WARNING,
+                f"{self._host}: NVML has not answered for {_SLOW_S:g} s; no figures of GPUs until "
+                "it does",
+            )
 
     def _main(self) -> None:
         try:
             self._run()
         except Exception as error:  # noqa: BLE001  (a library's, of any kind: figures end, the rank goes on)
-            if type(error).__name__.startswith("NVMLError_LibraryNotFound") or isinstance(error, ImportError):
+            if type(error).__name__.startswith("NVMLError_LibraryNotFound") or isinstance(
+                error, ImportError
+            ):
                 _log.debug("no NVML on %s: %s", self._host, error)
             else:
-                self._note(Severity.WARNING, f"{self._host}: no figures of GPUs from here on: {type(error).__name__}: {error}")
+                self._note(
+                    Severity.WARNING,
+                    f"{self._host}: no figures of GPUs from here on: {type(error).__name__}: "
+                    f"{error}",
+                )
         finally:
             self._asked_s = None
 

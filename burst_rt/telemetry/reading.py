@@ -1,4 +1,6 @@
-"""Reading a record for its calls: each call with the spans of all ranks that have it, in the hub's time. For traces and summaries."""
+"""Reading a record for its calls: each call with the spans of all ranks that have it, in the hub's
+time. For traces and summaries.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _MAX_OPEN = 2000
 
 @dataclass
 class CallOfAll:
-    """A call. members: ranks of the job, by place in the group. ranks: what there is of each; whole: where all is there."""
+    """A call. members: ranks of the job, by place in the group. ranks: what there is of each;
+    whole: where all is there.
+    """
 
     group: str
     number: int
@@ -49,7 +53,9 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
             if key not in fitted:
                 fitted[key] = match_plans(own)
             matched = fitted[key]
-            call.whole = together(own, [kept for _, kept in whole], matched) if matched is not None else None
+            call.whole = (
+                together(own, [kept for _, kept in whole], matched) if matched is not None else None
+            )
         return call
 
     for entry in record:
@@ -60,10 +66,19 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
             groups[message.name] = message.ranks
         elif isinstance(message, Plan):
             plans[rank, message.number] = message
-        elif isinstance(message, Call) and (rank, message.plan) in plans and message.group in groups:
+        elif (
+            isinstance(message, Call) and (rank, message.plan) in plans and message.group in groups
+        ):
             key, offset_s = (message.group, message.number), offsets.get(rank, 0.0)
             call = waiting.setdefault(key, CallOfAll(*key, groups[message.group]))
-            kept = Kept(*key, message.plan, message.started_s + offset_s, message.ended_s + offset_s, message.wait_s, message.spans)
+            kept = Kept(
+                *key,
+                message.plan,
+                message.started_s + offset_s,
+                message.ended_s + offset_s,
+                message.wait_s,
+                message.spans,
+            )
             call.ranks[rank] = (plans[rank, message.plan], kept)
             if len(call.ranks) == len(call.members):
                 yield finished(waiting.pop(key))

@@ -1,7 +1,9 @@
-"""Records: all messages of a job in a file, in the order the hub had them, to be replayed or made into a trace.
+"""Records: all messages of a job in a file, in the order the hub had them, to be replayed or made
+into a trace.
 
-The file is a line of magic and then frames (`wire`): a `RecordHeader`, and `Recorded` entries. It is appended to as the job runs, so a
-record whose writer was killed is whole but for its last moment. What cannot be written (a full disk) ends the record, never the job.
+The file is a line of magic and then frames (`wire`): a `RecordHeader`, and `Recorded` entries. It
+is appended to as the job runs, so a record whose writer was killed is whole but for its last
+moment. What cannot be written (a full disk) ends the record, never the job.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class _Packed(msgspec.Struct, array_like=True):
 
 
 class Recorder:
-    """Writes a record. Raises OSError where the file cannot be made; later failures end the record and are logged."""
+    """Writes a record. Raises OSError where the file cannot be made; later failures end the record
+    and are logged.
+    """
 
     def __init__(self, path: Path, began_at_s: float, package: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,13 +47,18 @@ class Recorder:
         # A pipe or a device would make the hub wait.
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._encoder = msgspec.msgpack.Encoder()
-        self._held: list[bytes] = [_MAGIC, frame(self._encoder.encode(RecordHeader(VERSION, package, began_at_s)))]
+        self._held: list[bytes] = [
+            _MAGIC,
+            frame(self._encoder.encode(RecordHeader(VERSION, package, began_at_s))),
+        ]
         self.flush()
 
     def add(self, at_s: float, rank: int, payload: bytes) -> None:
         """Adds a message as it came."""
         if self._file is not None:
-            self._held.append(frame(self._encoder.encode(_Packed(at_s, rank, msgspec.Raw(payload)))))
+            self._held.append(
+                frame(self._encoder.encode(_Packed(at_s, rank, msgspec.Raw(payload))))
+            )
 
     def add_message(self, at_s: float, rank: int, message: Item) -> None:
         """Adds a message of the hub's own."""
@@ -77,7 +86,9 @@ class Recorder:
 
 
 class Record:
-    """Reads a record: `header`, and its entries in order by iterating (again and again). Raises InputError where it is none."""
+    """Reads a record: `header`, and its entries in order by iterating (again and again). Raises
+    InputError where it is none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -97,9 +108,15 @@ class Record:
         try:
             header = msgspec.msgpack.decode(next(self._payloads(), b""), type=RecordHeader)
         except (OSError, msgspec.DecodeError, ProtocolError) as error:
-            raise InputError(f"{self.path} is not a record of a run: {error}. Make one with `burst-rt run --record FILE`") from error
+            raise InputError(
+                f"{self.path} is not a record of a run: {error}. Make one with `burst-rt run "
+                "--record FILE`"
+            ) from error
         if header.version > VERSION:
-            raise InputError(f"{self.path} was recorded by a newer burst_rt ({header.package}); this one reads version {VERSION}")
+            raise InputError(
+                f"{self.path} was recorded by a newer burst_rt ({header.package}); this one reads "
+                f"version {VERSION}"
+            )
         return header
 
     def _payloads(self) -> Iterator[bytes]:

@@ -1,6 +1,8 @@
-"""Starting a job's hub: a fresh interpreter in a session of its own, without MPI's variables, and holding none of a rank's descriptors.
+"""Starting a job's hub: a fresh interpreter in a session of its own, without MPI's variables, and
+holding none of a rank's descriptors.
 
-mpirun waits for every process that holds a rank's standard output, and an MPI program started with a rank's variables would join the job.
+mpirun waits for every process that holds a rank's standard output, and an MPI program started with
+a rank's variables would join the job.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import ConfigError, Stalled
-from burst_rt.telemetry.wire import DASHBOARD_VARIABLE, METRICS_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
+from burst_rt.telemetry.wire import (
+    DASHBOARD_VARIABLE,
+    METRICS_VARIABLE,
+    RECORD_VARIABLE,
+    SECRET_VARIABLE,
+    TELEMETRY_VARIABLE,
+)
 
 if TYPE_CHECKING:
     from burst_rt.telemetry.viewer import Viewer
@@ -31,7 +39,21 @@ _END_DEADLINE_S = 3.0
 # To connect, and again for the answer: the launcher asks when a person waits for the job to end.
 _ASK_DEADLINE_S = 0.4
 # Of Open MPI, PMIx, MPICH and Intel MPI; and batch systems' that make a process look like a rank.
-_MPI_PREFIXES = ("OMPI_", "OPAL_", "PMIX_", "PMI_", "PRTE_", "MPI_", "MPIR_", "MPICH_", "HYDRA_", "HYDI_", "I_MPI_", "PALS_", "SLURM_")
+_MPI_PREFIXES = (
+    "OMPI_",
+    "OPAL_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+    "MPI_",
+    "MPIR_",
+    "MPICH_",
+    "HYDRA_",
+    "HYDI_",
+    "I_MPI_",
+    "PALS_",
+    "SLURM_",
+)
 
 
 @dataclass
@@ -48,14 +70,16 @@ class RunningHub:
         return {TELEMETRY_VARIABLE: self.address, SECRET_VARIABLE: self.secret}
 
     def stopping(self, signal_name: str) -> None:
-        """Tells the hub that the job is about to be ended by this signal ("SIGINT"): ranks that end from now on are shown as stopped, and
-        nobody as lost. Call it before the ranks are signalled. Waits at most 0.8 s for the hub to know; a hub that is gone is no failure.
+        """Tells the hub that the job is about to be ended by this signal ("SIGINT"): ranks that end
+        from now on are shown as stopped, and nobody as lost. Call it before the ranks are
+        signalled. Waits at most 0.8 s for the hub to know; a hub that is gone is no failure.
         """
         with suppress(ConfigError, Stalled), self._viewer() as viewer:
             viewer.stopping(signal_name)
 
     def first_lost(self) -> Lost | None:
-        """The rank that was lost, or failed, before all others, and what is known of what it did; None: none was, or the hub is gone.
+        """The rank that was lost, or failed, before all others, and what is known of what it did;
+        None: none was, or the hub is gone.
 
         Waits at most 0.8 s. Ask before `release`, which ends the hub.
         """
@@ -69,7 +93,9 @@ class RunningHub:
         return Viewer(self.address, self.secret, _ASK_DEADLINE_S)
 
     def release(self) -> None:
-        """Lets a held hub end with its last rank; waits a little for that, so that its record is whole."""
+        """Lets a held hub end with its last rank; waits a little for that, so that its record is
+        whole.
+        """
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -89,19 +115,44 @@ class RunningHub:
 
 def scrubbed(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The environment without what makes a process a rank, and without settings of telemetry."""
-    own = (TELEMETRY_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE, DASHBOARD_VARIABLE, METRICS_VARIABLE)
-    return {name: value for name, value in environment if not name.startswith(_MPI_PREFIXES) and name not in own}
+    own = (
+        TELEMETRY_VARIABLE,
+        RECORD_VARIABLE,
+        SECRET_VARIABLE,
+        DASHBOARD_VARIABLE,
+        METRICS_VARIABLE,
+    )
+    return {
+        name: value
+        for name, value in environment
+        if not name.startswith(_MPI_PREFIXES) and name not in own
+    }
 
 
-def start_hub(*, one_host: bool, record: str = "", held: bool = False, dashboard: str = "", metrics_port: str = "") -> RunningHub:
+def start_hub(
+    *,
+    one_host: bool,
+    record: str = "",
+    held: bool = False,
+    dashboard: str = "",
+    metrics_port: str = "",
+) -> RunningHub:
     """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError where it does not.
 
-    one_host: all ranks are on this host (a Unix socket); else it listens with TCP on all interfaces, behind the job's secret. record: a
-    file. held: it lives at least as long as this process does or until `release`, and logs to this process's standard error; else it ends
-    with its last rank. dashboard: "1" or [HOST:]PORT; metrics_port: of `/metrics`; "" for none.
+    one_host: all ranks are on this host (a Unix socket); else it listens with TCP on all
+    interfaces, behind the job's secret. record: a file. held: it lives at least as long as this
+    process does or until `release`, and logs to this process's standard error; else it ends with
+    its last rank. dashboard: "1" or [HOST:]PORT; metrics_port: of `/metrics`; "" for none.
     """
     secret = secrets.token_urlsafe(24)
-    command = [sys.executable, "-P", "-m", "burst_rt.telemetry.hub", "--listen", "unix" if one_host else "0.0.0.0"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "burst_rt.telemetry.hub",
+        "--listen",
+        "unix" if one_host else "0.0.0.0",
+    ]
     command += ["--record", os.path.abspath(record)] if record else []
     command += ["--held", "--log"] if held else []
     command += ["--dashboard", dashboard] if dashboard else []
@@ -121,7 +172,10 @@ def start_hub(*, one_host: bool, record: str = "", held: bool = False, dashboard
     if not address:
         process.kill()
         process.wait()
-        raise ConfigError(f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; try: {' '.join(command)}")
+        raise ConfigError(
+            f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; try: "
+            f"{' '.join(command)}"
+        )
     return RunningHub(address, secret, links, process)
 
 

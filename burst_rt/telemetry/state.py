@@ -1,8 +1,9 @@
-"""The one model of a job: fed with messages, live by the hub or replayed from a record, and asked by every viewer.
+"""The one model of a job: fed with messages, live by the hub or replayed from a record, and asked
+by every viewer.
 
-`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer, in the types of `views`. Nothing here waits, starts
-threads or touches a socket; one thread uses a State at a time. Its size is bounded (see `history` and `timeline`): what is older is only in
-a record.
+`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer, in the types
+of `views`. Nothing here waits, starts threads or touches a socket; one thread uses a State at a
+time. Its size is bounded (see `history` and `timeline`): what is older is only in a record.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
 _MAX_PLANS = 256  # of a rank
 _MAX_METRICS = 64  # of a source: a job may report what it likes
-# Rates are of the last two seconds: a call counts when it ends, and may be longer than the time between two counts.
+# Rates are of the last two seconds: a call counts when it ends, and may be longer than the time
+# between two counts.
 _RATE_OVER_S = 2.0
 _LEAST_S = 0.05
 _MAX_COUNTS = 64
@@ -76,7 +78,8 @@ _DECODED_PLANS = 32
 _STALE_S = 5.0
 # Sets of plans, one a rank, whose messages have been matched.
 _MATCHED = 4
-# Calls of all ranks are worked out when somebody looks: at most so many spans at a time; what comes of it is kept, up to so many entries.
+# Calls of all ranks are worked out when somebody looks: at most so many spans at a time; what comes
+# of it is kept, up to so many entries.
 _JOINT_SPANS = 20_000
 _JOINT_ENTRIES = 50_000
 JOB = "job"
@@ -99,13 +102,19 @@ class _Rank:
     heard_s: float = 0.0
     offset_s: float | None = None
     beat: Heartbeat = _NOWHERE
-    counters: Counters = field(default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0))
+    counters: Counters = field(
+        default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0)
+    )
     # What rates count from, oldest first: counts as they were when a call had ended.
     counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))
     rates: dict[str, float] = field(default_factory=dict)
     exit_code: int | None = None
     ending: str = ""  # how it ended, in words
-    ended_call: tuple[str, int] = ("", -1)  # group and number of the last call that is known to have ended
+    # group and number of the last call that is known to have ended
+    ended_call: tuple[str, int] = (
+        "",
+        -1,
+    )
     # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
     plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
 
@@ -138,7 +147,9 @@ class _Joint(NamedTuple):
 
 
 class State:
-    """See the module. began_at_s: when the hub began (epoch). record: where it is recorded, for viewers. replayed: it is being replayed."""
+    """See the module. began_at_s: when the hub began (epoch). record: where it is recorded, for
+    viewers. replayed: it is being replayed.
+    """
 
     def __init__(self, began_at_s: float, *, record: str = "", replayed: bool = False) -> None:
         self.began_at_s = began_at_s
@@ -156,13 +167,17 @@ class State:
         self._progress = ProgressView(None, 0, {})
         self._not_finite: set[str] = set()  # what the job reports and is no number now
         self._decoded: OrderedDict[tuple[int, int], Plan] = OrderedDict()
-        self._matched: OrderedDict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = OrderedDict()
+        self._matched: OrderedDict[
+            tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None
+        ] = OrderedDict()
         self._joint: OrderedDict[tuple[str, int], _Joint] = OrderedDict()
         self._num_joint = 0
         self._joint_spans = 0
 
     def apply(self, at_s: float, rank: int, message: Item) -> None:
-        """Takes one message that the hub had at `at_s` (seconds since it began) from `rank` (-1: the hub itself)."""
+        """Takes one message that the hub had at `at_s` (seconds since it began) from `rank` (-1:
+        the hub itself).
+        """
         self.revision += 1
         self.now_s = max(self.now_s, at_s)
         if isinstance(message, Presence):
@@ -181,7 +196,12 @@ class State:
                 # Replayed, the next message may be a minute away.
                 self.now_s = max(self.now_s, min(end_s, rank.heard_s + SILENT_S))
                 severity = Severity.INFO if self._stopping else Severity.WARNING
-                self._set_status(rank, "silent", severity, _joined(f"nothing heard for {SILENT_S:g} s", self._known(rank)))
+                self._set_status(
+                    rank,
+                    "silent",
+                    severity,
+                    _joined(f"nothing heard for {SILENT_S:g} s", self._known(rank)),
+                )
         self.now_s = end_s
 
     def excuse(self, seconds: float) -> None:
@@ -192,7 +212,9 @@ class State:
     def events_after(self, number: int) -> list[EventView]:
         """Events with a higher number, oldest first."""
         newer = self._num_events - number
-        return list(islice(self.events, max(0, len(self.events) - newer), None)) if newer > 0 else []
+        return (
+            list(islice(self.events, max(0, len(self.events) - newer), None)) if newer > 0 else []
+        )
 
     # What viewers ask.
 
@@ -212,32 +234,59 @@ class State:
             self.first_lost.rank if self.first_lost is not None else -1,
         )
         sources = [self._source_view(source) for source in self.sources.values()]
-        plans = [view for number in sorted(self.ranks) for view, _ in self.ranks[number].plans.values()]
+        plans = [
+            view for number in sorted(self.ranks) for view, _ in self.ranks[number].plans.values()
+        ]
         events = list(islice(self.events, max(0, len(self.events) - _SHOWN_EVENTS), None))
         return Snapshot(self.revision, job, self._progress, ranks, sources, plans, events)
 
     def series(
-        self, source: str, metrics: Sequence[str] = (), since_s: float = -600.0, until_s: float | None = None, limit: int = 2000
+        self,
+        source: str,
+        metrics: Sequence[str] = (),
+        since_s: float = -600.0,
+        until_s: float | None = None,
+        limit: int = 2000,
     ) -> SeriesView:
-        """A window of a source's metrics (none named: all), at most `limit` rows. Negative times count back from now."""
+        """A window of a source's metrics (none named: all), at most `limit` rows. Negative times
+        count back from now.
+        """
         since, until = self._window(since_s, until_s)
         known = self.sources.get(source)
         if known is None:
             return SeriesView(source, [], {})
         times, values = known.history.window(since, until, metrics, limit)
-        plain = {name: [None if v != v else v for v in column.tolist()] for name, column in values.items()}
+        plain = {
+            name: [None if v != v else v for v in column.tolist()]
+            for name, column in values.items()
+        }
         return SeriesView(source, times.tolist(), plain)
 
-    def timeline(self, since_s: float = -10.0, until_s: float | None = None, ranks: Iterable[int] = (), limit: int = 2000) -> TimelineView:
-        """Tasks of a window (none named: of all ranks), at most `limit`, the newest. Negative times count back from now."""
+    def timeline(
+        self,
+        since_s: float = -10.0,
+        until_s: float | None = None,
+        ranks: Iterable[int] = (),
+        limit: int = 2000,
+    ) -> TimelineView:
+        """Tasks of a window (none named: of all ranks), at most `limit`, the newest. Negative times
+        count back from now.
+        """
         since, until = self._window(since_s, until_s)
-        wanted = [number for number in (sorted(ranks) or sorted(self.ranks)) if number in self.ranks]
-        calls = heapq.merge(*(self._newest_first(number, since, until) for number in wanted), key=lambda item: item[:2])
+        wanted = [
+            number for number in (sorted(ranks) or sorted(self.ranks)) if number in self.ranks
+        ]
+        calls = heapq.merge(
+            *(self._newest_first(number, since, until) for number in wanted),
+            key=lambda item: item[:2],
+        )
         view = TimelineView(since, until, [], [], [], 0, 0)
         seen: dict[tuple[str, int], _Joint | None] = {}
         self._joint_spans = 0
         for _, number, call in calls:
-            plan = self.plan(number, call.plan) if len(view.spans) + call.num_spans <= limit else None
+            plan = (
+                self.plan(number, call.plan) if len(view.spans) + call.num_spans <= limit else None
+            )
             if plan is None:
                 view.left_out += call.num_spans
                 continue
@@ -250,11 +299,15 @@ class State:
             if joint is not None:
                 view.complete += 1
                 view.waits += [wait for wait in joint.waits if wait.rank in shown]
-                view.flows += [flow for flow in joint.flows if flow.sender in shown and flow.receiver in shown]
+                view.flows += [
+                    flow for flow in joint.flows if flow.sender in shown and flow.receiver in shown
+                ]
         view.spans.reverse()
         return view
 
-    def _newest_first(self, number: int, since_s: float, until_s: float) -> Iterator[tuple[float, int, Kept]]:
+    def _newest_first(
+        self, number: int, since_s: float, until_s: float
+    ) -> Iterator[tuple[float, int, Kept]]:
         for call in self.ranks[number].recent.newest_first(since_s, until_s):
             yield -call.ended_s, number, call
 
@@ -274,12 +327,17 @@ class State:
         return plan
 
     def _joint_call(self, group: str, number: int) -> _Joint | None:
-        """A call on all ranks of its group; None where spans of some are missing, or enough has been worked out for one view."""
+        """A call on all ranks of its group; None where spans of some are missing, or enough has
+        been worked out for one view.
+        """
         key = (group, number)
         if key in self._joint:
             return self._joint[key]
         members = self.groups[group].ranks if group in self.groups else []
-        calls = [self.ranks[rank].recent.get(group, number) if rank in self.ranks else None for rank in members]
+        calls = [
+            self.ranks[rank].recent.get(group, number) if rank in self.ranks else None
+            for rank in members
+        ]
         here = [call for call in calls if call is not None]
         self._joint_spans += sum(call.num_spans for call in here)
         if not here or len(here) < len(members) or self._joint_spans > _JOINT_SPANS:
@@ -295,7 +353,9 @@ class State:
             self._num_joint -= 1 + len(old.waits) + len(old.flows)
         return joint
 
-    def _match(self, members: Sequence[int], plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
+    def _match(
+        self, members: Sequence[int], plans: Sequence[Plan]
+    ) -> Mapping[Endpoint, Endpoint] | None:
         key = tuple((rank, plan.number) for rank, plan in zip(members, plans, strict=True))
         if key not in self._matched:
             self._matched[key] = match_plans(plans)
@@ -309,12 +369,19 @@ class State:
         if self.first_lost is not None and self.first_lost.rank == hello.rank:
             self.first_lost = None  # it is back
         limit = _SPAN_BYTES // max(1, hello.world_size, len(self.ranks))
-        rank = self.ranks[hello.rank] = _Rank(hello, Recent(limit), status_since_s=at_s, heard_s=at_s)
+        rank = self.ranks[hello.rank] = _Rank(
+            hello, Recent(limit), status_since_s=at_s, heard_s=at_s
+        )
         for number in [key for key in self._decoded if key[0] == hello.rank]:
             del self._decoded[number]
         source = Source(rank.source, "process", hello.host, [], {"pid": str(hello.pid)})
         self.sources[rank.source] = _Source(source, History(hello.sample_hz))
-        self._event(hello.rank, Severity.INFO, "joined", f"of {hello.world_size}, on {hello.host}, {hello.device}")
+        self._event(
+            hello.rank,
+            Severity.INFO,
+            "joined",
+            f"of {hello.world_size}, on {hello.host}, {hello.device}",
+        )
 
     def _presence(self, at_s: float, seen: Presence) -> None:
         rank = self.ranks.get(seen.rank)
@@ -342,7 +409,17 @@ class State:
                 if message.plan in rank.plans:
                     rank.plans.move_to_end(message.plan)  # those that run stay
                 rank.ended_call = (message.group, message.number)
-                rank.recent.add(Kept(message.group, message.number, message.plan, start, end, message.wait_s, message.spans))
+                rank.recent.add(
+                    Kept(
+                        message.group,
+                        message.number,
+                        message.plan,
+                        start,
+                        end,
+                        message.wait_s,
+                        message.spans,
+                    )
+                )
             case Counters():
                 self._count(rank, message)
             case Plan():
@@ -399,7 +476,8 @@ class State:
                 rank.rates = dict.fromkeys(rank.rates, 0.0)
                 counts.clear()
                 counts.append(new)
-            # From one end to another: in between a call under way, which may take minutes, has counted nothing.
+            # From one end to another: in between a call under way, which may take minutes, has
+            # counted nothing.
             if rank.rates:
                 self._add(self.sources[rank.source], rank.at(new.at_s), rank.rates)
             return
@@ -419,13 +497,16 @@ class State:
                 "wait_percent": min(100.0, 100 * (new.wait_s - old.wait_s) / elapsed_s),
             }
             if transfer_s > 0:
-                rates["overlap_percent"] = min(100.0, 100 * (new.overlap_s - old.overlap_s) / transfer_s)
+                rates["overlap_percent"] = min(
+                    100.0, 100 * (new.overlap_s - old.overlap_s) / transfer_s
+                )
             self._add(self.sources[rank.source], rank.at(new.at_s), rates)
 
     def _add_plan(self, rank: _Rank, plan: Plan) -> None:
         number = rank.hello.rank
         view = PlanView(
-            number, plan.number, plan.group, plan.kind, len(plan.tasks), plan.explain, plan.predicted_s, plan.problem, plan.strategy,
+            number, plan.number, plan.group, plan.kind, len(plan.tasks), plan.explain,
+            plan.predicted_s, plan.problem, plan.strategy,
             plan.candidates,
         )  # fmt: skip
         rank.plans[plan.number] = (view, zlib.compress(msgspec.msgpack.encode(plan), 1))
@@ -433,7 +514,12 @@ class State:
         if len(rank.plans) > _MAX_PLANS:
             rank.plans.popitem(last=False)
         if number == min(self.ranks):
-            self._event(number, Severity.INFO, "plan", f"{plan.kind}: {len(plan.tasks)} tasks on rank {number}")
+            self._event(
+                number,
+                Severity.INFO,
+                "plan",
+                f"{plan.kind}: {len(plan.tasks)} tasks on rank {number}",
+            )
 
     def _report(self, rank: _Rank, report: Report) -> None:
         at_s = rank.at(report.at_s)
@@ -445,7 +531,12 @@ class State:
         for name, value in odd.items():
             if name not in self._not_finite and len(self._not_finite) < _MAX_METRICS:
                 self._not_finite.add(name)
-                self._event(rank.hello.rank, Severity.WARNING, "not finite", f"the job reports {name} = {value} at step {report.step}")
+                self._event(
+                    rank.hello.rank,
+                    Severity.WARNING,
+                    "not finite",
+                    f"the job reports {name} = {value} at step {report.step}",
+                )
         shown = {name: value for name, value in self._progress.values.items() if name not in odd}
         for name, value in finite.items():
             # A job may report under ever new names.
@@ -455,11 +546,17 @@ class State:
         self._progress = ProgressView(at_s, report.step, shown)
 
     def _end(self, rank: _Rank, status: str, text: str, said: str = "") -> None:
-        """A rank was lost, or failed. The first is the cause, as far as anybody can see; those after it are not as bad."""
+        """A rank was lost, or failed. The first is the cause, as far as anybody can see; those
+        after it are not as bad.
+        """
         if self._stopping:
             status, severity, text = "stopped", Severity.INFO, f"by {self._stopping}; {text}"
         elif self.first_lost is not None:
-            status, severity, text = "ended", Severity.INFO, f"after rank {self.first_lost.rank}; {text}"
+            status, severity, text = (
+                "ended",
+                Severity.INFO,
+                f"after rank {self.first_lost.rank}; {text}",
+            )
         else:
             severity = Severity.ERROR
             if not said.startswith(_SECONDARY):
@@ -473,11 +570,14 @@ class State:
     def _lost(self, rank: _Rank, said: str) -> Lost:
         call, task, at_s = self._last_seen(rank)
         return Lost(
-            rank.hello.rank, self.began_at_s + self.now_s, call, task, hop_of(task), max(0.0, self.now_s - at_s), rank.ended_call[1],
+            rank.hello.rank, self.began_at_s + self.now_s, call, task, hop_of(task), max(0.0,
+            self.now_s - at_s), rank.ended_call[1],
             self._known(rank), rank.exit_code, said,
         )  # fmt: skip
 
-    def _set_status(self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = "") -> None:
+    def _set_status(
+        self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = ""
+    ) -> None:
         rank.status, rank.status_since_s = status, self.now_s
         self._event(rank.hello.rank, severity, kind or status, text)
 
@@ -486,37 +586,47 @@ class State:
         self.events.append(EventView(self._num_events, self.now_s, rank, severity, kind, text))
 
     def _last_seen(self, rank: _Rank) -> tuple[int, str, float]:
-        """A rank's call (-1: none), its task there, and when that was so: a rank tells it only now and then."""
+        """A rank's call (-1: none), its task there, and when that was so: a rank tells it only now
+        and then.
+        """
         beat = rank.beat
         if beat.call < 0 or (rank.ended_call[0] == beat.group and rank.ended_call[1] >= beat.call):
             return -1, "", rank.heard_s
         return beat.call, beat.doing, rank.at(beat.sent_s)
 
     def _known(self, rank: _Rank) -> str:
-        """What a rank did when that was last known, and how long ago that is; nothing where nothing is known."""
+        """What a rank did when that was last known, and how long ago that is; nothing where nothing
+        is known.
+        """
         if rank.beat is _NOWHERE:
             return ""
         call, task, at_s = self._last_seen(rank)
         if call >= 0:
             for_s = at_s - rank.at(rank.beat.since_s)
-            what = f"in call {call}, {task or 'between tasks'}{f', for {for_s:.1f} s' if for_s >= _WORTH_SAYING_S else ''}"
+            how_long = f", for {for_s:.1f} s" if for_s >= _WORTH_SAYING_S else ""
+            what = f"in call {call}, {task or 'between tasks'}{how_long}"
         else:
             what = f"after call {rank.ended_call[1]}" if rank.ended_call[1] >= 0 else "in no call"
         return f"last heard {max(0.0, self.now_s - at_s):.1f} s before, {what}"
 
     def _window(self, since_s: float, until_s: float | None) -> tuple[float, float]:
         since, until = since_s, self.now_s if until_s is None else until_s
-        return since if since >= 0 else max(0.0, self.now_s + since), until if until >= 0 else self.now_s + until
+        return since if since >= 0 else max(
+            0.0, self.now_s + since
+        ), until if until >= 0 else self.now_s + until
 
     def _rank_view(self, number: int, rank: _Rank) -> RankView:
         hello, beat, counts = rank.hello, rank.beat, rank.counters
         call, doing, _ = self._last_seen(rank)
         overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
         return RankView(
-            number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status, rank.status_since_s, rank.exit_code,
-            beat.group, call, hop_of(doing), doing, rank.at(beat.since_s) if call >= 0 else 0.0, rank.heard_s,
+            number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status,
+            rank.status_since_s, rank.exit_code,
+            beat.group, call, hop_of(doing), doing, rank.at(beat.since_s) if call >= 0 else 0.0,
+            rank.heard_s,
             rank.offset_s or 0.0, beat.rtt_s,
-            counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped, counts.lanes,
+            counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped,
+            counts.lanes,
             rank.ended_call[1], rank.ending,
         )  # fmt: skip
 
@@ -525,13 +635,28 @@ class State:
         users = [
             number
             for number, rank in sorted(self.ranks.items())
-            if info.name in (rank.source, rank.hello.gpu) or (info.kind == "host" and info.host == rank.hello.host)
+            if info.name in (rank.source, rank.hello.gpu)
+            or (info.kind == "host" and info.host == rank.hello.host)
         ]
         values, details = source.values, source.details
         if info.kind != "job":
-            values = {name: value for name, value in values.items() if self.now_s - source.times[name] <= _STALE_S}
+            values = {
+                name: value
+                for name, value in values.items()
+                if self.now_s - source.times[name] <= _STALE_S
+            }
             details = details if values else {}
-        return SourceView(info.name, info.kind, info.host, users, info.about, source.at_s, list(source.history.metrics), values, details)
+        return SourceView(
+            info.name,
+            info.kind,
+            info.host,
+            users,
+            info.about,
+            source.at_s,
+            list(source.history.metrics),
+            values,
+            details,
+        )
 
 
 def _joined(text: str, more: str) -> str:
@@ -550,7 +675,8 @@ def _sent(counters: Counters) -> int:
 def _span_view(rank: int, call: Kept, plan: Plan, s: Span) -> SpanView:
     task = plan.tasks[s.task]
     return SpanView(
-        rank, call.group, call.number, plan.kind, s.task, s.name, s.lane, task.op, task.hop, s.issued_s, s.started_s, s.ended_s,
+        rank, call.group, call.number, plan.kind, s.task, s.name, s.lane, task.op, task.hop,
+        s.issued_s, s.started_s, s.ended_s,
         s.size_bytes, s.flops, call.plan, len(task.sends), len(task.recvs),
     )  # fmt: skip
 
@@ -564,13 +690,16 @@ def _join(group: str, members: Sequence[int], call: int, whole: Together | None)
         for wait in waits:
             cause = "exposed" if wait.on_wire else "skew"
             peer, task = members[wait.peer], plan.tasks[wait.task].name
-            joint.waits.append(WaitView(rank, call, cause, wait.started_s, wait.ended_s, peer, task, group))
+            joint.waits.append(
+                WaitView(rank, call, cause, wait.started_s, wait.ended_s, peer, task, group)
+            )
     known = [{span.task: span for span in trace} for trace in whole.traces]
     for end, source in whole.matched.items():
         sent, received = known[source.rank][source.task], known[end.rank][end.task]
         size = whole.plans[end.rank].tasks[end.task].recvs[end.number][2]
         sender, receiver, number = members[source.rank], members[end.rank], end.number
         joint.flows.append(
-            FlowView(call, sender, source.task, sent.issued_s, receiver, end.task, received.ended_s, size, group, number)
+            FlowView(call, sender, source.task, sent.issued_s, receiver, end.task,
+            received.ended_s, size, group, number)
         )  # fmt: skip
     return joint

@@ -1,4 +1,6 @@
-"""What a record says about a run's communication: how much of it was exposed, who computes more than others, and the longest stalls."""
+"""What a record says about a run's communication: how much of it was exposed, who computes more
+than others, and the longest stalls.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _NUM_STALLS = 3
 
 
 class Stall(NamedTuple):
-    """A rank's compute lane stood still. cause: in words, with the rank and the transfer it waited for."""
+    """A rank's compute lane stood still. cause: in words, with the rank and the transfer it waited
+    for.
+    """
 
     duration_s: float
     rank: int
@@ -28,7 +32,9 @@ class Stall(NamedTuple):
 
 @dataclass
 class RankSummary:
-    """Of the calls that all ranks have spans of. exposed_s, skew_s: see `scheduler.Idle`; late_s: idle until the last rank had entered."""
+    """Of the calls that all ranks have spans of. exposed_s, skew_s: see `scheduler.Idle`; late_s:
+    idle until the last rank had entered.
+    """
 
     rank: int
     calls: int = 0
@@ -43,7 +49,9 @@ class RankSummary:
 
 @dataclass
 class Summary:
-    """ranks: in order. stalls: the longest, longest first. incomplete: calls that some ranks have no spans of, and that are left out."""
+    """ranks: in order. stalls: the longest, longest first. incomplete: calls that some ranks have
+    no spans of, and that are left out.
+    """
 
     ranks: list[RankSummary] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
@@ -87,7 +95,11 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> list[Stall]:
         stalls.append(Stall(took_s, rank, call.number, call.kind, wait.started_s, cause))
     # Until the last rank has entered nothing is sent.
     last_s, last = max((call.ranks[member][1].started_s, member) for member in call.members)
-    idle_s = last_s - kept.started_s - sum(max(0.0, min(s.ended_s, last_s) - s.started_s) for s in trace if s.lane == "compute")
+    idle_s = (
+        last_s
+        - kept.started_s
+        - sum(max(0.0, min(s.ended_s, last_s) - s.started_s) for s in trace if s.lane == "compute")
+    )
     if last != rank and idle_s > 0:
         into.late_s += idle_s
         cause = f"rank {last} entered the call {(last_s - kept.started_s) * 1e3:.1f} ms later"
@@ -100,10 +112,15 @@ def _wire(call: CallOfAll, place: int, task: int, peer: int) -> str:
     size = sum(size for _, _, size in call.whole.plans[place].tasks[task].recvs)
     span = next(s for s in call.whole.traces[place] if s.task == task)
     took_s = max(1e-9, span.ended_s - span.started_s)
-    return f"{span.name!r} from rank {call.members[peer]} was on the wire: {size:,} bytes in {took_s * 1e3:.1f} ms"
+    return (
+        f"{span.name!r} from rank {call.members[peer]} was on the wire: {size:,} bytes in "
+        f"{took_s * 1e3:.1f} ms"
+    )
 
 
-def _late(call: CallOfAll, place: int, task: int, peer: int, started_s: float, ended_s: float) -> str:
+def _late(
+    call: CallOfAll, place: int, task: int, peer: int, started_s: float, ended_s: float
+) -> str:
     """What the peer did meanwhile."""
     assert call.whole is not None
 
@@ -111,6 +128,10 @@ def _late(call: CallOfAll, place: int, task: int, peer: int, started_s: float, e
         return min(span.ended_s, ended_s) - max(span.started_s, started_s)
 
     name = call.whole.plans[place].tasks[task].name
-    busy = max((s for s in call.whole.traces[peer] if s.lane == "compute"), key=shared_s, default=None)
-    doing = f"still in {busy.name!r}" if busy is not None and shared_s(busy) > 0 else "not there yet"
+    busy = max(
+        (s for s in call.whole.traces[peer] if s.lane == "compute"), key=shared_s, default=None
+    )
+    doing = (
+        f"still in {busy.name!r}" if busy is not None and shared_s(busy) > 0 else "not there yet"
+    )
     return f"rank {call.members[peer]} was {doing}, and had not come to {name!r}"

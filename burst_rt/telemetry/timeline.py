@@ -1,7 +1,9 @@
-"""The spans of the last minute, rank by rank, and what they say together: who sent what to whom, and where a rank stood still and why.
+"""The spans of the last minute, rank by rank, and what they say together: who sent what to whom,
+and where a rank stood still and why.
 
-A call is kept as it came (16 bytes a span); tasks' names and costs are in its plan. Only when all ranks' spans of a call are here can idle
-time be told apart into exposed communication and skew (`scheduler.waits`); that is worked out when somebody looks.
+A call is kept as it came (16 bytes a span); tasks' names and costs are in its plan. Only when all
+ranks' spans of a call are here can idle time be told apart into exposed communication and skew
+(`scheduler.waits`); that is worked out when somebody looks.
 """
 
 from __future__ import annotations
@@ -14,14 +16,26 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.errors import BurstError
-from burst_rt.scheduler import Cost, Graph, Lane, Message, Op, Span, Task, Wait, match_messages, waits
+from burst_rt.scheduler import (
+    Cost,
+    Graph,
+    Lane,
+    Message,
+    Op,
+    Span,
+    Task,
+    Wait,
+    match_messages,
+    waits,
+)
 from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.messages import Plan
 
 __all__ = ["KEPT_S", "SPAN", "Kept", "Recent", "Together", "match_plans", "spans_of", "together"]
 
 KEPT_S = 60.0
-# Seconds after the call's start: exact to 0.1 us in a call of a second, to 10 us in one of a minute and a half.
+# Seconds after the call's start: exact to 0.1 us in a call of a second, to 10 us in one of a minute
+# and a half.
 SPAN = np.dtype([("task", "<u4"), ("issued", "<f4"), ("started", "<f4"), ("ended", "<f4")])
 # What a kept call takes beside its spans.
 _CALL_BYTES = 400
@@ -44,7 +58,9 @@ class Kept(NamedTuple):
 
 
 class Recent:
-    """One rank's calls of the last minute, or fewer where they would take more than `limit_bytes`; oldest first."""
+    """One rank's calls of the last minute, or fewer where they would take more than `limit_bytes`;
+    oldest first.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -78,7 +94,9 @@ class Recent:
 
 
 class Together(NamedTuple):
-    """One call on all ranks of its group. matched: each receive's send. plans, traces, waits: by rank of the group."""
+    """One call on all ranks of its group. matched: each receive's send. plans, traces, waits: by
+    rank of the group.
+    """
 
     matched: Mapping[Endpoint, Endpoint]
     plans: Sequence[Plan]
@@ -87,7 +105,9 @@ class Together(NamedTuple):
 
 
 def match_plans(plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
-    """Each receive's send in the plans of all ranks of a group, in their order; None where they do not fit each other."""
+    """Each receive's send in the plans of all ranks of a group, in their order; None where they do
+    not fit each other.
+    """
     try:
         return match_messages([_graph(plan, place, len(plans)) for place, plan in enumerate(plans)])
     except BurstError:
@@ -98,7 +118,8 @@ def _graph(plan: Plan, place: int, world_size: int) -> Graph:
     """A graph with the tasks of a plan, as far as telemetry knows them: no memory, no edges."""
     tasks = tuple(
         Task(
-            i, t.name, t.lane, Op(t.op), (), (), (), tuple(Message(0, *m) for m in t.sends), tuple(Message(0, *m) for m in t.recvs),
+            i, t.name, t.lane, Op(t.op), (), (), (), tuple(Message(0, *m) for m in t.sends),
+            tuple(Message(0, *m) for m in t.recvs),
             Cost(t.flops, t.size_bytes),
         )
         for i, t in enumerate(plan.tasks)
@@ -108,14 +129,27 @@ def _graph(plan: Plan, place: int, world_size: int) -> Graph:
 
 
 def spans_of(plan: Plan, call: Kept) -> list[Span]:
-    """A call's spans, in the hub's time. What is on a stream counts as issued when the device comes to it."""
+    """A call's spans, in the hub's time. What is on a stream counts as issued when the device comes
+    to it.
+    """
     spans = []
     for task, issued, started, ended in _unpack(call.spans).tolist():
         if task >= len(plan.tasks):
             continue  # of another version of this plan: nothing to draw
         t = plan.tasks[task]
         at = call.started_s + (started if t.ordered else issued)
-        spans.append(Span(task, t.name, t.lane, at, call.started_s + started, call.started_s + ended, t.size_bytes, t.flops))
+        spans.append(
+            Span(
+                task,
+                t.name,
+                t.lane,
+                at,
+                call.started_s + started,
+                call.started_s + ended,
+                t.size_bytes,
+                t.flops,
+            )
+        )
     return spans
 
 
@@ -123,9 +157,16 @@ def _unpack(raw: bytes) -> npt.NDArray[np.void]:
     return np.frombuffer(raw[: len(raw) // SPAN.itemsize * SPAN.itemsize], SPAN)
 
 
-def together(plans: Sequence[Plan], calls: Sequence[Kept], matched: Mapping[Endpoint, Endpoint]) -> Together | None:
-    """A call of all ranks of a group, in their order, whose messages are `matched`; None where spans are missing."""
+def together(
+    plans: Sequence[Plan], calls: Sequence[Kept], matched: Mapping[Endpoint, Endpoint]
+) -> Together | None:
+    """A call of all ranks of a group, in their order, whose messages are `matched`; None where
+    spans are missing.
+    """
     traces = [spans_of(plan, call) for plan, call in zip(plans, calls, strict=True)]
-    if any(len({span.task for span in trace}) != len(plan.tasks) for plan, trace in zip(plans, traces, strict=True)):
+    if any(
+        len({span.task for span in trace}) != len(plan.tasks)
+        for plan, trace in zip(plans, traces, strict=True)
+    ):
         return None
     return Together(matched, plans, traces, waits(traces, matched))

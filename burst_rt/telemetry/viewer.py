@@ -1,4 +1,6 @@
-"""A viewer in a process of its own: asks a running hub, over its socket. One in the hub's process asks its `State` itself."""
+"""A viewer in a process of its own: asks a running hub, over its socket. One in the hub's process
+asks its `State` itself.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ _View = TypeVar("_View")
 
 
 class Viewer:
-    """A connection to a hub. address, secret: as ranks have them (BURST_RT_TELEMETRY, BURST_RT_TELEMETRY_SECRET).
+    """A connection to a hub. address, secret: as ranks have them (BURST_RT_TELEMETRY,
+    BURST_RT_TELEMETRY_SECRET).
 
-    Every question blocks at most `timeout_s`. Raises Stalled where the hub has not answered by then (ask again), ConfigError where there is
-    none any more.
+    Every question blocks at most `timeout_s`. Raises Stalled where the hub has not answered by then
+    (ask again), ConfigError where there is none any more.
     """
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0) -> None:
@@ -36,7 +39,12 @@ class Viewer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -58,14 +66,38 @@ class Viewer:
         self._exchange(Stopping(self._secret, signal_name), type(None))
 
     def series(
-        self, sources: Sequence[str] = (), metrics: Sequence[str] = (), since_s: float = -600.0, limit: int = 2000
+        self,
+        sources: Sequence[str] = (),
+        metrics: Sequence[str] = (),
+        since_s: float = -600.0,
+        limit: int = 2000,
     ) -> list[SeriesView]:
         """See `State.series`; of several sources (none named: all)."""
-        return self._ask("series", list[SeriesView], sources=list(sources), metrics=list(metrics), since_s=since_s, limit=limit)
+        return self._ask(
+            "series",
+            list[SeriesView],
+            sources=list(sources),
+            metrics=list(metrics),
+            since_s=since_s,
+            limit=limit,
+        )
 
-    def timeline(self, since_s: float = -10.0, until_s: float | None = None, ranks: Sequence[int] = (), limit: int = 2000) -> TimelineView:
+    def timeline(
+        self,
+        since_s: float = -10.0,
+        until_s: float | None = None,
+        ranks: Sequence[int] = (),
+        limit: int = 2000,
+    ) -> TimelineView:
         """See `State.timeline`."""
-        return self._ask("timeline", TimelineView, since_s=since_s, until_s=until_s, ranks=list(ranks), limit=limit)
+        return self._ask(
+            "timeline",
+            TimelineView,
+            since_s=since_s,
+            until_s=until_s,
+            ranks=list(ranks),
+            limit=limit,
+        )
 
     def _connect(self) -> socket.socket:
         if self._socket is None:
@@ -75,7 +107,9 @@ class Viewer:
             except TimeoutError as error:
                 raise self._late() from error
             except OSError as error:
-                raise ConfigError(f"no telemetry hub at {self._address}: {error}. A hub ends with its job") from error
+                raise ConfigError(
+                    f"no telemetry hub at {self._address}: {error}. A hub ends with its job"
+                ) from error
         return self._socket
 
     def _ask(self, what: str, kind: type[_View], **options: Any) -> _View:  # those of Ask
@@ -95,7 +129,12 @@ class Viewer:
             self.close()
             raise ConfigError(f"the telemetry hub does not answer: {error}") from error
         self.close()
-        raise ConfigError("the telemetry hub closed the connection: another secret, or the job is over")
+        raise ConfigError(
+            "the telemetry hub closed the connection: another secret, or the job is over"
+        )
 
     def _late(self) -> Stalled:
-        return Stalled(f"the telemetry hub at {self._address} has not answered for {self._timeout_s:g} s", elapsed_s=self._timeout_s)
+        return Stalled(
+            f"the telemetry hub at {self._address} has not answered for {self._timeout_s:g} s",
+            elapsed_s=self._timeout_s,
+        )

@@ -1,6 +1,8 @@
-"""What viewers get: the dashboard, `burst-rt top`, `/metrics` and replays all read these, and nothing else. Plain data, ready for JSON.
+"""What viewers get: the dashboard, `burst-rt top`, `/metrics` and replays all read these, and
+nothing else. Plain data, ready for JSON.
 
-All times are seconds since the hub began (`Job.began_at_s` says when that was). Names of metrics and their units: `metrics.METRICS`.
+All times are seconds since the hub began (`Job.began_at_s` says when that was). Names of metrics
+and their units: `metrics.METRICS`.
 """
 
 from __future__ import annotations
@@ -10,16 +12,18 @@ import msgspec
 from burst_rt.telemetry.messages import Candidate, LaneCounters, Severity
 
 __all__ = [
-    "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView", "SeriesView", "Snapshot", "SourceView", "SpanView",
+    "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
+    "SeriesView", "Snapshot", "SourceView", "SpanView",
     "TimelineView", "WaitView",
 ]  # fmt: skip
 
 
 class JobView(msgspec.Struct):
-    """now_s: when the snapshot was made. world_size: 0 before a rank has come. record: the file it is recorded to, "" for none.
+    """now_s: when the snapshot was made. world_size: 0 before a rank has come. record: the file it
+    is recorded to, "" for none.
 
-    dropped: messages that ranks had no room for; replayed: this is a record, not a running job. first_lost: the rank that was lost, or
-    failed, before all others, -1 for none.
+    dropped: messages that ranks had no room for; replayed: this is a record, not a running job.
+    first_lost: the rank that was lost, or failed, before all others, -1 for none.
     """
 
     began_at_s: float
@@ -34,13 +38,15 @@ class JobView(msgspec.Struct):
 
 
 class RankView(msgspec.Struct):
-    """A rank. status: "live", "silent" (no heartbeat for 2 s), "lost" (its connection ended without a word), "left" (it ended by itself);
-    "ended" (lost or failed after another one had been), "stopped" (lost or failed after the job was told to stop).
+    """A rank. status: "live", "silent" (no heartbeat for 2 s), "lost" (its connection ended without
+    a word), "left" (it ended by itself); "ended" (lost or failed after another one had been),
+    "stopped" (lost or failed after the job was told to stop).
 
-    call: number of the call under way, -1 outside any; doing: its task or what it waits for, since doing_since_s: as it was when the rank
-    last told. last_call: that it is known to have ended, -1: none. calls and other counters are those of `messages.Counters`; the number
-    of a call counts agreements and reductions too. source: of its process; gpu: of its GPU, "" without. exit_code: of one that left.
-    ending: how it ended, in words, "" while it has not.
+    call: number of the call under way, -1 outside any; doing: its task or what it waits for, since
+    doing_since_s: as it was when the rank last told. last_call: that it is known to have ended, -1:
+    none. calls and other counters are those of `messages.Counters`; the number of a call counts
+    agreements and reductions too. source: of its process; gpu: of its GPU, "" without. exit_code:
+    of one that left. ending: how it ended, in words, "" while it has not.
     """
 
     rank: int
@@ -74,9 +80,10 @@ class RankView(msgspec.Struct):
 class Lost(msgspec.Struct):
     """The rank that was lost, or failed, before all others. at_s: when, in seconds since the epoch.
 
-    call, task, hop: what it was doing when that was last known, age_s before; -1, "" and -1 where it was in no call, or that is not known.
-    last_call: the last call that it is known to have ended, -1: none. exit_code, said: of one that said why, else None and "". known: what
-    it was doing, and how long before, in words ("" where nothing is known).
+    call, task, hop: what it was doing when that was last known, age_s before; -1, "" and -1 where
+    it was in no call, or that is not known. last_call: the last call that it is known to have
+    ended, -1: none. exit_code, said: of one that said why, else None and "". known: what it was
+    doing, and how long before, in words ("" where nothing is known).
     """
 
     rank: int
@@ -92,9 +99,11 @@ class Lost(msgspec.Struct):
 
 
 class SourceView(msgspec.Struct):
-    """Something sampled, and its last values. kind: "gpu", "host", "process" or "job"; ranks: those that use it. at_s: of the last sample.
+    """Something sampled, and its last values. kind: "gpu", "host", "process" or "job"; ranks: those
+    that use it. at_s: of the last sample.
 
-    metrics: all that have a history (`State.series`). details: vectors ("core_percent": one number a core).
+    metrics: all that have a history (`State.series`). details: vectors ("core_percent": one number
+    a core).
     """
 
     name: str
@@ -109,7 +118,9 @@ class SourceView(msgspec.Struct):
 
 
 class ProgressView(msgspec.Struct):
-    """The last report of the job: its step and values (loss, tokens_per_s ...), by name. at_s: when; None before the first."""
+    """The last report of the job: its step and values (loss, tokens_per_s ...), by name. at_s:
+    when; None before the first.
+    """
 
     at_s: float | None
     step: int
@@ -132,9 +143,11 @@ class PlanView(msgspec.Struct):
 
 
 class EventView(msgspec.Struct):
-    """Something that happened. number: counts up from 1. rank: -1 for the whole job. kind: "joined", "lost", "silent", "back", "left",
-    "ended", "stopped", "stopping", "plan", "not finite", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has
-    all of it."""
+    """Something that happened. number: counts up from 1. rank: -1 for the whole job. kind:
+    "joined", "lost", "silent", "back", "left", "ended", "stopped", "stopping", "plan", "not
+    finite", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has all of
+    it.
+    """
 
     number: int
     at_s: float
@@ -146,7 +159,10 @@ class EventView(msgspec.Struct):
     @property
     def line(self) -> str:
         """One line for a log: time and rank first."""
-        return f"{self.at_s:.3f} s {f'rank {self.rank}' if self.rank >= 0 else 'job'} {self.kind}: {self.text}"
+        return (
+            f"{self.at_s:.3f} s {f'rank {self.rank}' if self.rank >= 0 else 'job'} {self.kind}: "
+            f"{self.text}"
+        )
 
 
 class Snapshot(msgspec.Struct):
@@ -162,7 +178,9 @@ class Snapshot(msgspec.Struct):
 
 
 class SeriesView(msgspec.Struct):
-    """A window of one source: times, and a list as long for each metric (None where a row lacks it)."""
+    """A window of one source: times, and a list as long for each metric (None where a row lacks
+    it).
+    """
 
     source: str
     times: list[float]
@@ -170,7 +188,8 @@ class SeriesView(msgspec.Struct):
 
 
 class SpanView(msgspec.Struct, array_like=True):
-    """A task as it ran. In JSON an array in this order. call: number in its group; hop: -1 where it has none; plan: of the rank.
+    """A task as it ran. In JSON an array in this order. call: number in its group; hop: -1 where it
+    has none; plan: of the rank.
 
     sends, receives: messages of the task.
     """
@@ -195,8 +214,10 @@ class SpanView(msgspec.Struct, array_like=True):
 
 
 class WaitView(msgspec.Struct, array_like=True):
-    """A rank's compute lane stood still. In JSON an array in this order. cause: "exposed" (a transfer it needs was on the wire) or "skew"
-    (a peer had not come to it yet); peer: the rank whose message that was; task: the transfer."""
+    """A rank's compute lane stood still. In JSON an array in this order. cause: "exposed" (a
+    transfer it needs was on the wire) or "skew" (a peer had not come to it yet); peer: the rank
+    whose message that was; task: the transfer.
+    """
 
     rank: int
     call: int
@@ -209,7 +230,9 @@ class WaitView(msgspec.Struct, array_like=True):
 
 
 class FlowView(msgspec.Struct, array_like=True):
-    """A message: which task sent it, which received it. In JSON an array in this order. number: among those its receiver's task gets."""
+    """A message: which task sent it, which received it. In JSON an array in this order. number:
+    among those its receiver's task gets.
+    """
 
     call: int
     sender: int
@@ -224,8 +247,10 @@ class FlowView(msgspec.Struct, array_like=True):
 
 
 class TimelineView(msgspec.Struct):
-    """Tasks of a window. complete: calls of which all ranks' spans are here; only for them is it known where a rank waited and who sent
-    what. left_out: spans beyond the limit (the oldest are left out)."""
+    """Tasks of a window. complete: calls of which all ranks' spans are here; only for them is it
+    known where a rank waited and who sent what. left_out: spans beyond the limit (the oldest are
+    left out).
+    """
 
     since_s: float
     until_s: float

@@ -1,7 +1,8 @@
-"""How messages travel: frames on a stream socket, a length of four bytes (little endian) and then so many bytes. Bounded.
+"""How messages travel: frames on a stream socket, a length of four bytes (little endian) and then
+so many bytes. Bounded.
 
-An address is "unix:PATH" (one host) or "tcp:HOST:PORT"; whoever connects says the job's secret first. `read_settings` is what the
-environment asks for.
+An address is "unix:PATH" (one host) or "tcp:HOST:PORT"; whoever connects says the job's secret
+first. `read_settings` is what the environment asks for.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ MAX_FRAME_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """asked: telemetry is wanted. address, secret: of a hub that runs, else "". record: a file, else "". dashboard, metrics_port: as in
-    the environment, else ""."""
+    """asked: telemetry is wanted. address, secret: of a hub that runs, else "". record: a file,
+    else "". dashboard, metrics_port: as in the environment, else "".
+    """
 
     asked: bool
     address: str = ""
@@ -79,12 +81,17 @@ class Frames:
         self.max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Payloads that are complete now. Raises ProtocolError for a frame larger than any there is."""
+        """Payloads that are complete now. Raises ProtocolError for a frame larger than any there
+        is.
+        """
         self._held += data
         while len(self._held) >= _LENGTH:
             size = int.from_bytes(self._held[:_LENGTH], "little")
             if size > self.max_bytes:
-                raise ProtocolError(f"telemetry: a frame of {size:,} bytes, expected at most {self.max_bytes:,}: not a burst_rt peer")
+                raise ProtocolError(
+                    f"telemetry: a frame of {size:,} bytes, expected at most {self.max_bytes:,}: "
+                    "not a burst_rt peer"
+                )
             if len(self._held) < _LENGTH + size:
                 return
             payload = bytes(self._held[_LENGTH : _LENGTH + size])
@@ -93,7 +100,9 @@ class Frames:
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """A connected socket. Blocks at most `timeout_s`. Raises OSError, InputError for what is no address."""
+    """A connected socket. Blocks at most `timeout_s`. Raises OSError, InputError for what is no
+    address.
+    """
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -106,14 +115,18 @@ def connect(address: str, timeout_s: float) -> socket.socket:
         return peer
     host, _, port = rest.rpartition(":")
     if kind != "tcp" or not host or not port.isdigit():
-        raise InputError(f"telemetry: expected an address unix:PATH or tcp:HOST:PORT, got {address!r}")
+        raise InputError(
+            f"telemetry: expected an address unix:PATH or tcp:HOST:PORT, got {address!r}"
+        )
     peer = socket.create_connection((host, int(port)), timeout_s)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
 
 
 def until_beat_s(period_s: float) -> float:
-    """Seconds until the host's clock next stands at a multiple of the period: all who wait for that wake together."""
+    """Seconds until the host's clock next stands at a multiple of the period: all who wait for that
+    wake together.
+    """
     left_s = period_s - time.time() % period_s
     # Who was woken a moment early has been on the beat.
     return left_s if left_s > period_s / 8 else left_s + period_s

@@ -1,4 +1,6 @@
-"""What the Triton kernels take on chips that need not be there: registers, spills, shared memory, tensor-core instructions. Not speed."""
+"""What the Triton kernels take on chips that need not be there: registers, spills, shared memory,
+tensor-core instructions. Not speed.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,54 @@ from burst_rt.launch.bench.report import Cell, publish
 
 __all__ = ["main"]
 
-_NOTE = "a thread's registers (255 at most) and spills; a block's shared memory; products on the tensor cores in the machine code"
+_NOTE = (
+    "a thread's registers (255 at most) and spills; a block's shared memory; products on the "
+    "tensor cores in the machine code"
+)
 
 
-def main(arches: Sequence[int], head_dims: Sequence[int], dtype: str, loads: Loads, out: Path | None) -> None:
-    """Compiles every kernel of the table, with loads of this kind, prints it. About 1.5 s a kernel the first time."""
+def main(
+    arches: Sequence[int], head_dims: Sequence[int], dtype: str, loads: Loads, out: Path | None
+) -> None:
+    """Compiles every kernel of the table, with loads of this kind, prints it. About 1.5 s a kernel
+    the first time.
+    """
     requests = [
-        Request(kind, arch, head_dim, causal, dtype, choose(kind, arch, head_dim, 4 if dtype == "fp32" else 2)._replace(loads=loads))
+        Request(
+            kind,
+            arch,
+            head_dim,
+            causal,
+            dtype,
+            choose(kind, arch, head_dim, 4 if dtype == "fp32" else 2)._replace(loads=loads),
+        )
         for arch in arches
         for head_dim in head_dims
         for kind in KINDS
         # delta knows no mask.
         for causal in ((False,) if kind == "delta" else (False, True))
     ]
-    publish(f"kernels compiled ahead of time, {dtype}", [_row(compiled) for compiled in compile_all(requests)], out, _NOTE)
+    publish(
+        f"kernels compiled ahead of time, {dtype}",
+        [_row(compiled) for compiled in compile_all(requests)],
+        out,
+        _NOTE,
+    )
 
 
 def _row(compiled: Compiled) -> dict[str, Cell]:
     request, config, counts = compiled.request, compiled.config, compiled.instructions
-    products = ", ".join(f"{counts[name]} {name}" for name in ("HMMA", "HGMMA", "tcgen05") if counts[name])
+    products = ", ".join(
+        f"{counts[name]} {name}" for name in ("HMMA", "HGMMA", "tcgen05") if counts[name]
+    )
     return {
         "kernel": request.kind,
         "arch": f"sm_{request.arch}",
         "head_dim": request.head_dim,
         "causal": "yes" if request.causal else "no",
-        "block": f"{config.block_m} x {config.block_n}" if request.kind != "delta" else f"{config.block_m}",
+        "block": f"{config.block_m} x {config.block_n}"
+        if request.kind != "delta"
+        else f"{config.block_m}",
         "warps": config.num_warps,
         "stages": config.num_stages,
         "loads": config.loads,

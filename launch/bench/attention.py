@@ -1,7 +1,8 @@
 """The ranks' side of `burst-rt bench attention`; start it through that command.
 
-Both sides of every comparison run in turn in one job, so that the machine's noise hits them alike. One process with as many threads as
-there are ranks is rank 0 while the others sleep. A time is that of the slowest rank, from a common start.
+Both sides of every comparison run in turn in one job, so that the machine's noise hits them alike.
+One process with as many threads as there are ranks is rank 0 while the others sleep. A time is that
+of the slowest rank, from a common start.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Bench:
     def versus(
         self, ours: Callable[[], object], theirs: Callable[[], object], *, together: bool = False
     ) -> tuple[float, float, float, float]:
-        """Interleaved medians of ours and theirs in seconds, the ratio of the medians (theirs / ours), and the median of paired ratios.
+        """Interleaved medians of ours and theirs in seconds, the ratio of the medians (theirs /
+        ours), and the median of paired ratios.
 
         together: `theirs` is distributed as well, and runs on every rank.
         """
@@ -62,12 +64,20 @@ class Bench:
         our_s, other_s = median([a for a, _ in pairs]), median([b for _, b in pairs])
         return our_s, other_s, other_s / our_s, median([b / a for a, b in pairs])
 
-    def inputs(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def inputs(
+        self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
         """q, k, v, dout."""
         return [torch.randn(1, tokens, heads, head_dim).to(dtype) for _ in range(4)]
 
     def ours(
-        self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool, strategy: str = "auto"
+        self,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        causal: bool,
+        strategy: str = "auto",
     ) -> Callable[[], object]:
         """Forward and backward over the ranks."""
         layout = self.ctx.layout(tokens, "zigzag" if causal else "contiguous")
@@ -82,7 +92,9 @@ class Bench:
 
         return run
 
-    def torch_alone(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool) -> Callable[[], object]:
+    def torch_alone(
+        self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool
+    ) -> Callable[[], object]:
         """Forward and backward of torch's own attention in one process."""
         if self.ctx.rank:
             return lambda: None
@@ -91,7 +103,9 @@ class Bench:
             x.requires_grad_()
 
         def run() -> None:
-            torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), dout)
+            torch.autograd.grad(
+                F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), dout
+            )
 
         return run
 
@@ -103,10 +117,13 @@ class Bench:
                 if tokens > self.max_tokens:
                     continue
                 shape = (tokens, heads, 64, dtype, causal)
-                ours, alone, ratio, paired = self.versus(self.ours(*shape), self.torch_alone(*shape))
+                ours, alone, ratio, paired = self.versus(
+                    self.ours(*shape), self.torch_alone(*shape)
+                )
                 rows.append(
                     {
-                        "tokens": tokens, "heads": heads, "mask": "causal" if causal else "full", "ranks s": ours, "torch s": alone,
+                        "tokens": tokens, "heads": heads, "mask": "causal" if causal else "full",
+                        "ranks s": ours, "torch s": alone,
                         "speed against torch": ratio, "paired": paired,
                     }
                 )  # fmt: skip
@@ -117,7 +134,9 @@ class Bench:
         return self.speed(torch.bfloat16)
 
     def exposed(self) -> Rows:
-        """Exposed communication of forward and backward, from the traces of all ranks (which share one clock)."""
+        """Exposed communication of forward and backward, from the traces of all ranks (which share
+        one clock).
+        """
         rows: Rows = []
         for tokens in (8192 * self.ctx.world_size, 16384 * self.ctx.world_size):
             for causal in (False, True):
@@ -141,22 +160,29 @@ class Bench:
                 ranks = self.ctx.gather_last_run()
                 idle = exposed([graph for graph, _ in ranks], [spans for _, spans in ranks])
                 found[direction].append(
-                    (max(i.exposed_s / i.total_s for i in idle), max(i.skew_s / i.total_s for i in idle), max(i.total_s for i in idle))
+                    (
+                        max(i.exposed_s / i.total_s for i in idle),
+                        max(i.skew_s / i.total_s for i in idle),
+                        max(i.total_s for i in idle),
+                    )
                 )
         return [
             {
-                "tokens a rank": layout.shard_len, "mask": "causal" if causal else "full", "strategy": strategy, "direction": direction,
-                "exposed %": 100 * median([e for e, _, _ in runs[1:]]), "skew %": 100 * median([s for _, s, _ in runs[1:]]),
+                "tokens a rank": layout.shard_len, "mask": "causal" if causal else "full",
+                "strategy": strategy, "direction": direction,
+                "exposed %": 100 * median([e for e, _, _ in runs[1:]]),
+                "skew %": 100 * median([s for _, s, _ in runs[1:]]),
                 "total s": median([t for _, _, t in runs[1:]]),
             }
             for direction, runs in found.items()
         ]  # fmt: skip
 
     def overhead(self) -> Rows:
-        """A call on tiny tensors (8 tokens a rank, one head of 16), plan cached: what the runtime itself costs.
+        """A call on tiny tensors (8 tokens a rank, one head of 16), plan cached: what the runtime
+        itself costs.
 
-        Left out are the compute tasks, and what torch takes for a function of the same inputs that does nothing (its autograd engine, the
-        sum of the output, gradients put where they belong).
+        Left out are the compute tasks, and what torch takes for a function of the same inputs that
+        does nothing (its autograd engine, the sum of the output, gradients put where they belong).
         """
         layout = self.ctx.layout(8 * self.ctx.world_size)
         q, k, v = (torch.randn(1, layout.shard_len, 1, 16, requires_grad=True) for _ in range(3))
@@ -188,9 +214,19 @@ class Bench:
         for direction in ("forward", "backward"):
             took_s, compute_s = zip(*times["attend", direction], strict=True)
             torch_s = median([took for took, _ in times["nothing", direction]])
-            runtime_s = median([took - compute for took, compute in times["attend", direction]]) - torch_s
-            parts = {"median us": median(took_s), "best us": min(took_s), "compute tasks us": median(compute_s), "torch us": torch_s}
-            rows.append({"call": direction} | {name: s * 1e6 for name, s in (parts | {"runtime us": runtime_s}).items()})
+            runtime_s = (
+                median([took - compute for took, compute in times["attend", direction]]) - torch_s
+            )
+            parts = {
+                "median us": median(took_s),
+                "best us": min(took_s),
+                "compute tasks us": median(compute_s),
+                "torch us": torch_s,
+            }
+            rows.append(
+                {"call": direction}
+                | {name: s * 1e6 for name, s in (parts | {"runtime us": runtime_s}).items()}
+            )
         return rows
 
     def memory(self) -> Rows:
@@ -201,7 +237,8 @@ class Bench:
             del os.environ["BURST_RT_POISON"]
             rows: Rows = []
             for dtype in (torch.float32, torch.bfloat16):
-                # A first call also fills MPI's own buffers, and brings in the pages of the code it runs.
+                # A first call also fills MPI's own buffers, and brings in the pages of the code it
+                # runs.
                 _memory(ctx, 4096, dtype)
                 for tokens in (8192, 16384, 32768, 65536):
                     if tokens <= self.max_tokens:
@@ -209,7 +246,9 @@ class Bench:
         return rows
 
     def error(self) -> Rows:
-        """Relative error (Frobenius) of out, dq, dk, dv against float64, and of torch's own attention on the same input."""
+        """Relative error (Frobenius) of out, dq, dk, dv against float64, and of torch's own
+        attention on the same input.
+        """
         rows: Rows = []
         tokens, heads, head_dim = 2048, 4, 64
         torch.manual_seed(1)
@@ -217,10 +256,20 @@ class Bench:
         for causal in (False, True):
             exact = _torch_attention([x.double() for x in full], causal)
             plain = _errors(_torch_attention(full, causal), exact)
-            rows.append({"ranks": "torch, one process", "mask": "causal" if causal else "full", **plain})
+            rows.append(
+                {"ranks": "torch, one process", "mask": "causal" if causal else "full", **plain}
+            )
             for world in (1, 2, 3, 4, 5, 8):
-                ours = burst_rt.run_local(world, partial(_local_attention, full=full, causal=causal))[0]
-                rows.append({"ranks": str(world), "mask": "causal" if causal else "full", **_errors(ours, exact)})
+                ours = burst_rt.run_local(
+                    world, partial(_local_attention, full=full, causal=causal)
+                )[0]
+                rows.append(
+                    {
+                        "ranks": str(world),
+                        "mask": "causal" if causal else "full",
+                        **_errors(ours, exact),
+                    }
+                )
         return rows
 
     def outside(self) -> Rows:
@@ -228,7 +277,12 @@ class Bench:
         try:
             from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
         except ImportError:
-            return [{"package": "ring-attention-pytorch", "result": "not installed: in the clone, pip install '.[dev]'"}]
+            return [
+                {
+                    "package": "ring-attention-pytorch",
+                    "result": "not installed: in the clone, pip install '.[dev]'",
+                }
+            ]
         self._start_gloo()
         rows: Rows = []
         for tokens in (4096, 8192):
@@ -239,11 +293,23 @@ class Bench:
                     x.requires_grad_()
 
                 def theirs(
-                    q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, dout: torch.Tensor = dout, causal: bool = causal
+                    q: torch.Tensor = q,
+                    k: torch.Tensor = k,
+                    v: torch.Tensor = v,
+                    dout: torch.Tensor = dout,
+                    causal: bool = causal,
                 ) -> None:
-                    torch.autograd.grad(ring_flash_attn(q, k, v, causal=causal, bucket_size=512, ring_reduce_col=True), (q, k, v), dout)
+                    torch.autograd.grad(
+                        ring_flash_attn(
+                            q, k, v, causal=causal, bucket_size=512, ring_reduce_col=True
+                        ),
+                        (q, k, v),
+                        dout,
+                    )
 
-                ours, other, ratio, _ = self.versus(self.ours(tokens, 8, 64, torch.float32, causal), theirs, together=True)
+                ours, other, ratio, _ = self.versus(
+                    self.ours(tokens, 8, 64, torch.float32, causal), theirs, together=True
+                )
                 rows.append(
                     {
                         "tokens": tokens,
@@ -256,16 +322,24 @@ class Bench:
         return rows
 
     def _start_gloo(self) -> None:
-        """torch.distributed beside MPI: rank 0 opens a store on a free port and tells the others."""
+        """torch.distributed beside MPI: rank 0 opens a store on a free port and tells the
+        others.
+        """
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
-        store = TCPStore("127.0.0.1", 0, self.ctx.world_size, is_master=True, wait_for_workers=False) if self.ctx.rank == 0 else None
+        store = (
+            TCPStore("127.0.0.1", 0, self.ctx.world_size, is_master=True, wait_for_workers=False)
+            if self.ctx.rank == 0
+            else None
+        )
         port = torch.tensor([store.port if store else 0])
         self.ctx.all_reduce(port)
         if store is None:
             store = TCPStore("127.0.0.1", int(port), self.ctx.world_size, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=self.ctx.rank, world_size=self.ctx.world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.ctx.rank, world_size=self.ctx.world_size
+        )
 
 
 class _Nothing(torch.autograd.Function):
@@ -289,7 +363,9 @@ def _torch_attention(inputs: Sequence[torch.Tensor], causal: bool) -> list[torch
     return [x.transpose(1, 2) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
 
 
-def _local_attention(ctx: burst_rt.Context, full: Sequence[torch.Tensor], causal: bool) -> list[torch.Tensor]:
+def _local_attention(
+    ctx: burst_rt.Context, full: Sequence[torch.Tensor], causal: bool
+) -> list[torch.Tensor]:
     layout = ctx.layout(full[0].shape[1])
     q, k, v, dout = (layout.shard(x) for x in full)
     for x in (q, k, v):
@@ -301,7 +377,10 @@ def _local_attention(ctx: burst_rt.Context, full: Sequence[torch.Tensor], causal
 
 def _errors(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> dict[str, float]:
     names = ("out x 1e7", "dq x 1e7", "dk x 1e7", "dv x 1e7")
-    return {name: float((a.double() - b).norm() / b.norm()) * 1e7 for name, a, b in zip(names, got, exact, strict=True)}
+    return {
+        name: float((a.double() - b).norm() / b.norm()) * 1e7
+        for name, a, b in zip(names, got, exact, strict=True)
+    }
 
 
 def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
@@ -321,16 +400,22 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
     def backward() -> None:
         held.extend(torch.autograd.grad(held[0], (q, k, v), dout))
 
-    # 16-bit gradients are cast from their sums at the very end, when slots and scratch are gone: they are not there at the peak.
+    # 16-bit gradients are cast from their sums at the very end, when slots and scratch are gone:
+    # they are not there at the peak.
     gradients = 3 * q.nbytes if dtype == torch.float32 else 0
     rows: Rows = []
-    for direction, plan, fn, outputs in (("forward", plans.forward, forward, q.nbytes), ("backward", plans.backward, backward, gradients)):
+    for direction, plan, fn, outputs in (
+        ("forward", plans.forward, forward, q.nbytes),
+        ("backward", plans.backward, backward, gradients),
+    ):
         measured = _peak_bytes(fn) - outputs
         planned = plan.memory()
         rows.append(
             {
-                "tokens": tokens, "dtype": str(dtype).removeprefix("torch."), "direction": direction, "slots MiB": planned.slots / 2**20,
-                "sums MiB": planned.sums / 2**20, "scratch MiB": planned.scratch / 2**20, "planned MiB": planned.total / 2**20,
+                "tokens": tokens, "dtype": str(dtype).removeprefix("torch."),
+                "direction": direction, "slots MiB": planned.slots / 2**20,
+                "sums MiB": planned.sums / 2**20, "scratch MiB": planned.scratch / 2**20,
+                "planned MiB": planned.total / 2**20,
                 "measured MiB": measured / 2**20, "measured / planned": measured / planned.total,
             }
         )  # fmt: skip
@@ -338,9 +423,12 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
 
 
 def _peak_bytes(fn: Callable[[], None]) -> int:
-    """How far the resident set rises above where it stood, while `fn` runs (Linux: the high-water mark is reset and read)."""
+    """How far the resident set rises above where it stood, while `fn` runs (Linux: the high-water
+    mark is reset and read).
+    """
     libc = ctypes.CDLL(None)
-    # Large blocks come from the system and go back to it at once, so that the resident set is what is live, not what malloc keeps.
+    # Large blocks come from the system and go back to it at once, so that the resident set is what
+    # is live, not what malloc keeps.
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     gc.collect()
     libc.malloc_trim(0)
@@ -354,7 +442,9 @@ def _status_kib(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1])
-    raise burst_rt.errors.ConfigError(f"/proc/self/status has no {field}: the memory benchmark needs Linux")
+    raise burst_rt.errors.ConfigError(
+        f"/proc/self/status has no {field}: the memory benchmark needs Linux"
+    )
 
 
 TITLES = {
@@ -387,7 +477,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 publish(title, rows, options.out, f"medians of {options.repeats}, interleaved")
                 if options.out and part in ("speed", "bf16"):
                     png = options.out.with_suffix(f".{part}.png")
-                    draw_bars(png, rows, ["ranks s", "torch s"], label=lambda row: f"{row['tokens']:,} {row['mask']}", title=title)
+                    draw_bars(
+                        png,
+                        rows,
+                        ["ranks s", "torch s"],
+                        label=lambda row: f"{row['tokens']:,} {row['mask']}",
+                        title=title,
+                    )
     bench.ctx.close()
 
 

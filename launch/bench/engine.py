@@ -1,4 +1,6 @@
-"""What the scheduler itself costs: building, scheduling, checking and running graphs with a driver that does nothing."""
+"""What the scheduler itself costs: building, scheduling, checking and running graphs with a driver
+that does nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,20 @@ from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
 from burst_rt.errors import BurstError
 from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.scheduler import Cost, Engine, Event, Graph, GraphBuilder, Op, Schedule, Task, TaskDone, check_graph, check_world, run
+from burst_rt.scheduler import (
+    Cost,
+    Engine,
+    Event,
+    Graph,
+    GraphBuilder,
+    Op,
+    Schedule,
+    Task,
+    TaskDone,
+    check_graph,
+    check_world,
+    run,
+)
 
 __all__ = ["main"]
 
@@ -46,7 +61,13 @@ def _ring_graph(num_tasks: int) -> Graph:
         here, coming = slots[hop % 2], slots[(hop + 1) % 2]
         g.exchange(f"hop {hop}", sends=[(here, 1)], recvs=[(coming, 1)], tag=hop)
         for tile in range(3):
-            g.compute(f"tile {hop}.{tile}", Op("tile", (hop, tile)), reads=[here], accumulates=[out], cost=Cost(100, 10))
+            g.compute(
+                f"tile {hop}.{tile}",
+                Op("tile", (hop, tile)),
+                reads=[here],
+                accumulates=[out],
+                cost=Cost(100, 10),
+            )
     return g.build()
 
 
@@ -69,9 +90,16 @@ def main(out: Path | None) -> None:
         "check one rank": lambda: check_graph(graph),
         "engine and loop, no-op driver": lambda: run(Engine(schedule), _NoOpDriver()),
     }
-    rows: list[dict[str, Cell]] = [{"step": name, "us a task": _median_s(fn) / _NUM_TASKS * 1e6} for name, fn in steps.items()]
+    rows: list[dict[str, Cell]] = [
+        {"step": name, "us a task": _median_s(fn) / _NUM_TASKS * 1e6} for name, fn in steps.items()
+    ]
     publish(f"scheduler, a graph of {_NUM_TASKS:,} tasks", rows, out, f"medians of {_REPEATS}")
-    publish("plans", [_plan_row(world, forward) for world in (2, 8, 32) for forward in (True, False)], out, "all ranks built and verified")
+    publish(
+        "plans",
+        [_plan_row(world, forward) for world in (2, 8, 32) for forward in (True, False)],
+        out,
+        "all ranks built and verified",
+    )
 
 
 def _plan_row(world: int, forward: bool) -> dict[str, Cell]:
@@ -83,4 +111,9 @@ def _plan_row(world: int, forward: bool) -> dict[str, Cell]:
         check_world([ring.graph(rank) for rank in range(world)])
 
     num_tasks = len(choose(problem, "ring-kv", forward=forward).program.graph(0).tasks)
-    return {"ranks": world, "direction": "forward" if forward else "backward", "tasks a rank": num_tasks, "ms": _median_s(plan) * 1e3}
+    return {
+        "ranks": world,
+        "direction": "forward" if forward else "backward",
+        "tasks a rank": num_tasks,
+        "ms": _median_s(plan) * 1e3,
+    }

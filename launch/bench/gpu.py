@@ -1,7 +1,8 @@
-"""`burst-rt bench gpu`: tile kernels against torch's own on one GPU, and the whole runtime against one kernel.
+"""`burst-rt bench gpu`: tile kernels against torch's own on one GPU, and the whole runtime against
+one kernel.
 
-All sides of a comparison run in turn, timed with events of the device; medians. Every part says what it measured and nothing else: a part
-that cannot run raises.
+All sides of a comparison run in turn, timed with events of the device; medians. Every part says
+what it measured and nothing else: a part that cannot run raises.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ _HEADS = {64: 32, 128: 16}
 class _Whole:
     """One whole-sequence problem: inputs, and what each side does with them."""
 
-    def __init__(self, tokens: int, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, tokens: int, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.causal, self.tokens, self.head_dim = causal, tokens, head_dim
         self.heads = _HEADS[head_dim]
         shape = (1, tokens, self.heads, head_dim)
-        self.q, self.k, self.v, self.dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4)
+        )
 
     def flops(self, forward: bool) -> float:
         """Two products forward and five backward; half of them under a causal mask."""
@@ -53,7 +58,9 @@ class _Whole:
         def forward() -> torch.Tensor:
             backend: AbstractContextManager[None] = sdpa_kernel(_BACKENDS[name])
             with backend:
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=self.causal
+                )
 
         out = forward()
 
@@ -69,7 +76,9 @@ class _Whole:
         mask: Mask = Causal() if self.causal else Full()
         whole = (range(self.tokens),)
         pieces = mask.pieces(*whole, *whole)
-        tile = Tile(pieces, whole, whole, mask, self.head_dim**-0.5, lambda: None, first=True, last=True)
+        tile = Tile(
+            pieces, whole, whole, mask, self.head_dim**-0.5, lambda: None, first=True, last=True
+        )
         rows = torch.empty(2, 1, self.heads, self.tokens, device="cuda")
         m, l, lse = (torch.empty_like(rows[0]) for _ in range(3))  # noqa: E741
         state = State(torch.empty(self.q.shape, device="cuda"), m, l, torch.empty_like(self.q), lse)
@@ -94,20 +103,30 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
                 if tokens > max_tokens:
                     continue
                 whole = _Whole(tokens, head_dim, causal)
-                sides = {name: whole.torch_side(name) for name in _BACKENDS} | {"triton": whole.tile_side("triton")}
+                sides = {name: whole.torch_side(name) for name in _BACKENDS} | {
+                    "triton": whole.tile_side("triton")
+                }
                 for direction in (0, 1):
-                    seconds = _interleaved({name: side[direction] for name, side in sides.items()}, repeats)
-                    speed = {name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()}
+                    seconds = _interleaved(
+                        {name: side[direction] for name, side in sides.items()}, repeats
+                    )
+                    speed = {
+                        name: whole.flops(direction == 0) / s / 1e12 for name, s in seconds.items()
+                    }
                     best = max(speed[name] for name in _BACKENDS)
                     yield {
-                        "head_dim": head_dim, "tokens": tokens, "mask": "causal" if causal else "full",
-                        "direction": ("forward", "backward")[direction], **{f"{name} TFLOP/s": x for name, x in speed.items()},
+                        "head_dim": head_dim, "tokens": tokens,
+                        "mask": "causal" if causal else "full",
+                        "direction": ("forward", "backward")[direction],
+                        **{f"{name} TFLOP/s": x for name, x in speed.items()},
                         "triton / best": speed["triton"] / best,
                     }  # fmt: skip
 
 
 def ring(repeats: int, max_tokens: int) -> Iterator[Row]:
-    """Four ranks as threads on one GPU, the whole runtime, against the same kernel on the whole sequence; gaps between tiles."""
+    """Four ranks as threads on one GPU, the whole runtime, against the same kernel on the whole
+    sequence; gaps between tiles.
+    """
     for tokens in (32768, 65536):
         for causal in (False, True):
             if tokens <= max_tokens:
@@ -147,7 +166,8 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
         together = median([max(times[i][direction] for times in ranks) for i in range(repeats)])
         rows.append(
             {
-                "tokens": tokens, "ranks": world_size, "mask": "causal" if causal else "full", "direction": name,
+                "tokens": tokens, "ranks": world_size, "mask": "causal" if causal else "full",
+                "direction": name,
                 "one kernel ms": 1e3 * one, "ranks ms": 1e3 * together, "speed": one / together,
                 "largest gap us": 1e6 * max(gaps) if gaps and direction else None,
             }
@@ -162,22 +182,30 @@ def _gaps(spans: Sequence[Span]) -> list[float]:
 
 
 def staged(repeats: int, max_tokens: int) -> Iterator[Row]:
-    """Inside an MPI job whose ranks share a GPU: exposed time of staged copies and messages, from the traces of all ranks."""
+    """Inside an MPI job whose ranks share a GPU: exposed time of staged copies and messages, from
+    the traces of all ranks.
+    """
     with burst_rt.init(device="cuda", transport="staged", kernel="triton") as ctx:
         for tokens in (16384, 32768, 65536):
             if tokens > max_tokens:
                 continue
             layout = ctx.layout(tokens, "zigzag")
-            q, k, v = (torch.randn(1, layout.shard_len, 16, 128, device=ctx.device, dtype=torch.bfloat16) for _ in range(3))
+            q, k, v = (
+                torch.randn(1, layout.shard_len, 16, 128, device=ctx.device, dtype=torch.bfloat16)
+                for _ in range(3)
+            )
             runs = []
             for _ in range(repeats + 1):
                 burst_rt.burst_attention(q, k, v, layout=layout)
                 found = ctx.gather_last_run()
                 idle = exposed([graph for graph, _ in found], [spans for _, spans in found])
-                runs.append((max(i.exposed_s / i.total_s for i in idle), max(i.total_s for i in idle)))
+                runs.append(
+                    (max(i.exposed_s / i.total_s for i in idle), max(i.total_s for i in idle))
+                )
             if ctx.rank == 0:
                 yield {
-                    "tokens": tokens, "ranks": ctx.world_size, "exposed %": 100 * median([e for e, _ in runs[1:]]),
+                    "tokens": tokens, "ranks": ctx.world_size, "exposed %": 100 * median([e for e,
+                    _ in runs[1:]]),
                     "total ms": 1e3 * median([t for _, t in runs[1:]]),
                 }  # fmt: skip
 
@@ -215,4 +243,9 @@ def main(parts: Sequence[str], repeats: int, max_tokens: int, out: Path | None) 
             # As it goes: of a part that is cut short there is what was measured.
             save(_TITLES[part], rows, out)
         if rows:
-            publish(_TITLES[part], rows, out, f"medians of {repeats}, interleaved; {torch.cuda.get_device_name()}")
+            publish(
+                _TITLES[part],
+                rows,
+                out,
+                f"medians of {repeats}, interleaved; {torch.cuda.get_device_name()}",
+            )

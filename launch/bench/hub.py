@@ -1,5 +1,6 @@
-"""What the hub takes: its model, fed what 64 ranks send in an hour, with no ranks behind it. Started by `burst-rt bench telemetry`, in a
-process that has imported what a hub has."""
+"""What the hub takes: its model, fed what 64 ranks send in an hour, with no ranks behind it.
+Started by `burst-rt bench telemetry`, in a process that has imported what a hub has.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +36,17 @@ __all__ = ["main"]
 
 _RANKS = 64
 _RATE_HZ = 5
-# As many tasks as a ring of 64 has in one direction; five calls a second are those of a large model's layers.
+# As many tasks as a ring of 64 has in one direction; five calls a second are those of a large
+# model's layers.
 _TASKS = 190
 _CALL_S = 0.2
 _GPU_METRICS = 21
 
 
 def main(seconds: int, out: Path | None) -> None:
-    """The hub's model, fed what 64 ranks send in an hour; prints its memory beyond what it takes idle."""
+    """The hub's model, fed what 64 ranks send in an hour; prints its memory beyond what it takes
+    idle.
+    """
     process = psutil.Process()
     decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
     encoder = msgspec.msgpack.Encoder()
@@ -64,13 +68,18 @@ def main(seconds: int, out: Path | None) -> None:
             took_s = time.perf_counter() - started_s
             rows.append(
                 {
-                    "minutes": second / 60, "messages": num_messages, "us a message": took_s / num_messages * 1e6,
-                    "hub MB beyond idle": (process.memory_info().rss - idle) / 1e6, "spans shown": len(timeline.spans),
+                    "minutes": second / 60, "messages": num_messages,
+                    "us a message": took_s / num_messages * 1e6,
+                    "hub MB beyond idle": (process.memory_info().rss - idle) / 1e6,
+                    "spans shown": len(timeline.spans),
                     "ranks shown": len(view.ranks),
                 }
             )  # fmt: skip
     publish(
-        f"telemetry: the hub's model with {_RANKS} ranks", rows, out, f"idle: {idle / 1e6:.0f} MB; 5 samples/s of a GPU and a rank each"
+        f"telemetry: the hub's model with {_RANKS} ranks",
+        rows,
+        out,
+        f"idle: {idle / 1e6:.0f} MB; 5 samples/s of a GPU and a rank each",
     )
 
 
@@ -78,11 +87,37 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
     """What a rank says in a second."""
     name = f"0-{_RANKS - 1}"
     if second == 0:
-        yield 0.0, Hello(VERSION, "", rank, _RANKS, rank % 8, f"host{rank // 8}", rank, "cuda:0", f"gpu:{rank}", "train", "0.1", _RATE_HZ)
+        yield (
+            0.0,
+            Hello(
+                VERSION,
+                "",
+                rank,
+                _RANKS,
+                rank % 8,
+                f"host{rank // 8}",
+                rank,
+                "cuda:0",
+                f"gpu:{rank}",
+                "train",
+                "0.1",
+                _RATE_HZ,
+            ),
+        )
         yield 0.0, Group(name, list(range(_RANKS)), "nccl", "a GPU each")
         yield 0.0, Source(f"gpu:{rank}", "gpu", f"host{rank // 8}", [], {"name": "a GPU"})
         for number in range(2):
-            yield 0.0, Plan(number, name, "forward", [_task(rank, i) for i in range(_TASKS)], "ring-kv, zigzag", None)
+            yield (
+                0.0,
+                Plan(
+                    number,
+                    name,
+                    "forward",
+                    [_task(rank, i) for i in range(_TASKS)],
+                    "ring-kv, zigzag",
+                    None,
+                ),
+            )
     for half in range(2):
         at_s = second + half / 2
         yield at_s, Heartbeat(at_s, 0.0, 1e-4, name, second, f"hop {second % 60}", at_s)
@@ -91,9 +126,33 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
         at_s = second + i / _RATE_HZ
         calls = second * _RATE_HZ + i
         yield at_s, Sample(f"gpu:{rank}", at_s, values)
-        yield at_s, Sample(f"rank:{rank}", at_s, {"process_percent": 99.0, "rss_bytes": 1e9, "telemetry_percent": 0.3})
-        lanes = {lane: LaneCounters(95 * calls, calls << 20, calls << 30) for lane in ("compute", "network")}
-        yield at_s, Counters(at_s, calls, calls, 0.9 * calls, 0.1 * calls, calls, 0.5 * calls, 0.4 * calls, lanes, 0)
+        yield (
+            at_s,
+            Sample(
+                f"rank:{rank}",
+                at_s,
+                {"process_percent": 99.0, "rss_bytes": 1e9, "telemetry_percent": 0.3},
+            ),
+        )
+        lanes = {
+            lane: LaneCounters(95 * calls, calls << 20, calls << 30)
+            for lane in ("compute", "network")
+        }
+        yield (
+            at_s,
+            Counters(
+                at_s,
+                calls,
+                calls,
+                0.9 * calls,
+                0.1 * calls,
+                calls,
+                0.5 * calls,
+                0.4 * calls,
+                lanes,
+                0,
+            ),
+        )
         yield at_s, Call(name, calls, calls % 2, at_s, at_s + _CALL_S, 0.1, 0.01, _SPANS)
 
 
@@ -101,7 +160,15 @@ def _task(rank: int, number: int) -> TaskInfo:
     hop = number // 3
     if number % 3:
         return TaskInfo(
-            f"hop {hop} q{rank} kv{(rank - hop) % _RANKS}.{number % 3 - 1}", "compute", "forward", hop, 1 << 20, 1 << 30, True, [], []
+            f"hop {hop} q{rank} kv{(rank - hop) % _RANKS}.{number % 3 - 1}",
+            "compute",
+            "forward",
+            hop,
+            1 << 20,
+            1 << 30,
+            True,
+            [],
+            [],
         )
     messages = [[((rank + way) % _RANKS, hop * 3, 1 << 20)] * 4 for way in (1, -1)]
     return TaskInfo(f"hop {hop}", "network", "exchange", hop, 4 << 20, 0, True, *messages)

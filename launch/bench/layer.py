@@ -1,8 +1,10 @@
 """The ranks' side of `burst-rt bench layer`; start it through that command.
 
-One transformer layer, forward and backward, spread over the ranks in every way: a ring, all-to-all, tensor parallelism without and with a
-split sequence (the BurstAttention paper's baselines). The strategies run in turn in one job, so that the machine's noise hits them alike; a
-time is that of the slowest rank, from a common start. Gradients of weights that all ranks hold are summed over the ranks in every backward.
+One transformer layer, forward and backward, spread over the ranks in every way: a ring, all-to-all,
+tensor parallelism without and with a split sequence (the BurstAttention paper's baselines). The
+strategies run in turn in one job, so that the machine's noise hits them alike; a time is that of
+the slowest rank, from a common start. Gradients of weights that all ranks hold are summed over the
+ranks in every backward.
 """
 
 from __future__ import annotations
@@ -31,12 +33,21 @@ _MIB = 2**20
 class _Side:
     """One strategy on one sequence: the layer, its input, and what it took."""
 
-    def __init__(self, ctx: burst_rt.Context, shape: LayerShape, tokens: int, strategy: str, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        ctx: burst_rt.Context,
+        shape: LayerShape,
+        tokens: int,
+        strategy: str,
+        weights: dict[str, torch.Tensor],
+    ) -> None:
         layout = ctx.layout(tokens, "contiguous" if strategy in TENSOR_PARALLEL else "zigzag")
         self.ctx, self.strategy = ctx, strategy
         self.layer = ParallelLayer(layout, shape, strategy, weights)
         rows = self.layer.spec.own_rows(ctx.rank)
-        self.x = torch.randn(1, rows, shape.dim, dtype=weights["qkv"].dtype, device=ctx.device, requires_grad=True)
+        self.x = torch.randn(
+            1, rows, shape.dim, dtype=weights["qkv"].dtype, device=ctx.device, requires_grad=True
+        )
         self.dy = torch.randn_like(self.x)
         self.times: list[tuple[float, float]] = []
 
@@ -45,7 +56,10 @@ class _Side:
         before = self.ctx.transport.bytes_sent
         made: list[torch.Tensor] = []
         forward_s = slowest_s(self.ctx, lambda: made.append(self.layer(self.x)))
-        backward_s = slowest_s(self.ctx, lambda: torch.autograd.grad(made[0], (self.x, *self.layer.parameters()), self.dy))
+        backward_s = slowest_s(
+            self.ctx,
+            lambda: torch.autograd.grad(made[0], (self.x, *self.layer.parameters()), self.dy),
+        )
         self.times.append((forward_s, backward_s))
         self.sent = self.ctx.transport.bytes_sent - before
 
@@ -54,17 +68,27 @@ class _Side:
         layer_s = median([forward + backward for forward, backward in self.times[1:]])
         memory = self.layer.spec.memory(self.ctx.rank)
         return {
-            "tokens": tokens, "strategy": self.strategy, "forward s": median([forward for forward, _ in self.times[1:]]),
-            "backward s": median([backward for _, backward in self.times[1:]]), "layer s": layer_s, "tokens/s": tokens / layer_s,
-            "sent MiB": self.sent / _MIB, "weights MiB": memory.weights / _MIB, "planned MiB": memory.total / _MIB,
+            "tokens": tokens, "strategy": self.strategy, "forward s": median([forward for forward,
+            _ in self.times[1:]]),
+            "backward s": median([backward for _, backward in self.times[1:]]), "layer s": layer_s,
+            "tokens/s": tokens / layer_s,
+            "sent MiB": self.sent / _MIB, "weights MiB": memory.weights / _MIB,
+            "planned MiB": memory.total / _MIB,
         }  # fmt: skip
 
 
 def measure(
-    ctx: burst_rt.Context, shape: LayerShape, tokens: int, strategies: Sequence[str], repeats: int, step: Callable[[str], None]
+    ctx: burst_rt.Context,
+    shape: LayerShape,
+    tokens: int,
+    strategies: Sequence[str],
+    repeats: int,
+    step: Callable[[str], None],
 ) -> list[dict[str, Cell]]:
     """A row for each strategy on one sequence."""
-    weights = whole_weights(shape, dtype=torch.bfloat16 if ctx.device.type == "cuda" else torch.float32)
+    weights = whole_weights(
+        shape, dtype=torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
+    )
     sides = [_Side(ctx, shape, tokens, strategy, weights) for strategy in strategies]
     for _ in range(repeats + 1):
         for side in sides:
@@ -74,7 +98,9 @@ def measure(
 
 
 def allowed(shape: LayerShape, world_size: int) -> tuple[list[str], list[str]]:
-    """The strategies by which these ranks can share the layer, and why not the others. The same on every rank."""
+    """The strategies by which these ranks can share the layer, and why not the others. The same on
+    every rank.
+    """
     can, cannot = [], []
     for strategy in STRATEGIES:
         try:
@@ -97,8 +123,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = LayerShape(**options.shape)
     with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
         strategies, left_out = allowed(shape, ctx.world_size)
-        with progress(ctx.rank == 0, len(options.tokens) * len(strategies) * (options.repeats + 1)) as step:
-            rows = [row for tokens in options.tokens for row in measure(ctx, shape, tokens, strategies, options.repeats, step)]
+        with progress(
+            ctx.rank == 0, len(options.tokens) * len(strategies) * (options.repeats + 1)
+        ) as step:
+            rows = [
+                row
+                for tokens in options.tokens
+                for row in measure(ctx, shape, tokens, strategies, options.repeats, step)
+            ]
         if ctx.rank:
             return
         sizes = ", ".join(f"{name} {value:,}" for name, value in options.shape.items())
@@ -110,10 +142,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         publish(title, rows, options.out, ". ".join(notes))
         if options.out:
             speeds = [
-                {"tokens": n, **{str(row["strategy"]): row["tokens/s"] for row in rows if row["tokens"] == n}} for n in options.tokens
+                {
+                    "tokens": n,
+                    **{str(row["strategy"]): row["tokens/s"] for row in rows if row["tokens"] == n},
+                }
+                for n in options.tokens
             ]
             png = options.out.with_suffix(f".layer-{ctx.world_size}.png")
-            draw_lines(png, speeds, "tokens", strategies, ylabel="tokens/s, forward + backward", title=f"one layer, {ctx.world_size} ranks")
+            draw_lines(
+                png,
+                speeds,
+                "tokens",
+                strategies,
+                ylabel="tokens/s, forward + backward",
+                title=f"one layer, {ctx.world_size} ranks",
+            )
 
 
 if __name__ == "__main__":

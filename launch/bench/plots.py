@@ -1,4 +1,6 @@
-"""Benchmarks as pictures (PNG). One colour a series, in an order that colour-blind people can tell apart."""
+"""Benchmarks as pictures (PNG). One colour a series, in an order that colour-blind people can tell
+apart.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,19 @@ Rows = Sequence[Mapping[str, Cell]]
 
 
 def draw_scatter(path: Path, rows: Rows, x: str, y: str, *, by: str, title: str) -> None:
-    """`y` over `x`, both logarithmic, a series for each value of `by`; the diagonal is where they are equal."""
+    """`y` over `x`, both logarithmic, a series for each value of `by`; the diagonal is where they
+    are equal.
+    """
     figure, axes = _figure(title, x, y)
     for number, name in enumerate(dict.fromkeys(str(row[by]) for row in rows)):
         points = [(float(row[x] or 0), float(row[y] or 0)) for row in rows if row[by] == name]
-        axes.plot(*zip(*points, strict=True), _MARKERS[number % 8], color=_COLOURS[number % 8], label=name, alpha=0.8)
+        axes.plot(
+            *zip(*points, strict=True),
+            _MARKERS[number % 8],
+            color=_COLOURS[number % 8],
+            label=name,
+            alpha=0.8,
+        )
     low, high = (f(float(row[x] or 0) for row in rows) for f in (min, max))
     axes.plot([low, high], [low, high], color="grey", linewidth=1, zorder=0)
     axes.set_xscale("log")
@@ -29,19 +39,37 @@ def draw_scatter(path: Path, rows: Rows, x: str, y: str, *, by: str, title: str)
     _save(figure, axes, path)
 
 
-def draw_lines(path: Path, rows: Rows, x: str, columns: Sequence[str], *, ylabel: str, title: str) -> None:
+def draw_lines(
+    path: Path, rows: Rows, x: str, columns: Sequence[str], *, ylabel: str, title: str
+) -> None:
     """A line for each column over `x`."""
     figure, axes = _figure(title, x, ylabel)
     for number, name in enumerate(columns):
-        points = [(float(row[x] or 0), float(row[name] or 0)) for row in rows if row[name] is not None]
-        axes.plot(*zip(*points, strict=True), f"-{_MARKERS[number % 8]}", color=_COLOURS[number % 8], label=name)
+        points = [
+            (float(row[x] or 0), float(row[name] or 0)) for row in rows if row[name] is not None
+        ]
+        axes.plot(
+            *zip(*points, strict=True),
+            f"-{_MARKERS[number % 8]}",
+            color=_COLOURS[number % 8],
+            label=name,
+        )
     axes.set_xticks([float(row[x] or 0) for row in rows], [str(row[x]) for row in rows])
     axes.set_ylim(bottom=0)
     _save(figure, axes, path)
 
 
-def draw_bars(path: Path, rows: Rows, columns: Sequence[str], *, label: Callable[[Mapping[str, Cell]], str], title: str) -> None:
-    """A group of bars for each row, each in times of the row's least, so that rows of different sizes can be seen together."""
+def draw_bars(
+    path: Path,
+    rows: Rows,
+    columns: Sequence[str],
+    *,
+    label: Callable[[Mapping[str, Cell]], str],
+    title: str,
+) -> None:
+    """A group of bars for each row, each in times of the row's least, so that rows of different
+    sizes can be seen together.
+    """
     figure, axes = _figure(title, "", "times the fastest")
     width = 0.8 / len(columns)
     for number, name in enumerate(columns):
@@ -49,8 +77,20 @@ def draw_bars(path: Path, rows: Rows, columns: Sequence[str], *, label: Callable
         for row in rows:
             least = min(float(row[c]) for c in columns if row[c] is not None)  # type: ignore[arg-type]
             heights.append(0.0 if row[name] is None else float(row[name] or 0) / least)
-        axes.bar([i + number * width for i in range(len(rows))], heights, width, color=_COLOURS[number % 8], label=name)
-    axes.set_xticks([i + 0.4 - width / 2 for i in range(len(rows))], [label(row) for row in rows], rotation=45, ha="right", fontsize=8)
+        axes.bar(
+            [i + number * width for i in range(len(rows))],
+            heights,
+            width,
+            color=_COLOURS[number % 8],
+            label=name,
+        )
+    axes.set_xticks(
+        [i + 0.4 - width / 2 for i in range(len(rows))],
+        [label(row) for row in rows],
+        rotation=45,
+        ha="right",
+        fontsize=8,
+    )
     axes.set_ylim(bottom=0.9)
     _save(figure, axes, path)
 

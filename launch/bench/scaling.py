@@ -1,4 +1,6 @@
-"""`burst-rt bench scaling`: the same work on more ranks, and more work on more ranks; one job for each number of ranks."""
+"""`burst-rt bench scaling`: the same work on more ranks, and more work on more ranks; one job for
+each number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +22,67 @@ def main(worlds: Sequence[int], tokens: int, heads: int, repeats: int, out: Path
     series = {"strong": dict.fromkeys(worlds, tokens), "weak": {n: tokens // 2 * n for n in worlds}}
     took: dict[tuple[int, int], dict[str, float]] = {}
     for num_ranks in worlds:
-        for found in _job(num_ranks, sorted({lengths[num_ranks] for lengths in series.values()}), heads, repeats):
-            took.setdefault((num_ranks, int(found["tokens"])), {})[str(found["mask"])] = float(found["seconds"])
+        for found in _job(
+            num_ranks, sorted({lengths[num_ranks] for lengths in series.values()}), heads, repeats
+        ):
+            took.setdefault((num_ranks, int(found["tokens"])), {})[str(found["mask"])] = float(
+                found["seconds"]
+            )
     for name, lengths in series.items():
         rows: list[dict[str, Cell]] = []
         first = worlds[0]
         for num_ranks in worlds:
             row: dict[str, Cell] = {"ranks": num_ranks, "tokens": lengths[num_ranks]}
             for mask, seconds in took[num_ranks, lengths[num_ranks]].items():
-                # Work that one rank did in `first`, times how much more of it there is, over the ranks that share it.
-                ideal_s = took[first, lengths[first]][mask] * (lengths[num_ranks] / lengths[first]) ** 2 * first / num_ranks
+                # Work that one rank did in `first`, times how much more of it there is, over the
+                # ranks that share it.
+                ideal_s = (
+                    took[first, lengths[first]][mask]
+                    * (lengths[num_ranks] / lengths[first]) ** 2
+                    * first
+                    / num_ranks
+                )
                 row |= {f"{mask} s": seconds, f"{mask}, of ideal": ideal_s / seconds}
             rows.append(row)
         cores = num_usable_cores()
         title = f"{name} scaling, forward + backward, {heads} heads x 64"
-        publish(title, rows, out, f"medians of {repeats}; this machine has {cores} cores: more ranks share them")
+        publish(
+            title,
+            rows,
+            out,
+            f"medians of {repeats}; this machine has {cores} cores: more ranks share them",
+        )
         if out:
-            draw_lines(out.with_suffix(f".{name}.png"), rows, "ranks", ["full s", "causal s"], ylabel="seconds", title=title)
+            draw_lines(
+                out.with_suffix(f".{name}.png"),
+                rows,
+                "ranks",
+                ["full s", "causal s"],
+                ylabel="seconds",
+                title=title,
+            )
 
 
-def _job(num_ranks: int, lengths: Sequence[int], heads: int, repeats: int) -> list[dict[str, float | str]]:
+def _job(
+    num_ranks: int, lengths: Sequence[int], heads: int, repeats: int
+) -> list[dict[str, float | str]]:
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         found = Path(folder) / "times.json"
-        options = ["--tokens", *map(str, lengths), "--heads", str(heads), "--repeats", str(repeats), "--out", str(found)]
-        code = launch(["-m", "burst_rt.launch.bench.strategies", "time", *options], num_ranks=num_ranks, threads=1)
+        options = [
+            "--tokens",
+            *map(str, lengths),
+            "--heads",
+            str(heads),
+            "--repeats",
+            str(repeats),
+            "--out",
+            str(found),
+        ]
+        code = launch(
+            ["-m", "burst_rt.launch.bench.strategies", "time", *options],
+            num_ranks=num_ranks,
+            threads=1,
+        )
         if code:
             sys.exit(code)
         rows: list[dict[str, float | str]] = json.loads(found.read_text())

@@ -1,7 +1,8 @@
-"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`; start it through those commands.
+"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`; start it through those
+commands.
 
-All strategies of one point run in turn, round after round, so that the machine's noise hits them alike. A time is that of the slowest rank
-from a common start.
+All strategies of one point run in turn, round after round, so that the machine's noise hits them
+alike. A time is that of the slowest rank from a common start.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +23,13 @@ from burst_rt.attention.strategies import choose
 from burst_rt.calibrated import HARDWARE_VARIABLE, calibrated_path
 from burst_rt.launch.bench.plots import draw_bars, draw_scatter
 from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import TIMES_OVER, have_memory, keep_freed_memory, progress, slowest_s
+from burst_rt.launch.bench.timing import (
+    TIMES_OVER,
+    have_memory,
+    keep_freed_memory,
+    progress,
+    slowest_s,
+)
 from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["main"]
@@ -52,15 +60,23 @@ class Bench:
         self.left_out: list[str] = []
         torch.manual_seed(ctx.rank)
 
-    def measure(self, point: Point, strategies: Sequence[str], step: Callable[[str], None]) -> dict[str, tuple[float, float]]:
+    def measure(
+        self, point: Point, strategies: Sequence[str], step: Callable[[str], None]
+    ) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each strategy that this problem allows.
 
-        Strategies that come to the same graphs here (in a node of two ranks, two-level is the plain ring) share their times: what they
-        differ in is noise.
+        Strategies that come to the same graphs here (in a node of two ranks, two-level is the plain
+        ring) share their times: what they differ in is noise.
         """
         layout = self.ctx.layout(point.tokens)
-        q, dout = (torch.randn(1, layout.shard_len, point.heads, point.head_dim, device=self.ctx.device) for _ in range(2))
-        k, v = (torch.randn(1, layout.shard_len, point.kv_heads, point.head_dim, device=self.ctx.device) for _ in range(2))
+        q, dout = (
+            torch.randn(1, layout.shard_len, point.heads, point.head_dim, device=self.ctx.device)
+            for _ in range(2)
+        )
+        k, v = (
+            torch.randn(1, layout.shard_len, point.kv_heads, point.head_dim, device=self.ctx.device)
+            for _ in range(2)
+        )
         for x in (q, k, v):
             x.requires_grad_()
         work = {name: graphs for name in strategies if (graphs := self._graphs(point, name))}
@@ -71,27 +87,44 @@ class Bench:
                 kept: list[torch.Tensor] = []
 
                 def forward(name: str = name, kept: list[torch.Tensor] = kept) -> None:
-                    out = burst_rt.burst_attention(q, k, v, causal=point.causal, layout=layout, strategy=name)
+                    out = burst_rt.burst_attention(
+                        q, k, v, causal=point.causal, layout=layout, strategy=name
+                    )
                     assert isinstance(out, torch.Tensor)
                     kept.append(out)
 
                 forward_s = slowest_s(self.ctx, forward)
-                backward_s = slowest_s(self.ctx, lambda kept=kept: torch.autograd.grad(kept[0], (q, k, v), dout))  # type: ignore[misc]
+                backward_s = slowest_s(
+                    self.ctx, partial(torch.autograd.grad, kept[0], (q, k, v), dout)
+                )
                 for graph, seconds in zip(graphs, (forward_s, backward_s), strict=True):
                     if repeat:
                         took.setdefault(graph, []).append(seconds)
-        return {name: (median(took[forward]), median(took[backward])) for name, (forward, backward) in work.items()}
+        return {
+            name: (median(took[forward]), median(took[backward]))
+            for name, (forward, backward) in work.items()
+        }
 
     def _graphs(self, point: Point, strategy: str) -> tuple[Hashable, Hashable] | None:
-        """What rank 0 does, and with which kernel, forward and backward; None where the problem does not allow the strategy."""
+        """What rank 0 does, and with which kernel, forward and backward; None where the problem
+        does not allow the strategy.
+        """
         try:
             forward, backward = (
-                choose(self.problem(point), strategy, forward=forward, ranks_per_node=self.ctx.machine.ranks_per_node)
+                choose(
+                    self.problem(point),
+                    strategy,
+                    forward=forward,
+                    ranks_per_node=self.ctx.machine.ranks_per_node,
+                )
                 for forward in (True, False)
             )
         except burst_rt.errors.InputError:
             return None
-        return (forward.kernel, forward.program.graph(0).tasks), (backward.kernel, backward.program.graph(0).tasks)
+        return (forward.kernel, forward.program.graph(0).tasks), (
+            backward.kernel,
+            backward.program.graph(0).tasks,
+        )
 
     @property
     def hardware(self) -> Hardware:
@@ -99,7 +132,8 @@ class Bench:
         found = self.ctx.machine.hardware
         if found is None:
             raise burst_rt.errors.ConfigError(
-                f"no machine file: {calibrated_path(self.ctx.device.type)} is not there; run `burst-rt calibrate` first, or set "
+                f"no machine file: {calibrated_path(self.ctx.device.type)} is not there; run "
+                "`burst-rt calibrate` first, or set "
                 f"{HARDWARE_VARIABLE} to a file"
             )
         return found
@@ -108,41 +142,77 @@ class Bench:
         """The call as the planner sees it."""
         layout = self.ctx.layout(point.tokens).map
         mask = burst_rt.Causal() if point.causal else burst_rt.Full()
-        return Problem(layout, layout, mask, 1, point.heads, point.kv_heads, point.head_dim, 4, 4, (True, True, True))
+        return Problem(
+            layout,
+            layout,
+            mask,
+            1,
+            point.heads,
+            point.kv_heads,
+            point.head_dim,
+            4,
+            4,
+            (True, True, True),
+        )
 
-    def predict(self, points: Sequence[Point], step: Callable[[str], None]) -> Iterator[dict[str, Cell]]:
+    def predict(
+        self, points: Sequence[Point], step: Callable[[str], None]
+    ) -> Iterator[dict[str, Cell]]:
         """Forecast beside measured, one row a strategy, point and direction."""
         per_node, hardware = self.ctx.machine.ranks_per_node, self.hardware
         takes = {
-            (point, name): forecast(self.problem(point), name, hardware, forward=False, ranks_per_node=per_node).memory_bytes * TIMES_OVER
+            (point, name): forecast(
+                self.problem(point), name, hardware, forward=False, ranks_per_node=per_node
+            ).memory_bytes
+            * TIMES_OVER
             for point in points
             for name in _BASELINES
         }
-        fits = [key for key, size_bytes in takes.items() if size_bytes <= hardware.device.memory_bytes]
-        self.left_out += [f"{name} at {point}" for point, name in takes if (point, name) not in fits]
+        fits = [
+            key for key, size_bytes in takes.items() if size_bytes <= hardware.device.memory_bytes
+        ]
+        self.left_out += [
+            f"{name} at {point}" for point, name in takes if (point, name) not in fits
+        ]
         have_memory(self.ctx, max((takes[key] for key in fits), default=0))
         for point in points:
             problem = self.problem(point)
-            measured = self.measure(point, (*CANDIDATES, *(name for name in _BASELINES if (point, name) in fits)), step)
+            measured = self.measure(
+                point, (*CANDIDATES, *(name for name in _BASELINES if (point, name) in fits)), step
+            )
             for name, times in measured.items():
                 for forward, seconds in zip((True, False), times, strict=True):
-                    expected = forecast(problem, name, hardware, forward=forward, ranks_per_node=per_node).time_s
+                    expected = forecast(
+                        problem, name, hardware, forward=forward, ranks_per_node=per_node
+                    ).time_s
                     yield {
-                        "tokens": point.tokens, "mask": "causal" if point.causal else "full", "strategy": name,
-                        "direction": "forward" if forward else "backward", "measured s": seconds, "forecast s": expected,
+                        "tokens": point.tokens, "mask": "causal" if point.causal else "full",
+                        "strategy": name,
+                        "direction": "forward" if forward else "backward", "measured s": seconds,
+                        "forecast s": expected,
                         "error %": 100 * (expected / seconds - 1),
                     }  # fmt: skip
 
-    def compare(self, points: Sequence[Point], step: Callable[[str], None]) -> Iterator[dict[str, Cell]]:
-        """All strategies side by side, and how much slower than the fastest measured the planner's choice is."""
+    def compare(
+        self, points: Sequence[Point], step: Callable[[str], None]
+    ) -> Iterator[dict[str, Cell]]:
+        """All strategies side by side, and how much slower than the fastest measured the planner's
+        choice is.
+        """
         for point in points:
             measured = self.measure(point, CANDIDATES, step)
             total = {name: sum(times) for name, times in measured.items()}
             # Each direction is planned by itself.
             taken = [self._taken(point, forward) for forward in (True, False)]
             chosen_s = sum(measured[name][direction] for direction, name in enumerate(taken))
-            best_s = sum(min(times[direction] for times in measured.values()) for direction in (0, 1))
-            row: dict[str, Cell] = {"ranks": self.ctx.world_size, "tokens": point.tokens, "mask": "causal" if point.causal else "full"}
+            best_s = sum(
+                min(times[direction] for times in measured.values()) for direction in (0, 1)
+            )
+            row: dict[str, Cell] = {
+                "ranks": self.ctx.world_size,
+                "tokens": point.tokens,
+                "mask": "causal" if point.causal else "full",
+            }
             row["heads"] = f"{point.heads}/{point.kv_heads}"
             yield (
                 row
@@ -150,11 +220,17 @@ class Bench:
                 | {"auto takes": ", ".join(taken), "slower %": 100 * (chosen_s / best_s - 1)}
             )
 
-    def time(self, points: Sequence[Point], step: Callable[[str], None]) -> Iterator[dict[str, Cell]]:
+    def time(
+        self, points: Sequence[Point], step: Callable[[str], None]
+    ) -> Iterator[dict[str, Cell]]:
         """`auto` alone: forward + backward."""
         for point in points:
             (times,) = self.measure(point, ("auto",), step).values()
-            yield {"tokens": point.tokens, "mask": "causal" if point.causal else "full", "seconds": sum(times)}
+            yield {
+                "tokens": point.tokens,
+                "mask": "causal" if point.causal else "full",
+                "seconds": sum(times),
+            }
 
     def _taken(self, point: Point, forward: bool) -> str:
         """What `auto` takes, by the name it is measured under."""
@@ -162,16 +238,26 @@ class Bench:
         program = fastest(problem, self.hardware, forward=forward, ranks_per_node=per_node).program
         for name in CANDIDATES:
             try:
-                if choose(problem, name, forward=forward, ranks_per_node=per_node).program == program:
+                if (
+                    choose(problem, name, forward=forward, ranks_per_node=per_node).program
+                    == program
+                ):
                     return name
             except burst_rt.errors.InputError:
                 continue
-        raise burst_rt.errors.InternalError(f"bench strategies: {program} is none of the candidates")
+        raise burst_rt.errors.InternalError(
+            f"bench strategies: {program} is none of the candidates"
+        )
 
 
 def _grid(options: argparse.Namespace) -> list[Point]:
     groups = [(options.heads, options.heads // group) for group in options.groups]
-    return [Point(n, h, kv, options.head_dim, causal) for n in options.tokens for h, kv in groups for causal in (False, True)]
+    return [
+        Point(n, h, kv, options.head_dim, causal)
+        for n in options.tokens
+        for h, kv in groups
+        for causal in (False, True)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -189,7 +275,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with burst_rt.init(timeout_s=1200, stall_s=300) as ctx:
         bench, points = Bench(ctx, options.repeats), _grid(options)
         ranks = f"{ctx.world_size} ranks"
-        strategies = {"predict": (*CANDIDATES, *_BASELINES), "compare": CANDIDATES, "time": ("auto",)}[options.part]
+        strategies = {
+            "predict": (*CANDIDATES, *_BASELINES),
+            "compare": CANDIDATES,
+            "time": ("auto",),
+        }[options.part]
         with progress(ctx.rank == 0, len(points) * len(strategies) * (options.repeats + 1)) as step:
             rows = list(getattr(bench, options.part)(points, step))
         if ctx.rank:
@@ -197,19 +287,46 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.part == "time":
             options.out.write_text(json.dumps(rows))
             return
-        png = options.out.with_suffix(f".{options.part}-{ctx.world_size}.png") if options.out else None
+        png = (
+            options.out.with_suffix(f".{options.part}-{ctx.world_size}.png")
+            if options.out
+            else None
+        )
         if options.part == "predict":
             errors = sorted(abs(float(row["error %"])) for row in rows)
-            note = f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %; medians of {options.repeats}, interleaved"
+            note = (
+                f"median error {median(errors):.1f} %, worst {errors[-1]:.1f} %; medians of "
+                f"{options.repeats}, interleaved"
+            )
             if bench.left_out:
                 note += f"; left out for want of memory: {', '.join(bench.left_out)}"
-            publish(f"forecast against measured, {ranks}, {options.heads} heads x {options.head_dim}", rows, options.out, note)
+            publish(
+                f"forecast against measured, {ranks}, {options.heads} heads x {options.head_dim}",
+                rows,
+                options.out,
+                note,
+            )
             if png:
-                draw_scatter(png, rows, "measured s", "forecast s", by="strategy", title=f"forecast and measured, {ranks}")
+                draw_scatter(
+                    png,
+                    rows,
+                    "measured s",
+                    "forecast s",
+                    by="strategy",
+                    title=f"forecast and measured, {ranks}",
+                )
             return
         within = sum(float(row["slower %"]) <= 5 for row in rows) / len(rows)
-        note = f"auto within 5 % of the fastest at {100 * within:.0f} % of {len(rows)} points; medians of {options.repeats}, interleaved"
-        publish(f"strategies, forward + backward in seconds, {ranks}, heads x {options.head_dim}", rows, options.out, note)
+        note = (
+            f"auto within 5 % of the fastest at {100 * within:.0f} % of {len(rows)} points; "
+            f"medians of {options.repeats}, interleaved"
+        )
+        publish(
+            f"strategies, forward + backward in seconds, {ranks}, heads x {options.head_dim}",
+            rows,
+            options.out,
+            note,
+        )
         if png:
             draw_bars(
                 png,

@@ -1,8 +1,11 @@
-"""What telemetry costs: the time of a step with and without it. The ranks' side of `burst-rt bench telemetry`; start it through that.
+"""What telemetry costs: the time of a step with and without it. The ranks' side of `burst-rt bench
+telemetry`; start it through that.
 
-Two contexts of one job take turns, a few steps at a time, so that the machine's noise hits both alike: one with everything on (agents, hub,
-record, a viewer that asks twice a second), one without telemetry, during whose turns the hub and the viewer are suspended and the agents
-held. Before a turn is timed, what has just been woken gets the time to catch up; the turns without telemetry wait as long.
+Two contexts of one job take turns, a few steps at a time, so that the machine's noise hits both
+alike: one with everything on (agents, hub, record, a viewer that asks twice a second), one without
+telemetry, during whose turns the hub and the viewer are suspended and the agents held. Before a
+turn is timed, what has just been woken gets the time to catch up; the turns without telemetry wait
+as long.
 """
 
 from __future__ import annotations
@@ -45,12 +48,20 @@ def main(repeats: int, steps: int, tokens: int, out: Path | None) -> None:
             row = _compare(_Everything(seen), seen, unseen, repeats, steps, tokens)
         joining.farewell(0)
         if seen.rank == 0:
-            note = f"medians of {repeats} turns of {steps} steps each; a step is forward and backward of attention"
+            note = (
+                f"medians of {repeats} turns of {steps} steps each; a step is forward and "
+                "backward of attention"
+            )
             publish("telemetry: a step with and without it", [row], out, note)
 
 
 def _compare(
-    everything: _Everything, seen: burst_rt.Context, unseen: burst_rt.Context, repeats: int, steps: int, tokens: int
+    everything: _Everything,
+    seen: burst_rt.Context,
+    unseen: burst_rt.Context,
+    repeats: int,
+    steps: int,
+    tokens: int,
 ) -> dict[str, Cell]:
     times: dict[burst_rt.Context, list[float]] = {seen: [], unseen: []}
     parts: list[list[float]] = []
@@ -66,19 +77,28 @@ def _compare(
                 if repeat:  # the first warms up
                     times[ctx].append(step_s)
                     if ctx is seen:
-                        parts.append([100 * (now - then) / elapsed_s for now, then in zip(used, before, strict=True)])
+                        parts.append(
+                            [
+                                100 * (now - then) / elapsed_s
+                                for now, then in zip(used, before, strict=True)
+                            ]
+                        )
     finally:
         everything.end()
     paired = [100 * (a / b - 1) for a, b in zip(times[seen], times[unseen], strict=True)]
     agent, hub, viewer = map(statistics.fmean, zip(*parts, strict=True))
     return {
-        "tokens": tokens, "without ms": median(times[unseen]) * 1e3, "with ms": median(times[seen]) * 1e3,
-        "paired cost %": median(paired), "+- %": _error_of_median(paired), "an agent, % of a core": agent, "hub": hub, "viewer": viewer,
+        "tokens": tokens, "without ms": median(times[unseen]) * 1e3,
+        "with ms": median(times[seen]) * 1e3,
+        "paired cost %": median(paired), "+- %": _error_of_median(paired),
+        "an agent, % of a core": agent, "hub": hub, "viewer": viewer,
     }  # fmt: skip
 
 
 def _error_of_median(values: list[float]) -> float:
-    """Standard error of the median of values that are spread normally but for some far off: their spread is taken from the quartiles."""
+    """Standard error of the median of values that are spread normally but for some far off: their
+    spread is taken from the quartiles.
+    """
     if len(values) < 4:
         return float("nan")
     low, _, high = statistics.quantiles(values, n=4)
@@ -108,7 +128,9 @@ class _Everything:
     def __init__(self, ctx: burst_rt.Context) -> None:
         agent = joining._agents.get(None)
         if agent is None or agent._thread.ident is None:
-            raise InternalError(f"rank {ctx.rank}: there is no telemetry to measure: its hub did not start")
+            raise InternalError(
+                f"rank {ctx.rank}: there is no telemetry to measure: its hub did not start"
+            )
         self._agent_clock = time.pthread_getcpuclockid(agent._thread.ident)
         self._go = threading.Event()
         self._go.set()
@@ -131,7 +153,10 @@ class _Everything:
 
     def cpu_s(self) -> tuple[float, float, float]:
         """Processor time so far: of the agent's thread, the hub, the viewer."""
-        hub, viewer = (sum(process.cpu_times()[:2]) if process is not None else 0.0 for process in (self._hub, self._viewer))
+        hub, viewer = (
+            sum(process.cpu_times()[:2]) if process is not None else 0.0
+            for process in (self._hub, self._viewer)
+        )
         return time.clock_gettime(self._agent_clock), hub, viewer
 
     def end(self) -> None:
@@ -161,7 +186,9 @@ with Viewer(sys.argv[1], sys.argv[2]) as viewer:
 
 def _start_viewer(agent: Agent) -> psutil.Popen:
     command = [sys.executable, "-P", "-c", _VIEWER, agent.address, agent.secret]
-    return psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return psutil.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from burst_rt.launch.where import TERMINAL_VARIABLE
 
 __all__ = ["TIMES_OVER", "have_memory", "keep_freed_memory", "progress", "slowest_s"]
 
-# How many times over the memory that whole matrices of scores are planned to take must be there: temporaries are as large as they are.
+# How many times over the memory that whole matrices of scores are planned to take must be there:
+# temporaries are as large as they are.
 TIMES_OVER = 4
 # Of mallopt, in glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -26,10 +27,11 @@ _M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> None:
-    """From here on this process keeps what it frees, as a GPU's caching allocator does. Where the C library is not glibc, nothing changes.
+    """From here on this process keeps what it frees, as a GPU's caching allocator does. Where the C
+    library is not glibc, nothing changes.
 
-    Else whole matrices of scores come from the system anew in every tile, and its page faults take two thirds of the tile's time, more or
-    less of it from one minute to the next.
+    Else whole matrices of scores come from the system anew in every tile, and its page faults take
+    two thirds of the tile's time, more or less of it from one minute to the next.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -38,9 +40,11 @@ def keep_freed_memory() -> None:
 
 
 def have_memory(ctx: burst_rt.Context, size_bytes: int) -> None:
-    """Takes so much of the host's memory at once, where ranks compute there, and lets it go: with `keep_freed_memory` what is allocated
-    from here on is taken from it, not page by page from the system whenever freed pieces do not fit. At most half of a rank's share of what
-    is free. Collective."""
+    """Takes so much of the host's memory at once, where ranks compute there, and lets it go: with
+    `keep_freed_memory` what is allocated from here on is taken from it, not page by page from the
+    system whenever freed pieces do not fit. At most half of a rank's share of what is free.
+    Collective.
+    """
     share = psutil.virtual_memory().available // (2 * ctx.machine.ranks_per_node)
     ctx.all_reduce(torch.zeros(1))  # all have looked
     if ctx.device.type == "cpu":
@@ -62,9 +66,15 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
 
 @contextmanager
 def progress(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
-    """Yields what to call at the beginning of each of `total` steps. A bar on rank 0's terminal, or nothing."""
+    """Yields what to call at the beginning of each of `total` steps. A bar on rank 0's terminal, or
+    nothing.
+    """
     on_terminal = shown and TERMINAL_VARIABLE in os.environ
-    console = Console(stderr=True, force_terminal=True, width=100) if on_terminal else Console(stderr=True)
+    console = (
+        Console(stderr=True, force_terminal=True, width=100)
+        if on_terminal
+        else Console(stderr=True)
+    )
     with Progress(console=console, transient=True, disable=not on_terminal) as bar:
         task = bar.add_task("", total=total)
 

@@ -1,10 +1,13 @@
-"""`burst-rt bench tune`: block sizes, warps, stages and ways to load of the Triton kernels, measured on this machine's GPU.
+"""`burst-rt bench tune`: block sizes, warps, stages and ways to load of the Triton kernels,
+measured on this machine's GPU.
 
-For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled, checked against the table's own configuration and
-timed, full and causal together. The fastest are written where later jobs on this chip find them, and printed as `configs.py` has them.
+For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled, checked
+against the table's own configuration and timed, full and causal together. The fastest are written
+where later jobs on this chip find them, and printed as `configs.py` has them.
 
-Kernels whose warps are specialised come last, against the best found before: their warps wait for each other, and one that is compiled
-wrongly may never end. Then the measuring ends there, and what was found stays.
+Kernels whose warps are specialised come last, against the best found before: their warps wait for
+each other, and one that is compiled wrongly may never end. Then the measuring ends there, and what
+was found stays.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +35,8 @@ __all__ = ["Trial", "best_of", "main", "paste"]
 
 # Faster by less than this is noise, and the table's own stays.
 _WORTH = 0.02
-# Two configurations add up in other orders and round other probabilities to 16 bits; a wrong one is off by far more.
+# Two configurations add up in other orders and round other probabilities to 16 bits; a wrong one is
+# off by far more.
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
 # A tile takes milliseconds.
 _STUCK_S = 10.0
@@ -40,7 +45,9 @@ _NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (Fa
 
 
 class Trial(NamedTuple):
-    """How a configuration did: seconds for a full and a causal tile together, or why not; stuck: the device has not come back from it."""
+    """How a configuration did: seconds for a full and a causal tile together, or why not; stuck:
+    the device has not come back from it.
+    """
 
     config: Config
     seconds: float | None
@@ -53,24 +60,41 @@ class Stuck(Exception):
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest; the first, which is the table's own, unless another is faster by more than noise. None where none ran."""
+    """The fastest; the first, which is the table's own, unless another is faster by more than
+    noise. None where none ran.
+    """
     ran = [trial for trial in trials if trial.seconds is not None]
     if not ran:
         return None
     best = min(ran, key=lambda trial: trial.seconds or 0.0)
     own = trials[0]
-    return own if own.seconds is not None and (best.seconds or 0.0) > (1 - _WORTH) * own.seconds else best
+    return (
+        own
+        if own.seconds is not None and (best.seconds or 0.0) > (1 - _WORTH) * own.seconds
+        else best
+    )
 
 
 def paste(kind: str, arch: int, head_dim: int, trials: Sequence[Trial], best: Trial) -> str:
     """The line for configs.py."""
     own, found = trials[0], best.config
-    was = f"; {own.config!r} took {1e3 * own.seconds:.3f}" if own.seconds is not None and own is not best else ""
-    return f'("{kind}", {arch}), head sizes up to {head_dim}: {found!r}  # {1e3 * (best.seconds or 0.0):.3f} ms{was}'
+    was = (
+        f"; {own.config!r} took {1e3 * own.seconds:.3f}"
+        if own.seconds is not None and own is not best
+        else ""
+    )
+    return (
+        f'("{kind}", {arch}), head sizes up to {head_dim}: {found!r}  # '
+        f"{1e3 * (best.seconds or 0.0):.3f} ms{was}"
+    )
 
 
-def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out: Path | None) -> None:
-    """Measures, prints, writes. Blocks at most about `limit_s`, past which nothing new is begun. Raises ConfigError without a GPU."""
+def main(
+    head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out: Path | None
+) -> None:
+    """Measures, prints, writes. Blocks at most about `limit_s`, past which nothing new is begun.
+    Raises ConfigError without a GPU.
+    """
     if not torch.cuda.is_available():
         raise ConfigError("bench tune: torch sees no CUDA device; see `burst-rt doctor`")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -84,27 +108,48 @@ def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out
         # An even share of what is left for each that is still to come.
         now_s = time.monotonic()
         share_ends_s = now_s + (end_s - now_s) / (len(searches) - i)
-        works = [Work(device, kind_of_input, head_dim, mask, kind == "forward") for mask in (Full(), Causal())]
+        works = [
+            Work(device, kind_of_input, head_dim, mask, kind == "forward")
+            for mask in (Full(), Causal())
+        ]
         before = found.get((head_dim, kind))
         if configs[0].loads == "specialized" and before is None:
             continue  # there is nothing to check them against
         if before:
             configs = [before[0].config, *configs]
-        trials = trials_of(kind, works, configs, lambda run: _seconds(run, repeats), _after(share_ends_s), settle=_settle)
+        trials = trials_of(
+            kind,
+            works,
+            configs,
+            lambda run: _seconds(run, repeats),
+            _after(share_ends_s),
+            settle=_settle,
+        )
         best = best_of(trials)
         tried += [(kind, head_dim, trial) for trial in trials]
         if best is not None:
             kept = keep(kind, device, head_dim, kind_of_input, best.config)
             line = paste(kind, arch, head_dim, trials, best)
-            found[head_dim, kind] = best, line if kept else f"{line}  not remembered: the cache folder cannot be written"
+            found[head_dim, kind] = (
+                best,
+                line if kept else f"{line}  not remembered: the cache folder cannot be written",
+            )
         if trials[-1].stuck:
             break
     taken = [trial for trial, _ in found.values()]
-    rows = [_row(kind, head_dim, trial, any(trial is each for each in taken)) for kind, head_dim, trial in tried]
+    rows = [
+        _row(kind, head_dim, trial, any(trial is each for each in taken))
+        for kind, head_dim, trial in tried
+    ]
     # What was known of this kernel's speed is no longer so.
     forget(KIND)
     title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"
-    publish(title, rows, out, f"medians of {repeats}; a full and a causal tile of 4,096 x 4,096 together")
+    publish(
+        title,
+        rows,
+        out,
+        f"medians of {repeats}; a full and a causal tile of 4,096 x 4,096 together",
+    )
     print(
         "For burst_rt/kernels/triton/configs.py (jobs on this machine use them from now on):",
         *(line for _, line in found.values()),
@@ -112,24 +157,33 @@ def main(head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out
     )
     if trials and trials[-1].stuck:
         print(f"bench tune: ended early, {trials[-1].config} {trials[-1].why}", file=sys.stderr)
-        # Anything that asks the device, the end of Python too, would wait for ever; the driver ends what this process has started.
+        # Anything that asks the device, the end of Python too, would wait for ever; the driver ends
+        # what this process has started.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _searches(arch: int, head_dims: Sequence[int], input_bytes: int) -> Iterator[tuple[int, str, list[Config]]]:
+def _searches(
+    arch: int, head_dims: Sequence[int], input_bytes: int
+) -> Iterator[tuple[int, str, list[Config]]]:
     """What to try for each head size and kernel; first all that cannot get stuck."""
     for specialized in (False, True):
         for head_dim in head_dims:
             for kind in TUNED:
-                configs = [c for c in candidates(kind, arch, head_dim, input_bytes) if (c.loads == "specialized") == specialized]
+                configs = [
+                    c
+                    for c in candidates(kind, arch, head_dim, input_bytes)
+                    if (c.loads == "specialized") == specialized
+                ]
                 if configs:
                     yield head_dim, kind, configs
 
 
 def _settle() -> None:
-    """Waits until the device has done all it was given; raises Stuck where that takes far too long."""
+    """Waits until the device has done all it was given; raises Stuck where that takes far too
+    long.
+    """
     event = torch.cuda.Event()
     event.record()
     stuck_at_s = time.monotonic() + _STUCK_S
@@ -152,7 +206,8 @@ def trials_of(
     tokens: int = 4096,
     settle: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Every configuration in turn on the standard tiles of some work; the first is what the others' results are checked against.
+    """Every configuration in turn on the standard tiles of some work; the first is what the others'
+    results are checked against.
 
     settle: waits for the device. Where it, or `seconds`, raises Stuck, no more are tried.
     """
@@ -160,8 +215,12 @@ def trials_of(
     problems = [TileProblem(work, tokens=tokens) for work in works]
     checked = problems
     if any(config.loads == "specialized" for config in configs):
-        # Those the compiler takes apart most: also tiles of a ring, and lengths that blocks do not divide.
-        checked = [*problems, *(TileProblem(work, tokens=tokens - 7, alone=False) for work in works)]
+        # Those the compiler takes apart most: also tiles of a ring, and lengths that blocks do not
+        # divide.
+        checked = [
+            *problems,
+            *(TileProblem(work, tokens=tokens - 7, alone=False) for work in works),
+        ]
     wanted: list[list[torch.Tensor]] = []
     trials: list[Trial] = []
     for config in configs:
@@ -173,11 +232,19 @@ def trials_of(
                 results = [problem.results(kernel, _NEEDS[kind]) for problem in checked]
                 settle()
                 wanted = wanted or results
-                apart = max(_apart(x, y) for found, right in zip(results, wanted, strict=True) for x, y in zip(found, right, strict=True))
+                apart = max(
+                    _apart(x, y)
+                    for found, right in zip(results, wanted, strict=True)
+                    for x, y in zip(found, right, strict=True)
+                )
                 if not apart < _SAME[works[0].dtype]:
-                    trials.append(Trial(config, None, f"wrong: {apart:.1e} from what the first one gives"))
+                    trials.append(
+                        Trial(config, None, f"wrong: {apart:.1e} from what the first one gives")
+                    )
                     continue
-                took = sum(seconds(lambda problem=problem: problem.run(kernel, _NEEDS[kind])) for problem in problems)  # type: ignore[misc]
+                took = sum(
+                    seconds(partial(problem.run, kernel, _NEEDS[kind])) for problem in problems
+                )
         except Stuck as error:
             trials.append(Trial(config, None, str(error), stuck=True))
             break

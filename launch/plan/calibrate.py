@@ -1,12 +1,14 @@
 """The ranks' side of `burst-rt calibrate`: this machine measured as the simulator sees it.
 
-* devices: the strategies themselves run at several sizes, full and causal, and every task of their traces is a sample (`fit`). All ranks
-  compute at once, so that what they share (memory, power) is in the rates.
+* devices: the strategies themselves run at several sizes, full and causal, and every task of their
+  traces is a sample (`fit`). All ranks compute at once, so that what they share (memory, power) is
+  in the rates.
 * matrix products, by a product of a typical shape.
-* links: exchanges of messages of several sizes between neighbours, all ranks at once, both directions at once; between ranks of a host
-  and, if there are several hosts, between hosts.
+* links: exchanges of messages of several sizes between neighbours, all ranks at once, both
+  directions at once; between ranks of a host and, if there are several hosts, between hosts.
 
-On CPUs the file says that as many ranks as measured have a core each, and that more of them on the host would share those.
+On CPUs the file says that as many ranks as measured have a core each, and that more of them on the
+host would share those.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import torch
 
 import burst_rt
 from burst_rt.launch.bench.report import machine, median
-from burst_rt.launch.bench.timing import TIMES_OVER, have_memory, keep_freed_memory, progress, slowest_s
+from burst_rt.launch.bench.timing import (
+    TIMES_OVER,
+    have_memory,
+    keep_freed_memory,
+    progress,
+    slowest_s,
+)
 from burst_rt.launch.plan.doubts import BusyCores, doubts
 from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
@@ -30,7 +38,8 @@ from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
 
 __all__ = ["Calibration", "main"]
 
-# Tokens of a rank, and the strategies whose operations are sampled. Whole matrices of scores are sampled at sizes that no cache holds.
+# Tokens of a rank, and the strategies whose operations are sampled. Whole matrices of scores are
+# sampled at sizes that no cache holds.
 _TOKENS = (256, 512, 1024, 2048)
 _WHOLE = (1024, 2048, 4096, 8192)
 _STRATEGIES = {
@@ -51,7 +60,16 @@ _RANKS_A_CORE = 8
 class Calibration:
     """One rank of the measuring job. Every method is collective."""
 
-    def __init__(self, ctx: burst_rt.Context, *, heads: int, head_dim: int, dtype: torch.dtype, repeats: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        ctx: burst_rt.Context,
+        *,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        repeats: int,
+        max_tokens: int,
+    ) -> None:
         self.ctx = ctx
         self.max_tokens = max_tokens
         self.heads, self.head_dim, self.dtype, self.repeats = heads, head_dim, dtype, repeats
@@ -73,11 +91,20 @@ class Calibration:
         samples += self.products()
         say("links")
         inside = self.link(1, self.per_node) if self.per_node > 1 else None
-        outside = self.link(self.per_node, self.ctx.world_size) if self.ctx.world_size > self.per_node else None
+        outside = (
+            self.link(self.per_node, self.ctx.world_size)
+            if self.ctx.world_size > self.per_node
+            else None
+        )
         link = inside or outside
         assert link is not None
         nics = None if outside is None else Nics(self.per_node, outside)
-        return Hardware(self._name(), Device(self._memory_bytes(), fit_rates(samples)), self._node(link, nics), nics)
+        return Hardware(
+            self._name(),
+            Device(self._memory_bytes(), fit_rates(samples)),
+            self._node(link, nics),
+            nics,
+        )
 
     def doubts(self, hardware: Hardware) -> list[str]:
         """Why what was measured is not to be trusted; see `plan.doubts`."""
@@ -94,11 +121,19 @@ class Calibration:
         return list(doubts(self.samples, hardware, most, free, self.per_node))
 
     def attention(self, strategy: str, tokens: int, causal: bool) -> Iterator[Sample]:
-        """Every task of both directions, from the traces of all ranks; none where a rank's share of memory may not suffice."""
+        """Every task of both directions, from the traces of all ranks; none where a rank's share of
+        memory may not suffice.
+        """
         layout = self.ctx.layout(tokens * self.ctx.world_size, "zigzag" if causal else "contiguous")
-        heads, repeats = (max(1, self.heads // 4), min(2, self.repeats)) if tokens >= _LONG else (self.heads, self.repeats)
+        heads, repeats = (
+            (max(1, self.heads // 4), min(2, self.repeats))
+            if tokens >= _LONG
+            else (self.heads, self.repeats)
+        )
         shape = (1, layout.shard_len, heads, self.head_dim)
-        q, k, v, dout = (torch.randn(shape, device=self.ctx.device).to(self.dtype) for _ in range(4))
+        q, k, v, dout = (
+            torch.randn(shape, device=self.ctx.device).to(self.dtype) for _ in range(4)
+        )
         for x in (q, k, v):
             x.requires_grad_()
         plan = burst_rt.explain(q, k, v, causal=causal, layout=layout, strategy=strategy).backward
@@ -121,7 +156,9 @@ class Calibration:
     def products(self) -> Iterator[Sample]:
         """Matrix products on this rank, while the others do the same."""
         for rows, width in _LINEAR:
-            x, weight = (torch.randn(n, width, device=self.ctx.device).to(self.dtype) for n in (rows, width))
+            x, weight = (
+                torch.randn(n, width, device=self.ctx.device).to(self.dtype) for n in (rows, width)
+            )
             cost = Cost(2 * rows * width * width)
             for repeat in range(self.repeats + 1):
                 took = slowest_s(self.ctx, lambda x=x, weight=weight: x @ weight)  # type: ignore[misc]
@@ -140,12 +177,18 @@ class Calibration:
             pipeline = self.ctx.pipeline(lambda r: _exchange(r, self.ctx, step, ring, size_bytes))
             # Pipelines are not staged; the way between the hosts is the same from host memory.
             where = "cpu" if self.ctx.machine.transport_name == "staged" else self.ctx.device
-            buffers = {name: torch.empty(size_bytes, dtype=torch.uint8, device=where) for name in ("out", "in")}
+            buffers = {
+                name: torch.empty(size_bytes, dtype=torch.uint8, device=where)
+                for name in ("out", "in")
+            }
             took = []
             for _ in range(4 * self.repeats + 1):
                 took.append(slowest_s(self.ctx, lambda: pipeline.run(buffers=buffers, ops={})))
-                # In between, so that what disturbs the machine for some milliseconds is not all of either.
-                idle_s.append(slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None})))
+                # In between, so that what disturbs the machine for some milliseconds is not all of
+                # either.
+                idle_s.append(
+                    slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None}))
+                )
             return median(took[1:])
 
         assert first + ring <= self.ctx.world_size
@@ -154,8 +197,15 @@ class Calibration:
         return replace(link, latency_s=max(link.latency_s - median(idle_s), 1e-7))
 
     def _name(self) -> str:
-        chip = torch.cuda.get_device_name(self.ctx.device) if self.ctx.device.type == "cuda" else machine()["cpu"]
-        return f"{chip}, measured with {self.ctx.world_size} ranks over {self.ctx.machine.transport_name}"
+        chip = (
+            torch.cuda.get_device_name(self.ctx.device)
+            if self.ctx.device.type == "cuda"
+            else machine()["cpu"]
+        )
+        return (
+            f"{chip}, measured with {self.ctx.world_size} ranks over "
+            f"{self.ctx.machine.transport_name}"
+        )
 
     def _memory_bytes(self) -> int:
         if self.ctx.device.type == "cuda":
@@ -179,7 +229,9 @@ def _samples(ranks: Sequence[tuple[Graph, Sequence[Span]]], suffix: str) -> Iter
 
 def _exchange(rank: int, ctx: burst_rt.Context, step: int, ring: int, size_bytes: int) -> Graph:
     g = GraphBuilder(rank, ctx.world_size, ctx.lanes)
-    out, into = (g.buffer(name, size_bytes=size_bytes, initialised=name == "out") for name in ("out", "in"))
+    out, into = (
+        g.buffer(name, size_bytes=size_bytes, initialised=name == "out") for name in ("out", "in")
+    )
     first = rank - rank % ring
     after, before = (first + (rank - first + way) % ring for way in (step, -step))
     g.exchange("exchange", sends=[(out, after)], recvs=[(into, before)], tag=0)
@@ -201,16 +253,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--doubts", type=Path, required=True, help="a file for why the figures are not to be trusted, a line each")
+    parser.add_argument(
+        "--doubts",
+        type=Path,
+        required=True,
+        help="a file for why the figures are not to be trusted, a line each",
+    )
     options = parser.parse_args(argv)
     keep_freed_memory()
     with burst_rt.init() as ctx:
         if ctx.world_size < 2:
-            raise burst_rt.errors.InputError("calibrate: links need at least 2 ranks, got 1; use -n 2 or more")
+            raise burst_rt.errors.InputError(
+                "calibrate: links need at least 2 ranks, got 1; use -n 2 or more"
+            )
         torch.manual_seed(ctx.rank)
         first = ctx.rank == 0
-        shape = {"heads": options.heads, "head_dim": options.head_dim, "dtype": getattr(torch, options.dtype)}
-        calibration = Calibration(ctx, **shape, repeats=options.repeats, max_tokens=options.max_tokens)
+        shape = {
+            "heads": options.heads,
+            "head_dim": options.head_dim,
+            "dtype": getattr(torch, options.dtype),
+        }
+        calibration = Calibration(
+            ctx, **shape, repeats=options.repeats, max_tokens=options.max_tokens
+        )
         with progress(first, len(_STRATEGIES) + 2) as step:
             found = calibration.hardware(step)
         doubtful = calibration.doubts(found)
@@ -218,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.doubts.write_text("".join(f"{doubt}\n" for doubt in doubtful), encoding="utf-8")
             made = ", ".join(f"{name} {value}" for name, value in machine().items())
             about = f"{options.heads} heads x {options.head_dim}, {options.dtype}"
-            head = f"# Made by `burst-rt calibrate` on {date.today().isoformat()}: {about}.\n# {made}\n\n"
+            head = (
+                f"# Made by `burst-rt calibrate` on {date.today().isoformat()}: {about}.\n# "
+                f"{made}\n\n"
+            )
             options.out.write_text(head + found.to_toml(), encoding="utf-8")
 
 

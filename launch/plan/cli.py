@@ -1,4 +1,6 @@
-"""`burst-rt simulate`, `burst-rt plan` and `burst-rt calibrate`: their options and what they print."""
+"""`burst-rt simulate`, `burst-rt plan` and `burst-rt calibrate`: their options and what they
+print.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +49,49 @@ def parse_tokens(text: str) -> int:
     if unit not in ("K", "M"):
         number, unit = text, ""
     if not number.isdecimal() or not int(number):
-        raise InputError(f"--seq: expected a number of tokens such as 131072, 128K or 1M, got {text!r}")
+        raise InputError(
+            f"--seq: expected a number of tokens such as 131072, 128K or 1M, got {text!r}"
+        )
     return int(number) * {"": 1, "K": 1 << 10, "M": 1 << 20}[unit]
 
 
 def _about(*masks: str) -> Callable[[_F], _F]:
-    """The options that say what is computed where, the same defaults for both: figures of different things would be compared.
+    """The options that say what is computed where, the same defaults for both: figures of different
+    things would be compared.
 
     masks: beside the usual ones.
     """
     options = [
-        click.option("--hardware", required=True, help="A machine: a100-pcie, a100-sxm, h100-sxm, h200-sxm, or the path of a file."),
-        click.option("--model", "model_text", default="llama-7b", show_default=True, help="llama-7b, llama-13b, or layers=32,dim=4096,..."),
-        click.option("--world", type=click.IntRange(1), required=True, help="Ranks, one device each."),
-        click.option("--nodes", type=click.IntRange(1), help="Spread the ranks over so many nodes. [default: full nodes]"),
-        click.option("--seq", "seq_text", required=True, help="Tokens of one sequence: 131072, 128K, 1M."),
-        click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences at once."),
+        click.option(
+            "--hardware",
+            required=True,
+            help="A machine: a100-pcie, a100-sxm, h100-sxm, h200-sxm, or the path of a file.",
+        ),
+        click.option(
+            "--model",
+            "model_text",
+            default="llama-7b",
+            show_default=True,
+            help="llama-7b, llama-13b, or layers=32,dim=4096,...",
+        ),
+        click.option(
+            "--world", type=click.IntRange(1), required=True, help="Ranks, one device each."
+        ),
+        click.option(
+            "--nodes",
+            type=click.IntRange(1),
+            help="Spread the ranks over so many nodes. [default: full nodes]",
+        ),
+        click.option(
+            "--seq", "seq_text", required=True, help="Tokens of one sequence: 131072, 128K, 1M."
+        ),
+        click.option(
+            "--batch",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Sequences at once.",
+        ),
         click.option(
             "--phase",
             type=click.Choice(["first-token", "train"]),
@@ -75,7 +104,9 @@ def _about(*masks: str) -> Callable[[_F], _F]:
             type=click.Choice([*masks, *MASKS]),
             default="causal",
             show_default=True,
-            help="What attention computes." + " published: as the BurstAttention paper compares, its rings everything." * bool(masks),
+            help="What attention computes."
+            + " published: as the BurstAttention paper compares, its rings everything."
+            * bool(masks),
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
@@ -90,7 +121,11 @@ def _about(*masks: str) -> Callable[[_F], _F]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @_about("published")
-@click.option("--strategy", required=True, help=f"{', '.join(_STRATEGIES)}, ring-naive, burst-untiled; hybrid:N, two-level:N.")
+@click.option(
+    "--strategy",
+    required=True,
+    help=f"{', '.join(_STRATEGIES)}, ring-naive, burst-untiled; hybrid:N, two-level:N.",
+)
 def simulate(
     hardware: str,
     model_text: str,
@@ -103,15 +138,20 @@ def simulate(
     strategy: str,
     mask: str,
 ) -> None:
-    """Simulate a model on a machine that need not be there: time, communication and memory under one strategy.
+    """Simulate a model on a machine that need not be there: time, communication and memory under
+    one strategy.
 
-    One layer's task graphs of all ranks run under a virtual clock; a model takes as many times as long as it has layers. Example:
+    One layer's task graphs of all ranks run under a virtual clock; a model takes as many times as
+    long as it has layers. Example:
 
-    burst-rt simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence --world 8 --seq 128K --json
+    burst-rt simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence
+    --world 8 --seq 128K --json
     """
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
     taken = published_mask(strategy) if mask == "published" else mask
-    found = forecast_model(model, strategy, world, parse_tokens(seq_text), machine, phase, mask=taken, batch=batch)
+    found = forecast_model(
+        model, strategy, world, parse_tokens(seq_text), machine, phase, mask=taken, batch=batch
+    )
     if as_json:
         print(json.dumps(_described(model, machine, world, seq_text, batch) | found.to_json()))
     else:
@@ -121,29 +161,57 @@ def simulate(
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @_about()
 def plan(
-    hardware: str, model_text: str, world: int, nodes: int | None, seq_text: str, batch: int, phase: Phase, as_json: bool, mask: str
+    hardware: str,
+    model_text: str,
+    world: int,
+    nodes: int | None,
+    seq_text: str,
+    batch: int,
+    phase: Phase,
+    as_json: bool,
+    mask: str,
 ) -> None:
-    """Compare all strategies for a model on a machine, and say which to take, how many ranks it needs, and how large tiles are.
+    """Compare all strategies for a model on a machine, and say which to take, how many ranks it
+    needs, and how large tiles are.
 
     Example: burst-rt plan --world 64 --nodes 8 --hardware h100 --model llama-7b --seq 1M
     """
-    model, machine, seq_len = parse_model(model_text), _spread(load_hardware(hardware), world, nodes), parse_tokens(seq_text)
+    model, machine, seq_len = (
+        parse_model(model_text),
+        _spread(load_hardware(hardware), world, nodes),
+        parse_tokens(seq_text),
+    )
     found: list[ModelForecast] = []
     refused: dict[str, str] = {}
     with _progress(_STRATEGIES) as strategies:
         for strategy in strategies:
             try:
-                found.append(forecast_model(model, strategy, world, seq_len, machine, phase, mask=mask, batch=batch))
+                found.append(
+                    forecast_model(
+                        model, strategy, world, seq_len, machine, phase, mask=mask, batch=batch
+                    )
+                )
             except InputError as error:
                 refused[strategy] = error.message
     found.sort(key=lambda f: (f.out_of_memory, f.time_s or 0.0, f.sent_bytes))
     best = found[0] if found and not found[0].out_of_memory else None
-    fewest = fewest_ranks(model, best.strategy if best else "burst", seq_len, machine, phase, mask=mask, batch=batch)
-    tile = tile_of(model, best.strategy, world, seq_len, machine, mask=mask, batch=batch) if best else None
+    fewest = fewest_ranks(
+        model, best.strategy if best else "burst", seq_len, machine, phase, mask=mask, batch=batch
+    )
+    tile = (
+        tile_of(model, best.strategy, world, seq_len, machine, mask=mask, batch=batch)
+        if best
+        else None
+    )
     why = _why(found, best, fewest, tile)
     if as_json:
         answer = _described(model, machine, world, seq_text, batch) | {"phase": phase, "mask": mask}
-        answer |= {"take": best.strategy if best else None, "why": why, "fewest_ranks": fewest, "tile": tile}
+        answer |= {
+            "take": best.strategy if best else None,
+            "why": why,
+            "fewest_ranks": fewest,
+            "tile": tile,
+        }
         print(json.dumps(answer | {"strategies": [f.to_json() for f in found], "refused": refused}))
         return
     _print(found, _title(model, machine, world, seq_text, phase))
@@ -152,21 +220,42 @@ def plan(
     print(why)
 
 
-def _why(found: list[ModelForecast], best: ModelForecast | None, fewest: int | None, tile: tuple[int, int] | None) -> str:
-    ranks = "no number of ranks up to 512 holds it" if fewest is None else f"it needs at least {fewest} rank{'s' * (fewest > 1)}"
+def _why(
+    found: list[ModelForecast],
+    best: ModelForecast | None,
+    fewest: int | None,
+    tile: tuple[int, int] | None,
+) -> str:
+    ranks = (
+        "no number of ranks up to 512 holds it"
+        if fewest is None
+        else f"it needs at least {fewest} rank{'s' * (fewest > 1)}"
+    )
     if best is None or best.time_s is None:
-        return f"Take none: nothing fits into a device's memory; with {'burst' if fewest else 'burst, too,'} {ranks}."
+        return (
+            "Take none: nothing fits into a device's memory; with "
+            f"{'burst' if fewest else 'burst, too,'} {ranks}."
+        )
     same, *others = _alike(f for f in found if not f.out_of_memory)
-    ahead = f" (here {' and '.join(f.strategy for f in same[1:])} is the same)" if len(same) > 1 else ""
+    ahead = (
+        f" (here {' and '.join(f.strategy for f in same[1:])} is the same)" if len(same) > 1 else ""
+    )
     if others and others[0][0].time_s:
         times = f"{others[0][0].time_s / best.time_s:.2f}"
         ahead += f", {f'{times} times ' * (times != '1.00')}as fast as {others[0][0].strategy}"
-    size = f" Its tiles are {tile[0]:,} queries x {tile[1]:,} keys; the kernel cuts them into its own blocks." if tile else ""
+    size = (
+        f" Its tiles are {tile[0]:,} queries x {tile[1]:,} keys; the kernel cuts them into its own "
+        "blocks."
+        if tile
+        else ""
+    )
     return f"Take {best.strategy}: {best.time_s:.3g} s{ahead}; {ranks}.{size}"
 
 
 def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
-    """Strategies that come to the same here (two levels on one node are a ring) together, in the order in which they come."""
+    """Strategies that come to the same here (two levels on one node are a ring) together, in the
+    order in which they come.
+    """
     alike: dict[ModelForecast, list[ModelForecast]] = {}
     for f in found:
         alike.setdefault(replace(f, strategy=""), []).append(f)
@@ -174,27 +263,89 @@ def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-n", "--num-ranks", default=2, show_default=True, type=click.IntRange(2), help="Ranks that measure, all at once.")
-@click.option("--heads", default=8, show_default=True, type=click.IntRange(1), help="Heads of the calls measured.")
-@click.option("--head-dim", default=64, show_default=True, type=click.IntRange(16, 256), help="Width of a head.")
-@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the inputs.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Runs of each size; medians are taken.")
-@click.option("--max-tokens", default=8192, show_default=True, type=click.IntRange(256), help="Of a rank, in the largest call measured.")
+@click.option(
+    "-n",
+    "--num-ranks",
+    default=2,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Ranks that measure, all at once.",
+)
+@click.option(
+    "--heads",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Heads of the calls measured.",
+)
+@click.option(
+    "--head-dim",
+    default=64,
+    show_default=True,
+    type=click.IntRange(16, 256),
+    help="Width of a head.",
+)
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the inputs.",
+)
+@click.option(
+    "--repeats",
+    default=5,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Runs of each size; medians are taken.",
+)
+@click.option(
+    "--max-tokens",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(256),
+    help="Of a rank, in the largest call measured.",
+)
 @machine_options
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write. [default: the one that jobs plan with]")
-@click.option("--force", is_flag=True, help="Write it even where the machine was busy with something else.")
-def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: int, max_tokens: int, out: Path | None, force: bool) -> None:
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write. [default: the one that jobs plan with]",
+)
+@click.option(
+    "--force", is_flag=True, help="Write it even where the machine was busy with something else."
+)
+def calibrate(
+    num_ranks: int,
+    heads: int,
+    head_dim: int,
+    dtype: str,
+    repeats: int,
+    max_tokens: int,
+    out: Path | None,
+    force: bool,
+) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
-    Takes some four minutes on a CPU, in which nothing else should run; where something did, nothing is written. Jobs find the file by
-    themselves; BURST_RT_HARDWARE=none makes them ignore it, BURST_RT_HARDWARE=FILE take another.
+    Takes some four minutes on a CPU, in which nothing else should run; where something did, nothing
+    is written. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes them ignore it,
+    BURST_RT_HARDWARE=FILE take another.
     """
 
     from burst_rt.joining import DEVICE_VARIABLE, resolve_device
     from burst_rt.launch.run import launch
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
-    sizes = ["--heads", str(heads), "--head-dim", str(head_dim), "--dtype", dtype, "--repeats", str(repeats)]
+    sizes = [
+        "--heads",
+        str(heads),
+        "--head-dim",
+        str(head_dim),
+        "--dtype",
+        dtype,
+        "--repeats",
+        str(repeats),
+    ]
     with tempfile.TemporaryDirectory(prefix="burst-rt-") as folder:
         made, doubts = Path(folder, "machine.toml"), Path(folder, "doubts")
         sizes += ["--max-tokens", str(max_tokens), "--out", str(made), "--doubts", str(doubts)]
@@ -206,16 +357,28 @@ def calibrate(num_ranks: int, heads: int, head_dim: int, dtype: str, repeats: in
     _print_machine(found)
     if doubtful and not force:
         raise ConfigError(
-            f"calibrate: the machine was busy: {'; '.join(doubtful)}. Nothing was written to {path}; try again when nothing else runs, or "
+            f"calibrate: the machine was busy: {'; '.join(doubtful)}. Nothing was written to "
+            f"{path}; try again when nothing else runs, or "
             "with --force"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"# Doubtful: {doubt}.\n" for doubt in doubtful) + text, encoding="utf-8")
+    path.write_text(
+        "".join(f"# Doubtful: {doubt}.\n" for doubt in doubtful) + text, encoding="utf-8"
+    )
     print(f"wrote {path}")
 
 
 def _print_machine(found: Hardware) -> None:
-    table = Table("operation", "launch us", "GFLOP/s", "under a mask", "at its edge", "GB/s", title=found.name, title_justify="left")
+    table = Table(
+        "operation",
+        "launch us",
+        "GFLOP/s",
+        "under a mask",
+        "at its edge",
+        "GB/s",
+        title=found.name,
+        title_justify="left",
+    )
     for name, rate in found.device.rates.items():
         flops, memory = (speed and speed / 1e9 for speed in (rate.flops_per_s, rate.bytes_per_s))
         cells = (rate.launch_s * 1e6, flops, rate.masked, rate.edge, memory)
@@ -233,24 +396,47 @@ def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:
     return replace(hardware, node=replace(hardware.node, ranks=world // nodes))
 
 
-def _described(model: Model, hardware: Hardware, world: int, seq_text: str, batch: int) -> dict[str, object]:
+def _described(
+    model: Model, hardware: Hardware, world: int, seq_text: str, batch: int
+) -> dict[str, object]:
     sizes = {"model": model.name, "world": world, "seq": parse_tokens(seq_text), "batch": batch}
     return sizes | {"hardware": hardware.name, "ranks_per_node": min(world, hardware.node.ranks)}
 
 
 def _title(model: Model, hardware: Hardware, world: int, seq_text: str, phase: str) -> str:
     nodes = -(-world // hardware.node.ranks)
-    return f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {world} ranks on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
+    return (
+        f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {world} ranks on {nodes} "
+        f"node{'s' * (nodes > 1)} of {hardware.name}"
+    )
 
 
 def _print(found: list[ModelForecast], title: str) -> None:
-    table = Table("strategy", "mask", "time s", "idle s", "sent GB", "memory GB", "activations", title=title, title_justify="left")
+    table = Table(
+        "strategy",
+        "mask",
+        "time s",
+        "idle s",
+        "sent GB",
+        "memory GB",
+        "activations",
+        title=title,
+        title_justify="left",
+    )
     for column in table.columns[2:6]:
         column.justify = "right"
     for f in found:
         kept = "" if f.phase != "train" else "computed again" if f.recompute else "kept"
         time = "out of memory" if f.time_s is None else _seconds(f.time_s)
-        table.add_row(f.strategy, f.mask, time, _seconds(f.exposed_s), f"{f.sent_bytes / 1e9:,.1f}", f"{f.memory_bytes / 1e9:,.1f}", kept)
+        table.add_row(
+            f.strategy,
+            f.mask,
+            time,
+            _seconds(f.exposed_s),
+            f"{f.sent_bytes / 1e9:,.1f}",
+            f"{f.memory_bytes / 1e9:,.1f}",
+            kept,
+        )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print("time: of one phase; idle, sent, memory: of the worst rank")
 
@@ -262,7 +448,9 @@ def _seconds(value: float) -> str:
 @contextmanager
 def _progress(strategies: tuple[str, ...]) -> Iterator[Iterator[str]]:
     """Yields the strategies; shows on a terminal how far along they are."""
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task("simulating", total=len(strategies))
 
         def each() -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""Whether a machine was busy with something else while it was measured: jobs would plan with figures that are of no use."""
+"""Whether a machine was busy with something else while it was measured: jobs would plan with
+figures that are of no use.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["BusyCores", "doubts"]
 
-# A quarter of equal tasks took so many times as long as another quarter; of the median kind of task, among those long enough to tell.
+# A quarter of equal tasks took so many times as long as another quarter; of the median kind of
+# task, among those long enough to tell.
 _SPREAD = 1.5
 _LEAST_S = 2e-4
 _LEAST_SAMPLES = 4
-# Starting a task, or a message of no bytes, takes a thousandth of this to a tenth. Of whole matrices a fit may make more, but not more than
-# so many times the shortest task that was measured.
+# Starting a task, or a message of no bytes, takes a thousandth of this to a tenth. Of whole
+# matrices a fit may make more, but not more than so many times the shortest task that was measured.
 _MOST_LAUNCH_S = 1e-2
 _TIMES_SHORTEST = 2.0
 # Other processes may use the cores that the ranks leave, and so much of a rank's own.
@@ -28,14 +31,18 @@ _SHARE_OF_A_RANK = 0.1
 
 
 class BusyCores:
-    """How many cores of this host were busy, and how many of them with this process, since it was made."""
+    """How many cores of this host were busy, and how many of them with this process, since it was
+    made.
+    """
 
     def __init__(self) -> None:
         self._began = self._now()
 
     def so_far(self) -> tuple[float, float]:
         """Of the host, and of this process."""
-        elapsed_s, busy_s, own_s = (now - then for now, then in zip(self._now(), self._began, strict=True))
+        elapsed_s, busy_s, own_s = (
+            now - then for now, then in zip(self._now(), self._began, strict=True)
+        )
         return busy_s / max(elapsed_s, 1e-9), own_s / max(elapsed_s, 1e-9)
 
     @staticmethod
@@ -43,24 +50,43 @@ class BusyCores:
         times = psutil.cpu_times()
         # On a virtual machine what its neighbours take is busy too.
         busy = ("user", "nice", "system", "irq", "softirq", "steal")
-        return time.monotonic(), sum(getattr(times, name, 0.0) for name in busy), time.process_time()
+        return (
+            time.monotonic(),
+            sum(getattr(times, name, 0.0) for name in busy),
+            time.process_time(),
+        )
 
 
-def doubts(samples: Iterable[Sample], hardware: Hardware, others_cores: float, free_cores: float, num_ranks: int) -> Iterator[str]:
+def doubts(
+    samples: Iterable[Sample],
+    hardware: Hardware,
+    others_cores: float,
+    free_cores: float,
+    num_ranks: int,
+) -> Iterator[str]:
     """Why the figures are not to be trusted, in words; nothing where they may be.
 
-    others_cores: that processes other than the ranks kept busy; free_cores: that the ranks leave to them; num_ranks: on that host.
+    others_cores: that processes other than the ranks kept busy; free_cores: that the ranks leave to
+    them; num_ranks: on that host.
     """
     if others_cores > free_cores + _SHARE_OF_A_RANK * num_ranks:
-        yield f"other processes kept {others_cores:.1f} cores busy, and {num_ranks} ranks leave them {free_cores:.0f}"
+        yield (
+            f"other processes kept {others_cores:.1f} cores busy, and {num_ranks} ranks leave them "
+            f"{free_cores:.0f}"
+        )
     equal: dict[tuple[str, Cost], list[float]] = defaultdict(list)
     for sample in samples:
         equal[sample.name, sample.cost].append(sample.seconds)
     spread = _spread(equal.values())
     if spread > _SPREAD:
-        yield f"equal tasks took unequally long (the slower quarter {spread:.1f} times as long as the faster one)"
+        yield (
+            f"equal tasks took unequally long (the slower quarter {spread:.1f} times as long as "
+            "the faster one)"
+        )
     for name, rate in hardware.device.rates.items():
-        shortest_s = min((statistics.median(took) for (of, _), took in equal.items() if of == name), default=0.0)
+        shortest_s = min(
+            (statistics.median(took) for (of, _), took in equal.items() if of == name), default=0.0
+        )
         # Without a speed it is no launch, but the time of the one size that there was.
         has_speed = rate.flops_per_s is not None or rate.bytes_per_s is not None
         if has_speed and rate.launch_s > max(_MOST_LAUNCH_S, _TIMES_SHORTEST * shortest_s):

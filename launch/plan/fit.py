@@ -1,4 +1,6 @@
-"""From measured tasks to rates: least squares in relative terms, with coefficients that are not negative. Pure; numpy only."""
+"""From measured tasks to rates: least squares in relative terms, with coefficients that are not
+negative. Pure; numpy only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _ROUNDING = 1e-9
 
 
 class Sample(NamedTuple):
-    """A task that ran: its rate's name ("forward", "forward-untiled"), what it cost, how long it took."""
+    """A task that ran: its rate's name ("forward", "forward-untiled"), what it cost, how long it
+    took.
+    """
 
     name: str
     cost: Cost
@@ -28,7 +32,9 @@ class Sample(NamedTuple):
 
 
 def fit_rates(samples: Iterable[Sample]) -> dict[str, Rate]:
-    """A rate for each name, and "default": of all samples that do no arithmetic together. Needs at least one such sample."""
+    """A rate for each name, and "default": of all samples that do no arithmetic together. Needs at
+    least one such sample.
+    """
     named: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         named[sample.name].append(sample)
@@ -38,36 +44,56 @@ def fit_rates(samples: Iterable[Sample]) -> dict[str, Rate]:
 
 
 def fit_rate(samples: Iterable[Sample]) -> Rate:
-    """The rate that comes closest to the medians of equal tasks, relatively: of arithmetic, if there is any, and memory."""
+    """The rate that comes closest to the medians of equal tasks, relatively: of arithmetic, if
+    there is any, and memory.
+    """
     at: dict[Cost, list[float]] = defaultdict(list)
     for sample in samples:
         at[sample.cost].append(sample.seconds)
     costs = list(at)
     took = np.array([statistics.median(at[cost]) for cost in costs])
     if any(cost.flops for cost in costs):
-        # Kernels that cut along the mask lose time at its edge, kernels that do not, everywhere under it.
-        columns = np.array([(1.0, cost.flops, cost.masked_flops, cost.edge_flops, cost.size_bytes) for cost in costs])
+        # Kernels that cut along the mask lose time at its edge, kernels that do not, everywhere
+        # under it.
+        columns = np.array(
+            [
+                (1.0, cost.flops, cost.masked_flops, cost.edge_flops, cost.size_bytes)
+                for cost in costs
+            ]
+        )
         launch, flop, masked, edge, byte = _fit(columns, took)
-        # A rate has one speed for what no mask touches; where none was seen, the mask's own is that speed.
+        # A rate has one speed for what no mask touches; where none was seen, the mask's own is that
+        # speed.
         flop, masked = (flop, masked) if flop else (masked, 0.0)
         memory = 1 / byte if byte else None
         if not flop:
             return Rate(launch, bytes_per_s=memory)
-        return Rate(launch, 1 / flop, memory, masked=flop / (flop + masked) if masked else None, edge=edge / flop if edge else None)
+        return Rate(
+            launch,
+            1 / flop,
+            memory,
+            masked=flop / (flop + masked) if masked else None,
+            edge=edge / flop if edge else None,
+        )
     launch, byte = _fit(np.array([(1.0, cost.size_bytes) for cost in costs]), took)
     return Rate(launch, bytes_per_s=1 / byte if byte else None)
 
 
 def fit_link(seconds_by_size: Mapping[int, float]) -> Link:
     """A link from the time of a message of each size, both directions at once."""
-    latency_s, byte = _fit(np.array([(1.0, size) for size in seconds_by_size]), np.array(list(seconds_by_size.values())))
+    latency_s, byte = _fit(
+        np.array([(1.0, size) for size in seconds_by_size]),
+        np.array(list(seconds_by_size.values())),
+    )
     return Link(latency_s, 1 / byte, 1.0, "full")
 
 
 def _fit(
-    columns: np.ndarray[tuple[int, ...], np.dtype[np.float64]], took: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+    columns: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+    took: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
 ) -> list[float]:
-    """Coefficients, none negative, with the least sum of squares of relative errors: the best of all choices of columns.
+    """Coefficients, none negative, with the least sum of squares of relative errors: the best of
+    all choices of columns.
 
     Of equally good choices the one with the fewest columns is taken. An error in a task that takes
     sixteen times as long counts twice: forecasts are of long runs, and made of long tasks.

@@ -1,8 +1,11 @@
-"""A whole model on a machine: the forecast of one layer (`burst_rt.layers`), as often as there are layers. Pure Python.
+"""A whole model on a machine: the forecast of one layer (`burst_rt.layers`), as often as there are
+layers. Pure Python.
 
-What is left out: the embedding and the head (one row of logits a sequence; their weights are counted), the sampler, the optimizer's step.
-Weights of all layers and 16-bit activations; training holds gradients too, and the 12 bytes a weight of AdamW (float32 weight and two
-moments) spread over the ranks, as ZeRO stage 1 does at no more bytes on the wire than the sum of gradients that is counted here.
+What is left out: the embedding and the head (one row of logits a sequence; their weights are
+counted), the sampler, the optimizer's step. Weights of all layers and 16-bit activations; training
+holds gradients too, and the 12 bytes a weight of AdamW (float32 weight and two moments) spread over
+the ranks, as ZeRO stage 1 does at no more bytes on the wire than the sum of gradients that is
+counted here.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from burst_rt.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.scheduler.hardware import Hardware
 
 __all__ = [
-    "MASKS", "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model", "parse_model", "published_mask", "tile_of",
+    "MASKS", "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model",
+    "parse_model", "published_mask", "tile_of",
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
@@ -27,7 +31,9 @@ _ADAMW_BYTES = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama-like decoder: `num_layers` layers of one shape, and a vocabulary (embedding and head are separate)."""
+    """A Llama-like decoder: `num_layers` layers of one shape, and a vocabulary (embedding and head
+    are separate).
+    """
 
     name: str
     num_layers: int
@@ -40,7 +46,8 @@ class Model:
         return self.num_layers * self.layer.num_weights() + 2 * self.vocab_size * self.layer.dim
 
 
-# H. Touvron et al., "LLaMA", arXiv 2302.13971, table 2; widths of the feed-forward from the published checkpoints.
+# H. Touvron et al., "LLaMA", arXiv 2302.13971, table 2; widths of the feed-forward from the
+# published checkpoints.
 MODELS = {
     "llama-7b": Model("llama-7b", 32, LayerShape(4096, 32, 32, 128, 11008), 32000),
     "llama-13b": Model("llama-13b", 40, LayerShape(5120, 40, 40, 128, 13824), 32000),
@@ -48,7 +55,8 @@ MODELS = {
 
 
 def parse_model(text: str) -> Model:
-    """A known model, or one given by its sizes: "layers=32,dim=4096,heads=32,kv_heads=8,head_dim=128,ffn=14336,vocab=128256".
+    """A known model, or one given by its sizes:
+    "layers=32,dim=4096,heads=32,kv_heads=8,head_dim=128,ffn=14336,vocab=128256".
 
     kv_heads, head_dim and vocab may be left out: heads, dim / heads and 32000. Raises InputError.
     """
@@ -57,16 +65,27 @@ def parse_model(text: str) -> Model:
     given: dict[str, int] = {}
     for word in text.split(","):
         name, _, value = word.partition("=")
-        if name not in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab") or not value.isdecimal() or int(value) < 1:
+        if (
+            name not in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+            or not value.isdecimal()
+            or int(value) < 1
+        ):
             raise InputError(
-                f"model: expected one of {sorted(MODELS)} or sizes such as 'layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336', got {text!r}"
+                f"model: expected one of {sorted(MODELS)} or sizes such as "
+                f"'layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336', got {text!r}"
             )
         given[name] = int(value)
     missing = [name for name in ("layers", "dim", "heads", "ffn") if name not in given]
     if missing:
         raise InputError(f"model: {', '.join(missing)} missing in {text!r}")
     heads = given["heads"]
-    shape = LayerShape(given["dim"], heads, given.get("kv_heads", heads), given.get("head_dim", given["dim"] // heads), given["ffn"])
+    shape = LayerShape(
+        given["dim"],
+        heads,
+        given.get("kv_heads", heads),
+        given.get("head_dim", given["dim"] // heads),
+        given["ffn"],
+    )
     return Model(text, given["layers"], shape, given.get("vocab", 32000))
 
 
@@ -74,8 +93,9 @@ def parse_model(text: str) -> Model:
 class ModelForecast:
     """One phase of a model under one strategy; of the worst rank each.
 
-    time_s: None where it does not fit into memory. exposed_s: the rank's devices stand still. sent_bytes, memory_bytes: of a rank.
-    recompute: activations of a layer are thrown away and computed again in the backward.
+    time_s: None where it does not fit into memory. exposed_s: the rank's devices stand still.
+    sent_bytes, memory_bytes: of a rank. recompute: activations of a layer are thrown away and
+    computed again in the backward.
     """
 
     strategy: str
@@ -93,15 +113,26 @@ class ModelForecast:
 
 
 def published_mask(strategy: str) -> str:
-    """What the strategy computes of a causal model's attention in the BurstAttention paper's comparison (arXiv 2403.09347): its rings all
-    of it, tensor parallelism the causal half. Strategies that are not in that paper: the causal half."""
+    """What the strategy computes of a causal model's attention in the BurstAttention paper's
+    comparison (arXiv 2403.09347): its rings all of it, tensor parallelism the causal half.
+    Strategies that are not in that paper: the causal half.
+    """
     return "full" if strategy in ("burst", "ring-kv", "burst-untiled", "ring-naive") else "causal"
 
 
 def forecast_model(
-    model: Model, strategy: str, world_size: int, seq_len: int, hardware: Hardware, phase: Phase, *, mask: str = "causal", batch: int = 1
+    model: Model,
+    strategy: str,
+    world_size: int,
+    seq_len: int,
+    hardware: Hardware,
+    phase: Phase,
+    *,
+    mask: str = "causal",
+    batch: int = 1,
 ) -> ModelForecast:
-    """Simulates a layer, and counts. Raises InputError for a strategy or sizes that do not go together.
+    """Simulates a layer, and counts. Raises InputError for a strategy or sizes that do not go
+    together.
 
     Of training, activations are kept if all of them fit, else computed again.
     """
@@ -112,23 +143,56 @@ def forecast_model(
     if phase == "train":
         back_s, back_idle_s, back_sent = _direction(layer, hardware, forward=False)
         times = 2 if recompute else 1
-        time_s, idle_s, sent = times * time_s + back_s, times * idle_s + back_idle_s, times * sent + back_sent
+        time_s, idle_s, sent = (
+            times * time_s + back_s,
+            times * idle_s + back_idle_s,
+            times * sent + back_sent,
+        )
     num = model.num_layers
     fits = memory <= limit
-    return ModelForecast(strategy, mask, phase, num * time_s if fits else None, num * idle_s, num * sent, memory, not fits, recompute)
+    return ModelForecast(
+        strategy,
+        mask,
+        phase,
+        num * time_s if fits else None,
+        num * idle_s,
+        num * sent,
+        memory,
+        not fits,
+        recompute,
+    )
 
 
 def fewest_ranks(
-    model: Model, strategy: str, seq_len: int, hardware: Hardware, phase: Phase, *, mask: str = "causal", batch: int = 1, up_to: int = 512
+    model: Model,
+    strategy: str,
+    seq_len: int,
+    hardware: Hardware,
+    phase: Phase,
+    *,
+    mask: str = "causal",
+    batch: int = 1,
+    up_to: int = 512,
 ) -> int | None:
-    """The fewest ranks, of 1, 2, 4 and so on, whose devices hold the model; None where no number up to `up_to` does."""
-    if strategy not in TENSOR_PARALLEL and model.num_weights * _INPUT_BYTES * (2 if phase == "train" else 1) > hardware.device.memory_bytes:
+    """The fewest ranks, of 1, 2, 4 and so on, whose devices hold the model; None where no number up
+    to `up_to` does.
+    """
+    if (
+        strategy not in TENSOR_PARALLEL
+        and model.num_weights * _INPUT_BYTES * (2 if phase == "train" else 1)
+        > hardware.device.memory_bytes
+    ):
         return None  # every rank holds all weights
     world_size = 1
     while world_size <= up_to:
         try:
-            layer = _layer(model, strategy.partition(":")[0], world_size, seq_len, hardware, mask, batch)
-            if _need(model, layer, phase, hardware.device.memory_bytes)[0] <= hardware.device.memory_bytes:
+            layer = _layer(
+                model, strategy.partition(":")[0], world_size, seq_len, hardware, mask, batch
+            )
+            if (
+                _need(model, layer, phase, hardware.device.memory_bytes)[0]
+                <= hardware.device.memory_bytes
+            ):
                 return world_size
         except InputError:
             pass  # not with so many
@@ -137,7 +201,14 @@ def fewest_ranks(
 
 
 def tile_of(
-    model: Model, strategy: str, world_size: int, seq_len: int, hardware: Hardware, *, mask: str = "causal", batch: int = 1
+    model: Model,
+    strategy: str,
+    world_size: int,
+    seq_len: int,
+    hardware: Hardware,
+    *,
+    mask: str = "causal",
+    batch: int = 1,
 ) -> tuple[int, int]:
     """Queries and keys of the largest tile of the forward."""
     layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch)
@@ -145,10 +216,27 @@ def tile_of(
     return tile.q_len, tile.kv_len
 
 
-def _layer(model: Model, strategy: str, world_size: int, seq_len: int, hardware: Hardware, mask: str, batch: int) -> SpreadLayer:
+def _layer(
+    model: Model,
+    strategy: str,
+    world_size: int,
+    seq_len: int,
+    hardware: Hardware,
+    mask: str,
+    batch: int,
+) -> SpreadLayer:
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
-    return SpreadLayer(model.layer, seq_len, world_size, strategy, batch, _INPUT_BYTES, MASKS[mask], ranks_per_node=even)
+    return SpreadLayer(
+        model.layer,
+        seq_len,
+        world_size,
+        strategy,
+        batch,
+        _INPUT_BYTES,
+        MASKS[mask],
+        ranks_per_node=even,
+    )
 
 
 def _need(model: Model, layer: SpreadLayer, phase: Phase, limit: int) -> tuple[int, bool]:
@@ -159,20 +247,42 @@ def _need(model: Model, layer: SpreadLayer, phase: Phase, limit: int) -> tuple[i
     return kept, False
 
 
-def _direction(layer: SpreadLayer, hardware: Hardware, *, forward: bool) -> tuple[float, float, int]:
+def _direction(
+    layer: SpreadLayer, hardware: Hardware, *, forward: bool
+) -> tuple[float, float, int]:
     run = layer.simulated(hardware, forward=forward)
-    return run.end_s, max(rank.idle_s for rank in run.ranks), max(rank.sent_bytes for rank in run.ranks)
+    return (
+        run.end_s,
+        max(rank.idle_s for rank in run.ranks),
+        max(rank.sent_bytes for rank in run.ranks),
+    )
 
 
 def _memory_bytes(model: Model, layer: SpreadLayer, phase: Phase, *, recompute: bool) -> int:
     rank = max(range(layer.world_size), key=layer.rows)
     held = layer.memory(rank)
-    num_weights = model.num_layers * held.weights // _INPUT_BYTES + 2 * model.vocab_size * model.layer.dim // layer.share
+    num_weights = (
+        model.num_layers * held.weights // _INPUT_BYTES
+        + 2 * model.vocab_size * model.layer.dim // layer.share
+    )
     if phase == "first-token":
         # The cache of keys and values, and what goes from layer to layer.
-        cached = layer.rows(rank) * 2 * model.layer.num_kv_heads * model.layer.head_dim // layer.share * _INPUT_BYTES
-        return num_weights * _INPUT_BYTES + model.num_layers * cached + held.activations + held.working
+        cached = (
+            layer.rows(rank)
+            * 2
+            * model.layer.num_kv_heads
+            * model.layer.head_dim
+            // layer.share
+            * _INPUT_BYTES
+        )
+        return (
+            num_weights * _INPUT_BYTES + model.num_layers * cached + held.activations + held.working
+        )
     states = _ADAMW_BYTES * model.num_weights // layer.world_size
     inputs = layer.own_rows(rank) * model.layer.dim * _INPUT_BYTES
-    kept = model.num_layers * inputs + held.activations if recompute else model.num_layers * held.activations
+    kept = (
+        model.num_layers * inputs + held.activations
+        if recompute
+        else model.num_layers * held.activations
+    )
     return 2 * num_weights * _INPUT_BYTES + states + kept + held.working

@@ -1,6 +1,8 @@
-"""The BurstAttention paper's figures (arXiv 2403.09347), and what the simulator makes of them: `burst-rt bench paper`.
+"""The BurstAttention paper's figures (arXiv 2403.09347), and what the simulator makes of them:
+`burst-rt bench paper`.
 
-The machine file a100-pcie is fitted to three of its rows, first-token latency at 32K, 64K and 128K tokens; all else here is forecast.
+The machine file a100-pcie is fitted to three of its rows, first-token latency at 32K, 64K and 128K
+tokens; all else here is forecast.
 """
 
 from __future__ import annotations
@@ -25,16 +27,25 @@ FIRST_TOKEN_S = {
     262144: (71.52, 75.52, 49.32),
 }
 FITTED = (32768, 65536, 131072)
-# The paper's RingAttention, and BurstAttention without its local optimisation: from how many tokens on they run out of memory.
+# The paper's RingAttention, and BurstAttention without its local optimisation: from how many tokens
+# on they run out of memory.
 OUT_OF_MEMORY = {"ring-naive": 65536, "burst-untiled": 131072}
 # Columns of tables are narrow.
-_SHORT = {"tensor-parallel": "V1", "tensor-parallel+sequence": "V3", "burst": "burst", "ring-naive": "naive", "burst-untiled": "untiled"}
+_SHORT = {
+    "tensor-parallel": "V1",
+    "tensor-parallel+sequence": "V3",
+    "burst": "burst",
+    "ring-naive": "naive",
+    "burst-untiled": "untiled",
+}
 # Its claim for training: against the better of the tensor-parallel ones, 128K tokens on 32 GPUs.
 _TRAINING = (131072, 32)
 # (strategy, mask): the paper's, then this project's own on the same machine.
 _TRAINED = (
-    ("tensor-parallel", "causal"), ("tensor-parallel+sequence", "causal"), ("ring-kv", "full"), ("burst", "full"),
-    ("burst", "causal"), ("bidirectional", "causal"), ("two-level", "causal"), ("all-to-all", "causal"), ("hybrid", "causal"),
+    ("tensor-parallel", "causal"), ("tensor-parallel+sequence", "causal"), ("ring-kv", "full"),
+    ("burst", "full"),
+    ("burst", "causal"), ("bidirectional", "causal"), ("two-level", "causal"), ("all-to-all",
+    "causal"), ("hybrid", "causal"),
 )  # fmt: skip
 
 
@@ -43,29 +54,47 @@ def main(out: Path | None) -> None:
     hardware, model = load_hardware("a100-pcie"), MODELS["llama-7b"]
     rows: list[dict[str, Cell]] = []
     for tokens, published in FIRST_TOKEN_S.items():
-        row: dict[str, Cell] = {"tokens": tokens, "row": "fitted" if tokens in FITTED else "forecast"}
+        row: dict[str, Cell] = {
+            "tokens": tokens,
+            "row": "fitted" if tokens in FITTED else "forecast",
+        }
         for strategy, seconds in zip(STRATEGIES, published, strict=True):
-            found = forecast_model(model, strategy, 8, tokens, hardware, "first-token", mask=published_mask(strategy))
+            found = forecast_model(
+                model, strategy, 8, tokens, hardware, "first-token", mask=published_mask(strategy)
+            )
             assert found.time_s is not None
             label = _SHORT[strategy]
-            row |= {f"{label} s": found.time_s, f"{label} paper": seconds, f"{label} error %": 100 * (found.time_s / seconds - 1)}
+            row |= {
+                f"{label} s": found.time_s,
+                f"{label} paper": seconds,
+                f"{label} error %": 100 * (found.time_s / seconds - 1),
+            }
         for strategy in OUT_OF_MEMORY:
-            fits = not forecast_model(model, strategy, 8, tokens, hardware, "first-token", mask="full").out_of_memory
+            fits = not forecast_model(
+                model, strategy, 8, tokens, hardware, "first-token", mask="full"
+            ).out_of_memory
             row[f"{_SHORT[strategy]} fits"] = "yes" if fits else "no"
         rows.append(row)
     publish(
         "first-token latency in seconds, LLaMA-7B on 8 A100-PCIe, against arXiv 2403.09347",
         rows,
         out,
-        "simulated on a100-pcie; V1: tensor-parallel, V3: tensor-parallel+sequence, naive: ring-naive, untiled: burst-untiled",
+        "simulated on a100-pcie; V1: tensor-parallel, V3: tensor-parallel+sequence, naive: "
+        "ring-naive, untiled: burst-untiled",
     )
     tokens, world = _TRAINING
-    trained = [forecast_model(model, name, world, tokens, hardware, "train", mask=mask) for name, mask in _TRAINED]
+    trained = [
+        forecast_model(model, name, world, tokens, hardware, "train", mask=mask)
+        for name, mask in _TRAINED
+    ]
     base = next(f for f in trained if f.strategy == STRATEGIES[1])
     rows = [
         {
-            "strategy": f.strategy, "mask": f.mask, "step s": f.time_s, "times as fast as V3": (base.time_s or 0) / f.time_s,
-            "sent GB": f.sent_bytes / 1e9, "less sent %": 100 * (1 - f.sent_bytes / base.sent_bytes), "memory GB": f.memory_bytes / 1e9,
+            "strategy": f.strategy, "mask": f.mask, "step s": f.time_s,
+            "times as fast as V3": (base.time_s or 0) / f.time_s,
+            "sent GB": f.sent_bytes / 1e9,
+            "less sent %": 100 * (1 - f.sent_bytes / base.sent_bytes),
+            "memory GB": f.memory_bytes / 1e9,
             "activations": "computed again" if f.recompute else "kept",
         }
         for f in trained

@@ -63,7 +63,9 @@ _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself: steps done, the run's configuration, the text it was trained on."""
+    """What a checkpoint says about itself: steps done, the run's configuration, the text it was
+    trained on.
+    """
 
     step: Annotated[int, msgspec.Meta(ge=1)]
     config: TrainConfig
@@ -75,7 +77,10 @@ class Manifest:
         """
         config = self.config.resumed(chosen)
         if self.step >= config.steps:
-            raise ConfigError(f"--resume: {self.step} of {config.steps} steps are done, nothing is left; choose more --steps.")
+            raise ConfigError(
+                f"--resume: {self.step} of {config.steps} steps are done, nothing is left; choose "
+                "more --steps."
+            )
         return config
 
     def to_json(self) -> dict[str, object]:
@@ -94,7 +99,9 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory: tensors by parameter name (`optimizer`: moment, a dot, parameter name)."""
+    """A checkpoint in memory: tensors by parameter name (`optimizer`: moment, a dot, parameter
+    name).
+    """
 
     manifest: Manifest
     weights: dict[str, Tensor]
@@ -102,7 +109,9 @@ class Checkpoint:
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write `run/checkpoints/step-N` atomically, remove all but the newest `keep`, return the folder. Raises OSError."""
+    """Write `run/checkpoints/step-N` atomically, remove all but the newest `keep`, return the
+    folder. Raises OSError.
+    """
     from safetensors.torch import save_file
 
     parent = run / "checkpoints"
@@ -154,8 +163,13 @@ def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> 
     """
     expected, got = _kinds(target), _kinds(source)
     if expected != got:
-        odd = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
-        raise ConfigError(f"checkpoint: {', '.join(odd[:4])} do not fit its own configuration; it was not written by this program.")
+        odd = sorted(
+            name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name)
+        )
+        raise ConfigError(
+            f"checkpoint: {', '.join(odd[:4])} do not fit its own configuration; it was not "
+            "written by this program."
+        )
     for name, tensor in target.items():
         tensor.copy_(source[name])
 
@@ -190,7 +204,10 @@ def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
         except ConfigError as error:
             passed_over.append(str(error))
     reasons = "".join(f" {reason}" for reason in passed_over)
-    raise ConfigError(f"{path}: expected a complete checkpoint in {path}/checkpoints/step-N, found none.{reasons} Train with --out first.")
+    raise ConfigError(
+        f"{path}: expected a complete checkpoint in {path}/checkpoints/step-N, found "
+        f"none.{reasons} Train with --out first."
+    )
 
 
 def has_checkpoints(run: Path) -> bool:
@@ -201,7 +218,9 @@ def has_checkpoints(run: Path) -> bool:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """Read and verify; every way in which a checkpoint can be broken ends in one ConfigError. A disk that does not answer is none."""
+    """Read and verify; every way in which a checkpoint can be broken ends in one ConfigError. A
+    disk that does not answer is none.
+    """
     try:
         said, found = _text(folder / _SUMS).splitlines(keepends=True), _sums(folder)
         if said != found:
@@ -210,7 +229,10 @@ def _read_manifest(folder: Path) -> Manifest:
         document = json.loads(_text(folder / _MANIFEST))
         wrote = document.pop("format")
         if wrote != FORMAT:
-            raise ConfigError(f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version that wrote it.")
+            raise ConfigError(
+                f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version that "
+                "wrote it."
+            )
         manifest = Manifest.from_json(document)
     except OSError as error:
         if error.errno not in _NOTHING_THERE:
@@ -226,10 +248,13 @@ def _read_manifest(folder: Path) -> Manifest:
 def _incomplete(folder: Path, missing: str) -> ConfigError:
     if missing == _SUMS and (folder / _MANIFEST).exists():
         return ConfigError(
-            f"checkpoint {folder} has no {_SUMS}: it is incomplete, or of format 1, which this version does not read. Go on with the "
+            f"checkpoint {folder} has no {_SUMS}: it is incomplete, or of format 1, which this "
+            "version does not read. Go on with the "
             "version that wrote it, or start a new run."
         )
-    return ConfigError(f"checkpoint {folder} is incomplete: {missing} is missing; delete it or use an older one.")
+    return ConfigError(
+        f"checkpoint {folder} is incomplete: {missing} is missing; delete it or use an older one."
+    )
 
 
 def _damaged(folder: Path, how: str) -> ConfigError:

@@ -50,7 +50,9 @@ def claim(out: Path | None, *, resume: bool) -> Claim:
     Never waits. Raises ConfigError when another run has it, or when it is not what `resume` says;
     OSError as the file system says it.
     """
-    path = _new_folder(Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}")) if out is None else out
+    path = (
+        _new_folder(Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}")) if out is None else out
+    )
     if resume:
         _check(path, resume=True)
     path.mkdir(parents=True, exist_ok=True)
@@ -72,7 +74,9 @@ def look(out: Path, *, resume: bool) -> None:
     if not place.is_dir():
         raise ConfigError(f"--out: {place} is not a folder; name a new one, or a run's.")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out: {place} may not be written to by this user; choose another folder.")
+        raise ConfigError(
+            f"--out: {place} may not be written to by this user; choose another folder."
+        )
     if (out / _LOCK).exists():
         descriptor = os.open(out / _LOCK, os.O_RDONLY)
         try:
@@ -87,26 +91,42 @@ def _lock(path: Path, descriptor: int, kind: int) -> None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.pread(descriptor, _LONGEST_NAME, 0).decode(errors="replace").strip() or "another process"
+        holder = (
+            os.pread(descriptor, _LONGEST_NAME, 0).decode(errors="replace").strip()
+            or "another process"
+        )
         raise ConfigError(
-            f"--out: {path} is in use by a run that has not ended ({holder}); wait for it or stop it, or choose another folder."
+            f"--out: {path} is in use by a run that has not ended ({holder}); wait for it or stop "
+            "it, or choose another folder."
         ) from error
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise
         if kind == fcntl.LOCK_EX:
-            _log.warning("burst-rt: %s cannot be locked (%s): see to it that no second run writes there", path, error.strerror)
+            _log.warning(
+                "burst-rt: %s cannot be locked (%s): see to it that no second run writes there",
+                path,
+                error.strerror,
+            )
 
 
 def _check(path: Path, *, resume: bool) -> None:
     if resume and not has_checkpoints(path):
-        raise ConfigError(f"--resume: expected a complete checkpoint in {path}/checkpoints/step-N, found none. Train with --out first.")
+        raise ConfigError(
+            f"--resume: expected a complete checkpoint in {path}/checkpoints/step-N, found none. "
+            "Train with --out first."
+        )
     if not resume and any((path / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        raise ConfigError(f"--out: {path} already holds a run; add --resume to continue it, or choose another folder.")
+        raise ConfigError(
+            f"--out: {path} already holds a run; add --resume to continue it, or choose another "
+            "folder."
+        )
 
 
 def _new_folder(path: Path) -> Path:
-    """That folder, made now, or one named after it: another run may have begun in the same second."""
+    """That folder, made now, or one named after it: another run may have begun in the same
+    second.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in count(2):
         try:

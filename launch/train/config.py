@@ -1,7 +1,7 @@
 """What a training run is: every number that decides its losses, checked before anything is sent.
 
-For: one flat record that options fill in, checkpoints store and resumed runs start from. Needs no torch, so that `--help` and the
-launching process are quick. Not for: where output goes.
+For: one flat record that options fill in, checkpoints store and resumed runs start from. Needs no
+torch, so that `--help` and the launching process are quick. Not for: where output goes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from burst_rt.attention.strategies import STRATEGIES, check_name, choose
 from burst_rt.errors import ConfigError, InputError
 
 __all__ = [
-    "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode", "RunOptions", "ShardingOptions", "TrainConfig",
+    "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode",
+    "RunOptions", "ShardingOptions", "TrainConfig",
     "mesh_shape", "require_text",
 ]  # fmt: skip
 
@@ -61,11 +62,20 @@ class ModelConfig:
             if value <= 0:
                 raise ConfigError(f"model: {field.name} must be positive, got {value}.")
         if self.dim % self.heads:
-            raise ConfigError(f"model: dim ({self.dim}) must be a multiple of heads ({self.heads}); change --dim or --heads.")
+            raise ConfigError(
+                f"model: dim ({self.dim}) must be a multiple of heads ({self.heads}); change --dim "
+                "or --heads."
+            )
         if self.head_dim % 2:
-            raise ConfigError(f"model: rotary positions need an even dim / heads, got {self.head_dim}; change --dim or --heads.")
+            raise ConfigError(
+                f"model: rotary positions need an even dim / heads, got {self.head_dim}; change "
+                "--dim or --heads."
+            )
         if self.heads % self.kv_heads:
-            raise ConfigError(f"model: heads ({self.heads}) must be a multiple of kv-heads ({self.kv_heads}); change either.")
+            raise ConfigError(
+                f"model: heads ({self.heads}) must be a multiple of kv-heads ({self.kv_heads}); "
+                "change either."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +90,9 @@ class ShardingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run; the defaults are the job that `burst-rt train` shows itself with. `batch` counts sequences of a global step."""
+    """A training run; the defaults are the job that `burst-rt train` shows itself with. `batch`
+    counts sequences of a global step.
+    """
 
     data: str | None = None
     seq_len: int = 2048
@@ -106,29 +118,48 @@ class TrainConfig:
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig(layers=self.layers, dim=self.dim, heads=self.heads, kv_heads=self.kv_heads)
+        return ModelConfig(
+            layers=self.layers, dim=self.dim, heads=self.heads, kv_heads=self.kv_heads
+        )
 
     @property
     def sharding(self) -> ShardingOptions:
-        return ShardingOptions(seq_len=self.seq_len, layout=self.layout, strategy=self.strategy, dtype=self.dtype)
+        return ShardingOptions(
+            seq_len=self.seq_len, layout=self.layout, strategy=self.strategy, dtype=self.dtype
+        )
 
     @property
     def data_path(self) -> Path | None:
         return None if self.data is None else Path(self.data)
 
     def validate(self, world_size: int) -> None:
-        """Raise ConfigError for what cannot run on `world_size` ranks; a pure function, so it says the same on every rank."""
+        """Raise ConfigError for what cannot run on `world_size` ranks; a pure function, so it says
+        the same on every rank.
+        """
         for name in ("seq_len", "steps", "batch", "lr", "clip", "keep_checkpoints"):
             if not getattr(self, name) > 0:  # NaN is not
-                raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}.")
-        for name in ("warmup", "weight_decay", "seed", "eval_every", "eval_sequences", "checkpoint_every"):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}."
+                )
+        for name in (
+            "warmup",
+            "weight_decay",
+            "seed",
+            "eval_every",
+            "eval_sequences",
+            "checkpoint_every",
+        ):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}.")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}."
+                )
         if self.seed >= 2**63:
             raise ConfigError(f"--seed must be below 2**63, got {self.seed}.")
         for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
-                raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}.")
+                raise ConfigError(
+                    f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
+                )
         try:
             check_name(self.strategy)
         except InputError as error:
@@ -137,7 +168,8 @@ class TrainConfig:
         data_size, context_size = mesh_shape(world_size, self.context_parallel)
         if self.batch % data_size:
             raise ConfigError(
-                f"--batch: {self.batch} sequences cannot be shared by {data_size} data-parallel groups; choose a multiple of {data_size}, "
+                f"--batch: {self.batch} sequences cannot be shared by {data_size} data-parallel "
+                f"groups; choose a multiple of {data_size}, "
                 f"or a larger --context-parallel."
             )
         name, number = check_name(self.strategy)
@@ -149,7 +181,11 @@ class TrainConfig:
         layout = make_layout(self.layout, self.seq_len, context_size)
         sizes = (1, self.heads, self.kv_heads, self.model.head_dim, 4, 4)
         try:
-            choose(Problem(layout, layout, Causal(), *sizes, (True, True, True)), self.strategy, forward=True)
+            choose(
+                Problem(layout, layout, Causal(), *sizes, (True, True, True)),
+                self.strategy,
+                forward=True,
+            )
         except InputError as error:
             raise ConfigError(f"--strategy: {error.message}") from error
 
@@ -160,7 +196,8 @@ class TrainConfig:
         after = dataclasses.replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
         if after.model != self.model:
             raise ConfigError(
-                f"--resume: the checkpoint holds another model; expected {self.model}, got {after.model}. "
+                f"--resume: the checkpoint holds another model; expected {self.model}, got "
+                f"{after.model}. "
                 "Leave the model's options out, or start a new run."
             )
         return after
@@ -191,18 +228,27 @@ class RunOptions:
             raise ConfigError("--resume continues the run in --out DIR; name its folder.")
         if self.out is not None and CHECKPOINT_NAME.fullmatch(self.out.name):
             # A run inside of a checkpoint would go when the checkpoint goes.
-            raise ConfigError(f"--out: {self.out} is named like a checkpoint; name its run's folder.")
+            raise ConfigError(
+                f"--out: {self.out} is named like a checkpoint; name its run's folder."
+            )
 
 
 def require_text(path: Path | None) -> None:
     """Raise ConfigError where --data names nothing."""
     if path is not None and not path.exists():
-        raise ConfigError(f"--data: {path} does not exist; give a text file or a folder of text files.")
+        raise ConfigError(
+            f"--data: {path} does not exist; give a text file or a folder of text files."
+        )
 
 
 def mesh_shape(world_size: int, context_parallel: int | None) -> tuple[int, int]:
-    """(data, context) sizes of the mesh; None puts all ranks on the sequence. Raises ConfigError when they do not divide."""
+    """(data, context) sizes of the mesh; None puts all ranks on the sequence. Raises ConfigError
+    when they do not divide.
+    """
     context_size = world_size if context_parallel is None else context_parallel
     if context_size <= 0 or world_size % context_size:
-        raise ConfigError(f"--context-parallel: {world_size} ranks cannot form groups of {context_size}; choose a divisor of {world_size}.")
+        raise ConfigError(
+            f"--context-parallel: {world_size} ranks cannot form groups of {context_size}; choose "
+            f"a divisor of {world_size}."
+        )
     return world_size // context_size, context_size

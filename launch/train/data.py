@@ -1,8 +1,9 @@
-"""Text for the main job: read documents, hold some out, cut sequences; all of it a pure function of files and numbers.
+"""Text for the main job: read documents, hold some out, cut sequences; all of it a pure function of
+files and numbers.
 
 For: byte-level training, where a token is a byte and byte 0 separates documents.
-Not for: corpora larger than memory. Every rank holds the whole text (one byte a byte) and picks its sequences by arithmetic, so no
-rank ever tells another what to read.
+Not for: corpora larger than memory. Every rank holds the whole text (one byte a byte) and picks its
+sequences by arithmetic, so no rank ever tells another what to read.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ HELDOUT_PERCENT = 5
 _FEW_DOCUMENTS = 20
 # Chance decides which documents are held out; where it decides badly, it is not asked.
 _LEAST_HELDOUT, _MOST_HELDOUT = 0.02, 0.2
-# Of the standard library: tests, which not every machine has, and tables of code points, which are no text.
-_NOT_SOURCES = frozenset({"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+# Of the standard library: tests, which not every machine has, and tables of code points, which are
+# no text.
+_NOT_SOURCES = frozenset(
+    {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text split into a training and a held-out stream; `fingerprint` tells two different corpora apart."""
+    """Text split into a training and a held-out stream; `fingerprint` tells two different corpora
+    apart.
+    """
 
     name: str
     num_documents: int
@@ -51,24 +57,30 @@ class Corpus:
         return len(self.train) + len(self.heldout)
 
     def check_length(self, seq_len: int) -> None:
-        """Raise ConfigError when a sequence of `seq_len` tokens and the byte after it do not fit into both streams."""
+        """Raise ConfigError when a sequence of `seq_len` tokens and the byte after it do not fit
+        into both streams.
+        """
         for kind, stream in (("training", self.train), ("held-out", self.heldout)):
             if len(stream) <= seq_len:
                 raise ConfigError(
-                    f"--seq-len: a sequence needs {seq_len + 1} bytes, the {kind} text has {len(stream)}; shorten it or add text."
+                    f"--seq-len: a sequence needs {seq_len + 1} bytes, the {kind} text has "
+                    f"{len(stream)}; shorten it or add text."
                 )
 
 
 def load_corpus(path: Path | None) -> Corpus:
     """Read a text file, a folder of them, or (None) the Python standard library's own source files.
 
-    In a folder every regular file counts, in sorted order, except hidden ones and those that are not UTF-8 text. Of 20 documents
-    or more, those whose path hashes below 5 % are held out; of fewer, and where those are less than 2 % or more than 20 % of the bytes,
-    the last 5 % of each.
+    In a folder every regular file counts, in sorted order, except hidden ones and those that are
+    not UTF-8 text. Of 20 documents or more, those whose path hashes below 5 % are held out; of
+    fewer, and where those are less than 2 % or more than 20 % of the bytes, the last 5 % of each.
     Raises ConfigError when there is nothing to read; OSError as the file system says it.
     """
     if path is None:
-        name, documents = "the Python standard library", list(_read(Path(sysconfig.get_path("stdlib")), suffix=".py", skip=_NOT_SOURCES))
+        name, documents = (
+            "the Python standard library",
+            list(_read(Path(sysconfig.get_path("stdlib")), suffix=".py", skip=_NOT_SOURCES)),
+        )
     else:
         require_text(path)
         name, documents = str(path), list(_read(path))
@@ -79,36 +91,59 @@ def load_corpus(path: Path | None) -> Corpus:
         cuts = [(text, len(text) - len(text) * HELDOUT_PERCENT // 100) for _, text in documents]
         train, heldout = [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
     if not any(train) or not any(heldout):
-        raise ConfigError(f"--data: found too little UTF-8 text in {name} ({len(documents)} documents) to train and to hold some out.")
+        raise ConfigError(
+            f"--data: found too little UTF-8 text in {name} ({len(documents)} documents) to train "
+            "and to hold some out."
+        )
     streams = [SEPARATOR.join(train), SEPARATOR.join(heldout)]
-    fingerprint = hashlib.sha256(b"".join(hashlib.sha256(stream).digest() for stream in streams)).hexdigest()
+    fingerprint = hashlib.sha256(
+        b"".join(hashlib.sha256(stream).digest() for stream in streams)
+    ).hexdigest()
     train_bytes, heldout_bytes = (np.frombuffer(stream, dtype=np.uint8) for stream in streams)
     return Corpus(name, len(documents), train_bytes, heldout_bytes, fingerprint)
 
 
-def training_starts(stream: Bytes, seq_len: int, *, seed: int, step: int, indices: Sequence[int]) -> list[int]:
-    """Where the sequences numbered `indices` of a step's global batch start: the same whichever rank asks, whatever the world size."""
+def training_starts(
+    stream: Bytes, seq_len: int, *, seed: int, step: int, indices: Sequence[int]
+) -> list[int]:
+    """Where the sequences numbered `indices` of a step's global batch start: the same whichever
+    rank asks, whatever the world size.
+    """
     return [_number(f"{seed}:{step}:{index}") % (len(stream) - seq_len) for index in indices]
 
 
 def heldout_starts(stream: Bytes, seq_len: int, limit: int) -> list[int]:
-    """Starts of at most `limit` (0: all) sequences of the held-out text that do not overlap, spread evenly over it."""
+    """Starts of at most `limit` (0: all) sequences of the held-out text that do not overlap, spread
+    evenly over it.
+    """
     num_windows = (len(stream) - 1) // seq_len
     chosen = min(limit, num_windows) if limit else num_windows
     return [(index * num_windows // chosen) * seq_len for index in range(chosen)]
 
 
 def sequences_at(stream: Bytes, starts: Sequence[int], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, int64 [len(starts), seq_len] each, on the CPU; a label is the byte after its token."""
+    """Tokens and labels, int64 [len(starts), seq_len] each, on the CPU; a label is the byte after
+    its token.
+    """
     if not starts:
-        return torch.empty(0, seq_len, dtype=torch.int64), torch.empty(0, seq_len, dtype=torch.int64)
-    whole = torch.from_numpy(np.stack([stream[start : start + seq_len + 1] for start in starts]).astype(np.int64))
+        return torch.empty(0, seq_len, dtype=torch.int64), torch.empty(
+            0, seq_len, dtype=torch.int64
+        )
+    whole = torch.from_numpy(
+        np.stack([stream[start : start + seq_len + 1] for start in starts]).astype(np.int64)
+    )
     return whole[:, :-1], whole[:, 1:]
 
 
-def _read(root: Path, *, suffix: str = "", skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, bytes]]:
+def _read(
+    root: Path, *, suffix: str = "", skip: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, bytes]]:
     """Relative path and content of each text below `root`, or of `root` itself, sorted by path."""
-    paths = [root] if root.is_file() else sorted(_walk(root, skip), key=lambda path: path.relative_to(root).as_posix())
+    paths = (
+        [root]
+        if root.is_file()
+        else sorted(_walk(root, skip), key=lambda path: path.relative_to(root).as_posix())
+    )
     for path in paths:
         if not path.name.endswith(suffix):
             continue
@@ -143,4 +178,6 @@ def _is_heldout(relative: str) -> bool:
 def _number(key: str) -> int:
     """A hash that is the same on every machine and every version of every library."""
     # Names of files need not be UTF-8.
-    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest(), "big"
+    )

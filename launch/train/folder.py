@@ -1,4 +1,6 @@
-"""The folder of a run: `metrics.jsonl`, `loss.png`, `checkpoints/`. For: writing from rank 0 alone, failing on every rank alike."""
+"""The folder of a run: `metrics.jsonl`, `loss.png`, `checkpoints/`. For: writing from rank 0 alone,
+failing on every rank alike.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,20 @@ class RunFolder:
         """See `claim`."""
         self._world = world
         self._claim = on_first(world, lambda: claim(out, resume=resume))
-        self.path = Path(os.fsdecode(share_bytes(world, os.fsencode(self._claim.path) if self._claim else None)))
+        self.path = Path(
+            os.fsdecode(share_bytes(world, os.fsencode(self._claim.path) if self._claim else None))
+        )
         self._metrics: MetricsFile | None = None
 
     def open_metrics(self, *, after_step: int) -> None:
-        self._metrics = on_first(self._world, lambda: MetricsFile(self.path / "metrics.jsonl", after_step=after_step))
+        self._metrics = on_first(
+            self._world, lambda: MetricsFile(self.path / "metrics.jsonl", after_step=after_step)
+        )
 
     def append(self, record: StepRecord) -> None:
-        """Add a line to the metrics; not collective, as it happens at every step. Raises OSError on rank 0."""
+        """Add a line to the metrics; not collective, as it happens at every step. Raises OSError on
+        rank 0.
+        """
         if self._metrics is not None:
             self._metrics.append(record)
 
@@ -72,6 +80,11 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._claim is not None:
             self._claim.release()

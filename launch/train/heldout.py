@@ -1,6 +1,7 @@
 """Perplexity on held-out text, the same number for a world of any size up to rounding.
 
-For: measurements during a run, and of a checkpoint by itself (`burst-rt eval`). Not for: other tasks than the next byte.
+For: measurements during a run, and of a checkpoint by itself (`burst-rt eval`). Not for: other
+tasks than the next byte.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ class HeldoutLoss:
 
 
 @torch.no_grad()
-def measure_heldout(model: ShardedDecoder, mesh: Mesh, stream: Bytes, *, seq_len: int, limit: int) -> HeldoutLoss:
-    """Loss over at most `limit` (0: all) sequences of the held-out stream, which holds at least one. Collective over the mesh's world."""
+def measure_heldout(
+    model: ShardedDecoder, mesh: Mesh, stream: Bytes, *, seq_len: int, limit: int
+) -> HeldoutLoss:
+    """Loss over at most `limit` (0: all) sequences of the held-out stream, which holds at least
+    one. Collective over the mesh's world.
+    """
     starts = heldout_starts(stream, seq_len, limit)
     total = torch.zeros(1, dtype=torch.float64, device=mesh.world.device)
     for index in mesh.share_of(len(starts)):
@@ -57,7 +62,9 @@ def measure_heldout(model: ShardedDecoder, mesh: Mesh, stream: Bytes, *, seq_len
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was measured: loss in nats a byte over `num_tokens` bytes; `same_text` says whether training held out the very same."""
+    """What was measured: loss in nats a byte over `num_tokens` bytes; `same_text` says whether
+    training held out the very same.
+    """
 
     checkpoint: str
     step: int
@@ -73,7 +80,8 @@ class Evaluation:
 
 
 def evaluate(world: Context, path: Path, options: Mapping[str, object]) -> Evaluation | None:
-    """Measure the checkpoint that `path` means, its configuration changed by `options`; the result on rank 0, None elsewhere.
+    """Measure the checkpoint that `path` means, its configuration changed by `options`; the result
+    on rank 0, None elsewhere.
 
     Collective. Raises ConfigError or InputError, the same on every rank.
     """
@@ -85,9 +93,13 @@ def evaluate(world: Context, path: Path, options: Mapping[str, object]) -> Evalu
     corpus.check_length(config.seq_len)
     with open_mesh(world, config.context_parallel) as mesh:
         decoder = Decoder(config.model, seed=config.seed).to(world.device)
-        shared.fill(world, {name: parameter.detach() for name, parameter in decoder.named_parameters()})
+        shared.fill(
+            world, {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+        )
         model = ShardedDecoder(decoder, mesh.context, config.sharding)
-        heldout = measure_heldout(model, mesh, corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences)
+        heldout = measure_heldout(
+            model, mesh, corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences
+        )
     if world.rank != 0:
         return None
     return Evaluation(

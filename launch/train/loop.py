@@ -28,11 +28,14 @@ from burst_rt.launch.train.trainer import Trainer
 __all__ = ["train"]
 
 
-def train(world: Context, config: TrainConfig, options: RunOptions, chosen: Mapping[str, object]) -> Summary | None:
+def train(
+    world: Context, config: TrainConfig, options: RunOptions, chosen: Mapping[str, object]
+) -> Summary | None:
     """Train to the end; return the summary on rank 0, None elsewhere. Collective over `world`.
 
-    `chosen` are the entries of `config` that the user named: they alone override those of a run that is resumed. Raises ConfigError
-    or InputError, the same on every rank, for what cannot run, and Stopped where a signal said so.
+    `chosen` are the entries of `config` that the user named: they alone override those of a run
+    that is resumed. Raises ConfigError or InputError, the same on every rank, for what cannot run,
+    and Stopped where a signal said so.
     """
     started_s = time.monotonic()
     options.validate()
@@ -63,7 +66,10 @@ def _train_in(
     """`train`, once all is known to be well."""
     done = shared.manifest.step if shared else 0
     mode = choose_mode(options.progress, world.world_size) if world.rank == 0 else "none"
-    with open_mesh(world, config.context_parallel) as mesh, Report(mode, steps=config.steps, done=done) as report:
+    with (
+        open_mesh(world, config.context_parallel) as mesh,
+        Report(mode, steps=config.steps, done=done) as report,
+    ):
         trainer = Trainer(config, mesh, corpus)
         if shared is not None:
             trainer.restore(shared)
@@ -72,7 +78,10 @@ def _train_in(
         with StopRequests(offer=world.rank == 0) as requests:
             for step in range(done + 1, config.steps + 1):
                 _advance(step, config, trainer, folder, report, requests)
-        folder.plot(f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} bytes a sequence, {world.world_size} ranks")
+        folder.plot(
+            f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} bytes a "
+            f"sequence, {world.world_size} ranks"
+        )
         if world.rank != 0:
             return None
         summary = _summarise(mesh, trainer, folder, done, time.monotonic() - started_s)
@@ -80,7 +89,14 @@ def _train_in(
         return summary
 
 
-def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder, report: Report, requests: StopRequests) -> None:
+def _advance(
+    step: int,
+    config: TrainConfig,
+    trainer: Trainer,
+    folder: RunFolder,
+    report: Report,
+    requests: StopRequests,
+) -> None:
     """Take one step, and what is due after it. Raises Stopped, with a checkpoint of this step,
     where any rank was asked to stop.
     """
@@ -102,7 +118,12 @@ def _advance(step: int, config: TrainConfig, trainer: Trainer, folder: RunFolder
         raise Stopped(stop, step, folder.path)
 
 
-def _resolve(config: TrainConfig, shared: SharedCheckpoint | None, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
+def _resolve(
+    config: TrainConfig,
+    shared: SharedCheckpoint | None,
+    chosen: Mapping[str, object],
+    world_size: int,
+) -> TrainConfig:
     """The configuration that runs, checked."""
     if shared is not None:
         config = shared.manifest.resumed(chosen)
@@ -110,28 +131,40 @@ def _resolve(config: TrainConfig, shared: SharedCheckpoint | None, chosen: Mappi
     return config
 
 
-def _load_same_corpus(world: Context, config: TrainConfig, shared: SharedCheckpoint | None) -> Corpus:
+def _load_same_corpus(
+    world: Context, config: TrainConfig, shared: SharedCheckpoint | None
+) -> Corpus:
     corpus = together(world, lambda: load_corpus(config.data_path))
     same_everywhere(world, "the text that --data names", corpus.fingerprint)
     corpus.check_length(config.seq_len)
     if shared is not None and shared.manifest.corpus != corpus.fingerprint:
-        raise ConfigError(f"--resume: {corpus.name} is not the text that {shared.folder} was trained on; point --data at the same files.")
+        raise ConfigError(
+            f"--resume: {corpus.name} is not the text that {shared.folder} was trained on; point "
+            "--data at the same files."
+        )
     return corpus
 
 
-def _heading(config: TrainConfig, mesh: Mesh, corpus: Corpus, trainer: Trainer, folder: RunFolder, done: int) -> str:
+def _heading(
+    config: TrainConfig, mesh: Mesh, corpus: Corpus, trainer: Trainer, folder: RunFolder, done: int
+) -> str:
     context_size = mesh.context.world_size
     return (
-        f"{'resuming after step ' + str(done) if done else 'training'}: {trainer.num_parameters / 1e6:.2f} M parameters, "
+        f"{'resuming after step ' + str(done) if done else 'training'}: "
+        f"{trainer.num_parameters / 1e6:.2f} M parameters, "
         f"{config.batch} x {config.seq_len:,} bytes a step, {config.dtype}\n"
-        f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {context_size} context), layout {config.layout}, on {mesh.world.device}\n"
-        f"text: {corpus.name}, {corpus.num_documents:,} documents, {corpus.size_bytes / 1e6:.1f} MB, "
+        f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {context_size} context), layout "
+        f"{config.layout}, on {mesh.world.device}\n"
+        f"text: {corpus.name}, {corpus.num_documents:,} documents, {corpus.size_bytes / 1e6:.1f} "
+        "MB, "
         f"of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
         f"out: {folder.path}"
     )
 
 
-def _summarise(mesh: Mesh, trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float) -> Summary:
+def _summarise(
+    mesh: Mesh, trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float
+) -> Summary:
     records = folder.history
     last, recent = records[-1], [record for record in records if record.step > done]
     assert last.heldout_loss is not None
@@ -148,7 +181,8 @@ def _summarise(mesh: Mesh, trainer: Trainer, folder: RunFolder, done: int, elaps
         heldout_loss=last.heldout_loss,
         heldout_perplexity=last.heldout_perplexity,
         tokens_per_s=statistics.median(record.tokens_per_s for record in recent),
-        wait_fraction=sum(record.wait_fraction * record.step_s for record in recent) / sum(record.step_s for record in recent),
+        wait_fraction=sum(record.wait_fraction * record.step_s for record in recent)
+        / sum(record.step_s for record in recent),
         bytes_sent=sum(record.bytes_sent for record in recent),
         elapsed_s=elapsed_s,
         out=str(folder.path),

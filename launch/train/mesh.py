@@ -1,4 +1,5 @@
-"""The world as data x context: ranks of one context group share a sequence, different groups take different sequences.
+"""The world as data x context: ranks of one context group share a sequence, different groups take
+different sequences.
 
 For: one mesh of two axes, made of contexts. Not for: tensor or pipeline parallelism.
 """
@@ -18,7 +19,9 @@ __all__ = ["Mesh", "open_mesh"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """`world` reduces gradients, `context` runs attention; this rank's group is the `data_index`-th of `data_size`."""
+    """`world` reduces gradients, `context` runs attention; this rank's group is the `data_index`-th
+    of `data_size`.
+    """
 
     world: Context
     context: Context
@@ -32,7 +35,9 @@ class Mesh:
 
 @contextmanager
 def open_mesh(world: Context, context_parallel: int | None) -> Iterator[Mesh]:
-    """Split `world` into context groups of neighbouring ranks, for as long as the block runs. Collective: blocks until all arrive."""
+    """Split `world` into context groups of neighbouring ranks, for as long as the block runs.
+    Collective: blocks until all arrive.
+    """
     data_size, context_size = mesh_shape(world.world_size, context_parallel)
     if data_size == 1:
         yield Mesh(world, world, data_index=0, data_size=1)

@@ -21,8 +21,9 @@ __all__ = ["MetricsFile", "StepRecord"]
 class StepRecord:
     """Step `step` (from 1) of a run.
 
-    `loss` in nats a byte over the global batch; `tokens_per_s` of the whole world; `wait_fraction` is the part of the step that
-    compute stood idle for a transfer of attention, averaged over ranks; `bytes_sent` by attention, all ranks together.
+    `loss` in nats a byte over the global batch; `tokens_per_s` of the whole world; `wait_fraction`
+    is the part of the step that compute stood idle for a transfer of attention, averaged over
+    ranks; `bytes_sent` by attention, all ranks together.
     The held-out numbers are None where they were not measured at this step.
     """
 
@@ -39,10 +40,13 @@ class StepRecord:
 
 
 class MetricsFile:
-    """Appends records to `path`; `history` holds what was kept of an earlier run and what was appended since."""
+    """Appends records to `path`; `history` holds what was kept of an earlier run and what was
+    appended since.
+    """
 
     def __init__(self, path: Path, *, after_step: int) -> None:
-        """Keep the file's records up to `after_step` (an interrupted run may have gone further than its checkpoint).
+        """Keep the file's records up to `after_step` (an interrupted run may have gone further than
+        its checkpoint).
 
         Raises OSError, and ConfigError when the file holds something else.
         """
@@ -54,7 +58,8 @@ class MetricsFile:
 
     def append(self, record: StepRecord) -> None:
         self.history.append(record)
-        # Opened anew for each line: a step takes far longer, and a killed run leaves at most its last line short.
+        # Opened anew for each line: a step takes far longer, and a killed run leaves at most its
+        # last line short.
         with self._path.open("a") as file:
             file.write(_line(record))
 
@@ -70,4 +75,6 @@ def _read(path: Path) -> list[StepRecord]:
     try:
         return [msgspec.convert(json.loads(line), StepRecord) for line in whole]
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the record of a run: {error}; move it away, then run again.") from error
+        raise ConfigError(
+            f"{path} is not the record of a run: {error}; move it away, then run again."
+        ) from error

@@ -1,7 +1,9 @@
-"""A small byte-level language model in the shape of Llama: RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
+"""A small byte-level language model in the shape of Llama: RMSNorm, rotary positions, SwiGLU,
+grouped key/value heads.
 
-For: the main job and its tests. Plain torch modules, nothing of MPI: the attention comes in as a function, and positions come in
-as global positions, so the same module runs on a whole sequence or on any rank's part of one.
+For: the main job and its tests. Plain torch modules, nothing of MPI: the attention comes in as a
+function, and positions come in as global positions, so the same module runs on a whole sequence or
+on any rank's part of one.
 Not for: serving (no cache of keys and values), or speed records.
 """
 
@@ -19,7 +21,8 @@ from burst_rt.rotary import rotate, rotations
 
 __all__ = ["Attend", "Decoder"]
 
-# Takes q, k, v as [batch, tokens, heads, head_dim] (k and v may have fewer heads), returns the output in q's shape.
+# Takes q, k, v as [batch, tokens, heads, head_dim] (k and v may have fewer heads), returns the
+# output in q's shape.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -27,7 +30,9 @@ class Decoder(nn.Module):
     """Bytes in, a score for every possible next byte out."""
 
     def __init__(self, config: ModelConfig, *, seed: int) -> None:
-        """Build the model on the CPU in fp32; the same seed gives the same weights everywhere, so ranks need not exchange them."""
+        """Build the model on the CPU in fp32; the same seed gives the same weights everywhere, so
+        ranks need not exchange them.
+        """
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
@@ -39,9 +44,13 @@ class Decoder(nn.Module):
     def forward(self, tokens_BS: Tensor, positions_S: Tensor, attend: Attend) -> Tensor:
         """Scores [batch, tokens, vocab_size] for the byte after each of `tokens_BS` (int64).
 
-        `positions_S` are the tokens' global positions (int64), in the order of the tokens; `attend` must be causal in them.
+        `positions_S` are the tokens' global positions (int64), in the order of the tokens; `attend`
+        must be causal in them.
         """
-        cos_SF, sin_SF = (part.float() for part in rotations(positions_S, self.config.head_dim, self.config.rope_theta))
+        cos_SF, sin_SF = (
+            part.float()
+            for part in rotations(positions_S, self.config.head_dim, self.config.rope_theta)
+        )
         x_BSD = self.embed(tokens_BS)
         for block in self.blocks:
             x_BSD = block(x_BSD, cos_SF, sin_SF, attend)
@@ -63,7 +72,8 @@ class Decoder(nn.Module):
         """Standard deviation of a matrix's first weights."""
         if name == "embed.weight":
             return 0.5
-        # What adds to the residual stream starts smaller, so that its variance does not grow with the depth.
+        # What adds to the residual stream starts smaller, so that its variance does not grow with
+        # the depth.
         writes_residual = name.endswith(("out.weight", "down.weight"))
         return 1 / math.sqrt(fan_in * (2 * self.config.layers if writes_residual else 1))
 

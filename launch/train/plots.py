@@ -1,4 +1,6 @@
-"""The loss curve as a picture. For: a look at a finished run. Not for: live views, which are the dashboard's."""
+"""The loss curve as a picture. For: a look at a finished run. Not for: live views, which are the
+dashboard's.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,34 @@ _SMOOTHING = 0.8
 def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str) -> None:
     """Write training and held-out loss over steps as a PNG. Raises OSError; needs no display."""
     steps = [record.step for record in records]
-    heldout = [(record.step, record.heldout_loss) for record in records if record.heldout_loss is not None]
+    heldout = [
+        (record.step, record.heldout_loss) for record in records if record.heldout_loss is not None
+    ]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(steps, [record.loss for record in records], color=_RAW, linewidth=1, label="training, each step")
-    axes.plot(steps, _smoothed([record.loss for record in records]), color=_SMOOTH, linewidth=2, label="training, smoothed")
+    axes.plot(
+        steps,
+        [record.loss for record in records],
+        color=_RAW,
+        linewidth=1,
+        label="training, each step",
+    )
+    axes.plot(
+        steps,
+        _smoothed([record.loss for record in records]),
+        color=_SMOOTH,
+        linewidth=2,
+        label="training, smoothed",
+    )
     if heldout:
-        axes.plot(*zip(*heldout, strict=True), "o-", color=_HELDOUT, linewidth=1, markersize=6, label="held-out")
+        axes.plot(
+            *zip(*heldout, strict=True),
+            "o-",
+            color=_HELDOUT,
+            linewidth=1,
+            markersize=6,
+            label="held-out",
+        )
     axes.set_title(title, loc="left", fontsize=11, color=_TEXT)
     axes.set_xlabel("step", color=_TEXT)
     axes.set_ylabel("loss (nats per byte)", color=_TEXT)
@@ -37,7 +60,9 @@ def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str) -> None:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start, so that the first point is the first value."""
+    """Exponential moving average, corrected for its start, so that the first point is the first
+    value.
+    """
     average, weight, smoothed = 0.0, 0.0, []
     for value in values:
         average = _SMOOTHING * average + (1 - _SMOOTHING) * value

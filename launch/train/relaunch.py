@@ -28,7 +28,11 @@ __all__ = ["before_ranks", "chosen_options", "relaunch"]
 
 def chosen_options(context: click.Context) -> dict[str, object]:
     """The options that stand on the command line, by parameter name, without the defaults."""
-    return {name: value for name, value in context.params.items() if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    return {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
 
 
 @contextmanager
@@ -40,11 +44,15 @@ def before_ranks() -> Iterator[None]:
         _check_device(os.environ.get(VARIABLES["device"], "auto"))
         yield
     except OSError as error:
-        raise ConfigError(f"{error}; make the file or folder accessible, then run again.") from error
+        raise ConfigError(
+            f"{error}; make the file or folder accessible, then run again."
+        ) from error
 
 
 def relaunch(context: click.Context, module: str, num_ranks: int, extra: Sequence[str] = ()) -> int:
-    """Run `module` on `num_ranks` ranks with this command's options but `-n`, and `extra`; return the job's exit code. Blocks."""
+    """Run `module` on `num_ranks` ranks with this command's options but `-n`, and `extra`; return
+    the job's exit code. Blocks.
+    """
     if sys.stdout.isatty():
         # A rank's stdout is mpirun's, which has no width.
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
@@ -64,7 +72,9 @@ def relaunch(context: click.Context, module: str, num_ranks: int, extra: Sequenc
 
 def _check_device(name: str) -> None:
     kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+    if kind not in ("auto", "cpu", "cuda") or (
+        index and not (kind == "cuda" and index.isdecimal())
+    ):
         raise ConfigError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}.")
     # On hosts of an allocation there may be what is not here.
     if kind == "cuda" and one_host(()):
@@ -72,15 +82,22 @@ def _check_device(name: str) -> None:
         if int(index or 0) >= count:
             found = "a GPU" if count == 1 else f"{count or 'no'} GPUs"
             raise ConfigError(
-                f"--device: {name} was asked for, and the CUDA driver finds {found} here; use --device cpu, or see burst-rt doctor."
+                f"--device: {name} was asked for, and the CUDA driver finds {found} here; use "
+                "--device cpu, or see burst-rt doctor."
             )
 
 
 def _num_gpus() -> int:
-    """GPUs of this host that may be used, asked of the driver itself: torch takes seconds to load."""
+    """GPUs of this host that may be used, asked of the driver itself: torch takes seconds to
+    load.
+    """
     count = ctypes.c_int(0)
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
-    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    return (
+        count.value
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+        else 0
+    )

@@ -1,4 +1,6 @@
-"""A checkpoint that rank 0 reads and every rank receives. For: resuming and evaluating where only one node sees the files."""
+"""A checkpoint that rank 0 reads and every rank receives. For: resuming and evaluating where only
+one node sees the files.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,23 @@ __all__ = ["SharedCheckpoint", "read_shared"]
 
 @dataclass(frozen=True)
 class SharedCheckpoint:
-    """Where it was found and what it says, on every rank; its tensors on rank 0 (`local`), until `fill` hands them out."""
+    """Where it was found and what it says, on every rank; its tensors on rank 0 (`local`), until
+    `fill` hands them out.
+    """
 
     folder: Path
     manifest: Manifest
     local: Checkpoint | None
 
-    def fill(self, context: Context, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None = None) -> None:
-        """Overwrite `weights`, and `optimizer` where given, on every rank. Collective; raises ConfigError when they do not fit."""
+    def fill(
+        self,
+        context: Context,
+        weights: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Overwrite `weights`, and `optimizer` where given, on every rank. Collective; raises
+        ConfigError when they do not fit.
+        """
         on_first(context, lambda: self._copy(weights, optimizer))
         share_tensors(context, [*weights.values(), *(optimizer or {}).values()])
 

@@ -50,7 +50,9 @@ def job_world() -> Iterator[Context]:
             _leave(world, _complaint(error))
         except Stopped as stopped:
             resume = resume_command(world.world_size, stopped.folder)
-            _leave(world, LastWord(f"burst-rt: {stopped}; resume with: {resume}", 128 + stopped.number))
+            _leave(
+                world, LastWord(f"burst-rt: {stopped}; resume with: {resume}", 128 + stopped.number)
+            )
 
 
 def _leave(world: Context, word: LastWord) -> NoReturn:

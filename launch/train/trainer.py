@@ -1,6 +1,7 @@
 """One rank's part in a training step, and the state that a checkpoint carries.
 
-For: forward, backward, reduction, update. Every rank of the world ends a step with the same weights, bit for bit.
+For: forward, backward, reduction, update. Every rank of the world ends a step with the same
+weights, bit for bit.
 Not for: what surrounds the steps (loop.py).
 """
 
@@ -55,7 +56,9 @@ class Trainer:
         started_s = time.monotonic()
         before = mesh.context.stats()
         indices = mesh.share_of(config.batch)
-        starts = training_starts(self._corpus.train, config.seq_len, seed=config.seed, step=step, indices=indices)
+        starts = training_starts(
+            self._corpus.train, config.seq_len, seed=config.seed, step=step, indices=indices
+        )
         self._gradients.zero()
         local_loss = self._model(*sequences_at(self._corpus.train, starts, config.seq_len))
         num_tokens = config.batch * config.seq_len
@@ -68,7 +71,12 @@ class Trainer:
         self._optimizer.step()
 
         after = mesh.context.stats()
-        local = [local_loss.item(), after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent, *votes]
+        local = [
+            local_loss.item(),
+            after.wait_s - before.wait_s,
+            after.bytes_sent - before.bytes_sent,
+            *votes,
+        ]
         sums = torch.tensor(local, dtype=torch.float64, device=mesh.world.device)
         mesh.world.all_reduce(sums)
         loss_sum, wait_s, bytes_sent, *voted = sums.tolist()
@@ -77,7 +85,9 @@ class Trainer:
         step_s = time.monotonic() - started_s
         loss, tokens_per_s = loss_sum / num_tokens, num_tokens / step_s
         if mesh.world.rank == 0:
-            telemetry.report(step, loss=loss, tokens_per_s=tokens_per_s, grad_norm=grad_norm, step_s=step_s)
+            telemetry.report(
+                step, loss=loss, tokens_per_s=tokens_per_s, grad_norm=grad_norm, step_s=step_s
+            )
         record = StepRecord(
             step=step,
             loss=loss,
@@ -91,9 +101,17 @@ class Trainer:
         return record, voted
 
     def measure_heldout(self, step: int) -> HeldoutLoss:
-        """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when it is no number to show."""
+        """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when
+        it is no number to show.
+        """
         config = self._config
-        found = measure_heldout(self._model, self._mesh, self._corpus.heldout, seq_len=config.seq_len, limit=config.eval_sequences)
+        found = measure_heldout(
+            self._model,
+            self._mesh,
+            self._corpus.heldout,
+            seq_len=config.seq_len,
+            limit=config.eval_sequences,
+        )
         if not math.isfinite(found.perplexity):
             raise _diverged(step, f"held-out loss {found.loss}")
         if self._mesh.world.rank == 0:
@@ -101,19 +119,31 @@ class Trainer:
         return found
 
     def check_finite(self, step: int) -> None:
-        """Raises ConfigError, on every rank, when the weights after a step are no longer finite: the loss tells only a step later."""
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in self._decoder.parameters()):
+        """Raises ConfigError, on every rank, when the weights after a step are no longer finite:
+        the loss tells only a step later.
+        """
+        if not all(
+            bool(torch.isfinite(parameter).all()) for parameter in self._decoder.parameters()
+        ):
             raise _diverged(step, "weights that are not finite")
 
     def checkpoint(self, step: int) -> Checkpoint:
-        """The state after `step` steps; its tensors are the live ones, to be written before the next step."""
+        """The state after `step` steps; its tensors are the live ones, to be written before the
+        next step.
+        """
         named = list(self._decoder.named_parameters())
         weights = {name: parameter.detach() for name, parameter in named}
-        moments = {f"{moment}.{name}": self._optimizer.state[parameter][moment] for name, parameter in named for moment in MOMENTS}
+        moments = {
+            f"{moment}.{name}": self._optimizer.state[parameter][moment]
+            for name, parameter in named
+            for moment in MOMENTS
+        }
         return Checkpoint(Manifest(step, self._config, self._corpus.fingerprint), weights, moments)
 
     def restore(self, shared: SharedCheckpoint) -> None:
-        """Continue from a checkpoint. Collective; raises ConfigError on every rank when its tensors do not fit."""
+        """Continue from a checkpoint. Collective; raises ConfigError on every rank when its tensors
+        do not fit.
+        """
         step = shared.manifest.step
         live = self.checkpoint(step)
         shared.fill(self._mesh.world, live.weights, live.optimizer)

@@ -1,6 +1,8 @@
-"""Whole rings on one GPU: ranks as threads, each on streams of its own, against the float64 spec. Only where there is a GPU.
+"""Whole rings on one GPU: ranks as threads, each on streams of its own, against the float64 spec.
+Only where there is a GPU.
 
-"interpreted" cases elsewhere prove the kernels' arithmetic; this proves what needs hardware: streams, events, transfers, the compiler.
+"interpreted" cases elsewhere prove the kernels' arithmetic; this proves what needs hardware:
+streams, events, transfers, the compiler.
 """
 
 from __future__ import annotations
@@ -16,13 +18,20 @@ from worlds import Case, attend, attend_over_threads
 import burst_rt
 from burst_rt import Causal
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 _CASES = {
     "full": Case(500, heads=2, head_dim=64),
     "causal": Case(500, heads=2, head_dim=64, mask=Causal()),
-    "striped, grouped": Case(257, heads=4, kv_heads=2, head_dim=128, mask=Causal(), kind="striped", strategy="ring-kv"),
-    "contiguous, odd head": Case(300, heads=2, head_dim=80, batch=2, mask=Causal(), kind="contiguous", strategy="burst"),
+    "striped, grouped": Case(
+        257, heads=4, kv_heads=2, head_dim=128, mask=Causal(), kind="striped", strategy="ring-kv"
+    ),
+    "contiguous, odd head": Case(
+        300, heads=2, head_dim=80, batch=2, mask=Causal(), kind="contiguous", strategy="burst"
+    ),
     "few queries": Case(64, kv_len=500, head_dim=64, mask=Causal(), strategy="burst"),
     "bf16": Case(1000, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, mask=Causal()),
     # For compute-sanitizer too: the kernels of the one above, and not much to do.
@@ -72,7 +81,9 @@ def test_nccl_with_one_rank() -> None:
 
 
 def test_a_stream_of_the_callers_own() -> None:
-    """Inputs that are still being made on the caller's stream are waited for; outputs can be used on it at once."""
+    """Inputs that are still being made on the caller's stream are waited for; outputs can be used
+    on it at once.
+    """
     case = _CASES["causal"]
     with burst_rt.init(device="cuda") as ctx, torch.cuda.stream(torch.cuda.Stream()):
         layout = ctx.layout(case.q_len)

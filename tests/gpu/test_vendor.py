@@ -1,6 +1,8 @@
-"""cuDNN's attention and FlashAttention as tile kernels, on a GPU: torch's real operators, and what "auto" makes of them.
+"""cuDNN's attention and FlashAttention as tile kernels, on a GPU: torch's real operators, and what
+"auto" makes of them.
 
-tests/unit/test_vendor.py proves what is done around the operators, with doubles; this, that the operators are what the doubles say.
+tests/unit/test_vendor.py proves what is done around the operators, with doubles; this, that the
+operators are what the doubles say.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ import burst_rt
 from burst_rt import Causal, Context, Full, Mask
 from burst_rt.kernels import KERNELS, Kernel, State, Tile, Work, speed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 _CUDA = torch.device("cuda", 0)
 _NAMES = ("cudnn", "flash")
 
 
 def _kernel(name: str, work: Work) -> Kernel:
-    """The kernel, where this machine's torch has it: what is missing is said, never passed over in silence."""
+    """The kernel, where this machine's torch has it: what is missing is said, never passed over in
+    silence.
+    """
     reason = KERNELS[name].refuses(work)
     if reason:
         pytest.skip(reason)
@@ -34,28 +41,54 @@ def _kernel(name: str, work: Work) -> Kernel:
 
 
 def _run(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, mask: Mask, cuts: Any
+    kernel: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    mask: Mask,
+    cuts: Any,
 ) -> Attention:  # cuts: (first key, last key) of each tile
-    """Forward and backward over tiles, from NaN and from zeros; lse and delta of the kernel's own making."""
+    """Forward and backward over tiles, from NaN and from zeros; lse and delta of the kernel's own
+    making.
+    """
     batch, q_len, heads, head_dim = q.shape
     kv_len = k.shape[1]
     positions = range(kv_len - q_len, kv_len)
     tiles = [
-        (slice(a, b), Tile(mask.pieces(positions, range(a, b)), (positions,), (range(a, b),), mask, head_dim**-0.5, lambda: None))
+        (
+            slice(a, b),
+            Tile(
+                mask.pieces(positions, range(a, b)),
+                (positions,),
+                (range(a, b),),
+                mask,
+                head_dim**-0.5,
+                lambda: None,
+            ),
+        )
         for a, b in cuts
     ]
-    acc, out = (torch.full(q.shape, torch.nan, dtype=dtype, device=_CUDA) for dtype in (torch.float32, q.dtype))
+    acc, out = (
+        torch.full(q.shape, torch.nan, dtype=dtype, device=_CUDA)
+        for dtype in (torch.float32, q.dtype)
+    )
     m, l, lse = (torch.full((batch, heads, q_len), torch.nan, device=_CUDA) for _ in range(3))  # noqa: E741
     state = State(acc, m, l, out, lse)
     for i, (at, tile) in enumerate(tiles):
-        kernel.forward(q, k[:, at], v[:, at], tile._replace(first=i == 0, last=i == len(tiles) - 1), state)
+        kernel.forward(
+            q, k[:, at], v[:, at], tile._replace(first=i == 0, last=i == len(tiles) - 1), state
+        )
     if q.dtype == torch.float16:
         return Attention(state.out, state.lse, None, None, None)
     rows = torch.full((2, batch, heads, q_len), torch.nan, device=_CUDA)
     kernel.delta(dout, state.out, state.lse, dlse, rows)
     dq, dk, dv = (torch.zeros(x.shape, device=_CUDA) for x in (q, k, v))
     for at, tile in tiles:
-        kernel.backward(q, k[:, at], v[:, at], dout, rows[0], rows[1], tile, dq, dk[:, at], dv[:, at])
+        kernel.backward(
+            q, k[:, at], v[:, at], dout, rows[0], rows[1], tile, dq, dk[:, at], dv[:, at]
+        )
     return Attention(state.out, state.lse, dq, dk, dv)
 
 
@@ -69,11 +102,16 @@ _TILES = {
 }
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "dlse"), [(2, 2, 64, False), (4, 2, 128, True), (3, 1, 72, True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dlse"),
+    [(2, 2, 64, False), (4, 2, 128, True), (3, 1, 72, True)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", _TILES)
 @pytest.mark.parametrize("name", _NAMES)
-def test_tiles_against_the_spec(name: str, case: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, dlse: bool) -> None:
+def test_tiles_against_the_spec(
+    name: str, case: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, dlse: bool
+) -> None:
     mask, q_len, kv_len, ends = _TILES[case]
     kernel = _kernel(name, Work(_CUDA, dtype, head_dim, mask, partials="16bit"))
     generator = torch.Generator().manual_seed(1)
@@ -83,7 +121,9 @@ def test_tiles_against_the_spec(name: str, case: str, dtype: torch.dtype, heads:
     dout = torch.randn(q.shape, generator=generator).to(_CUDA, dtype)
     weight = torch.randn(2, heads, q_len, generator=generator).to(_CUDA) if dlse else None
     found = _run(kernel, q, k, v, dout, weight, mask, list(pairwise([0, *ends])))
-    truth = reference(q.cpu(), k.cpu(), v.cpu(), dout.cpu(), None if weight is None else weight.cpu(), mask=mask)
+    truth = reference(
+        q.cpu(), k.cpu(), v.cpu(), dout.cpu(), None if weight is None else weight.cpu(), mask=mask
+    )
     # A row whose keys came in several calls is the mean of several rounded parts.
     several = 1 if len(ends) == 1 and (mask == Full() or q_len == kv_len) else 2
     for field, got in found._asdict().items():
@@ -96,7 +136,9 @@ def test_tiles_against_the_spec(name: str, case: str, dtype: torch.dtype, heads:
 def test_rows_of_dout_that_are_zero_keep_the_gradient_of_lse(name: str) -> None:
     kernel = _kernel(name, Work(_CUDA, torch.bfloat16, 64, Full(), forward=False, partials="16bit"))
     generator = torch.Generator().manual_seed(2)
-    q, k, v, dout = (torch.randn(1, 256, 2, 64, generator=generator).to(_CUDA, torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(1, 256, 2, 64, generator=generator).to(_CUDA, torch.bfloat16) for _ in range(4)
+    )
     dout[:, ::3] = 0
     dout[:, 1::3] *= 1e-4
     dlse = 100 * torch.randn(1, 2, 256, generator=generator).to(_CUDA)
@@ -113,9 +155,15 @@ def test_rows_of_dout_that_are_zero_keep_the_gradient_of_lse(name: str) -> None:
 def test_whole_calls(name: str, world_size: int, partials: str) -> None:
     case = Case(1000, heads=4, kv_heads=2, head_dim=128, dtype=torch.bfloat16, mask=Causal())
     _kernel(name, Work(_CUDA, case.dtype, case.head_dim, Causal(), partials="16bit"))
-    found = attend_over_threads(world_size, case, device="cuda", kernel=name, partials=partials, timeout_s=60)
+    found = attend_over_threads(
+        world_size, case, device="cuda", kernel=name, partials=partials, timeout_s=60
+    )
     for field, error in errors_of(found, reference(*case.inputs(), mask=case.mask)).items():
-        limit = ERROR[torch.float32] if field == "lse" else ERROR[case.dtype] * (1 if partials == "exact" else 2)
+        limit = (
+            ERROR[torch.float32]
+            if field == "lse"
+            else ERROR[case.dtype] * (1 if partials == "exact" else 2)
+        )
         assert error < limit, (field, error)
 
 
@@ -126,7 +174,10 @@ def test_the_forward_repeats_itself() -> None:
             problem = speed.TileProblem(work, tokens=1024)
             first = problem.results(KERNELS[name])
             for _ in range(3):
-                assert all(torch.equal(x, y) for x, y in zip(first, problem.results(KERNELS[name]), strict=True))
+                assert all(
+                    torch.equal(x, y)
+                    for x, y in zip(first, problem.results(KERNELS[name]), strict=True)
+                )
 
 
 def test_flash_repeats_its_backward_where_torch_is_told_to() -> None:
@@ -138,19 +189,29 @@ def test_flash_repeats_its_backward_where_torch_is_told_to() -> None:
         assert kernel.repeatable(False)
         first = problem.results(kernel)
         for _ in range(5):
-            assert all(torch.equal(x, y) for x, y in zip(first, problem.results(kernel), strict=True))
+            assert all(
+                torch.equal(x, y) for x, y in zip(first, problem.results(kernel), strict=True)
+            )
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_auto_measures_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a world of one all three may do the forward; every one of them is really timed, or its error told."""
+    """In a world of one all three may do the forward; every one of them is really timed, or its
+    error told.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(speed, "_known", {})
-    able = [n for n in ("triton", *_NAMES) if KERNELS[n].refuses(Work(_CUDA, torch.bfloat16, 128, Causal(), partials="16bit")) is None]
+    able = [
+        n
+        for n in ("triton", *_NAMES)
+        if KERNELS[n].refuses(Work(_CUDA, torch.bfloat16, 128, Causal(), partials="16bit")) is None
+    ]
 
     def explain(ctx: Context) -> str:
-        x = torch.zeros(1, 2048, 4, 128, dtype=torch.bfloat16, device=ctx.device, requires_grad=True)
+        x = torch.zeros(
+            1, 2048, 4, 128, dtype=torch.bfloat16, device=ctx.device, requires_grad=True
+        )
         return str(burst_rt.explain(x, x, x, causal=True, layout=ctx.layout(2048)))
 
     with burst_rt.init(device="cuda") as ctx:

@@ -1,4 +1,6 @@
-"""The Triton kernels in whole calls over ranks that are threads: the tiles that rings really make."""
+"""The Triton kernels in whole calls over ranks that are threads: the tiles that rings really
+make.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,15 @@ from burst_rt.errors import InputError
 
 _CASES = {
     "causal zigzag, queries travel": Case(61, mask=Causal(), strategy="burst"),
-    "causal zigzag, keys travel, grouped, bf16": Case(45, mask=Causal(), strategy="ring-kv", kv_heads=1, dtype=torch.bfloat16),
-    "causal striped, fewer queries": Case(23, kv_len=40, mask=Causal(), kind="striped", strategy="burst", heads=1),
-    "causal contiguous, more queries": Case(40, kv_len=23, mask=Causal(), kind="contiguous", strategy="ring-kv", heads=1),
+    "causal zigzag, keys travel, grouped, bf16": Case(
+        45, mask=Causal(), strategy="ring-kv", kv_heads=1, dtype=torch.bfloat16
+    ),
+    "causal striped, fewer queries": Case(
+        23, kv_len=40, mask=Causal(), kind="striped", strategy="burst", heads=1
+    ),
+    "causal contiguous, more queries": Case(
+        40, kv_len=23, mask=Causal(), kind="contiguous", strategy="ring-kv", heads=1
+    ),
     "full, fp16": Case(37, mask=Full(), dtype=torch.float16, head_dim=24, heads=1),
     "fewer tokens than blocks": Case(3, mask=Causal(), heads=1),
 }
@@ -44,6 +52,9 @@ def test_rings_of_triton_tiles(name: str, world_size: int) -> None:
 
 
 def test_what_it_cannot_do_is_refused_by_name() -> None:
-    for case, why in ((Case(8, head_dim=8), "head_dim of 16 to 256, got 8"), (Case(8, dtype=torch.float64), "got torch.float64")):
+    for case, why in (
+        (Case(8, head_dim=8), "head_dim of 16 to 256, got 8"),
+        (Case(8, dtype=torch.float64), "got torch.float64"),
+    ):
         with pytest.raises(InputError, match=f"kernel 'triton' was asked for, but .*{why}"):
             attend_over_threads(1, case, kernel="triton")

@@ -1,4 +1,6 @@
-"""Trials of block sizes, with the kernels themselves: each is really used, checked, and may fail without harm."""
+"""Trials of block sizes, with the kernels themselves: each is really used, checked, and may fail
+without harm.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.tuned import TUNED, tuned
 from burst_rt.launch.bench.tune import Stuck, Trial, best_of, trials_of
 
-_CONFIGS = [Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(24, 16, 4, 1), Config(16, 16, 4, 1), Config(32, 32, 4, 1)]
+_CONFIGS = [
+    Config(32, 16, 4, 1),
+    Config(16, 32, 4, 1),
+    Config(24, 16, 4, 1),
+    Config(16, 16, 4, 1),
+    Config(32, 32, 4, 1),
+]
 
 
 class Clock:
@@ -44,7 +52,10 @@ def one_head(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trials(kind: str) -> None:
     clock = Clock()
     clock.kind = kind
-    works = [Work(torch.device("cpu"), torch.float32, 256, mask, kind == "forward") for mask in (Full(), Causal())]
+    works = [
+        Work(torch.device("cpu"), torch.float32, 256, mask, kind == "forward")
+        for mask in (Full(), Causal())
+    ]
     trials = trials_of(kind, works, _CONFIGS, clock.seconds, clock.is_over, tokens=40)
     assert [trial.config for trial in trials] == _CONFIGS
     assert [trial.seconds for trial in trials] == [9.0, 6.0, None, 4.0, None]
@@ -52,24 +63,38 @@ def test_trials(kind: str) -> None:
     assert "power" in trials[2].why
     assert trials[4].why == "not tried: no time was left"
     assert best_of(trials) == Trial(_CONFIGS[3], 4.0)
-    assert clock.used == [config for config in (_CONFIGS[0], _CONFIGS[1], _CONFIGS[3]) for _ in works]
+    assert clock.used == [
+        config for config in (_CONFIGS[0], _CONFIGS[1], _CONFIGS[3]) for _ in works
+    ]
     assert tuned(kind, torch.device("cpu"), 256, torch.float32) is None
 
 
-def test_specialised_warps_are_checked_in_rings_and_on_odd_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_specialised_warps_are_checked_in_rings_and_on_odd_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     results, lengths = TileProblem.results, set()
 
     def broken(problem: TileProblem, *args: object) -> list[torch.Tensor]:
         found = results(problem, KERNELS["triton"])
         lengths.add(found[0].shape[1])
-        if tuned("forward", torch.device("cpu"), 256, torch.float32) == specialized and found[0].shape[1] == 13:
+        if (
+            tuned("forward", torch.device("cpu"), 256, torch.float32) == specialized
+            and found[0].shape[1] == 13
+        ):
             found[0][0, 3] += 1
         return found
 
     monkeypatch.setattr(TileProblem, "results", broken)
     specialized = _CONFIGS[1]._replace(loads="specialized")
     works = [Work(torch.device("cpu"), torch.float32, 256, Causal())]
-    trials = trials_of("forward", works, [_CONFIGS[0], specialized, _CONFIGS[3]], lambda run: 1.0, lambda: False, tokens=20)
+    trials = trials_of(
+        "forward",
+        works,
+        [_CONFIGS[0], specialized, _CONFIGS[3]],
+        lambda run: 1.0,
+        lambda: False,
+        tokens=20,
+    )
     assert lengths == {13, 20}
     assert [trial.seconds for trial in trials] == [1.0, None, 1.0]
     assert trials[1].why.startswith("wrong: ")
@@ -81,7 +106,9 @@ def test_one_that_does_not_end_is_the_last() -> None:
             raise Stuck("does not end")
 
     works = [Work(torch.device("cpu"), torch.float32, 256, Full())]
-    trials = trials_of("forward", works, _CONFIGS, lambda run: 1.0, lambda: False, tokens=20, settle=settle)
+    trials = trials_of(
+        "forward", works, _CONFIGS, lambda run: 1.0, lambda: False, tokens=20, settle=settle
+    )
     assert trials == [Trial(_CONFIGS[0], 1.0), Trial(_CONFIGS[1], None, "does not end", stuck=True)]
     assert best_of(trials) == trials[0]
 

@@ -1,4 +1,6 @@
-"""Attention over real MPI ranks: correct in every world, bytes as predicted, repeatable; compiled; several contexts in one job."""
+"""Attention over real MPI ranks: correct in every world, bytes as predicted, repeatable; compiled;
+several contexts in one job.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def test_errors_are_those_of_one_process(num_ranks: int, transport: str) -> None
     for case, fields in errors.items():
         for field, (error, own) in fields.items():
             wide = torch.float64 if case == "fp64" else torch.float32
-            limit = RATIO * own if own else ERROR[wide if field == "lse" else _TYPES.get(case, torch.float32)]
+            limit = (
+                RATIO * own
+                if own
+                else ERROR[wide if field == "lse" else _TYPES.get(case, torch.float32)]
+            )
             assert error <= limit, (case, field, error, own)
 
 
@@ -61,9 +67,12 @@ def test_what_is_sent_is_what_the_plan_says(num_ranks: int, transport: str) -> N
         assert sent == predicted, case
         assert (sent > 0) == (num_ranks > 1 and case != "one token"), case
     if num_ranks > 1:
-        # Full mask, 1,000 tokens, 2 heads of 64, fp32; g = 1: KV forward 2s E, Q backward (2s + a + 2a / d) E, over W - 1 hops.
+        # Full mask, 1,000 tokens, 2 heads of 64, fp32; g = 1: KV forward 2s E, Q backward (2s + a +
+        # 2a / d) E, over W - 1 hops.
         e = 1000 * 2 * 64
-        assert counted["full"][1] == (num_ranks - 1) * (2 * 4 * e + (2 * 4 + 4) * e + 2 * 4 * e // 64)
+        assert counted["full"][1] == (num_ranks - 1) * (
+            2 * 4 * e + (2 * 4 + 4) * e + 2 * 4 * e // 64
+        )
 
 
 @pytest.mark.parametrize("num_ranks", _WORLDS)

@@ -1,4 +1,6 @@
-"""Bad input, on any rank: the same typed error on every rank, soon, with nothing sent, and the job goes on."""
+"""Bad input, on any rank: the same typed error on every rank, soon, with nothing sent, and the job
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,15 @@ _DEADLINE_S = 5.0
 def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, tmp_path: Path) -> None:
     job = run_job(_PROGRAM, num_ranks, [str(tmp_path)])
     assert job.exit_code == 0, job.text
-    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(num_ranks)]
+    by_rank = [
+        json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(num_ranks)
+    ]
     cases = {entry["case"] for entry in by_rank[0]}
     assert len(cases) >= 40
-    assert {(entry["case"], entry["odd"]) for entry in by_rank[0]} == {(case, odd) for case in cases for odd in range(num_ranks)}
+    assert {(entry["case"], entry["odd"]) for entry in by_rank[0]} == {
+        (case, odd) for case in cases for odd in range(num_ranks)
+    }
     for rank, entries in enumerate(by_rank):
         for entry in entries:
             about = f"rank {rank} of {num_ranks}: {entry}"
@@ -30,9 +37,12 @@ def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, tmp_path: Path) -> 
                 assert entry["peer"] == odd, about
                 assert f"rank {odd}: " in entry["message"], about
             else:
-                # Of two ranks that differ neither is the odd one: both values are told, with the rank of one.
+                # Of two ranks that differ neither is the odd one: both values are told, with the
+                # rank of one.
                 assert num_ranks == 2 or entry["peer"] == odd, about
-                assert f"on rank {odd if num_ranks > 2 else entry['peer']}" in entry["message"], about
+                assert f"on rank {odd if num_ranks > 2 else entry['peer']}" in entry["message"], (
+                    about
+                )
             assert entry["words"] in entry["message"], about
             assert entry["elapsed_s"] < _DEADLINE_S, about
             assert entry["bytes"] == [0, 0], about

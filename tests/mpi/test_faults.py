@@ -1,4 +1,6 @@
-"""A sample of `tests/faults.py`: what must hold when ranks and launchers die, stop or are slow, in a few drawn cases."""
+"""A sample of `tests/faults.py`: what must hold when ranks and launchers die, stop or are slow, in
+a few drawn cases.
+"""
 
 from __future__ import annotations
 

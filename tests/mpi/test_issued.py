@@ -29,12 +29,17 @@ def test_a_peer_whose_program_goes_on(tmp_path: Path, bare: bool) -> None:
     else:
         last_but_one, last = job.err.rstrip("\n").split("\n")[-2:]
         assert re.match(rf"burst_rt\.errors\.DeviceError: {_WHY}", last_but_one), job.text
-        assert re.fullmatch(r"burst-rt: rank 0 failed after \d+\.\d s with .*DeviceError: .* \(exit code 74\).*", last), job.text
+        assert re.fullmatch(
+            r"burst-rt: rank 0 failed after \d+\.\d s with .*DeviceError: .* \(exit code 74\).*",
+            last,
+        ), job.text
 
 
 def test_a_peer_that_dies_of_its_error_is_the_one_that_is_named(tmp_path: Path) -> None:
     job = run_job(_PROGRAM, 2, ["dies"], cwd=tmp_path, timeout_s=50)
     assert job.exit_code == 74, job.text
     last = job.err.rstrip("\n").split("\n")[-1]
-    assert re.fullmatch(r"burst-rt: rank 1 failed after \d+\.\d s with .* \(exit code 74\).*", last), job.text
+    assert re.fullmatch(
+        r"burst-rt: rank 1 failed after \d+\.\d s with .* \(exit code 74\).*", last
+    ), job.text
     assert "the leaver's own error" in job.err, job.text

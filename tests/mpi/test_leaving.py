@@ -1,4 +1,6 @@
-"""A rank that leaves ends the job: however it leaves, whatever the others are doing, however the job was started, in under 5 s."""
+"""A rank that leaves ends the job: however it leaves, whatever the others are doing, however the
+job was started, in under 5 s.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from jobs import Job, run_job
 from burst_rt.errors import PeerLost, Stalled
 
 _PROGRAMS = Path(__file__).parent / "programs"
-# From the moment the rank leaves to the end of the job; starting the job takes as long as the machine is busy.
+# From the moment the rank leaves to the end of the job; starting the job takes as long as the
+# machine is busy.
 _DEADLINE_S = 5.0
 
 # (ranks, who leaves, how, when); see programs/attention_leave.py.
@@ -45,25 +48,50 @@ _UNDER_MPIRUN = [
 ]
 # What the launcher's last line must say of the rank that left.
 _LAST_LINE = {
-    "exception": r"burst-rt: rank {rank} failed after \d+\.\d s with RuntimeError: the leaver's own error \(exit code 1\)",
-    "exit-0": r"burst-rt: rank {rank} left with exit code 0 after \d+\.\d s while others were in a call",
+    "exception": (
+        r"burst-rt: rank {rank} failed after \d+\.\d s with RuntimeError: the leaver's "
+        r"own error \(exit code 1\)"
+    ),
+    "exit-0": (
+        r"burst-rt: rank {rank} left with exit code 0 after \d+\.\d s while others were in a "
+        r"call"
+    ),
     "exit-3": r"burst-rt: rank {rank} failed after \d+\.\d s \(exit code 3\)",
     # A process that ends without a word: the signal, or the exit code, is known from mpirun.
-    "os-exit-0": r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is [1-9]\d*\) after \d+\.\d s",
-    "os-exit-3": r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is 3\) after \d+\.\d s",
+    "os-exit-0": (
+        r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is [1-9]\d*\) "
+        r"after \d+\.\d s"
+    ),
+    "os-exit-3": (
+        r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is 3\) after "
+        r"\d+\.\d s"
+    ),
     "sigkill": r"burst-rt: rank {rank} was killed by signal 9, SIGKILL after \d+\.\d s",
 }
 # Where in the program, known however the process ended.
-_DOING = {"before": "", "wait": "", "inside": r", in call \d+ \(burst_attention\), task '.*hop 0.*'"}
+_DOING = {
+    "before": "",
+    "wait": "",
+    "inside": r", in call \d+ \(burst_attention\), task '.*hop 0.*'",
+}
 
 
 def _ended_in_time(job: Job, folder: Path) -> None:
     assert (folder / "left_at").exists(), f"the job ended before the rank left: {job.text}"
-    assert job.ended_at_s - float((folder / "left_at").read_text(encoding="utf-8")) < _DEADLINE_S, job.text
+    assert job.ended_at_s - float((folder / "left_at").read_text(encoding="utf-8")) < _DEADLINE_S, (
+        job.text
+    )
 
 
 def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, bare: bool) -> Job:
-    job = run_job(_PROGRAMS / "attention_leave.py", num_ranks, [how, when, str(leaver)], bare=bare, cwd=folder, timeout_s=60)
+    job = run_job(
+        _PROGRAMS / "attention_leave.py",
+        num_ranks,
+        [how, when, str(leaver)],
+        bare=bare,
+        cwd=folder,
+        timeout_s=60,
+    )
     _ended_in_time(job, folder)
     assert job.exit_code != 0, job.text
     assert "the call went through" not in job.out, job.text
@@ -71,7 +99,9 @@ def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, ba
 
 
 @pytest.mark.parametrize(("num_ranks", "leaver", "how", "when"), _UNDER_RUN)
-def test_under_burst_rt_run(tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str) -> None:
+def test_under_burst_rt_run(
+    tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str
+) -> None:
     job = _leave(tmp_path, num_ranks, leaver, how, when, bare=False)
     # Open MPI's abort leaves a NUL byte in the output.
     lines = job.err.replace("\0", "").rstrip("\n").split("\n")
@@ -91,7 +121,10 @@ def test_under_mpirun(tmp_path: Path, num_ranks: int, leaver: int, how: str, whe
     if how == "exception":
         assert "RuntimeError: the leaver's own error" in job.err, job.text
     elif how.startswith("exit") and when != "inside":
-        assert f"rank {leaver} closed its context or ended normally, and cannot take part in this call" in job.err, job.text
+        assert (
+            f"rank {leaver} closed its context or ended normally, and cannot take part in this call"
+            in job.err
+        ), job.text
 
 
 _JOINING = """
@@ -100,7 +133,8 @@ import burst_rt.context  # takes seconds on a busy machine, and starts no MPI
 when, starter, how = sys.argv[1:]
 def leave():
     pathlib.Path("left_at").write_text(str(time.time()))
-    {"exit-0": lambda: sys.exit(0), "exit-3": lambda: sys.exit(3), "os-exit-0": lambda: os._exit(0)}[how]()
+    {"exit-0": lambda: sys.exit(0), "exit-3": lambda: sys.exit(3),
+    "os-exit-0": lambda: os._exit(0)}[how]()
 leaver = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1"
 if when == "before MPI":
     if leaver:
@@ -128,7 +162,9 @@ print("joined")
         ("before init", "mpi4py", "exit-3"),
     ],
 )
-def test_a_rank_that_leaves_before_it_has_joined(tmp_path: Path, when: str, starter: str, how: str) -> None:
+def test_a_rank_that_leaves_before_it_has_joined(
+    tmp_path: Path, when: str, starter: str, how: str
+) -> None:
     (tmp_path / "program.py").write_text(_JOINING, encoding="utf-8")
     job = run_job(tmp_path / "program.py", 3, [when, starter, how], cwd=tmp_path, timeout_s=60)
     _ended_in_time(job, tmp_path)
@@ -139,18 +175,25 @@ def test_a_rank_that_leaves_before_it_has_joined(tmp_path: Path, when: str, star
         return
     how_told = "left with exit code 0 after .* s" if how == "exit-0" else "ended without a word"
     where = "before it had started MPI" if when == "before MPI" else "before init"
-    assert re.fullmatch(rf"burst-rt: rank 1 {how_told}, {where}, where rank [02] waited for it; the job was ended", last), job.text
+    assert re.fullmatch(
+        rf"burst-rt: rank 1 {how_told}, {where}, where rank [02] waited for it; the job was ended",
+        last,
+    ), job.text
     assert job.exit_code == PeerLost.exit_code, job.text
     assert "joined" not in job.out, job.text
 
 
-@pytest.mark.parametrize(("when", "starter"), [("before MPI", "burst_rt"), ("before init", "mpi4py")])
+@pytest.mark.parametrize(
+    ("when", "starter"), [("before MPI", "burst_rt"), ("before init", "mpi4py")]
+)
 def test_under_mpirun_a_rank_that_never_joins_ends_the_job_after_join_s(
     tmp_path: Path, when: str, starter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BURST_RT_JOIN_S", "2")
     (tmp_path / "program.py").write_text(_JOINING, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 2, [when, starter, "exit-0"], bare=True, cwd=tmp_path, timeout_s=60)
+    job = run_job(
+        tmp_path / "program.py", 2, [when, starter, "exit-0"], bare=True, cwd=tmp_path, timeout_s=60
+    )
     assert job.exit_code == Stalled.exit_code, job.text
     assert "Stalled: rank 0 of 2 waited 2 s in " in job.err, job.text
     if when == "before MPI":
@@ -183,15 +226,34 @@ time.sleep(600)
 def _sleeping(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A job whose ranks sleep: the launcher, and all processes below it."""
     (folder / "program.py").write_text(_SLEEP, encoding="utf-8")
-    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", "2", "--telemetry", "program.py"]
-    launcher = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "burst_rt.launch.main",
+        "run",
+        "-n",
+        "2",
+        "--telemetry",
+        "program.py",
+    ]
+    launcher = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     deadline_s = time.monotonic() + 60
     while len(list(folder.glob("pid-*"))) < 2:
         assert launcher.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     below = psutil.Process(launcher.pid).children(recursive=True)
-    assert {int(path.read_text()) for path in folder.glob("pid-*")} <= {process.pid for process in below}
+    assert {int(path.read_text()) for path in folder.glob("pid-*")} <= {
+        process.pid for process in below
+    }
     return launcher, below
 
 
@@ -209,10 +271,17 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 def test_ranks_end_with_an_mpirun_that_is_killed(tmp_path: Path) -> None:
     launcher, below = _sleeping(tmp_path)
-    next(process for process in below if process.ppid() == launcher.pid and process.pid in _parents(below)).kill()
+    next(
+        process
+        for process in below
+        if process.ppid() == launcher.pid and process.pid in _parents(below)
+    ).kill()
     _, err = launcher.communicate(timeout=_DEADLINE_S)
     assert _still_there(below) == []
-    assert err.rstrip("\n").split("\n")[-1] == "burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
+    assert (
+        err.rstrip("\n").split("\n")[-1]
+        == "burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
+    )
     assert launcher.returncode == 128 + 9
 
 
@@ -236,7 +305,10 @@ burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causal=True)
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
     _ended_in_time(job, tmp_path)
-    expected = "PeerLost: rank 0: rank 1 failed (exit code 1) with TypeError: burst_attention() got an unexpected keyword argument 'causl'"
+    expected = (
+        "PeerLost: rank 0: rank 1 failed (exit code 1) with TypeError: burst_attention() "
+        "got an unexpected keyword argument 'causl'"
+    )
     assert expected in job.err, job.text
 
 
@@ -257,7 +329,9 @@ burst_rt.burst_attention(x, x, x, layout=layout)
     job = run_job(tmp_path / "program.py", 3, cwd=tmp_path, timeout_s=60)
     assert job.exit_code == Stalled.exit_code, job.text
     # Numbers of calls: joining took some.
-    assert re.search(r"Stalled: rank [02]: waited 3\.\d s .*: rank 1 has not entered call \d+, this one", job.err), job.text
+    assert re.search(
+        r"Stalled: rank [02]: waited 3\.\d s .*: rank 1 has not entered call \d+, this one", job.err
+    ), job.text
 
 
 def test_children_that_were_forked_are_no_ranks(tmp_path: Path) -> None:
@@ -276,7 +350,12 @@ def child(end):
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    for use in (call, lambda: ctx.all_reduce(torch.zeros(1)), lambda: layout.unshard(x), lambda: ctx.layout(0)):
+    for use in (
+        call,
+        lambda: ctx.all_reduce(torch.zeros(1)),
+        lambda: layout.unshard(x),
+        lambda: ctx.layout(0),
+    ):
         try:
             use()
         except (burst_rt.errors.ConfigError, burst_rt.errors.InputError) as error:
@@ -307,7 +386,9 @@ print("all is well")
 
 
 def test_mpi_is_as_if_mpi4py_had_started_it(tmp_path: Path) -> None:
-    """Its errors are exceptions, and what a program has registered before may still use it at exit."""
+    """Its errors are exceptions, and what a program has registered before may still use it at
+    exit.
+    """
     source = """
 import atexit
 def last():
@@ -326,7 +407,9 @@ except MPI.Exception:
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
     assert job.exit_code == 0, job.text
-    assert sorted(job.out.split("\n")) == ["", "caught", "caught", "still there", "still there"], job.text
+    assert sorted(job.out.split("\n")) == ["", "caught", "caught", "still there", "still there"], (
+        job.text
+    )
 
 
 def test_an_exception_outside_any_call_ends_the_job_too(tmp_path: Path) -> None:
@@ -387,7 +470,10 @@ burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
     job = run_job(tmp_path / "program.py", 2, cwd=tmp_path, timeout_s=30)
     assert job.exit_code == Stalled.exit_code, job.text
-    assert re.search(r"Stalled: rank 0: waited 3\.\d s for the other ranks to enter the call \(timeout_s\)", job.err), job.text
+    assert re.search(
+        r"Stalled: rank 0: waited 3\.\d s for the other ranks to enter the call \(timeout_s\)",
+        job.err,
+    ), job.text
     *_, failed, last = job.err.rstrip("\n").split("\n")
     assert "burst-rt: rank 0 failed after" in failed, job.text
     assert last == "burst-rt: rank 1 gave no report: it was killed, or it was stuck", job.text

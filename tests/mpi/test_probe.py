@@ -1,4 +1,6 @@
-"""The probe for MPI with device memory: a job that tells by ending well or badly, and an answer that is remembered."""
+"""The probe for MPI with device memory: a job that tells by ending well or badly, and an answer
+that is remembered.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Telemetry of real jobs: what it says when a rank is killed, and that nothing of its own, however broken, hurts a run."""
+"""Telemetry of real jobs: what it says when a rank is killed, and that nothing of its own, however
+broken, hurts a run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _PROGRAM = Path(__file__).parent / "programs" / "watched.py"
 _DEADLINE_S = 60.0
 
 
-def test_a_killed_rank_is_named_with_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_is_named_with_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.record"
     monkeypatch.setenv("BURST_RT_RECORD", str(path))
     job = run_job(_PROGRAM, 4, ["rank", "1"], cwd=tmp_path, timeout_s=_DEADLINE_S)
@@ -44,7 +48,9 @@ def test_a_killed_rank_is_named_with_what_it_did(tmp_path: Path, monkeypatch: py
     assert shown.plans
 
 
-def test_a_hub_that_is_killed_in_mid_run_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_killed_in_mid_run_hurts_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BURST_RT_TELEMETRY", "1")
     started_s = time.monotonic()
     job = run_job(_PROGRAM, 4, ["hub", "1"], bare=True, cwd=tmp_path, timeout_s=_DEADLINE_S)
@@ -86,8 +92,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Run]]:
         nvml = folders[trouble] if trouble == "absent" else library
         if trouble == "absent":
             (nvml / "libnvidia-ml.so.1").write_text("no library", encoding="utf-8")
-        environment = with_standin(nvml, BURST_RT_RECORD=str(folders[trouble] / "record"), OMP_NUM_THREADS="1", **settings)
-        environment["PYTHONPATH"] = os.pathsep.join([str(_TESTS), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = with_standin(
+            nvml, BURST_RT_RECORD=str(folders[trouble] / "record"), OMP_NUM_THREADS="1", **settings
+        )
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(_TESTS), environment.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep)
         processes[trouble] = subprocess.Popen(
             [sys.executable, str(_PROGRAM), "nobody", "1.5"],
             cwd=folders[trouble],
@@ -102,7 +112,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Run]]:
         for trouble, process in processes.items():
             out, err = process.communicate(timeout=_DEADLINE_S)
             took_s = time.monotonic() - started_s
-            ended[trouble] = _Run(process.returncode, out, err, took_s, _shown(folders[trouble] / "record"))
+            ended[trouble] = _Run(
+                process.returncode, out, err, took_s, _shown(folders[trouble] / "record")
+            )
         yield ended
     finally:
         for process in processes.values():
@@ -133,8 +145,14 @@ def test_a_run_ends_right_whatever_nvml_does(runs: dict[str, _Run], trouble: str
 
 
 def test_figures_of_gpus_come_through_or_an_event_says_why_not(runs: dict[str, _Run]) -> None:
-    gpus = {trouble: {s.name: s for s in run.shown.sources if s.kind == "gpu"} for trouble, run in runs.items()}
-    said = {trouble: [e.text for e in run.shown.events if e.kind == "nvml"] for trouble, run in runs.items()}
+    gpus = {
+        trouble: {s.name: s for s in run.shown.sources if s.kind == "gpu"}
+        for trouble, run in runs.items()
+    }
+    said = {
+        trouble: [e.text for e in run.shown.events if e.kind == "nvml"]
+        for trouble, run in runs.items()
+    }
     assert gpus["none"]["gpu:0000-1"].values["power_w"] == 123.456
     assert said["none"] == []
     assert (gpus["absent"], said["absent"]) == ({}, [])

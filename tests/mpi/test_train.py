@@ -1,4 +1,6 @@
-"""The main job on real MPI jobs: the same losses on any world, exact resuming, one perplexity, one error on every rank."""
+"""The main job on real MPI jobs: the same losses on any world, exact resuming, one perplexity, one
+error on every rank.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,22 @@ from burst_rt.reports import JOB_DIR_VARIABLE
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50
 # 251 is prime: no world divides it.
-_TINY = ["--seq-len", "251", "--batch", "2", "--layers", "2", "--dim", "32", "--heads", "4", "--kv-heads", "2", "--warmup", "5"]
+_TINY = [
+    "--seq-len",
+    "251",
+    "--batch",
+    "2",
+    "--layers",
+    "2",
+    "--dim",
+    "32",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--warmup",
+    "5",
+]
 _RUN = [
     *_TINY,
     "--steps",
@@ -57,7 +74,9 @@ class _Job:
     err: str
 
 
-def _start(command: list[str], cwd: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def _start(
+    command: list[str], cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=cwd,
@@ -97,7 +116,13 @@ def _run(cwd: Path, *arguments: str) -> _Job:
 
 def _under_mpirun(cwd: Path, num_ranks: int, *arguments: str) -> _Job:
     launcher = find_launcher()
-    return _finish(_start(launcher.command(_burst_rt(*arguments), num_ranks), cwd, launcher.environment(num_ranks, 1, cwd)))
+    return _finish(
+        _start(
+            launcher.command(_burst_rt(*arguments), num_ranks),
+            cwd,
+            launcher.environment(num_ranks, 1, cwd),
+        )
+    )
 
 
 def _read(job: _Job) -> dict[str, float]:
@@ -126,9 +151,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path]:
-    """One run on one process, on 2 and on 4 ranks, and on a mesh of 2 x 2: the same options but for the world."""
+    """One run on one process, on 2 and on 4 ranks, and on a mesh of 2 x 2: the same options but for
+    the world.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    worlds = {"1": [], "2": ["-n", "2"], "4": ["-n", "4"], "2x2": ["-n", "4", "--context-parallel", "2"]}
+    worlds = {
+        "1": [],
+        "2": ["-n", "2"],
+        "4": ["-n", "4"],
+        "2x2": ["-n", "4", "--context-parallel", "2"],
+    }
     for name, options in worlds.items():
         job = _run(folder, "train", *options, *_RUN, "--data", str(text), "--out", name)
         assert job.exit_code == 0, job.err
@@ -145,18 +177,33 @@ def test_losses_do_not_depend_on_the_world(runs: dict[str, Path]) -> None:
         for step in (25, _STEPS):
             measured, expected = (_metrics(runs[world])[step - 1] for world in (name, "1"))
             assert measured["heldout_loss"] == pytest.approx(expected["heldout_loss"], rel=1e-4)
-            assert measured["heldout_perplexity"] == pytest.approx(math.exp(measured["heldout_loss"]), rel=1e-12)
+            assert measured["heldout_perplexity"] == pytest.approx(
+                math.exp(measured["heldout_loss"]), rel=1e-12
+            )
 
 
 def test_a_run_leaves_its_record(runs: dict[str, Path]) -> None:
     for name, run in runs.items():
         records = _metrics(run)
         assert [record["step"] for record in records] == list(range(1, _STEPS + 1))
-        assert [record["step"] for record in records if record["heldout_loss"] is not None] == [25, 50]
-        assert all(record["bytes_sent"] == (0 if name == "1" else records[0]["bytes_sent"]) for record in records)
-        assert all(record["tokens_per_s"] > 0 and 0 <= record["wait_fraction"] <= 1 and record["grad_norm"] > 0 for record in records)
+        assert [record["step"] for record in records if record["heldout_loss"] is not None] == [
+            25,
+            50,
+        ]
+        assert all(
+            record["bytes_sent"] == (0 if name == "1" else records[0]["bytes_sent"])
+            for record in records
+        )
+        assert all(
+            record["tokens_per_s"] > 0
+            and 0 <= record["wait_fraction"] <= 1
+            and record["grad_norm"] > 0
+            for record in records
+        )
         assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:08}" for step in range(10, 51, 10)]
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+            f"step-{step:08}" for step in range(10, 51, 10)
+        ]
     # Half the ranks share a sequence, so half as much travels, and less far.
     assert _metrics(runs["2"])[0]["bytes_sent"] > 0
     assert _metrics(runs["2x2"])[0]["bytes_sent"] < _metrics(runs["4"])[0]["bytes_sent"]
@@ -172,23 +219,41 @@ def test_perplexity_does_not_depend_on_the_world(runs: dict[str, Path], tmp_path
     expected = _metrics(runs["2"])[-1]["heldout_perplexity"]
     for name, result in results.items():
         assert result["perplexity"] == pytest.approx(expected, rel=1e-5), name
-        assert (result["step"], result["num_tokens"], result["same_text"]) == (_STEPS, 3 * 251, True)
+        assert (result["step"], result["num_tokens"], result["same_text"]) == (
+            _STEPS,
+            3 * 251,
+            True,
+        )
 
 
-def test_a_killed_run_continues_with_exactly_the_same_losses(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_with_exactly_the_same_losses(
+    runs: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path)
+    process = _start(
+        _burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)), tmp_path
+    )
     _wait_for(run / "checkpoints" / "step-00000020", process)
     # mpirun's own command line names the module too.
     below = psutil.Process(process.pid).children(recursive=True)
-    rank = next(child for child in below if child.cmdline()[0] == sys.executable and "burst_rt.launch.child" in child.cmdline())
+    rank = next(
+        child
+        for child in below
+        if child.cmdline()[0] == sys.executable and "burst_rt.launch.child" in child.cmdline()
+    )
     rank.kill()
     killed = _finish(process)
     assert killed.exit_code == 128 + signal.SIGKILL, killed.err
     # The last line says which rank it was, what it did, and how to go on.
     # On a busy machine the launcher may see both gone at once.
-    how = r"burst-rt: (rank [01]|one of ranks [01], [01]) was killed by signal 9, SIGKILL after .* s(, in call \d+ \(.*)?; resume with: "
-    assert re.fullmatch(how + re.escape(f"burst-rt train -n 2 --resume --out {run}"), killed.err.rstrip().rpartition("\n")[2]), killed.err
+    how = (
+        r"burst-rt: (rank [01]|one of ranks [01], [01]) was killed by signal 9, SIGKILL after .* "
+        r"s(, in call \d+ \(.*)?; resume with: "
+    )
+    assert re.fullmatch(
+        how + re.escape(f"burst-rt train -n 2 --resume --out {run}"),
+        killed.err.rstrip().rpartition("\n")[2],
+    ), killed.err
 
     # What was written last may be damaged too: then it starts from the one before.
     (run / "checkpoints" / "step-00000020" / "optimizer.safetensors").write_bytes(b"half")
@@ -221,14 +286,26 @@ def _assert_one_line(job: _Job, *words: str) -> None:
 
 def test_a_folder_belongs_to_one_live_run(text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = [*_TINY, "--checkpoint-every", "2", "--data", str(text), "--out", str(run), "--eval-sequences", "1"]
+    options = [
+        *_TINY,
+        "--checkpoint-every",
+        "2",
+        "--data",
+        str(text),
+        "--out",
+        str(run),
+        "--eval-sequences",
+        "1",
+    ]
     holder = _start(_burst_rt("train", "-n", "2", "--steps", "100000", *options), tmp_path)
     try:
         _wait_for(run / "checkpoints" / "step-00000002", holder)
         held_by = (run / ".lock").read_text().strip()
         pid = int(held_by.split()[1])
         assert held_by == f"process {pid} on {socket.gethostname()}"
-        assert psutil.Process(holder.pid) in psutil.Process(pid).parents(), "it is a rank of this job"
+        assert psutil.Process(holder.pid) in psutil.Process(pid).parents(), (
+            "it is a rank of this job"
+        )
         before = (run / "metrics.jsonl").read_bytes()
         for job in (
             _run(tmp_path, "train", "--resume", "--out", str(run)),
@@ -242,14 +319,31 @@ def test_a_folder_belongs_to_one_live_run(text: Path, tmp_path: Path) -> None:
         holder.communicate()
     # The lock went with its process.
     last = _metrics(run)[-1]["step"]
-    job = _run(tmp_path, "train", "-n", "2", "--resume", "--out", str(run), "--steps", str(last + 2), "--progress", "lines")
+    job = _run(
+        tmp_path,
+        "train",
+        "-n",
+        "2",
+        "--resume",
+        "--out",
+        str(run),
+        "--steps",
+        str(last + 2),
+        "--progress",
+        "lines",
+    )
     assert job.exit_code == 0, job.err
     assert [record["step"] for record in _metrics(run)] == list(range(1, int(last) + 3))
 
 
 def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child for child in children if child.cmdline()[:1] == [sys.executable] and "burst_rt.telemetry.hub" not in child.cmdline()]
+    ranks = [
+        child
+        for child in children
+        if child.cmdline()[:1] == [sys.executable]
+        and "burst_rt.telemetry.hub" not in child.cmdline()
+    ]
     assert len(ranks) == 2
     return ranks
 
@@ -257,16 +351,23 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def _assert_stopped(job: _Job, run: Path, signal_name: str, resume: str) -> None:
     """It kept its last step, and its last line says so and how to go on."""
     last = int(_metrics(run)[-1]["step"])
-    expected = f"burst-rt: stopped by {signal_name} after step {last}; resume with: burst-rt {resume} --resume --out {run}"
+    expected = (
+        f"burst-rt: stopped by {signal_name} after step {last}; resume with: burst-rt "
+        f"{resume} --resume --out {run}"
+    )
     assert expected in job.err.splitlines(), job.err
     assert find_checkpoint(run)[1].manifest.step == last
     assert "Traceback" not in job.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_process_that_is_stopped_keeps_its_last_step(runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_process_that_is_stopped_keeps_its_last_step(
+    runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     run = tmp_path / "run"
-    command = _burst_rt("train", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0")
+    command = _burst_rt(
+        "train", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0"
+    )
     process = _start(command, tmp_path)
     _wait_for(run / "metrics.jsonl", process)
     process.send_signal(number)
@@ -286,7 +387,21 @@ def test_a_job_that_is_stopped_keeps_its_last_step_and_says_how_to_go_on(
     runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     run = tmp_path / "a run"
-    process = _start(_burst_rt("train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0"), tmp_path)
+    process = _start(
+        _burst_rt(
+            "train",
+            "-n",
+            "2",
+            *_RUN,
+            "--data",
+            str(text),
+            "--out",
+            str(run),
+            "--checkpoint-every",
+            "0",
+        ),
+        tmp_path,
+    )
     _wait_for(run / "metrics.jsonl", process)
     process.send_signal(number)
     job = _finish(process)
@@ -328,7 +443,9 @@ def test_a_second_signal_ends_a_job_that_is_stopping(text: Path, tmp_path: Path)
 def test_a_rank_that_is_told_to_stop_stops_all(text: Path, tmp_path: Path) -> None:
     """As a batch system does it; under a launcher of one's own."""
     launcher, run = find_launcher(), tmp_path / "run"
-    command = _burst_rt("train", *_TINY, "--steps", "100000", "--data", str(text), "--out", str(run))
+    command = _burst_rt(
+        "train", *_TINY, "--steps", "100000", "--data", str(text), "--out", str(run)
+    )
     environment = launcher.environment(2, 1, tmp_path)
     del environment[JOB_DIR_VARIABLE]
     process = _start(launcher.command(command, 2), tmp_path, environment)
@@ -339,10 +456,14 @@ def test_a_rank_that_is_told_to_stop_stops_all(text: Path, tmp_path: Path) -> No
     _assert_stopped(job, run, "SIGTERM", "train -n 2")
 
 
-def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_of_another_model_is_refused_by_every_rank(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
     before = (runs["2"] / "metrics.jsonl").read_bytes()
     # Under mpirun itself, so that nothing has checked the options before the ranks meet.
-    job = _under_mpirun(tmp_path, 2, "train", "--dim", "64", "--steps", "60", "--resume", "--out", str(runs["2"]))
+    job = _under_mpirun(
+        tmp_path, 2, "train", "--dim", "64", "--steps", "60", "--resume", "--out", str(runs["2"])
+    )
     assert job.exit_code == 78
     complaints = [line for line in job.err.splitlines() if line.startswith("burst-rt: ")]
     assert len(complaints) == 1, job.err
@@ -351,8 +472,14 @@ def test_a_run_of_another_model_is_refused_by_every_rank(runs: dict[str, Path], 
     assert (runs["2"] / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_only_ranks_can_refuse_is_one_line_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _assert_one_line(_run(tmp_path, "train", "-n", "2", "--seq-len", "10000000", "--data", str(text)), "--seq-len", "10000001 bytes")
+def test_what_only_ranks_can_refuse_is_one_line_too(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _assert_one_line(
+        _run(tmp_path, "train", "-n", "2", "--seq-len", "10000000", "--data", str(text)),
+        "--seq-len",
+        "10000001 bytes",
+    )
     # In burst_rt.init, before there is a world. Only the launching process of `burst-rt train`
     # would have looked earlier.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -365,8 +492,12 @@ def test_what_only_ranks_can_refuse_is_one_line_too(text: Path, tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def _outcomes(config: TrainConfig, options: RunOptions, chosen: dict[str, object], data: list[Path]) -> list[str]:
-    """What each of three ranks (threads of this process) raises when it trains on its `data`; afterwards they still work together."""
+def _outcomes(
+    config: TrainConfig, options: RunOptions, chosen: dict[str, object], data: list[Path]
+) -> list[str]:
+    """What each of three ranks (threads of this process) raises when it trains on its `data`;
+    afterwards they still work together.
+    """
 
     def run(world: Context) -> str:
         with pytest.raises(ConfigError) as raised:
@@ -377,10 +508,16 @@ def _outcomes(config: TrainConfig, options: RunOptions, chosen: dict[str, object
     return burst_rt.run_local(3, run, timeout_s=20)
 
 
-def test_a_run_that_cannot_start_is_refused_on_every_rank(runs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_start_is_refused_on_every_rank(
+    runs: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
     run, other = runs["2"], tmp_path / "other.txt"
     other.write_text("other text " * 9999)
-    config, fresh, resumed = TrainConfig(seq_len=251), RunOptions(out=tmp_path / "new"), RunOptions(out=run, resume=True)
+    config, fresh, resumed = (
+        TrainConfig(seq_len=251),
+        RunOptions(out=tmp_path / "new"),
+        RunOptions(out=run, resume=True),
+    )
     cases: list[tuple[TrainConfig, RunOptions, dict[str, object], list[Path], str]] = [
         (config, fresh, {}, [tmp_path / "nowhere"] * 3, "--data"),
         (config, fresh, {}, [text, text, other], "differs between ranks"),
@@ -389,7 +526,13 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank(runs: dict[str, Path],
         (replace(config, layout="diagonal"), fresh, {}, [text] * 3, "--layout"),
         (config, RunOptions(out=run), {}, [text] * 3, "already holds a run"),
         (config, RunOptions(out=other), {}, [text] * 3, str(other)),
-        (config, RunOptions(out=tmp_path, resume=True), {}, [text] * 3, "expected a complete checkpoint"),
+        (
+            config,
+            RunOptions(out=tmp_path, resume=True),
+            {},
+            [text] * 3,
+            "expected a complete checkpoint",
+        ),
         (config, resumed, {"kv_heads": 4}, [text] * 3, "another model"),
         (config, resumed, {}, [text] * 3, "nothing is left"),
         (config, resumed, {"steps": 60, "context_parallel": 2}, [text] * 3, "--context-parallel"),
@@ -418,7 +561,9 @@ def test_bfloat16_trains_too(runs: dict[str, Path], text: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", [train_command, eval_command])
-def test_help_explains_every_option_and_gives_examples(tmp_path: Path, command: click.Command) -> None:
+def test_help_explains_every_option_and_gives_examples(
+    tmp_path: Path, command: click.Command
+) -> None:
     job = _run(tmp_path, str(command.name), "--help")
     assert job.exit_code == 0
     assert "  Examples:\n    burst-rt " in job.out

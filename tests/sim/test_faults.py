@@ -1,4 +1,6 @@
-"""Whatever goes wrong, every run ends, with the right result or a typed error; a seed gives it again; and planted bugs are caught."""
+"""Whatever goes wrong, every run ends, with the right result or a typed error; a seed gives it
+again; and planted bugs are caught.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,17 @@ _NUM_BATCHES = 10
 _SEEDS_PER_BATCH = 1000
 _SEEDS_PER_PLANTED_BUG = 200
 
-_DIRECTIONS = {"forward": ("burst", True), "backward of burst": ("burst", False), "backward of ring-kv": ("ring-kv", False)}
+_DIRECTIONS = {
+    "forward": ("burst", True),
+    "backward of burst": ("burst", False),
+    "backward of ring-kv": ("ring-kv", False),
+}
 _MACHINES: dict[str, Callable[[Graph], Graph]] = {
     "host": lambda graph: replace(graph, lanes={lane.name: lane for lane in HOST_LANES}),
     "nccl": lambda graph: replace(graph, lanes={lane.name: lane for lane in NCCL_LANES}),
     "staged on the host": lambda graph: staged(graph, 64),
-    "staged": lambda graph: staged(replace(graph, lanes={lane.name: lane for lane in DEVICE_LANES}), 64),
+    "staged": lambda graph: staged(replace(graph,
+    lanes={lane.name: lane for lane in DEVICE_LANES}), 64),
 }  # fmt: skip
 
 
@@ -71,11 +78,14 @@ class _World:
 @cache
 def _world(world_size: int, direction: str, machine: str, causal: bool = False) -> _World:
     layout = make_layout("zigzag", 4 * world_size - 1, world_size)
-    problem = Problem(layout, layout, Causal() if causal else Full(), 1, 2, 1, 4, 4, 4, (True, True, True))
+    problem = Problem(
+        layout, layout, Causal() if causal else Full(), 1, 2, 1, 4, 4, 4, (True, True, True)
+    )
     strategy, forward = _DIRECTIONS[direction]
     ring = choose(problem, strategy, forward=forward).program
     graphs = tuple(_MACHINES[machine](ring.graph(rank)) for rank in range(world_size))
-    # Without hardware nothing but the seed decides how long things take; with it messages also share links.
+    # Without hardware nothing but the seed decides how long things take; with it messages also
+    # share links.
     hardware = load_hardware("a100-pcie") if machine.startswith("staged") else None
     name = f"{direction}, {world_size} ranks, {machine}"
     return _World(name, graphs, tuple(map(Schedule.of, graphs)), reference(graphs), hardware)
@@ -84,12 +94,20 @@ def _world(world_size: int, direction: str, machine: str, causal: bool = False) 
 # Staged graphs have several times the tasks: two and three ranks show as much.
 _WORLDS = [
     (world_size, direction, machine, causal)
-    for world_size, direction, machine, causal in product((2, 3, 4, 5), _DIRECTIONS, _MACHINES, (False, True))
+    for world_size, direction, machine, causal in product(
+        (2, 3, 4, 5), _DIRECTIONS, _MACHINES, (False, True)
+    )
     if world_size <= 3 or not machine.startswith("staged")
 ]
 
 
-def _rehearse(world: _World, faults: Faults, engine: Callable[[Schedule], Engine] = Engine, *, spans: bool = False) -> Rehearsal:
+def _rehearse(
+    world: _World,
+    faults: Faults,
+    engine: Callable[[Schedule], Engine] = Engine,
+    *,
+    spans: bool = False,
+) -> Rehearsal:
     return rehearse(world.schedules, faults, world.hardware, engine=engine, spans=spans)
 
 
@@ -100,10 +118,18 @@ def test_every_run_ends_with_the_right_result_or_a_typed_error(batch: int) -> No
         world = _world(*_WORLDS[seed % len(_WORLDS)])
         faults = Faults.draw(seed, len(world.graphs))
         rehearsal = _rehearse(world, faults)
-        assert verdict(rehearsal, faults, world.expected) == "", f"seed {seed}: {world.name}, {faults}"
-        endings.update({type(error).__name__ for error in rehearsal.errors if error} or {"finished" if all(rehearsal.finished) else "gone"})
+        assert verdict(rehearsal, faults, world.expected) == "", (
+            f"seed {seed}: {world.name}, {faults}"
+        )
+        endings.update(
+            {type(error).__name__ for error in rehearsal.errors if error}
+            or {"finished" if all(rehearsal.finished) else "gone"}
+        )
     # Each way to end has been seen, and often.
-    assert min(endings["finished"], endings["PeerLost"], 5 * endings["Stalled"]) > _SEEDS_PER_BATCH // 10, endings
+    assert (
+        min(endings["finished"], endings["PeerLost"], 5 * endings["Stalled"])
+        > _SEEDS_PER_BATCH // 10
+    ), endings
 
 
 @pytest.mark.parametrize("machine", _MACHINES)
@@ -112,7 +138,11 @@ def test_a_seed_replays_bit_for_bit(machine: str) -> None:
     traces = set()
     for seed in range(40):
         first, again = (_rehearse(world, Faults.draw(seed, 4), spans=True) for _ in range(2))
-        assert (first.values, first.finished, first.spans) == (again.values, again.finished, again.spans)
+        assert (first.values, first.finished, first.spans) == (
+            again.values,
+            again.finished,
+            again.spans,
+        )
         assert [repr(error) for error in first.errors] == [repr(error) for error in again.errors]
         traces.add(repr(first.spans))
     assert len(traces) == 40
@@ -133,7 +163,12 @@ def test_who_needs_a_lost_rank_hears_of_it(machine: str) -> None:
         rehearsal = _rehearse(world, faults)
         assert verdict(rehearsal, faults, world.expected) == ""
         # Nobody can agree without it: all hear of it, of it or of one that gave up for it.
-        assert [type(error) for error in rehearsal.errors] == [PeerLostError, PeerLostError, type(None), PeerLostError]
+        assert [type(error) for error in rehearsal.errors] == [
+            PeerLostError,
+            PeerLostError,
+            type(None),
+            PeerLostError,
+        ]
         assert any(error is not None and error.peer == 2 for error in rehearsal.errors)
 
 
@@ -147,7 +182,9 @@ def test_a_rank_that_stands_still_for_ever_is_given_up_after_the_deadline() -> N
         stalled = [error for error in rehearsal.errors if isinstance(error, Stalled)]
         # The ranks wait for it to agree; the first to give up is whom the others hear of.
         assert stalled
-        assert all(error.task == "agree" and error.elapsed_s == faults.timeout_s for error in stalled)
+        assert all(
+            error.task == "agree" and error.elapsed_s == faults.timeout_s for error in stalled
+        )
 
 
 def test_a_rank_that_stands_still_for_a_while_costs_time_and_nothing_else() -> None:
@@ -177,19 +214,27 @@ def test_the_verdict_names_what_is_wrong() -> None:
     right = _rehearse(world, none)
     assert verdict(right, none, world.expected) == ""
     wrong = replace(right, values=[right.values[0], [*right.values[1][:-1], 7]])
-    assert f"rank 1 finished, and its parts [{len(right.values[1]) - 1}] are wrong" in verdict(wrong, none, world.expected)
+    assert f"rank 1 finished, and its parts [{len(right.values[1]) - 1}] are wrong" in verdict(
+        wrong, none, world.expected
+    )
     unfinished = replace(right, finished=(False, True), errors=(Stalled("late"), None))
-    assert "rank 0 did not finish, and nothing kept it from it: late" in verdict(unfinished, none, world.expected)
+    assert "rank 0 did not finish, and nothing kept it from it: late" in verdict(
+        unfinished, none, world.expected
+    )
     assert verdict(unfinished, loss, world.expected) == ""
     untyped = replace(unfinished, errors=(InternalError("oops"), None))
-    assert "rank 0 neither finished nor raised PeerLost or Stalled: InternalError" in verdict(untyped, loss, world.expected)
+    assert "rank 0 neither finished nor raised PeerLost or Stalled: InternalError" in verdict(
+        untyped, loss, world.expected
+    )
 
 
 # The net: planted bugs must show.
 
 
 def _shows(world: _World, engine: Callable[[Schedule], Engine] = Engine) -> bool:
-    """Whether some seed brings a planted bug to light: a run that ends wrongly, or one that a check inside it ends."""
+    """Whether some seed brings a planted bug to light: a run that ends wrongly, or one that a check
+    inside it ends.
+    """
     for seed in range(_SEEDS_PER_PLANTED_BUG):
         faults = Faults.draw(seed, len(world.graphs))
         try:
@@ -201,7 +246,9 @@ def _shows(world: _World, engine: Callable[[Schedule], Engine] = Engine) -> bool
 
 
 def _with(world: _World, rank: int, schedule: Schedule) -> _World:
-    return replace(world, schedules=(*world.schedules[:rank], schedule, *world.schedules[rank + 1 :]))
+    return replace(
+        world, schedules=(*world.schedules[:rank], schedule, *world.schedules[rank + 1 :])
+    )
 
 
 @pytest.mark.parametrize("machine", _MACHINES)
@@ -221,9 +268,16 @@ def test_a_missing_write_after_read_edge_is_caught(direction: str, machine: str)
             first, second = graph.tasks[u], graph.tasks[v]
             if not second.recvs or not {*first.reads} & {*second.writes}:
                 continue
-            # A receive into a slot that is being read. The edge counts where no other path replaces it.
-            without = tuple(tuple(p for p in edges if (p, i) != (u, v)) for i, edges in enumerate(graph.predecessors))
-            after = tuple(tuple(s for s in edges if (i, s) != (u, v)) for i, edges in enumerate(graph.successors))
+            # A receive into a slot that is being read. The edge counts where no other path replaces
+            # it.
+            without = tuple(
+                tuple(p for p in edges if (p, i) != (u, v))
+                for i, edges in enumerate(graph.predecessors)
+            )
+            after = tuple(
+                tuple(s for s in edges if (i, s) != (u, v))
+                for i, edges in enumerate(graph.successors)
+            )
             planted = replace(graph, predecessors=without, successors=after)
             try:
                 check_graph(planted)
@@ -242,25 +296,33 @@ def test_swapped_tags_are_caught(direction: str) -> None:
     for first, second in pairwise(receives):
         tags = {first: graph.tasks[second].recvs[0].tag, second: graph.tasks[first].recvs[0].tag}
         tasks = [
-            replace(task, recvs=tuple(m._replace(tag=tags[task.id]) for m in task.recvs)) if task.id in tags else task
+            replace(task, recvs=tuple(m._replace(tag=tags[task.id]) for m in task.recvs))
+            if task.id in tags
+            else task
             for task in graph.tasks
         ]
         planted = Schedule.of(replace(graph, tasks=tuple(tasks)))
-        assert _shows(_with(world, 2, planted)), f"nothing shows that tasks {first} and {second} receive each other's tags"
+        assert _shows(_with(world, 2, planted)), (
+            f"nothing shows that tasks {first} and {second} receive each other's tags"
+        )
 
 
 class _Forgetful(Engine):
     """Never hears of one completion."""
 
     def handle(self, events: Iterable[Event]) -> list[Instruction]:
-        return super().handle([event for event in events if event != TaskDone(len(self.state) // 2)])
+        return super().handle(
+            [event for event in events if event != TaskDone(len(self.state) // 2)]
+        )
 
 
 class _Hasty(Engine):
     """Takes an edge for satisfied once its first task is issued."""
 
     def __init__(self, schedule: Schedule) -> None:
-        on_issue = [[*now, *later] for now, later in zip(schedule.on_issue, schedule.on_done, strict=True)]
+        on_issue = [
+            [*now, *later] for now, later in zip(schedule.on_issue, schedule.on_done, strict=True)
+        ]
         super().__init__(replace(schedule, on_issue=on_issue, on_done=[[] for _ in on_issue]))
 
 
@@ -284,7 +346,11 @@ class _Brazen(Engine):
 
     def handle(self, events: Iterable[Event]) -> list[Instruction]:
         heard = [*events]
-        return [Finish()] if any(isinstance(event, PeerLost | TaskFailed) for event in heard) else super().handle(heard)
+        return (
+            [Finish()]
+            if any(isinstance(event, PeerLost | TaskFailed) for event in heard)
+            else super().handle(heard)
+        )
 
 
 @pytest.mark.parametrize("machine", ["host", "nccl", "staged"])

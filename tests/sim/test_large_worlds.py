@@ -10,7 +10,8 @@ from sim.large_worlds import one_tile_a_hop, rotated
 
 from burst_rt.scheduler import Cost, Schedule, load_hardware, simulate
 
-# 1,024 ranks are to take less than a minute and 4 GiB; a task a quarter of that leaves room for a slow or busy machine.
+# 1,024 ranks are to take less than a minute and 4 GiB; a task a quarter of that leaves room for a
+# slow or busy machine.
 _MAX_SECONDS_A_TASK = 4 * 60.0 / 2_100_000
 _MAX_BYTES_A_TASK = 4 * 2**30 / 2_100_000
 
@@ -19,20 +20,26 @@ _MAX_BYTES_A_TASK = 4 * 2**30 / 2_100_000
 @pytest.mark.parametrize("flops", [10**13, 10**9])
 @pytest.mark.parametrize("nccl", [False, True])
 @pytest.mark.parametrize("machine", ["a100-pcie", "h100-sxm"])
-def test_a_ring_takes_what_its_slowest_link_or_its_tiles_take(machine: str, nccl: bool, flops: int) -> None:
+def test_a_ring_takes_what_its_slowest_link_or_its_tiles_take(
+    machine: str, nccl: bool, flops: int
+) -> None:
     world_size = 64
     hardware = load_hardware(machine)
     schedule = Schedule.of(one_tile_a_hop(world_size, nccl=nccl, tile=Cost(flops)))
     assert hardware.nics is not None
     card, node = hardware.nics.link, hardware.node
     size = next(task for task in schedule.graph.tasks if task.sends).cost.size_bytes
-    # Of a node's messages of one hop one leaves by a card. On PCIe all of a node meet in its root: those between its ranks, the one that
-    # leaves and the one that comes.
+    # Of a node's messages of one hop one leaves by a card. On PCIe all of a node meet in its root:
+    # those between its ranks, the one that leaves and the one that comes.
     ways = [card.bytes_per_s * card.efficiency, node.link.bytes_per_s * node.link.efficiency]
     if node.switch is not None:
         ways.append(node.switch.bytes_per_s * node.switch.efficiency / (node.ranks + 1))
     transfer_s = max(node.link.latency_s, card.latency_s) + size / min(ways)
-    tile_s = max(hardware.device.seconds(task) for task in schedule.graph.tasks if task.op and task.op.name == "forward")
+    tile_s = max(
+        hardware.device.seconds(task)
+        for task in schedule.graph.tasks
+        if task.op and task.op.name == "forward"
+    )
     run = simulate(rotated(schedule), hardware)
     # The first exchange waits for the agreement: six rounds.
     first_s = 6 * card.latency_s + transfer_s

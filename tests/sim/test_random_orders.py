@@ -1,4 +1,6 @@
-"""Whatever order tasks end in: the same result bit for bit, no deadlock, no part touched while it is busy; and planted bugs are caught."""
+"""Whatever order tasks end in: the same result bit for bit, no deadlock, no part touched while it
+is busy; and planted bugs are caught.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,19 @@ from burst_rt.scheduler.payload import Values
 
 _WORK = Op("work")
 
-# Machines, as the lanes they give a rank. All have the names that strategies use, and a second one to compute on.
+# Machines, as the lanes they give a rank. All have the names that strategies use, and a second one
+# to compute on.
 _STREAM = Lane("compute", ordered=True, device=0)
 _NCCL = Lane("network", ordered=True, device=0, in_program_order=True)
 _MACHINES: dict[str, tuple[Lane, ...]] = {
     "one core": (COMPUTE, Lane("copy", max_in_flight=1), NETWORK, CONTROL),
     "many cores": (Lane("compute"), Lane("copy"), NETWORK, CONTROL),
-    "few messages": (COMPUTE, Lane("copy", max_in_flight=1), Lane("network", in_program_order=True, max_in_flight=2), CONTROL),
+    "few messages": (
+        COMPUTE,
+        Lane("copy", max_in_flight=1),
+        Lane("network", in_program_order=True, max_in_flight=2),
+        CONTROL,
+    ),
     "streams": (_NCCL, _STREAM, Lane("copy", ordered=True, device=0), CONTROL),
     "two devices": (_STREAM, Lane("copy", ordered=True, device=1), _NCCL, CONTROL),
     "streams and MPI": (_STREAM, Lane("copy", ordered=True, device=0), NETWORK, CONTROL),
@@ -62,7 +70,9 @@ _ORDERS_PER_PLANTED_BUG = 300
 
 
 def _ended(schedules: Sequence[Schedule], order: int, *, validate: bool = False) -> Values:
-    """What all parts hold once tasks, messages and news have taken as long as the seed `order` says."""
+    """What all parts hold once tasks, messages and news have taken as long as the seed `order`
+    says.
+    """
     return rehearse(schedules, Faults(order), engine=partial(Engine, validate=validate)).values
 
 
@@ -71,7 +81,9 @@ def _shuffled(seed: int) -> Policy:
 
 
 def _on(machine: str, graphs: Sequence[Graph]) -> list[Graph]:
-    return [replace(graph, lanes={lane.name: lane for lane in _MACHINES[machine]}) for graph in graphs]
+    return [
+        replace(graph, lanes={lane.name: lane for lane in _MACHINES[machine]}) for graph in graphs
+    ]
 
 
 # Random worlds.
@@ -80,9 +92,11 @@ _Step = tuple[int, int] | list[tuple[int, int, int, int]]
 
 
 def _random_world(rng: random.Random, machine: str, disorder: float) -> list[Graph]:
-    """Programs of 1 to 4 ranks: steps of one story, in which a rank computes or some ranks exchange messages.
+    """Programs of 1 to 4 ranks: steps of one story, in which a rank computes or some ranks exchange
+    messages.
 
-    Every rank goes by the story's order, up to `disorder` steps off; without any the ranks can never wait for each other in a circle.
+    Every rank goes by the story's order, up to `disorder` steps off; without any the ranks can
+    never wait for each other in a circle.
     """
     world_size, num_parts = rng.randint(1, 4), rng.randint(3, 5)
     story = [_random_step(rng, world_size, num_parts) for _ in range(rng.randint(3, 14))]
@@ -107,17 +121,30 @@ def _random_step(rng: random.Random, world_size: int, num_parts: int) -> _Step:
     for _ in range(rng.randint(0 if messages else 1, 3)):
         source, destination = rng.sample(range(world_size), 2)
         sent, received = rng.randrange(num_parts), rng.randrange(num_parts)
-        busy_there = {part for s, part, d, other in messages for part, rank in ((part, s), (other, d)) if rank == destination}
+        busy_there = {
+            part
+            for s, part, d, other in messages
+            for part, rank in ((part, s), (other, d))
+            if rank == destination
+        }
         received_here = {other for _, _, d, other in messages if d == source}
         if received not in busy_there and sent not in received_here:
             messages.append((source, sent, destination, received))
     return messages
 
 
-def _add_step(g: GraphBuilder, rng: random.Random, parts: Sequence[Part], number: int, step: _Step) -> None:
+def _add_step(
+    g: GraphBuilder, rng: random.Random, parts: Sequence[Part], number: int, step: _Step
+) -> None:
     if isinstance(step, list):
-        sends = [(parts[sent], destination) for source, sent, destination, _ in step if source == g.rank]
-        recvs = [(parts[received], source) for source, _, destination, received in step if destination == g.rank]
+        sends = [
+            (parts[sent], destination) for source, sent, destination, _ in step if source == g.rank
+        ]
+        recvs = [
+            (parts[received], source)
+            for source, _, destination, received in step
+            if destination == g.rank
+        ]
         if sends or recvs:
             g.exchange(f"exchange {number}", sends=sends, recvs=recvs, tag=number)
     elif step[0] == g.rank:
@@ -126,11 +153,18 @@ def _add_step(g: GraphBuilder, rng: random.Random, parts: Sequence[Part], number
         if rng.random() < 0.5:
             g.compute(f"write {number}", _WORK, reads=read, writes=[changed], cost=cost, lane=lane)
         else:
-            g.compute(f"add {number}", _WORK, reads=read, accumulates=[changed], cost=cost, lane=lane)
+            g.compute(
+                f"add {number}", _WORK, reads=read, accumulates=[changed], cost=cost, lane=lane
+            )
 
 
 def _random_schedules(rng: random.Random, graphs: Sequence[Graph]) -> list[Schedule]:
-    return [Schedule.of(graph, rng.choice((critical_path, program_order, _shuffled(rng.randrange(1000))))) for graph in graphs]
+    return [
+        Schedule.of(
+            graph, rng.choice((critical_path, program_order, _shuffled(rng.randrange(1000))))
+        )
+        for graph in graphs
+    ]
 
 
 @pytest.mark.parametrize("batch", range(_NUM_BATCHES))
@@ -142,10 +176,13 @@ def test_random_worlds_give_the_result_of_program_order_in_every_order(batch: in
         expected = reference(graphs)
         for order in range(_ORDERS_PER_WORLD):
             schedules = _random_schedules(rng, graphs)
-            assert _ended(schedules, order, validate=order == 0) == expected, f"world {seed}, order {order}"
+            assert _ended(schedules, order, validate=order == 0) == expected, (
+                f"world {seed}, order {order}"
+            )
 
 
-# Not "few messages": two at a time may get through where one by one cannot, and the verifier plays the worst case.
+# Not "few messages": two at a time may get through where one by one cannot, and the verifier plays
+# the worst case.
 @pytest.mark.parametrize("machine", [machine for machine in _MACHINES if machine != "few messages"])
 def test_what_the_verifier_says_of_deadlocks_is_what_happens(machine: str) -> None:
     verdicts: list[str] = []
@@ -163,7 +200,11 @@ def test_what_the_verifier_says_of_deadlocks_is_what_happens(machine: str) -> No
                 _ended(schedules, order)
     assert verdicts.count("") > 50
     assert sum(verdict.startswith("deadlock") for verdict in verdicts) > 20
-    assert all("mix them up" in verdict for verdict in verdicts if verdict and not verdict.startswith("deadlock"))
+    assert all(
+        "mix them up" in verdict
+        for verdict in verdicts
+        if verdict and not verdict.startswith("deadlock")
+    )
 
 
 def _verdict(graphs: Sequence[Graph]) -> str:
@@ -177,7 +218,11 @@ def _verdict(graphs: Sequence[Graph]) -> str:
 
 # Rings, as the strategies build them.
 
-_DIRECTIONS = {"forward": ("burst", True), "backward of burst": ("burst", False), "backward of ring-kv": ("ring-kv", False)}
+_DIRECTIONS = {
+    "forward": ("burst", True),
+    "backward of burst": ("burst", False),
+    "backward of ring-kv": ("ring-kv", False),
+}
 
 
 def _rings(world_size: int, direction: str) -> Iterator[list[Graph]]:
@@ -193,7 +238,9 @@ def _rings(world_size: int, direction: str) -> Iterator[list[Graph]]:
 
 @pytest.mark.parametrize("direction", _DIRECTIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_rings_give_the_result_of_program_order_in_every_order(world_size: int, direction: str) -> None:
+def test_rings_give_the_result_of_program_order_in_every_order(
+    world_size: int, direction: str
+) -> None:
     for number, ring in enumerate(_rings(world_size, direction)):
         expected = reference(ring)
         rng = random.Random(number)
@@ -202,8 +249,14 @@ def test_rings_give_the_result_of_program_order_in_every_order(world_size: int, 
             check_world(graphs)
             for order in range(_ORDERS_PER_RING):
                 # The policy that users get, and now and then any.
-                schedules = _random_schedules(rng, graphs) if order % 4 == 0 else [Schedule.of(graph) for graph in graphs]
-                assert _ended(schedules, order) == expected, f"ring {number} on {machine}, order {order}"
+                schedules = (
+                    _random_schedules(rng, graphs)
+                    if order % 4 == 0
+                    else [Schedule.of(graph) for graph in graphs]
+                )
+                assert _ended(schedules, order) == expected, (
+                    f"ring {number} on {machine}, order {order}"
+                )
 
 
 @pytest.mark.parametrize("machine", ["one core", "streams"])
@@ -219,9 +272,16 @@ def test_an_engine_of_a_ring_keeps_its_invariants_at_every_step(machine: str) ->
 
 def _ignoring(schedule: Schedule, first: int, second: int) -> Schedule:
     """The same schedule, in which `second` no longer waits for `first`."""
-    on_issue = [[v for v in edges if (u, v) != (first, second)] for u, edges in enumerate(schedule.on_issue)]
-    on_done = [[v for v in edges if (u, v) != (first, second)] for u, edges in enumerate(schedule.on_done)]
-    after = [tuple(u for u in edges if (u, v) != (first, second)) for v, edges in enumerate(schedule.after)]
+    on_issue = [
+        [v for v in edges if (u, v) != (first, second)] for u, edges in enumerate(schedule.on_issue)
+    ]
+    on_done = [
+        [v for v in edges if (u, v) != (first, second)] for u, edges in enumerate(schedule.on_done)
+    ]
+    after = [
+        tuple(u for u in edges if (u, v) != (first, second))
+        for v, edges in enumerate(schedule.after)
+    ]
     num_before = [n - (v == second) for v, n in enumerate(schedule.num_before)]
     return replace(schedule, on_issue=on_issue, on_done=on_done, after=after, num_before=num_before)
 
@@ -230,7 +290,10 @@ def _needed_edges(graph: Graph) -> Iterator[tuple[int, int]]:
     """Edges that no other path replaces."""
     for v, before in enumerate(graph.predecessors):
         for u in before:
-            without = tuple(tuple(p for p in edges if (p, i) != (u, v)) for i, edges in enumerate(graph.predecessors))
+            without = tuple(
+                tuple(p for p in edges if (p, i) != (u, v))
+                for i, edges in enumerate(graph.predecessors)
+            )
             try:
                 check_graph(replace(graph, predecessors=without))
             except InternalError:
@@ -286,8 +349,13 @@ def test_an_ordered_network_that_is_not_issued_in_program_order_is_caught() -> N
     for ring in _rings(4, "backward of ring-kv"):
         graphs = _on("streams", ring)
         expected = reference(graphs)
-        out_of_order = replace(graphs[0], lanes={**graphs[0].lanes, "network": replace(_NCCL, in_program_order=False)})
+        out_of_order = replace(
+            graphs[0], lanes={**graphs[0].lanes, "network": replace(_NCCL, in_program_order=False)}
+        )
         for policy in range(5):
-            num_caught += _shows([Schedule.of(out_of_order, _shuffled(policy)), *map(Schedule.of, graphs[1:])], expected)
+            num_caught += _shows(
+                [Schedule.of(out_of_order, _shuffled(policy)), *map(Schedule.of, graphs[1:])],
+                expected,
+            )
     # A shuffled policy may happen to keep the order.
     assert num_caught > 15

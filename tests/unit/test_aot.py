@@ -1,4 +1,6 @@
-"""The Triton kernels compiled for chips that are not here: sums stay in registers, blocks fit, tensor cores are used."""
+"""The Triton kernels compiled for chips that are not here: sums stay in registers, blocks fit,
+tensor cores are used.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from burst_rt.launch.main import cli
 _PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "tcgen05"}
 # How many a kernel has at least, one for each of its matrix products.
 _NUM_PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
-# The registers of a multiprocessor shared out among twelve warps: four that load, twice four that compute.
+# The registers of a multiprocessor shared out among twelve warps: four that load, twice four that
+# compute.
 _SPECIALIZED = Config(128, 128, 4, 2, "specialized")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is made for Linux")
 
@@ -29,7 +32,8 @@ def test_the_table_for_16_bit_inputs(arch: int) -> None:
         Request(kind, arch, head_dim, causal)
         for kind in _NUM_PRODUCTS
         for head_dim in (64, 128)
-        # The causal forward and dq hold all of the other's code; of dk and dv the two differ by one comparison.
+        # The causal forward and dq hold all of the other's code; of dk and dv the two differ by one
+        # comparison.
         for causal in ((True,) if kind == "dkdv" else (False, True))
     ]
     for found in compile_all(requests):
@@ -38,17 +42,30 @@ def test_the_table_for_16_bit_inputs(arch: int) -> None:
         assert 0 < found.registers <= 255, found
         assert 0 < found.shared_bytes <= ARCHES[arch], found
         assert found.instructions[_PRODUCTS[arch]] >= _NUM_PRODUCTS[found.request.kind], found
-        assert not any(found.instructions[name] for other, name in _PRODUCTS.items() if other != arch), found
+        assert not any(
+            found.instructions[name] for other, name in _PRODUCTS.items() if other != arch
+        ), found
 
 
 def test_loads_by_the_copy_engine() -> None:
-    """Tensor descriptors on Hopper and Blackwell; on Hopper specialised warps hold the forward's 128 rows twice as 64."""
+    """Tensor descriptors on Hopper and Blackwell; on Hopper specialised warps hold the forward's
+    128 rows twice as 64.
+    """
     requests = [
-        Request(kind, arch, 128, kind != "dkdv", config=choose(kind, arch, 128, 2)._replace(loads="descriptors"))
+        Request(
+            kind,
+            arch,
+            128,
+            kind != "dkdv",
+            config=choose(kind, arch, 128, 2)._replace(loads="descriptors"),
+        )
         for arch in (90, 100)
         for kind in _NUM_PRODUCTS
     ]
-    requests += [Request("forward", 90, 128, causal, config=_SPECIALIZED, ragged=not causal) for causal in (False, True)]
+    requests += [
+        Request("forward", 90, 128, causal, config=_SPECIALIZED, ragged=not causal)
+        for causal in (False, True)
+    ]
     for found in compile_all(requests):
         assert found.instructions["TMA"] >= _NUM_PRODUCTS[found.request.kind]
         assert found.shared_bytes <= ARCHES[found.request.arch]
@@ -57,9 +74,13 @@ def test_loads_by_the_copy_engine() -> None:
 
 
 def test_lengths_that_blocks_do_not_divide() -> None:
-    """In a call of one tile; and a head size that is no power of two: other code, which must compile, and fit, too."""
+    """In a call of one tile; and a head size that is no power of two: other code, which must
+    compile, and fit, too.
+    """
     kinds = ("forward", "dq", "dkdv", "delta")
-    for found in compile_all([Request(kind, 90, head_dim, True, ragged=True) for kind in kinds for head_dim in (80, 128)]):
+    for found in compile_all(
+        [Request(kind, 90, head_dim, True, ragged=True) for kind in kinds for head_dim in (80, 128)]
+    ):
         assert found.shared_bytes <= ARCHES[90]
         assert found.spills == 0 or found.request.head_dim == 80
 
@@ -79,9 +100,20 @@ def test_what_triton_cannot_compile_is_said() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["bench", "aot", "--arch", "90", "--head-dim", "16", "--out", str(tmp_path / "aot.json")])
+    done = CliRunner().invoke(
+        cli,
+        ["bench", "aot", "--arch", "90", "--head-dim", "16", "--out", str(tmp_path / "aot.json")],
+    )
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "aot.json").read_text())["kernels compiled ahead of time, bf16"]
-    assert [row["kernel"] for row in rows] == ["forward", "forward", "dq", "dq", "dkdv", "dkdv", "delta"]
+    assert [row["kernel"] for row in rows] == [
+        "forward",
+        "forward",
+        "dq",
+        "dq",
+        "dkdv",
+        "dkdv",
+        "delta",
+    ]
     assert all("HGMMA" in row["tensor cores"] for row in rows[:-1])
     assert rows[-1]["tensor cores"] == "none"

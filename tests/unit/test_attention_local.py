@@ -1,4 +1,6 @@
-"""Whole attention over ranks that are threads, against the spec: every layout, strategy, mask, shape and type."""
+"""Whole attention over ranks that are threads, against the spec: every layout, strategy, mask,
+shape and type.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ _WORLDS = (1, 2, 3, 4, 5, 8)
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Keys less than `width` away, before and after. What the docs promise to carry: two methods, nothing else."""
+    """Keys less than `width` away, before and after. What the docs promise to carry: two methods,
+    nothing else.
+    """
 
     width: int
 
     def relation(self, q: range, kv: range) -> Relation:
         if kv[0] - q[-1] >= self.width or q[0] - kv[-1] >= self.width:
             return Relation.EMPTY
-        return Relation.FULL if kv[-1] - q[0] < self.width and q[-1] - kv[0] < self.width else Relation.PARTIAL
+        return (
+            Relation.FULL
+            if kv[-1] - q[0] < self.width and q[-1] - kv[0] < self.width
+            else Relation.PARTIAL
+        )
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:  # ints or tensors
         return (q_position - kv_position < self.width) & (kv_position - q_position < self.width)
@@ -54,7 +62,9 @@ class Parity(Mask):
 def truth_of(case: Case) -> Attention:
     inputs = case.inputs()
     dlse = inputs.dlse if case.lse_grad else None
-    return reference(inputs.q, inputs.k, inputs.v, inputs.dout, dlse, mask=case.mask, scale=case.scale)
+    return reference(
+        inputs.q, inputs.k, inputs.v, inputs.dout, dlse, mask=case.mask, scale=case.scale
+    )
 
 
 def assert_right(result: Attention, truth: Attention, dtype: torch.dtype = torch.float32) -> None:
@@ -95,22 +105,35 @@ def test_errors_are_those_of_one_process(name: str) -> None:
     turns = list(itertools.product(KINDS, ("burst", "ring-kv")))
     for i, world_size in enumerate(_WORLDS):
         kind, strategy = turns[(i + list(_PROMISED).index(name)) % len(turns)]
-        errors = errors_of(attend_over_threads(world_size, case.but(kind=kind, strategy=strategy)), truth)
+        errors = errors_of(
+            attend_over_threads(world_size, case.but(kind=kind, strategy=strategy)), truth
+        )
         for field, error in errors.items():
-            assert error <= RATIO * expected[field], (world_size, kind, strategy, field, error / expected[field])
+            assert error <= RATIO * expected[field], (
+                world_size,
+                kind,
+                strategy,
+                field,
+                error / expected[field],
+            )
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", _WORLDS)
-def test_every_layout_and_strategy_in_every_world(world_size: int, kind: str, strategy: str, mask: Mask) -> None:
+def test_every_layout_and_strategy_in_every_world(
+    world_size: int, kind: str, strategy: str, mask: Mask
+) -> None:
     case = Case(63, heads=4, kv_heads=2, batch=2, mask=mask, kind=kind, strategy=strategy)
     assert_right(attend_over_threads(world_size, case), truth_of(case))
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
-@pytest.mark.parametrize("strategy", ["bidirectional", "two-level:2", "all-to-all", "hybrid:2", "ring-naive", "burst-untiled"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["bidirectional", "two-level:2", "all-to-all", "hybrid:2", "ring-naive", "burst-untiled"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 4, 6])
 def test_every_other_strategy(world_size: int, kind: str, strategy: str, mask: Mask) -> None:
@@ -120,18 +143,35 @@ def test_every_other_strategy(world_size: int, kind: str, strategy: str, mask: M
             attend_over_threads(world_size, Case(63, strategy=strategy))
         return
     # Layouts and masks take turns with shapes.
-    cases = (Case(63, heads=24, kv_heads=12), Case(5, heads=12, batch=2), Case(20, kv_len=45, heads=12, dtype=torch.bfloat16))
-    case = cases[(list(KINDS).index(kind) + isinstance(mask, Causal)) % 3].but(mask=mask, kind=kind, strategy=strategy)
+    cases = (
+        Case(63, heads=24, kv_heads=12),
+        Case(5, heads=12, batch=2),
+        Case(20, kv_len=45, heads=12, dtype=torch.bfloat16),
+    )
+    case = cases[(list(KINDS).index(kind) + isinstance(mask, Causal)) % 3].but(
+        mask=mask, kind=kind, strategy=strategy
+    )
     assert_right(attend_over_threads(world_size, case), truth_of(case), case.dtype)
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 @pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
-@pytest.mark.parametrize("lengths", [(1, 1), (3, 3), (1, 9), (9, 1), (3, 100), (100, 3), (64, 80), (80, 64), (7, 61), (61, 7)])
-def test_short_and_unequal_lengths(lengths: tuple[int, int], mask: Mask | None, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 1), (3, 3), (1, 9), (9, 1), (3, 100), (100, 3), (64, 80), (80, 64), (7, 61), (61, 7)],
+)
+def test_short_and_unequal_lengths(
+    lengths: tuple[int, int], mask: Mask | None, strategy: str
+) -> None:
     """Shorter than the world too: some shards, some blocks are empty."""
-    for kind, kv_kind in (("contiguous", "contiguous"), ("striped", "striped"), ("zigzag", "contiguous")):
-        case = Case(lengths[0], kv_len=lengths[1], mask=mask, kind=kind, kv_kind=kv_kind, strategy=strategy)
+    for kind, kv_kind in (
+        ("contiguous", "contiguous"),
+        ("striped", "striped"),
+        ("zigzag", "contiguous"),
+    ):
+        case = Case(
+            lengths[0], kv_len=lengths[1], mask=mask, kind=kind, kv_kind=kv_kind, strategy=strategy
+        )
         truth = truth_of(case)
         for world_size in (2, 5):
             assert_right(attend_over_threads(world_size, case), truth)
@@ -160,7 +200,16 @@ def test_nan_that_comes_for_rows_that_see_no_key_goes_nowhere(mask: Mask, strate
         generator = torch.Generator().manual_seed(ctx.rank)
         q = torch.randn(1, q_layout.shard_len, 2, 16, generator=generator, requires_grad=True)
         k = torch.randn(1, kv_layout.shard_len, 2, 16, generator=generator, requires_grad=True)
-        out, lse = burst_rt.burst_attention(q, k, k, mask=mask, layout=q_layout, kv_layout=kv_layout, strategy=strategy, return_lse=True)
+        out, lse = burst_rt.burst_attention(
+            q,
+            k,
+            k,
+            mask=mask,
+            layout=q_layout,
+            kv_layout=kv_layout,
+            strategy=strategy,
+            return_lse=True,
+        )
         grads = torch.autograd.grad(torch.logaddexp(lse, lse).sum(), lse, retain_graph=True)
         assert torch.equal(grads[0].isnan(), lse.isinf())
         assert grads[0].isnan().any()
@@ -171,7 +220,11 @@ def test_nan_that_comes_for_rows_that_see_no_key_goes_nowhere(mask: Mask, strate
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
-@pytest.mark.parametrize("mask", [SlidingWindow(9), SlidingWindow(20) & Causal(), Causal() & SlidingWindow(1), Parity()], ids=repr)
+@pytest.mark.parametrize(
+    "mask",
+    [SlidingWindow(9), SlidingWindow(20) & Causal(), Causal() & SlidingWindow(1), Parity()],
+    ids=repr,
+)
 def test_masks_of_ones_own(mask: Mask, strategy: str) -> None:
     for kind in KINDS:
         case = Case(100, heads=4, kv_heads=2, mask=mask, kind=kind, strategy=strategy)
@@ -184,10 +237,15 @@ def test_a_narrow_window_sends_to_neighbours_only() -> None:
     def sent(ctx: Context, mask: Mask) -> int:
         layout = ctx.layout(400, "contiguous")
         x = torch.zeros(1, 100, 2, 16)
-        return burst_rt.explain(x, x, x, mask=mask, layout=layout).forward.choice.program.wire_bytes()
+        return burst_rt.explain(
+            x, x, x, mask=mask, layout=layout
+        ).forward.choice.program.wire_bytes()
 
-    window, causal = burst_rt.run_local(4, lambda ctx: (sent(ctx, SlidingWindow(10) & Causal()), sent(ctx, Causal())))[0]
-    # The window: the last block of three ranks, one hop. Causal: all blocks of three ranks, three, two and one hop.
+    window, causal = burst_rt.run_local(
+        4, lambda ctx: (sent(ctx, SlidingWindow(10) & Causal()), sent(ctx, Causal()))
+    )[0]
+    # The window: the last block of three ranks, one hop. Causal: all blocks of three ranks, three,
+    # two and one hop.
     assert (window, causal) == (3 * 50 * 2 * 2 * 16 * 4, (3 + 2 + 1) * 100 * 2 * 2 * 16 * 4)
 
 
@@ -209,7 +267,16 @@ def test_head_counts(heads: int, kv_heads: int, strategy: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", ["auto", "naive"])
 def test_types(dtype: torch.dtype, batch: int, strategy: str, kernel: str) -> None:
-    case = Case(130, heads=4, kv_heads=2, head_dim=32, batch=batch, dtype=dtype, mask=Causal(), strategy=strategy)
+    case = Case(
+        130,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        batch=batch,
+        dtype=dtype,
+        mask=Causal(),
+        strategy=strategy,
+    )
     result = attend_over_threads(3, case, kernel=kernel)
     assert_right(result, truth_of(case), dtype)
     assert result.lse.dtype == sum_dtype(dtype)
@@ -219,9 +286,15 @@ def test_types(dtype: torch.dtype, batch: int, strategy: str, kernel: str) -> No
 def test_errors_do_not_grow_with_the_world() -> None:
     case = Case(640, heads=2, head_dim=32, mask=Causal(), lse_grad=False)
     truth = truth_of(case)
-    by_world = {world_size: errors_of(attend_over_threads(world_size, case), truth) for world_size in (1, 2, 4, 8, 16)}
+    by_world = {
+        world_size: errors_of(attend_over_threads(world_size, case), truth)
+        for world_size in (1, 2, 4, 8, 16)
+    }
     for field in Attention._fields:
-        assert max(errors[field] for errors in by_world.values()) < RATIO * by_world[1][field], (field, by_world)
+        assert max(errors[field] for errors in by_world.values()) < RATIO * by_world[1][field], (
+            field,
+            by_world,
+        )
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 4, 1e-8])
@@ -231,7 +304,9 @@ def test_scales(scale: float) -> None:
 
 
 def test_large_scores() -> None:
-    """Scores of some hundreds: exp of them overflows, of the differences to the largest it does not."""
+    """Scores of some hundreds: exp of them overflows, of the differences to the largest it does
+    not.
+    """
     case = Case(100, mask=Causal(), scale=60.0)
     inputs = case.inputs()
     result = burst_rt.run_local(3, lambda ctx: attend(ctx, case, inputs))[0]
@@ -245,7 +320,9 @@ def test_large_scores() -> None:
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_strided_inputs_and_gradients(strategy: str, batch: int) -> None:
-    """A packed qkv, a last dimension that is not contiguous, broadcast k and v, an expanded gradient: the same as from dense copies."""
+    """A packed qkv, a last dimension that is not contiguous, broadcast k and v, an expanded
+    gradient: the same as from dense copies.
+    """
     generator = torch.Generator().manual_seed(0)
     packed = torch.randn(batch, 60, 6, 16, generator=generator)
     transposed = torch.randn(batch, 60, 16, 2, generator=generator).transpose(2, 3)
@@ -254,15 +331,21 @@ def test_strided_inputs_and_gradients(strategy: str, batch: int) -> None:
     packs = {
         "packed": packed.split(2, dim=2),
         "heads interleaved": packed.unflatten(2, (2, 3)).unbind(3),
-        "heads first": tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in packed.split(2, dim=2)),
+        "heads first": tuple(
+            x.transpose(1, 2).contiguous().transpose(1, 2) for x in packed.split(2, dim=2)
+        ),
         "transposed": (transposed, transposed, transposed),
         "broadcast": (packed[:, :, :2], broadcast, broadcast),
         "one number": (packed[:, :, :2], one_number, packed[:, :, 2:4]),
         "reversed": tuple(x.flip(1)[:, 0:60] for x in packed.split(2, dim=2)),
-        "every other token": tuple(torch.randn(batch, 120, 2, 16, generator=generator)[:, ::2] for _ in range(3)),
+        "every other token": tuple(
+            torch.randn(batch, 120, 2, 16, generator=generator)[:, ::2] for _ in range(3)
+        ),
     }
 
-    def run(ctx: Context, tensors: tuple[torch.Tensor, ...], dense: bool) -> tuple[torch.Tensor, ...]:
+    def run(
+        ctx: Context, tensors: tuple[torch.Tensor, ...], dense: bool
+    ) -> tuple[torch.Tensor, ...]:
         layout = ctx.layout(60 * ctx.world_size)
         q, k, v = (x.contiguous() if dense else x for x in tensors)
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -274,7 +357,9 @@ def test_strided_inputs_and_gradients(strategy: str, batch: int) -> None:
 
     for name, tensors in packs.items():
 
-        def both(ctx: Context, tensors: tuple[torch.Tensor, ...] = tensors) -> list[tuple[torch.Tensor, ...]]:
+        def both(
+            ctx: Context, tensors: tuple[torch.Tensor, ...] = tensors
+        ) -> list[tuple[torch.Tensor, ...]]:
             return [run(ctx, tensors, dense) for dense in (False, True)]
 
         for strided, dense in burst_rt.run_local(2, both):
@@ -340,9 +425,18 @@ def test_memory_is_poisoned_in_these_tests() -> None:
         layout = ctx.layout(20)
         x = torch.zeros(1, 10, 1, 16)
         spec = burst_rt.call_spec(x, x, x, layout=layout)
-        run = ForwardRun(ctx.plan(spec, x, x, forward=True), ctx.machine, None, lambda: None, ctx._poison, (x, x, x))
+        run = ForwardRun(
+            ctx.plan(spec, x, x, forward=True),
+            ctx.machine,
+            None,
+            lambda: None,
+            ctx._poison,
+            (x, x, x),
+        )
         slots = [slot.view(torch.float32) for slot in run.storage.values()]
-        return bool(slots) and all(bool(slot.isnan().all()) for slot in slots), bool(run.lse.isnan().all())
+        return bool(slots) and all(bool(slot.isnan().all()) for slot in slots), bool(
+            run.lse.isnan().all()
+        )
 
     assert burst_rt.run_local(2, forward) == [(True, True)] * 2
 
@@ -350,7 +444,9 @@ def test_memory_is_poisoned_in_these_tests() -> None:
 @pytest.mark.parametrize("strategy", ["auto", "burst", "ring-kv"])
 @pytest.mark.parametrize("mask", [None, Causal(), SlidingWindow(11)], ids=repr)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_what_is_sent_is_what_the_plan_says(world_size: int, mask: Mask | None, strategy: str) -> None:
+def test_what_is_sent_is_what_the_plan_says(
+    world_size: int, mask: Mask | None, strategy: str
+) -> None:
     cases = [
         Case(64, dtype=torch.bfloat16, mask=mask, strategy=strategy),
         Case(61, heads=4, kv_heads=1, batch=2, mask=mask, strategy=strategy, kind="striped"),
@@ -363,10 +459,17 @@ def test_what_is_sent_is_what_the_plan_says(world_size: int, mask: Mask | None, 
             inputs = case.inputs()
             layout, kv_layout = case.layouts(ctx)
             sides = (layout, kv_layout, kv_layout)
-            q, k, v = (side.shard(x).requires_grad_(need) for side, x, need in zip(sides, inputs[:3], case.needs_grad, strict=True))
-            explanation = burst_rt.explain(q, k, v, mask=mask, layout=layout, kv_layout=kv_layout, strategy=strategy)
+            q, k, v = (
+                side.shard(x).requires_grad_(need)
+                for side, x, need in zip(sides, inputs[:3], case.needs_grad, strict=True)
+            )
+            explanation = burst_rt.explain(
+                q, k, v, mask=mask, layout=layout, kv_layout=kv_layout, strategy=strategy
+            )
             before = ctx.stats()
-            out = burst_rt.burst_attention(q, k, v, mask=mask, layout=layout, kv_layout=kv_layout, strategy=strategy)
+            out = burst_rt.burst_attention(
+                q, k, v, mask=mask, layout=layout, kv_layout=kv_layout, strategy=strategy
+            )
             assert isinstance(out, torch.Tensor)
             between = ctx.stats()
             assert ctx.transport.bytes_sent == between.bytes_sent
@@ -417,26 +520,33 @@ def test_the_module_is_the_function() -> None:
         expected = burst_rt.burst_attention(q, k, v, causal=True, scale=0.2, layout=layout)
         assert isinstance(expected, torch.Tensor)
         assert torch.equal(module(q, k, v), expected)
-        assert torch.equal(burst_rt.BurstAttention(causal=True, scale=0.2)(q, k, v, layout), expected)
+        assert torch.equal(
+            burst_rt.BurstAttention(causal=True, scale=0.2)(q, k, v, layout), expected
+        )
         assert not list(module.parameters())
         assert "mask=causal, strategy=burst" in repr(module)
         other = ctx.layout(80)
         k2 = torch.randn(1, 40, 2, 16, generator=generator)
         module_out = burst_rt.BurstAttention(layout)(q, k2, k2, kv_layout=other)
-        assert torch.equal(module_out, burst_rt.burst_attention(q, k2, k2, layout=layout, kv_layout=other))  # type: ignore[arg-type]
+        called_out = burst_rt.burst_attention(q, k2, k2, layout=layout, kv_layout=other)
+        assert torch.equal(module_out, called_out)  # type: ignore[arg-type]
 
     burst_rt.run_local(2, run)
 
 
 def test_a_custom_spec_goes_through_the_function() -> None:
-    """`BurstAttentionFunction`, `call_spec` and `handle_of` are public: what `burst_attention` itself calls."""
+    """`BurstAttentionFunction`, `call_spec` and `handle_of` are public: what `burst_attention`
+    itself calls.
+    """
 
     def run(ctx: Context) -> None:
         layout = ctx.layout(40)
         q = torch.randn(1, 20, 2, 16, requires_grad=True)
         spec = burst_rt.call_spec(q, q, q, causal=True, layout=layout)
         handle = burst_rt.handle_of(spec)
-        assert handle == burst_rt.handle_of(burst_rt.call_spec(q, q, q, mask=Causal(), layout=layout))
+        assert handle == burst_rt.handle_of(
+            burst_rt.call_spec(q, q, q, mask=Causal(), layout=layout)
+        )
         out, lse = burst_rt.BurstAttentionFunction.apply(q, q, q, handle)  # type: ignore[no-untyped-call]
         expected = burst_rt.burst_attention(q, q, q, causal=True, layout=layout, return_lse=True)
         assert torch.equal(out, expected[0])

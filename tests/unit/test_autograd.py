@@ -1,4 +1,6 @@
-"""Attention as torch sees it: custom ops, gradients, what is saved, what is refused, and the compiler."""
+"""Attention as torch sees it: custom ops, gradients, what is saved, what is refused, and the
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,16 +31,23 @@ def ctx() -> Iterator[Context]:
         yield context
 
 
-def _qkv(ctx: Context, tokens: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+def _qkv(
+    ctx: Context, tokens: int = 16, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[torch.Tensor]:
     """This rank's q, k, v: 4 heads, 2 kv heads of 8."""
     layout = ctx.layout(tokens)
     generator = torch.Generator().manual_seed(seed)
-    whole = [torch.randn(2, tokens, heads, 8, generator=generator, dtype=dtype) for heads in (4, 2, 2)]
+    whole = [
+        torch.randn(2, tokens, heads, 8, generator=generator, dtype=dtype) for heads in (4, 2, 2)
+    ]
     return [layout.shard(x).requires_grad_() for x in whole]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, **options: object) -> torch.Tensor:
-    out = burst_rt.burst_attention(q, k, v, layout=ctx.layout(q.shape[1] * ctx.world_size), **options)  # type: ignore[arg-type]
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, **options: Any
+) -> torch.Tensor:
+    layout = ctx.layout(q.shape[1] * ctx.world_size)
+    out = burst_rt.burst_attention(q, k, v, layout=layout, **options)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -46,14 +56,20 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, **o
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> None:
     layout = ctx.layout(16)
-    q, k, v = (x.detach().requires_grad_(name in needs) for name, x in zip("qkv", _qkv(ctx, dtype=dtype), strict=True))
+    q, k, v = (
+        x.detach().requires_grad_(name in needs)
+        for name, x in zip("qkv", _qkv(ctx, dtype=dtype), strict=True)
+    )
     handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, causal=True, layout=layout))
     opcheck(torch.ops.burst_rt.attention_forward.default, (q, k, v, handle))
     with torch.no_grad():
         out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
     tensors = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
-        opcheck(torch.ops.burst_rt.attention_backward.default, (torch.randn_like(out), dlse, *tensors, handle))
+        opcheck(
+            torch.ops.burst_rt.attention_backward.default,
+            (torch.randn_like(out), dlse, *tensors, handle),
+        )
 
 
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
@@ -68,7 +84,9 @@ def test_gradcheck(ctx: Context, strategy: str) -> None:
     q, k, v = (x[:1].detach().requires_grad_() for x in _qkv(ctx, 6, torch.float64))
 
     def attend(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        result = burst_rt.burst_attention(*inputs, causal=True, layout=layout, strategy=strategy, return_lse=True)
+        result = burst_rt.burst_attention(
+            *inputs, causal=True, layout=layout, strategy=strategy, return_lse=True
+        )
         assert isinstance(result, tuple)
         return result
 
@@ -77,16 +95,23 @@ def test_gradcheck(ctx: Context, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 def test_numerical_gradients_over_two_ranks(strategy: str) -> None:
-    """Each rank in turn moves its own inputs; the loss is the sum over the ranks, so gradients that came over the wire are seen."""
+    """Each rank in turn moves its own inputs; the loss is the sum over the ranks, so gradients that
+    came over the wire are seen.
+    """
 
     def check(ctx: Context) -> None:
         layout = ctx.layout(6)
         q, k, v = (x[:1].detach().requires_grad_() for x in _qkv(ctx, 6, torch.float64))
         generator = torch.Generator().manual_seed(5 + ctx.rank)
-        weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (q.shape, (1, 4, layout.shard_len))]
+        weights = [
+            torch.randn(shape, generator=generator, dtype=torch.float64)
+            for shape in (q.shape, (1, 4, layout.shard_len))
+        ]
 
         def my_loss(*inputs: torch.Tensor) -> torch.Tensor:
-            results = burst_rt.burst_attention(*inputs, causal=True, layout=layout, strategy=strategy, return_lse=True)
+            results = burst_rt.burst_attention(
+                *inputs, causal=True, layout=layout, strategy=strategy, return_lse=True
+            )
             return torch.stack([(x * w).sum() for x, w in zip(results, weights, strict=True)]).sum()
 
         grads = torch.autograd.grad(my_loss(q, k, v), (q, k, v))
@@ -101,7 +126,9 @@ def test_numerical_gradients_over_two_ranks(strategy: str) -> None:
                     losses.append(ctx.all_reduce(my_loss(*inputs).reshape(1)).item())
                 if ctx.rank == moving:
                     slope = (losses[0] - losses[1]) / (2 * step)
-                    assert slope == pytest.approx(grads[which].reshape(-1)[index].item(), rel=1e-6, abs=1e-8)
+                    assert slope == pytest.approx(
+                        grads[which].reshape(-1)[index].item(), rel=1e-6, abs=1e-8
+                    )
 
     burst_rt.run_local(2, check)
 
@@ -125,10 +152,14 @@ def test_gradients_of_lse_alone_and_of_out_alone(strategy: str) -> None:
         grads = []
         for use in ("out", "lse", "both"):
             q, k, v = _qkv(ctx, 40)
-            result = burst_rt.burst_attention(q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True)
+            result = burst_rt.burst_attention(
+                q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True
+            )
             assert isinstance(result, tuple)
             out, lse = result
-            (out.sum() * (use != "lse") + lse.square().sum()).backward() if use != "out" else out.sum().backward()
+            (
+                out.sum() * (use != "lse") + lse.square().sum()
+            ).backward() if use != "out" else out.sum().backward()
             grads += [layout.unshard(x.grad) for x in (q, k, v) if x.grad is not None]
         return grads
 
@@ -142,7 +173,11 @@ def test_gradients_of_lse_alone_and_of_out_alone(strategy: str) -> None:
         for name, x, y in zip(("dq", "dk", "dv"), grads[3 * i : 3 * i + 3], truth[2:], strict=True):
             assert y is not None
             scale = torch.linalg.vector_norm(y).item() or 1.0
-            assert torch.linalg.vector_norm(x.double() - y).item() / scale < ERROR[torch.float32], (dout, dlse, name)
+            assert torch.linalg.vector_norm(x.double() - y).item() / scale < ERROR[torch.float32], (
+                dout,
+                dlse,
+                name,
+            )
 
 
 def test_without_grad_mode_nothing_is_saved_or_sent_back(ctx: Context) -> None:
@@ -231,7 +266,11 @@ def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
         grads = []
         for recompute in (False, True):
             q, k, v = _qkv(ctx)
-            out = checkpoint(_attend, q, k, v, ctx, use_reentrant=use_reentrant) if recompute else _attend(q, k, v, ctx)
+            out = (
+                checkpoint(_attend, q, k, v, ctx, use_reentrant=use_reentrant)
+                if recompute
+                else _attend(q, k, v, ctx)
+            )
             out.sum().backward()
             grads.append([x.grad for x in (q, k, v) if x.grad is not None])
         assert len(grads[0]) == 3
@@ -253,12 +292,16 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, where it goes on after the call
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own, where it goes on after the call
 def test_compiled_is_eager_forward_and_backward(ctx: Context) -> None:
     layout = ctx.layout(16)
 
     def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = burst_rt.burst_attention(2 * q, k, v, causal=True, layout=layout, return_lse=True)
+        out, lse = burst_rt.burst_attention(
+            2 * q, k, v, causal=True, layout=layout, return_lse=True
+        )
         return (out.sin() * lse.transpose(1, 2).unsqueeze(-1)).sum()
 
     results = []
@@ -274,7 +317,9 @@ def test_compiled_is_eager_forward_and_backward(ctx: Context) -> None:
 def test_the_compiler_guards_on_every_argument(ctx: Context) -> None:
     """Another layout, mask, scale or strategy is another call, not the first one's constant."""
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]) -> torch.Tensor:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]
+    ) -> torch.Tensor:
         return _attend_with(q, k, v, options)
 
     compiled = torch.compile(call, fullgraph=_WHOLE, backend="aot_eager", dynamic=False)
@@ -297,7 +342,9 @@ def test_the_compiler_guards_on_every_argument(ctx: Context) -> None:
             assert torch.equal(compiled(q, k, v, options), call(q, k, v, options)), options
 
 
-def _attend_with(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]) -> torch.Tensor:
+def _attend_with(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]
+) -> torch.Tensor:
     return burst_rt.burst_attention(q, k, v, **options)  # type: ignore[arg-type, return-value]
 
 
@@ -340,7 +387,9 @@ def test_ops_of_a_meta_world_need_no_rank() -> None:
         q, k, v = _qkv(ctx)
         handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, layout=layout))
         before = ctx.stats().calls
-        out, lse = torch.ops.burst_rt.attention_forward(*(x.detach().to("meta") for x in (q, k, v)), handle)
+        out, lse = torch.ops.burst_rt.attention_forward(
+            *(x.detach().to("meta") for x in (q, k, v)), handle
+        )
         assert (out.shape, lse.shape, ctx.stats().calls) == (q.shape, (2, 4, 16), before)
 
 
@@ -377,7 +426,10 @@ def test_contexts_and_lengths_of_the_past_leave_nothing_behind() -> None:
 def test_a_spec_lives_as_long_as_the_backward_may_come() -> None:
     with burst_rt.init() as ctx:
         q = torch.ones(1, 8, 1, 8, requires_grad=True)
-        outs = [burst_rt.burst_attention(q, q, q, layout=ctx.layout(8), scale=scale) for scale in (0.5, 1.0, 2.0)]
+        outs = [
+            burst_rt.burst_attention(q, q, q, layout=ctx.layout(8), scale=scale)
+            for scale in (0.5, 1.0, 2.0)
+        ]
         gc.collect()
         for out in outs:
             assert isinstance(out, torch.Tensor)

@@ -43,7 +43,10 @@ _FILES = ("SHA256SUMS", "config.json", "model.safetensors", "optimizer.safetenso
 
 def _checkpoint(step: int) -> Checkpoint:
     generator = torch.Generator().manual_seed(step)
-    weights = {"head.weight": torch.randn(5, 3, generator=generator), "norm.weight": torch.tensor([0.0, -0.0, 1e-45])}
+    weights = {
+        "head.weight": torch.randn(5, 3, generator=generator),
+        "norm.weight": torch.tensor([0.0, -0.0, 1e-45]),
+    }
     moments = {f"exp_avg.{name}": tensor / 3 for name, tensor in weights.items()}
     return Checkpoint(Manifest(step, TrainConfig(steps=99), "fingerprint"), weights, moments)
 
@@ -65,10 +68,18 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert loaded.manifest == saved.manifest
     for mine, theirs in ((loaded.weights, saved.weights), (loaded.optimizer, saved.optimizer)):
         assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name].view(torch.int32), theirs[name].view(torch.int32)) for name in mine)
+        assert all(
+            torch.equal(mine[name].view(torch.int32), theirs[name].view(torch.int32))
+            for name in mine
+        )
     assert loaded.manifest.config == TrainConfig(steps=99)
     # Whoever has only a shell can check it.
-    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "SHA256SUMS"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
@@ -78,7 +89,9 @@ def test_all_files_are_for_whom_the_umask_says(tmp_path: Path, umask: int) -> No
         folder = save_checkpoint(tmp_path, _checkpoint(7), keep=2)
     finally:
         os.umask(before)
-    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(_FILES, 0o666 & ~umask)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(
+        _FILES, 0o666 & ~umask
+    )
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -98,7 +111,9 @@ def test_a_run_that_went_back_forgets_the_future_it_gave_up(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("call", ["save_file", "_sums", "_sync", "replace"])
 @pytest.mark.parametrize("survived", [0, 1])
-def test_a_writer_that_dies_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, survived: int) -> None:
+def test_a_writer_that_dies_leaves_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, survived: int
+) -> None:
     save_checkpoint(tmp_path, _checkpoint(5), keep=2)
     place = {"replace": os, "save_file": safetensors.torch}.get(call, module)
     original: Callable[..., object] = getattr(place, call)
@@ -118,7 +133,9 @@ def test_a_writer_that_dies_leaves_the_older_checkpoint(tmp_path: Path, monkeypa
     assert _step_of(tmp_path) == 5
 
     save_checkpoint(tmp_path, _checkpoint(10), keep=2)
-    assert _names(tmp_path) == ["step-00000005", "step-00000010"], "what the dead writer left is gone"
+    assert _names(tmp_path) == ["step-00000005", "step-00000010"], (
+        "what the dead writer left is gone"
+    )
     assert _step_of(tmp_path) == 10
 
 
@@ -155,7 +172,10 @@ def _write_manifest(folder: Path, text: str, *, cover: bool) -> None:
     (folder / "config.json").write_text(text)
     if cover:
         names = ("config.json", "model.safetensors", "optimizer.safetensors")
-        lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+        lines = [
+            f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+            for name in names
+        ]
         (folder / "SHA256SUMS").write_text("".join(lines))
 
 
@@ -180,11 +200,21 @@ def _replace_bytes(chance: random.Random, run: Path, folder: Path) -> None:
     path = folder / chance.choice(_FILES)
     content = path.read_bytes()
     start = chance.randrange(len(content))
-    path.write_bytes(content[:start] + chance.randbytes(chance.randint(0, 9)) + content[start + chance.randint(0, 9) :])
+    path.write_bytes(
+        content[:start]
+        + chance.randbytes(chance.randint(0, 9))
+        + content[start + chance.randint(0, 9) :]
+    )
 
 
 def _wrong_value(chance: random.Random, run: Path, folder: Path) -> None:
-    names = ["format", "step", "config", "corpus", *(f"config.{field.name}" for field in fields(TrainConfig))]
+    names = [
+        "format",
+        "step",
+        "config",
+        "corpus",
+        *(f"config.{field.name}" for field in fields(TrainConfig)),
+    ]
     wrong = {chance.choice(names): chance.choice(_WRONG_TYPES)}
     if chance.random() < 0.3:
         wrong = {"step": chance.choice(["10", "", 5, 11, 0, -5, -10, 10.5, 10**400, None])}
@@ -203,12 +233,22 @@ def _other_fields(chance: random.Random, run: Path, folder: Path) -> None:
 
 def _nest_deeply(chance: random.Random, run: Path, folder: Path) -> None:
     text = (folder / "config.json").read_text()
-    changed = chance.choice([_NESTED, text.replace('"fingerprint"', _NESTED), text.replace("{", '{"a": ' + _NESTED + ",", 1)])
+    changed = chance.choice(
+        [
+            _NESTED,
+            text.replace('"fingerprint"', _NESTED),
+            text.replace("{", '{"a": ' + _NESTED + ",", 1),
+        ]
+    )
     _write_manifest(folder, changed, cover=chance.random() < 0.7)
 
 
 def _no_manifest(chance: random.Random, run: Path, folder: Path) -> None:
-    _write_manifest(folder, chance.choice(["", "null", "[]", "{}", "5", '"a"', "\x00", "{'a': 1}", "NaN"]), cover=chance.random() < 0.7)
+    _write_manifest(
+        folder,
+        chance.choice(["", "null", "[]", "{}", "5", '"a"', "\x00", "{'a': 1}", "NaN"]),
+        cover=chance.random() < 0.7,
+    )
 
 
 def _lose_a_file(chance: random.Random, run: Path, folder: Path) -> None:
@@ -220,12 +260,18 @@ def _empty_a_file(chance: random.Random, run: Path, folder: Path) -> None:
 
 
 def _add_a_file(chance: random.Random, run: Path, folder: Path) -> None:
-    (chance.choice([folder, folder.parent]) / chance.choice(["notes.txt", "step-1", ".writing-x"])).write_bytes(chance.randbytes(9))
+    (
+        chance.choice([folder, folder.parent])
+        / chance.choice(["notes.txt", "step-1", ".writing-x"])
+    ).write_bytes(chance.randbytes(9))
 
 
 def _swap_between_checkpoints(chance: random.Random, run: Path, folder: Path) -> None:
     for name in chance.sample(_FILES, chance.randint(1, len(_FILES))):
-        mine, theirs = run / "checkpoints" / "step-00000005" / name, run / "checkpoints" / "step-00000010" / name
+        mine, theirs = (
+            run / "checkpoints" / "step-00000005" / name,
+            run / "checkpoints" / "step-00000010" / name,
+        )
         shutil.move(mine, run / "aside")
         shutil.move(theirs, mine)
         shutil.move(run / "aside", theirs)
@@ -234,23 +280,35 @@ def _swap_between_checkpoints(chance: random.Random, run: Path, folder: Path) ->
 def _something_else_in_place(chance: random.Random, run: Path, folder: Path) -> None:
     path = folder / chance.choice(_FILES) if chance.random() < 0.8 else folder
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    instead: list[Callable[[Path], None]] = [Path.mkdir, os.mkfifo, lambda p: p.symlink_to("nowhere"), lambda p: p.symlink_to(p.name)]
+    instead: list[Callable[[Path], None]] = [
+        Path.mkdir,
+        os.mkfifo,
+        lambda p: p.symlink_to("nowhere"),
+        lambda p: p.symlink_to(p.name),
+    ]
     chance.choice(instead)(path)
 
 
 def _rename(chance: random.Random, run: Path, folder: Path) -> None:
-    folder.rename(folder.with_name(chance.choice(["step-00000099", "step-000000010", "step-00000000", "gone"])))
+    folder.rename(
+        folder.with_name(
+            chance.choice(["step-00000099", "step-000000010", "step-00000000", "gone"])
+        )
+    )
 
 
 _DAMAGES = [
-    _cut_anywhere, _flip_bits, _replace_bytes, _wrong_value, _other_fields, _nest_deeply, _no_manifest, _lose_a_file, _empty_a_file,
+    _cut_anywhere, _flip_bits, _replace_bytes, _wrong_value, _other_fields, _nest_deeply,
+    _no_manifest, _lose_a_file, _empty_a_file,
     _add_a_file, _swap_between_checkpoints, _something_else_in_place, _rename,
 ]  # fmt: skip
 
 
 def _same(one: Checkpoint, other: Checkpoint) -> bool:
     pairs = ((one.weights, other.weights), (one.optimizer, other.optimizer))
-    equal = all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+    equal = all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+    )
     return equal and one.manifest == other.manifest
 
 
@@ -263,9 +321,11 @@ def whole_run(run: Path) -> dict[int, Checkpoint]:
 
 
 def outcome_of_damage(seed: int, run: Path, saved: Mapping[int, Checkpoint]) -> str:
-    """What comes of a damage drawn from the seed: "no effect", "passed over" (told, and an older checkpoint taken) or "refused".
+    """What comes of a damage drawn from the seed: "no effect", "passed over" (told, and an older
+    checkpoint taken) or "refused".
 
-    run: a copy of what `whole_run` makes. Raises where it is anything else: AssertionError, or what a reader raises.
+    run: a copy of what `whole_run` makes. Raises where it is anything else: AssertionError, or what
+    a reader raises.
     """
     chance = random.Random(seed)
     folder = run / "checkpoints" / chance.choice(["step-00000010"] * 3 + ["step-00000005"])
@@ -302,7 +362,9 @@ class _Told(logging.Handler):
 
 
 def test_no_damage_is_used_or_ends_in_a_traceback(tmp_path: Path) -> None:
-    """200 damages: each has no effect, or is told and an older checkpoint taken, or is refused; a run goes on from what was taken."""
+    """200 damages: each has no effect, or is told and an older checkpoint taken, or is refused; a
+    run goes on from what was taken.
+    """
     saved = whole_run(tmp_path / "whole")
     outcomes: Counter[str] = Counter()
     for seed in range(200):
@@ -339,7 +401,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     assert "step-00000010" in caplog.text
 
 
-def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest may be whole, and must not give way to an older one."""
     for step in (5, 10):
         save_checkpoint(tmp_path, _checkpoint(step), keep=2)
@@ -355,7 +419,9 @@ def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: p
         find_checkpoint(tmp_path)
 
 
-def test_what_finds_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_finds_no_room_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_checkpoint(tmp_path, _checkpoint(5), keep=2)
 
     def full(tensors: object, path: Path) -> None:
@@ -363,7 +429,9 @@ def test_what_finds_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match=r"step-00000010 could not be written: I/O error: No space left"):
+    with pytest.raises(
+        OSError, match=r"step-00000010 could not be written: I/O error: No space left"
+    ):
         save_checkpoint(tmp_path, _checkpoint(10), keep=2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
 
@@ -371,12 +439,20 @@ def test_what_finds_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, _checkpoint(5), keep=2)
     _change(folder, {"format": 99}, cover=True)
-    with pytest.raises(ConfigError, match="expected format 2, got 99; use the version that wrote it"):
+    with pytest.raises(
+        ConfigError, match="expected format 2, got 99; use the version that wrote it"
+    ):
         load_checkpoint(folder)
     # As format 1 was.
     (folder / "SHA256SUMS").unlink()
     _change(folder, {"format": 1, "files": {}}, cover=False)
-    with pytest.raises(ConfigError, match=r"of format 1, which this version does not read\. Go on with the version that wrote it"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"of format 1, which this version does not read\. Go on with the version that wrote "
+            r"it"
+        ),
+    ):
         load_checkpoint(folder)
 
 
@@ -389,7 +465,11 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
 def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     source = _checkpoint(1).weights
     copy_tensors(source, {name: torch.empty_like(tensor) for name, tensor in source.items()})
-    for target in ({"head.weight": torch.empty(5, 3)}, {**source, "more": torch.empty(1)}, {**source, "norm.weight": torch.empty(4)}):
+    for target in (
+        {"head.weight": torch.empty(5, 3)},
+        {**source, "more": torch.empty(1)},
+        {**source, "norm.weight": torch.empty(4)},
+    ):
         with pytest.raises(ConfigError, match=r"norm\.weight|more"):
             copy_tensors(source, target)
 
@@ -403,7 +483,16 @@ def test_a_resumed_run_must_have_the_same_model(changes: dict[str, object]) -> N
 
 
 def _record(step: int) -> StepRecord:
-    return StepRecord(step=step, loss=1 / step, lr=0.1, grad_norm=1.0, step_s=0.1, tokens_per_s=1.0, wait_fraction=0.0, bytes_sent=1)
+    return StepRecord(
+        step=step,
+        loss=1 / step,
+        lr=0.1,
+        grad_norm=1.0,
+        step_s=0.1,
+        tokens_per_s=1.0,
+        wait_fraction=0.0,
+        bytes_sent=1,
+    )
 
 
 def test_metrics_are_cut_at_the_checkpoint_that_is_resumed(tmp_path: Path) -> None:
@@ -419,7 +508,16 @@ def test_metrics_are_cut_at_the_checkpoint_that_is_resumed(tmp_path: Path) -> No
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, 0.5, 1 / 3]
 
 
-@pytest.mark.parametrize("line", ["not json", "[" * 100_000, "[]", '{"step": 1}', json.dumps({**asdict(_record(1)), "step": "1"})])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not json",
+        "[" * 100_000,
+        "[]",
+        '{"step": 1}',
+        json.dumps({**asdict(_record(1)), "step": "1"}),
+    ],
+)
 def test_a_file_that_holds_no_metrics_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(ConfigError, match="not the record of a run"):
@@ -433,12 +531,25 @@ def test_a_file_that_holds_no_metrics_is_refused(tmp_path: Path, line: str) -> N
         lambda folder: _change(folder, {"step": "2"}, cover=True),
         lambda folder: _change(folder, {"step": -2}, cover=True),
         lambda folder: _write_manifest(folder, _NESTED, cover=True),
-        lambda folder: _change(folder, {"config.layers": 2}, cover=True),  # which its tensors do not fit
+        lambda folder: _change(
+            folder, {"config.layers": 2}, cover=True
+        ),  # which its tensors do not fit
     ],
 )
-def test_a_damaged_checkpoint_costs_a_run_nothing_else(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_checkpoint_costs_a_run_nothing_else(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     (tmp_path / "text").write_text("some text " * 999)
-    config = TrainConfig(data=str(tmp_path / "text"), seq_len=9, steps=2, layers=1, dim=8, heads=1, kv_heads=1, eval_sequences=1)
+    config = TrainConfig(
+        data=str(tmp_path / "text"),
+        seq_len=9,
+        steps=2,
+        layers=1,
+        dim=8,
+        heads=1,
+        kv_heads=1,
+        eval_sequences=1,
+    )
     fresh = RunOptions(out=tmp_path / "run", progress="none")
 
     def run(options: RunOptions, chosen: Mapping[str, object]) -> None:
@@ -453,7 +564,9 @@ def test_a_damaged_checkpoint_costs_a_run_nothing_else(tmp_path: Path, damage: C
 
 
 def _outcomes(world_size: int, action: Callable[[Context], object]) -> list[object]:
-    """What `action` gives or raises on each rank, after which every rank still works with the others."""
+    """What `action` gives or raises on each rank, after which every rank still works with the
+    others.
+    """
 
     def run(context: Context) -> object:
         try:
@@ -468,7 +581,9 @@ def _outcomes(world_size: int, action: Callable[[Context], object]) -> list[obje
 
 @pytest.mark.parametrize("failing", [{0}, {1}, {2}, {1, 2}, {0, 1, 2}])
 @pytest.mark.parametrize("kind", [ConfigError, OSError])
-def test_a_failure_on_one_rank_is_the_same_error_on_all(failing: set[int], kind: type[Exception]) -> None:
+def test_a_failure_on_one_rank_is_the_same_error_on_all(
+    failing: set[int], kind: type[Exception]
+) -> None:
     def act(context: Context) -> object:
         def fail() -> int:
             if context.rank in failing:
@@ -491,12 +606,20 @@ def test_what_succeeds_everywhere_gives_each_rank_its_own_result() -> None:
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", bytes(range(256)) * 9])
 @pytest.mark.parametrize("source", [0, 2])
 def test_bytes_of_one_rank_reach_all(content: bytes, source: int) -> None:
-    shared = _outcomes(3, lambda context: share_bytes(context, content if context.rank == source else None, source=source))
+    shared = _outcomes(
+        3,
+        lambda context: share_bytes(
+            context, content if context.rank == source else None, source=source
+        ),
+    )
     assert shared == [content] * 3
 
 
 def test_values_that_differ_are_refused_on_every_rank() -> None:
-    outcomes = _outcomes(3, lambda context: same_everywhere(context, "the text", "new" if context.rank == 2 else "old"))
+    outcomes = _outcomes(
+        3,
+        lambda context: same_everywhere(context, "the text", "new" if context.rank == 2 else "old"),
+    )
     assert [str(outcome) for outcome in outcomes] == [str(outcomes[0])] * 3
     assert "the text differs between ranks: rank 0 has old, rank 2 has new" in str(outcomes[0])
     assert _outcomes(3, lambda context: same_everywhere(context, "the text", "old")) == [None] * 3
@@ -509,9 +632,13 @@ def test_a_checkpoint_that_only_rank_0_can_read_reaches_every_rank(tmp_path: Pat
     def restore(context: Context) -> object:
         # Another rank's path leads nowhere, as on a node without the file system.
         shared = read_shared(context, tmp_path if context.rank == 0 else tmp_path / "not mounted")
-        weights = {name: torch.full_like(tensor, torch.nan) for name, tensor in saved.weights.items()}
+        weights = {
+            name: torch.full_like(tensor, torch.nan) for name, tensor in saved.weights.items()
+        }
         shared.fill(context, weights)
-        return shared.manifest.step, all(torch.equal(weights[name], tensor) for name, tensor in saved.weights.items())
+        return shared.manifest.step, all(
+            torch.equal(weights[name], tensor) for name, tensor in saved.weights.items()
+        )
 
     assert _outcomes(3, restore) == [(7, True)] * 3
 

@@ -11,7 +11,15 @@ import burst_rt
 from burst_rt import Context
 from burst_rt.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.errors import ContractMismatch
-from burst_rt.scheduler import HOST_LANES, NCCL_LANES, Buffer, Graph, GraphBuilder, Lane, check_world
+from burst_rt.scheduler import (
+    HOST_LANES,
+    NCCL_LANES,
+    Buffer,
+    Graph,
+    GraphBuilder,
+    Lane,
+    check_world,
+)
 from burst_rt.tensor_parallel import Collectives
 
 _WORLDS = (1, 2, 3, 4, 5)
@@ -24,7 +32,9 @@ _LENGTHS: dict[str, Callable[[int], int]] = {
 _COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
 
 
-def graphs(collective: Callable[..., int], sizes: list[int], lanes: tuple[Lane, ...] = HOST_LANES) -> tuple[list[Graph], list[int]]:
+def graphs(
+    collective: Callable[..., int], sizes: list[int], lanes: tuple[Lane, ...] = HOST_LANES
+) -> tuple[list[Graph], list[int]]:
     built, tags = [], []
     for rank in range(len(sizes)):
         g = GraphBuilder(rank, len(sizes), lanes)
@@ -48,7 +58,12 @@ def test_graphs_fit_and_send_what_they_say(world: int, kind: str, lanes: tuple[L
         for rank, graph in enumerate(built):
             gathered, reduced = sum(sizes) - sizes[(rank + 1) % world], sum(sizes) - sizes[rank]
             sent = sum(m.size_bytes for task in graph.tasks for m in task.sends)
-            assert sent == {all_gather: gathered, reduce_scatter: reduced, all_reduce: gathered + reduced}[collective]
+            assert (
+                sent
+                == {all_gather: gathered, reduce_scatter: reduced, all_reduce: gathered + reduced}[
+                    collective
+                ]
+            )
 
 
 @pytest.mark.parametrize("kind", _LENGTHS)
@@ -57,16 +72,23 @@ def test_values_over_ranks(world: int, kind: str) -> None:
     lengths = [_LENGTHS[kind](rank) for rank in range(world)]
     total = sum(lengths)
     # Whole numbers: sums are exact in any order.
-    terms = torch.randint(-99, 99, (world, 2, total, 3), generator=torch.Generator().manual_seed(0)).double()
+    terms = torch.randint(
+        -99, 99, (world, 2, total, 3), generator=torch.Generator().manual_seed(0)
+    ).double()
 
     def call(ctx: Context) -> None:
         ring = Collectives(ctx)
         for batch in (1, 2):
             mine = terms[ctx.rank, :batch]
             own = mine.split(lengths, 1)[ctx.rank]
-            gathered = torch.cat([terms[rank, :batch].split(lengths, 1)[rank] for rank in range(world)], 1)
+            gathered = torch.cat(
+                [terms[rank, :batch].split(lengths, 1)[rank] for rank in range(world)], 1
+            )
             assert torch.equal(ring.all_gather(own, lengths), gathered)
-            assert torch.equal(ring.reduce_scatter(mine.clone(), lengths), terms[:, :batch].sum(0).split(lengths, 1)[ctx.rank])
+            assert torch.equal(
+                ring.reduce_scatter(mine.clone(), lengths),
+                terms[:, :batch].sum(0).split(lengths, 1)[ctx.rank],
+            )
             assert torch.equal(ring.all_reduce(mine.clone()), terms[:, :batch].sum(0))
 
     burst_rt.run_local(world, call)

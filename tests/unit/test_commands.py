@@ -1,4 +1,6 @@
-"""The command line: help for every option, usage errors in one line before any rank starts; what `draw` draws covers nothing."""
+"""The command line: help for every option, usage errors in one line before any rank starts; what
+`draw` draws covers nothing.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,20 @@ def test_every_option_has_help() -> None:
     ("words", "said"),
     [
         ("trian", "burst-rt: No such command 'trian'. Did you mean train?; see burst-rt --help"),
-        ("draw -n 2 --tokens 0", "burst-rt: Invalid value for '--tokens': 0 is not in the range x>=1; see burst-rt draw --help"),
+        (
+            "draw -n 2 --tokens 0",
+            "burst-rt: Invalid value for '--tokens': 0 is not in the range x>=1; see burst-rt draw "
+            "--help",
+        ),
         (
             "bench attention -n 0",
-            "burst-rt: Invalid value for '-n' / '--num-ranks': 0 is not in the range x>=1; see burst-rt bench attention",
+            "burst-rt: Invalid value for '-n' / '--num-ranks': 0 is not in the range x>=1; see "
+            "burst-rt bench attention",
         ),
-        ("bench strategies --repeats 0", "burst-rt: Invalid value for '--repeats': 0 is not in the range x>=1; see"),
+        (
+            "bench strategies --repeats 0",
+            "burst-rt: Invalid value for '--repeats': 0 is not in the range x>=1; see",
+        ),
         ("plan --world 8", "burst-rt: Missing option '--hardware'; see burst-rt plan --help"),
     ],
 )
@@ -73,7 +83,9 @@ def test_usage_errors_are_one_line(words: str, said: str) -> None:
 def test_what_cannot_be_is_refused_before_any_rank_starts(
     words: str, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burst_rt.launch.run.launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "burst_rt.launch.run.launch", lambda *_, **__: pytest.fail("ranks were started")
+    )
     monkeypatch.setenv("BURST_RT_HARDWARE", "none")
     with pytest.raises(error, match=said):
         CliRunner().invoke(cli, words.split(), catch_exceptions=False)
@@ -81,20 +93,32 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
 
 def _graph(rank: int, world: int) -> Graph:
     g = GraphBuilder(rank, world)
-    out, into = (g.buffer(name, size_bytes=1 << 20, initialised=name == "out") for name in ("out", "in"))
-    g.exchange("hop 0", sends=[(out, (rank + 1) % world)], recvs=[(into, (rank - 1) % world)], tag=0)
+    out, into = (
+        g.buffer(name, size_bytes=1 << 20, initialised=name == "out") for name in ("out", "in")
+    )
+    g.exchange(
+        "hop 0", sends=[(out, (rank + 1) % world)], recvs=[(into, (rank - 1) % world)], tag=0
+    )
     return g.build()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_arrows_of_the_ring_reach_their_ranks_and_words_cover_nothing(world: int) -> None:
-    figure = draw._ring([_graph(rank, world) for rank in range(world)], "a ring", ["0 - 1,023"] * world)
+    figure = draw._ring(
+        [_graph(rank, world) for rank in range(world)], "a ring", ["0 - 1,023"] * world
+    )
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # type: ignore[no-untyped-call]  # matplotlib's
     renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]
     notes = [note for note in figure.axes[0].texts if isinstance(note, Annotation)]
-    boxes = [patch.get_window_extent(renderer) for note in notes if (patch := note.get_bbox_patch())]
-    words = [note.get_window_extent(renderer) for note in notes if note.get_text() and not note.get_bbox_patch()]
+    boxes = [
+        patch.get_window_extent(renderer) for note in notes if (patch := note.get_bbox_patch())
+    ]
+    words = [
+        note.get_window_extent(renderer)
+        for note in notes
+        if note.get_text() and not note.get_bbox_patch()
+    ]
     arrows = [note.arrow_patch for note in notes if isinstance(note.arrow_patch, FancyArrowPatch)]
     assert (len(boxes), len(words), len(arrows)) == (world, world, world)
     for one, other in itertools.combinations([*boxes, *words], 2):

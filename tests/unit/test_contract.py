@@ -1,4 +1,6 @@
-"""What ranks agree on: whose argument was wrong, where calls differ, and that the job goes on afterwards. Ranks are threads."""
+"""What ranks agree on: whose argument was wrong, where calls differ, and that the job goes on
+afterwards. Ranks are threads.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,17 @@ def test_ranks_that_say_the_same_agree() -> None:
 @pytest.mark.parametrize("odd", range(4))
 def test_the_odd_rank_is_named_with_what_differs(odd: int) -> None:
     same = {"call": "burst_attention", "heads": "8", "mask": "Causal()"}
-    sides = [(same | ({"heads": "4", "mask": "Full()"} if rank == odd else {}), 7, None) for rank in range(4)]
+    sides = [
+        (same | ({"heads": "4", "mask": "Full()"} if rank == odd else {}), 7, None)
+        for rank in range(4)
+    ]
     for rank, error in enumerate(_agree(*sides)):
         assert isinstance(error, ContractMismatch)
         assert (error.rank, error.peer) == (rank, odd)
-        assert f"heads: 8 on most ranks, 4 on rank {odd}; mask: Causal() on most ranks, Full() on rank {odd}" in str(error)
+        assert (
+            f"heads: 8 on most ranks, 4 on rank {odd}; mask: Causal() on most ranks, Full() on "
+            f"rank {odd}" in str(error)
+        )
 
 
 @pytest.mark.parametrize("odd", range(3))
@@ -81,7 +89,11 @@ def test_a_field_that_only_one_rank_has() -> None:
 
 
 def test_the_first_error_is_raised_by_all() -> None:
-    sides = [({"call": "x"}, 1, None), ({"call": "y"}, 1, InputError("bad shape")), ({"call": "x"}, 1, ConfigError("bad kernel"))]
+    sides = [
+        ({"call": "x"}, 1, None),
+        ({"call": "y"}, 1, InputError("bad shape")),
+        ({"call": "x"}, 1, ConfigError("bad kernel")),
+    ]
     for rank, error in enumerate(_agree(*sides)):
         assert type(error) is InputError
         assert (str(error), error.rank, error.peer) == ("rank 1: bad shape", rank, 1)
@@ -90,7 +102,15 @@ def test_the_first_error_is_raised_by_all() -> None:
 def test_digests_depend_on_all_and_on_nothing_else() -> None:
     same = {"b": "2", "a": "1"}
     assert digest_of(same) == digest_of({"a": "1", "b": "2"}) == 324549673064394677
-    assert len({digest_of(d) for d in ({}, same, {"a": "12"}, {"a": "1", "b": "3"}, {"a": "2", "b": "1"})}) == 5
+    assert (
+        len(
+            {
+                digest_of(d)
+                for d in ({}, same, {"a": "12"}, {"a": "1", "b": "3"}, {"a": "2", "b": "1"})
+            }
+        )
+        == 5
+    )
     assert 0 <= digest_of(same) < 2**62
 
 
@@ -135,16 +155,25 @@ class Unhashable(Mask):
 
 def test_masks_that_cannot_be_compared_are_refused_by_name() -> None:
     def run(ctx: Context) -> None:
-        with pytest.raises(InputError, match=r"rank 1: .* a mask must be hashable .* Unhashable is not"):
-            burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12), mask=Unhashable() if ctx.rank == 1 else Full())
+        with pytest.raises(
+            InputError, match=r"rank 1: .* a mask must be hashable .* Unhashable is not"
+        ):
+            burst_rt.burst_attention(
+                *_qkv(ctx), layout=ctx.layout(12), mask=Unhashable() if ctx.rank == 1 else Full()
+            )
         _good(ctx)
 
     burst_rt.run_local(2, run)
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, 10**400, math.nan, -math.inf, "1", torch.tensor(1.0), True])
+@pytest.mark.parametrize(
+    "scale", [0, -1.0, 10**400, math.nan, -math.inf, "1", torch.tensor(1.0), True]
+)
 def test_impossible_scales(scale: float) -> None:
-    with burst_rt.init() as ctx, pytest.raises(InputError, match="scale must be None or a finite number above 0, got"):
+    with (
+        burst_rt.init() as ctx,
+        pytest.raises(InputError, match="scale must be None or a finite number above 0, got"),
+    ):
         burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12), scale=scale)
 
 
@@ -176,7 +205,9 @@ def test_a_closed_context_takes_no_call() -> None:
         lambda: ctx.all_reduce(torch.zeros(1)),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match=r"this context is closed; make another with burst_rt\.init"):
+        with pytest.raises(
+            ConfigError, match=r"this context is closed; make another with burst_rt\.init"
+        ):
             call()
 
 
@@ -190,7 +221,9 @@ def test_ranks_that_left_are_known_to_the_next_call() -> None:
         deadline_s = time.monotonic() + 5
         while 1 not in ctx.watch.left and time.monotonic() < deadline_s:
             ctx.watch.look()
-        with pytest.raises(PeerLost, match=r"rank 1 closed its context or ended normally") as caught:
+        with pytest.raises(
+            PeerLost, match=r"rank 1 closed its context or ended normally"
+        ) as caught:
             _good(ctx)
         assert caught.value.peer == 1
         # And the context stays broken.
@@ -206,7 +239,10 @@ def test_a_rank_that_never_comes_is_waited_for_until_timeout_s() -> None:
     def run(ctx: Context) -> None:
         if ctx.rank == 0:
             started_s = time.monotonic()
-            with pytest.raises(Stalled, match=r"rank 0: waited 0\.\d s for the other ranks to enter the call \(timeout_s\)") as caught:
+            with pytest.raises(
+                Stalled,
+                match=r"rank 0: waited 0\.\d s for the other ranks to enter the call \(timeout_s\)",
+            ) as caught:
                 _good(ctx)
             assert 0.3 <= time.monotonic() - started_s < 5
             assert caught.value.exit_code == 75
@@ -220,7 +256,10 @@ def test_a_rank_that_never_comes_is_waited_for_until_timeout_s() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [lambda ctx: ctx.layout(12).unshard(torch.zeros(1, ctx.layout(12).shard_len)), lambda ctx: ctx.all_reduce(torch.zeros(3))],
+    [
+        lambda ctx: ctx.layout(12).unshard(torch.zeros(1, ctx.layout(12).shard_len)),
+        lambda ctx: ctx.all_reduce(torch.zeros(3)),
+    ],
     ids=["unshard", "all_reduce"],
 )
 def test_other_collectives_have_the_same_deadline(call: Callable[[Context], object]) -> None:
@@ -253,7 +292,11 @@ def test_one_call_at_a_time() -> None:
             assert entered.wait(20)
             while not ctx._busy.locked():
                 time.sleep(0.001)
-            for call in (lambda: _good(ctx), lambda: ctx.all_reduce(torch.zeros(1)), lambda: ctx.layout(12).unshard(torch.zeros(1, 6))):
+            for call in (
+                lambda: _good(ctx),
+                lambda: ctx.all_reduce(torch.zeros(1)),
+                lambda: ctx.layout(12).unshard(torch.zeros(1, 6)),
+            ):
                 try:
                     call()
                 except ConfigError as error:
@@ -265,7 +308,9 @@ def test_one_call_at_a_time() -> None:
         entered.set()
         _good(ctx)
         thread.join(20)
-        assert [str(error).split(":")[0] for error in errors] == ["one call at a time per context"] * 3
+        assert [str(error).split(":")[0] for error in errors] == [
+            "one call at a time per context"
+        ] * 3
 
     burst_rt.run_local(2, run)
 
@@ -277,7 +322,10 @@ def _world_and_pairs(program: Callable[[Context, Context], None]) -> None:
 
     def rank_main(rank: int) -> None:
         try:
-            with burst_rt.init(LocalRank(whole, rank)) as world, burst_rt.init(LocalRank(pairs[rank // 2], rank % 2)) as pair:
+            with (
+                burst_rt.init(LocalRank(whole, rank)) as world,
+                burst_rt.init(LocalRank(pairs[rank // 2], rank % 2)) as pair,
+            ):
                 program(world, pair)
         except BaseException as error:  # noqa: BLE001  (raised below, in the test's thread)
             failures.append(error)
@@ -293,7 +341,9 @@ def _world_and_pairs(program: Callable[[Context, Context], None]) -> None:
 
 
 def test_several_contexts_in_one_process() -> None:
-    """A world of four and two pairs, all ranks in both: calls of one do not disturb the other, layouts belong to their own."""
+    """A world of four and two pairs, all ranks in both: calls of one do not disturb the other,
+    layouts belong to their own.
+    """
 
     def program(world: Context, pair: Context) -> None:
         for _ in range(3):
@@ -350,7 +400,9 @@ def test_ranks_that_get_different_calls_wrong_all_hear_of_their_own() -> None:
             for _ in range(3):
                 q, k, v = _qkv(ctx)
                 layout: Any = None if ctx.rank == 1 else ctx.layout(24)
-                with pytest.raises(InputError, match="layout must come" if ctx.rank == 1 else "q must hold"):
+                with pytest.raises(
+                    InputError, match="layout must come" if ctx.rank == 1 else "q must hold"
+                ):
                     burst_rt.burst_attention(q, k, v, layout=layout)
                 _good(other)
                 _good(ctx)
@@ -361,7 +413,9 @@ def test_ranks_that_get_different_calls_wrong_all_hear_of_their_own() -> None:
 
 
 def test_a_refused_call_waits_for_its_own_ranks_and_takes_nobody_elses_call() -> None:
-    """A grid: rank 0 is in a row with rank 1, who comes late, and in a column with rank 2, who waits for it rightly."""
+    """A grid: rank 0 is in a row with rank 1, who comes late, and in a column with rank 2, who
+    waits for it rightly.
+    """
     row, column = LocalWorld(2), LocalWorld(2)
     failures: list[BaseException] = []
 
@@ -369,7 +423,10 @@ def test_a_refused_call_waits_for_its_own_ranks_and_takes_nobody_elses_call() ->
         def start(program: Callable[..., None]) -> threading.Thread:
             def run() -> None:
                 try:
-                    contexts = [burst_rt.init(LocalRank(world, rank), timeout_s=20) for world, rank in members]
+                    contexts = [
+                        burst_rt.init(LocalRank(world, rank), timeout_s=20)
+                        for world, rank in members
+                    ]
                     program(*contexts)
                     for ctx in contexts:
                         ctx.close()
@@ -401,9 +458,14 @@ def test_a_refused_call_waits_for_its_own_ranks_and_takes_nobody_elses_call() ->
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize(("name", "value"), [("timeout_s", 5.0), ("stall_s", 5.0), ("kernel", "naive"), ("check_finite", True)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("timeout_s", 5.0), ("stall_s", 5.0), ("kernel", "naive"), ("check_finite", True)],
+)
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_options_that_differ_between_ranks_are_refused_by_init(odd: int, name: str, value: object) -> None:
+def test_options_that_differ_between_ranks_are_refused_by_init(
+    odd: int, name: str, value: object
+) -> None:
     options: dict[str, Any] = {name: value}
     world = LocalWorld(3)
     errors: dict[int, BaseException] = {}
@@ -429,27 +491,41 @@ def test_options_that_differ_between_ranks_are_refused_by_init(odd: int, name: s
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"device": "tpu"}, ConfigError, "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'"),
+        (
+            {"device": "tpu"},
+            ConfigError,
+            "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'tpu'",
+        ),
         ({"timeout_s": 0}, InputError, "timeout_s must be a positive number of seconds, got 0"),
         ({"timeout_s": math.nan}, InputError, "timeout_s must be .* got nan"),
         ({"stall_s": "30"}, InputError, "stall_s must be .* got '30'"),
         ({"stall_s": True}, InputError, "stall_s must be .* got True"),
     ],
 )
-def test_impossible_options_of_init(options: dict[str, Any], kind: type[BurstError], says: str) -> None:
+def test_impossible_options_of_init(
+    options: dict[str, Any], kind: type[BurstError], says: str
+) -> None:
     with pytest.raises(kind, match=says):
         burst_rt.init(**options)
 
 
 @dataclass(frozen=True)
 class _Slow:
-    """Makes one rank's tiles slow: those that match, `times` naps of 0.1 s with signs of life in between."""
+    """Makes one rank's tiles slow: those that match, `times` naps of 0.1 s with signs of life in
+    between.
+    """
 
     rank: int
     times: int
 
 
-def _slow_kernel(monkeypatch: pytest.MonkeyPatch, slow: _Slow, owner: Callable[[Any], int], at: int, direction: str) -> None:
+def _slow_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    slow: _Slow,
+    owner: Callable[[Any], int],
+    at: int,
+    direction: str,
+) -> None:
     from burst_rt.kernels import KERNELS
 
     method = getattr(type(KERNELS["cpu"]), direction)
@@ -473,15 +549,25 @@ def _train_step(ctx: Context, strategy: str) -> None:
 
 
 def test_a_rank_that_has_done_its_part_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last call of a program: ranks end at different times, and who ended well is not missed by those still waiting for others."""
+    """The last call of a program: ranks end at different times, and who ended well is not missed by
+    those still waiting for others.
+    """
     # Rank 2 is slow with rank 3's queries, its last: ranks 0 and 1 owe nobody anything by then.
-    _slow_kernel(monkeypatch, _Slow(2, times=10), lambda tile: tile.q_positions[0].start // 10, 3, "backward")
+    _slow_kernel(
+        monkeypatch, _Slow(2, times=10), lambda tile: tile.q_positions[0].start // 10, 3, "backward"
+    )
     burst_rt.run_local(4, lambda ctx: _train_step(ctx, "burst"))
 
 
 def test_a_rank_that_computes_is_alive_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for rank 3, which waits for rank 2, which computes for longer than stall_s."""
-    _slow_kernel(monkeypatch, _Slow(2, times=12), lambda tile: tile.kv_positions[0].start // 10, 0, "backward")
+    _slow_kernel(
+        monkeypatch,
+        _Slow(2, times=12),
+        lambda tile: tile.kv_positions[0].start // 10,
+        0,
+        "backward",
+    )
     burst_rt.run_local(4, lambda ctx: _train_step(ctx, "ring-kv"), stall_s=0.5)
 
 
@@ -510,8 +596,16 @@ def test_an_error_inside_a_call_breaks_the_context(monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - started_s < 10  # the others were told: nobody waited for stall_s
 
 
-@pytest.mark.parametrize("call", [lambda ctx: ctx.all_reduce(torch.ones(3)), lambda ctx: ctx.layout(12).unshard(torch.ones(1, 6))])
-def test_a_rank_that_is_interrupted_in_a_collective_says_so(call: Callable[[Context], object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ctx: ctx.all_reduce(torch.ones(3)),
+        lambda ctx: ctx.layout(12).unshard(torch.ones(1, 6)),
+    ],
+)
+def test_a_rank_that_is_interrupted_in_a_collective_says_so(
+    call: Callable[[Context], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for it until `timeout_s`."""
     heard = threading.Event()
 
@@ -535,7 +629,14 @@ def _interrupt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "code"), [(SystemExit(0), 0), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (OSError(), 1)]
+    ("stop", "code"),
+    [
+        (SystemExit(0), 0),
+        (SystemExit(), 0),
+        (SystemExit(3), 3),
+        (SystemExit("no"), 1),
+        (OSError(), 1),
+    ],
 )
 def test_how_a_context_is_left_is_told(stop: BaseException, code: int) -> None:
     told = threading.Event()
@@ -597,7 +698,9 @@ def test_the_same_mask_of_another_name_is_the_same() -> None:
     burst_rt.run_local(3, run)
 
 
-def test_what_a_rank_was_doing_stands_in_its_flight_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_was_doing_stands_in_its_flight_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = FlightRecord(tmp_path / "rank-0.flight")
     with burst_rt.init() as ctx:
         monkeypatch.setattr(ctx, "_flight", record)
@@ -621,7 +724,9 @@ def test_what_a_rank_was_doing_stands_in_its_flight_record(tmp_path: Path, monke
     assert read_flight(tmp_path, 0) == inside
 
 
-def test_a_refused_call_is_no_call_that_a_rank_was_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_call_is_no_call_that_a_rank_was_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(ctx: Context) -> None:
         record = FlightRecord(tmp_path / f"rank-{ctx.rank}.flight")
         monkeypatch.setattr(ctx, "_flight", record)

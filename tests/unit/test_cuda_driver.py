@@ -1,4 +1,6 @@
-"""The CUDA driver's order, without a GPU: on a device that keeps the books, no use of any part may be unordered. And the nets must hold."""
+"""The CUDA driver's order, without a GPU: on a device that keeps the books, no use of any part may
+be unordered. And the nets must hold.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,20 @@ from fake_device import FakeDevice, FakeMessages, FakeWire, Part, Race
 
 from burst_rt.drivers import CudaDriver, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, Stalled
-from burst_rt.scheduler import CONTROL, DEVICE_LANES, NCCL_LANES, NETWORK, Engine, Graph, GraphBuilder, Lane, Op, Schedule, Trace, run
+from burst_rt.scheduler import (
+    CONTROL,
+    DEVICE_LANES,
+    NCCL_LANES,
+    NETWORK,
+    Engine,
+    Graph,
+    GraphBuilder,
+    Lane,
+    Op,
+    Schedule,
+    Trace,
+    run,
+)
 from burst_rt.telemetry.calls import CallLog, Described, Totals
 from burst_rt.telemetry.messages import Call, Group, Plan
 from burst_rt.telemetry.timeline import SPAN
@@ -54,14 +69,27 @@ def random_graph(rng: random.Random, lanes: tuple[Lane, ...]) -> Graph:
         chosen = rng.sample(parts, min(len(parts), rng.randint(1, 3)))
         if rng.random() < 0.4:
             sends = [(part, rng.randint(1, 2)) for part in chosen[1:]]
-            g.exchange(f"x{i}", sends=sends, recvs=[(chosen[0], rng.randint(1, 2))], tag=i, reads=[agreed])
+            g.exchange(
+                f"x{i}", sends=sends, recvs=[(chosen[0], rng.randint(1, 2))], tag=i, reads=[agreed]
+            )
             continue
         cut = [rng.randint(0, len(chosen)) for _ in range(2)]
-        reads, writes, accumulates = chosen[: min(cut)], chosen[min(cut) : max(cut)], chosen[max(cut) :]
+        reads, writes, accumulates = (
+            chosen[: min(cut)],
+            chosen[min(cut) : max(cut)],
+            chosen[max(cut) :],
+        )
         changed = tuple(part.parts[0].id for part in (*writes, *accumulates))
         read = tuple(part.parts[0].id for part in (*reads, *accumulates))
         lane = rng.choice(streams)
-        g.compute(f"t{i}", Op("work", (read, changed)), reads=reads, writes=writes, accumulates=accumulates, lane=lane)
+        g.compute(
+            f"t{i}",
+            Op("work", (read, changed)),
+            reads=reads,
+            writes=writes,
+            accumulates=accumulates,
+            lane=lane,
+        )
     return g.build()
 
 
@@ -88,7 +116,9 @@ def drive(device: FakeDevice, graph: Graph, **options: Any) -> CudaDriver:  # Cu
 
 @pytest.mark.parametrize("kind", _LANES)
 def test_no_use_of_memory_is_unordered(kind: str) -> None:
-    """10,000 random graphs over all kinds of lanes, each run twice in a row; the caller uses all memory before, between and after."""
+    """10,000 random graphs over all kinds of lanes, each run twice in a row; the caller uses all
+    memory before, between and after.
+    """
     for seed in range(3334):
         device = FakeDevice(seed)
         graph = random_graph(random.Random(seed), _LANES[kind])
@@ -121,7 +151,15 @@ def _caught(kind: str, **broken: Any) -> int:  # methods of FakeDevice
 def test_a_missing_wait_is_caught(kind: str) -> None:
     """Streams that do not wait for events: most graphs have two lanes that share memory."""
     assert _caught(kind) == 0
-    assert _caught(kind, wait=lambda device, stream, event: FakeDevice.wait(device, stream, event) if stream == "host" else None) > 250
+    assert (
+        _caught(
+            kind,
+            wait=lambda device, stream, event: (
+                FakeDevice.wait(device, stream, event) if stream == "host" else None
+            ),
+        )
+        > 250
+    )
 
 
 @pytest.mark.parametrize("kind", ["mpi", "staged"])
@@ -132,11 +170,21 @@ def test_events_the_host_does_not_wait_for_are_caught(kind: str) -> None:
 
 @pytest.mark.parametrize("dropped", ["compute", "network"])
 def test_one_lane_that_waits_for_nothing_is_caught(dropped: str) -> None:
-    assert _caught("nccl", wait=lambda d, stream, event: None if stream == dropped else FakeDevice.wait(d, stream, event)) > 100
+    assert (
+        _caught(
+            "nccl",
+            wait=lambda d, stream, event: (
+                None if stream == dropped else FakeDevice.wait(d, stream, event)
+            ),
+        )
+        > 100
+    )
 
 
 def test_two_calls_in_flight_that_share_memory() -> None:
-    """From two streams of the caller's: in order if the second waits for what `join` of the first returned, a race if not."""
+    """From two streams of the caller's: in order if the second waits for what `join` of the first
+    returned, a race if not.
+    """
     races = 0
     for seed in range(300):
         graph = random_graph(random.Random(seed), NCCL_LANES)
@@ -171,11 +219,24 @@ def test_an_ordered_graph_is_never_waited_for() -> None:
 def test_tiles_are_queued_behind_the_one_that_runs() -> None:
     """Over MPI: all tiles whose data is there are on the stream before any of them has ended."""
     g = GraphBuilder(0, 3, DEVICE_LANES)
-    state, slots = g.buffer("state", initialised=True), [g.buffer(f"s{i}", size_bytes=8, initialised=True) for i in range(2)]
+    state, slots = (
+        g.buffer("state", initialised=True),
+        [g.buffer(f"s{i}", size_bytes=8, initialised=True) for i in range(2)],
+    )
     for i, slot in enumerate((*slots, slots[0])):
-        g.compute(f"t{i}", Op("work", ((slot.parts[0].id,), (state.parts[0].id,))), reads=[slot], accumulates=[state])
+        g.compute(
+            f"t{i}",
+            Op("work", ((slot.parts[0].id,), (state.parts[0].id,))),
+            reads=[slot],
+            accumulates=[state],
+        )
     g.exchange("x", recvs=[(slots[0], 1)], tag=0)
-    g.compute("t3", Op("work", ((slots[0].parts[0].id,), (state.parts[0].id,))), reads=[slots[0]], accumulates=[state])
+    g.compute(
+        "t3",
+        Op("work", ((slots[0].parts[0].id,), (state.parts[0].id,))),
+        reads=[slots[0]],
+        accumulates=[state],
+    )
     device = FakeDevice()
     seen: list[int] = []
     happened = device.happened
@@ -223,7 +284,9 @@ def test_a_task_that_fails_is_the_runs_error() -> None:
         raise DeviceError("out of memory")
 
     graph = next(
-        g for g in (random_graph(random.Random(s), NCCL_LANES) for s in range(20)) if any(t.op and t.op.name == "work" for t in g.tasks)
+        g
+        for g in (random_graph(random.Random(s), NCCL_LANES) for s in range(20))
+        if any(t.op and t.op.name == "work" for t in g.tasks)
     )
     with pytest.raises(DeviceError, match="out of memory"):
         drive(FakeDevice(), graph, ops={"work": fail})
@@ -247,7 +310,9 @@ def test_nothing_is_issued_after_a_task_that_finds_no_memory() -> None:
         if sum(1 for task in graph.tasks if task.op and task.op.name == "work") < 2:
             drive(device, graph, ops={"work": work})
             continue
-        with pytest.raises(DeviceError, match=r"rank 0: out of memory in 't\d+' \(CUDA out of memory\)"):
+        with pytest.raises(
+            DeviceError, match=r"rank 0: out of memory in 't\d+' \(CUDA out of memory\)"
+        ):
             drive(device, graph, ops={"work": work})
         found += 1
         assert len(issued) == 2
@@ -279,7 +344,9 @@ def test_a_refused_call_leaves_the_wire_as_it_was(monkeypatch: pytest.MonkeyPatc
 
 
 def test_devices_that_hang_do_not_keep_each_other_alive() -> None:
-    """Each rank says that it is alive while its device works; that must not count where one's own device is waited for."""
+    """Each rank says that it is alive while its device works; that must not count where one's own
+    device is waited for.
+    """
     g = GraphBuilder(0, 3, DEVICE_LANES)
     part = g.buffer("b", size_bytes=8, initialised=True)
     g.compute("tile", Op("work", ((), (0,))), accumulates=[part])

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from burst_rt.errors import ConfigError
-from burst_rt.launch.train.data import Bytes, heldout_starts, load_corpus, sequences_at, training_starts
+from burst_rt.launch.train.data import (
+    Bytes,
+    heldout_starts,
+    load_corpus,
+    sequences_at,
+    training_starts,
+)
 
 _STREAM: Bytes = np.arange(1000, dtype=np.int64).astype(np.uint8)
 
@@ -34,7 +40,13 @@ def test_the_default_text_is_the_standard_library_and_always_the_same() -> None:
 
 def test_a_folder_is_read_in_order_without_hidden_files_and_binaries(tmp_path: Path) -> None:
     long = b"x" * 100
-    files = {"b/two.txt": b"2" + long, "a.txt": b"1" + long, ".hidden": b"h" + long, ".git/config": b"g" + long, "image": b"\x89PNG" + long}
+    files = {
+        "b/two.txt": b"2" + long,
+        "a.txt": b"1" + long,
+        ".hidden": b"h" + long,
+        ".git/config": b"g" + long,
+        "image": b"\x89PNG" + long,
+    }
     corpus = load_corpus(_write(tmp_path, {**files, "zeros": b"a\0b" + long, "empty": b""}))
     assert corpus.num_documents == 2
     # Of few documents the end of each is held out; byte 0 separates them.
@@ -45,7 +57,9 @@ def test_a_folder_is_read_in_order_without_hidden_files_and_binaries(tmp_path: P
 def test_of_many_documents_some_are_held_out_whole(tmp_path: Path) -> None:
     names = [f"{number:03}.txt" for number in range(200)]
     corpus = load_corpus(_write(tmp_path, {name: f"<{name}>".encode() for name in names}))
-    train, heldout = (set(stream.tobytes().split(b"\0")) for stream in (corpus.train, corpus.heldout))
+    train, heldout = (
+        set(stream.tobytes().split(b"\0")) for stream in (corpus.train, corpus.heldout)
+    )
     assert not train & heldout
     assert train | heldout == {f"<{name}>".encode() for name in names}
     assert 1 <= len(heldout) <= 30
@@ -55,7 +69,9 @@ def test_of_many_documents_some_are_held_out_whole(tmp_path: Path) -> None:
 def test_chance_does_not_decide_whether_there_is_held_out_text(tmp_path: Path, num: int) -> None:
     """By their names alone, of 20 documents none would be held out every third time."""
     for name in range(20):
-        corpus = load_corpus(_write(tmp_path / str(name), {f"{name} {i}": b"some text " * 100 for i in range(num)}))
+        corpus = load_corpus(
+            _write(tmp_path / str(name), {f"{name} {i}": b"some text " * 100 for i in range(num)})
+        )
         assert 0.02 <= len(corpus.heldout) / (len(corpus.heldout) + len(corpus.train)) <= 0.2
 
 
@@ -67,7 +83,10 @@ def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
 
 def test_the_split_depends_on_paths_inside_the_folder_only(tmp_path: Path) -> None:
     files = {f"{number}.txt": b"text %d" % number for number in range(50)}
-    here, there = load_corpus(_write(tmp_path / "here", files)), load_corpus(_write(tmp_path / "there", files))
+    here, there = (
+        load_corpus(_write(tmp_path / "here", files)),
+        load_corpus(_write(tmp_path / "there", files)),
+    )
     assert here.fingerprint == there.fingerprint
     (tmp_path / "there" / "7.txt").write_bytes(b"other text")
     assert load_corpus(tmp_path / "there").fingerprint != here.fingerprint
@@ -108,7 +127,9 @@ def test_a_label_is_the_byte_after_its_token() -> None:
 
 def test_sequences_do_not_depend_on_who_asks() -> None:
     whole = training_starts(_STREAM, 99, seed=1, step=7, indices=range(8))
-    halves = [training_starts(_STREAM, 99, seed=1, step=7, indices=range(half, 8, 2)) for half in range(2)]
+    halves = [
+        training_starts(_STREAM, 99, seed=1, step=7, indices=range(half, 8, 2)) for half in range(2)
+    ]
     assert [halves[index % 2][index // 2] for index in range(8)] == whole
     # Pinned: another number here means that old checkpoints resume on other text.
     assert whole[:3] == [62, 588, 618]
@@ -116,7 +137,10 @@ def test_sequences_do_not_depend_on_who_asks() -> None:
 
 def test_seeds_steps_and_indices_choose_other_sequences_all_inside_the_text() -> None:
     starts = [
-        start for seed in range(3) for step in range(20) for start in training_starts(_STREAM, 99, seed=seed, step=step, indices=range(5))
+        start
+        for seed in range(3)
+        for step in range(20)
+        for start in training_starts(_STREAM, 99, seed=seed, step=step, indices=range(5))
     ]
     assert len(set(starts)) > 200
     assert min(starts) >= 0

@@ -1,4 +1,6 @@
-"""What the doctor advises where something is missing: for a GPU that may be the driver, a package or a library."""
+"""What the doctor advises where something is missing: for a GPU that may be the driver, a package
+or a library.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,20 @@ from burst_rt.launch import doctor
 from burst_rt.launch.doctor import Finding
 
 
-def _findings(monkeypatch: pytest.MonkeyPatch, errors: dict[str, str], *, cuda: str = "") -> dict[str, Finding]:
-    """GPU findings where a probe that mentions a word of `errors` fails so; cuda: the devices that torch sees."""
+def _findings(
+    monkeypatch: pytest.MonkeyPatch, errors: dict[str, str], *, cuda: str = ""
+) -> dict[str, Finding]:
+    """GPU findings where a probe that mentions a word of `errors` fails so; cuda: the devices that
+    torch sees.
+    """
 
     def ask(source: str, *, deadline_s: float = 0.0) -> doctor._Answer:
         error = next((said for word, said in errors.items() if word in source), "")
-        return doctor._Answer(error=error) if error else doctor._Answer(cuda if "torch.cuda" in source else "1.2.3")
+        return (
+            doctor._Answer(error=error)
+            if error
+            else doctor._Answer(cuda if "torch.cuda" in source else "1.2.3")
+        )
 
     monkeypatch.setattr(doctor, "_ask_python", ask)
     return {finding.name: finding for finding in doctor._gpu_findings(None)}
@@ -23,12 +33,26 @@ def _findings(monkeypatch: pytest.MonkeyPatch, errors: dict[str, str], *, cuda: 
 @pytest.mark.parametrize(
     ("error", "found", "advice"),
     [
-        ("ModuleNotFoundError: No module named 'pynvml'", "the Python package is missing", "pip install '.[cuda13]'"),
-        ("pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found", "the driver is missing", "NVIDIA's driver"),
-        ("pynvml.NVMLError_DriverNotLoaded: Driver Not Loaded", "the driver is missing", "NVIDIA's driver"),
+        (
+            "ModuleNotFoundError: No module named 'pynvml'",
+            "the Python package is missing",
+            "pip install '.[cuda13]'",
+        ),
+        (
+            "pynvml.NVMLError_LibraryNotFound: NVML Shared Library Not Found",
+            "the driver is missing",
+            "NVIDIA's driver",
+        ),
+        (
+            "pynvml.NVMLError_DriverNotLoaded: Driver Not Loaded",
+            "the driver is missing",
+            "NVIDIA's driver",
+        ),
     ],
 )
-def test_of_nvml_it_says_whether_driver_or_package_is_missing(monkeypatch: pytest.MonkeyPatch, error: str, found: str, advice: str) -> None:
+def test_of_nvml_it_says_whether_driver_or_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, error: str, found: str, advice: str
+) -> None:
     nvml = _findings(monkeypatch, {"pynvml": error})["NVML"]
     assert nvml.found == f"{found}: {error}"
     assert advice in nvml.advice
@@ -37,14 +61,34 @@ def test_of_nvml_it_says_whether_driver_or_package_is_missing(monkeypatch: pytes
 
 
 def test_of_nccl_it_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    nccl = _findings(monkeypatch, {"nccl": "ImportError: libnccl.so.2: cannot open shared object file"}, cuda="NVIDIA H100")["NCCL"]
-    assert (nccl.state, nccl.found.partition(":")[0]) == ("warning", "its library, or one of another version, is missing")
+    nccl = _findings(
+        monkeypatch,
+        {"nccl": "ImportError: libnccl.so.2: cannot open shared object file"},
+        cuda="NVIDIA H100",
+    )["NCCL"]
+    assert (nccl.state, nccl.found.partition(":")[0]) == (
+        "warning",
+        "its library, or one of another version, is missing",
+    )
     assert "for GPUs only" not in nccl.advice
 
 
 def test_no_advice_names_a_distribution_that_no_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_ask_python", lambda source, **_: doctor._Answer(error="ModuleNotFoundError: No module named 'x'"))
-    monkeypatch.setattr(doctor, "find_launcher", lambda: (_ for _ in ()).throw(ConfigError("no mpirun")))
-    advice = [finding.advice for finding in (*doctor._gpu_findings(None), doctor._mpi_library(), doctor._find_mpirun()[1])]
+    monkeypatch.setattr(
+        doctor,
+        "_ask_python",
+        lambda source, **_: doctor._Answer(error="ModuleNotFoundError: No module named 'x'"),
+    )
+    monkeypatch.setattr(
+        doctor, "find_launcher", lambda: (_ for _ in ()).throw(ConfigError("no mpirun"))
+    )
+    advice = [
+        finding.advice
+        for finding in (
+            *doctor._gpu_findings(None),
+            doctor._mpi_library(),
+            doctor._find_mpirun()[1],
+        )
+    ]
     assert sum("pip install '.[" in words for words in advice) == 5
     assert not any("burst-rt[" in words for words in advice)

@@ -1,4 +1,6 @@
-"""Calibrating: a machine that is busy with something else is noticed, one that is not is believed; nothing wrong is written."""
+"""Calibrating: a machine that is busy with something else is noticed, one that is not is believed;
+nothing wrong is written.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,32 @@ from burst_rt.scheduler import Cost
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
 
 _MACHINE = Hardware(
-    "some CPU", Device(1 << 32, {"forward": Rate(1e-4, 2e10), "default": Rate(1e-4)}), Node(2, Link(2e-4, 1e9, 1.0, "full"), cores=2)
+    "some CPU",
+    Device(1 << 32, {"forward": Rate(1e-4, 2e10), "default": Rate(1e-4)}),
+    Node(2, Link(2e-4, 1e9, 1.0, "full"), cores=2),
 )
 
 
 def _samples(noise: float) -> list[Sample]:
-    """Tasks of several sizes, ten of each, that take up to 1 + noise times as long as they should."""
+    """Tasks of several sizes, ten of each, that take up to 1 + noise times as long as they
+    should.
+    """
     random.seed(3)
     sizes = (10**8, 10**9, 10**10)
-    return [Sample("forward", Cost(n), (1e-4 + n / 2e10) * (1 + noise * random.random())) for n in sizes for _ in range(10)]
+    return [
+        Sample("forward", Cost(n), (1e-4 + n / 2e10) * (1 + noise * random.random()))
+        for n in sizes
+        for _ in range(10)
+    ]
 
 
-def _doubts(samples: Sequence[Sample], machine: Hardware = _MACHINE, *, others: float = 0.1, free: float = 0.0) -> str:
+def _doubts(
+    samples: Sequence[Sample],
+    machine: Hardware = _MACHINE,
+    *,
+    others: float = 0.1,
+    free: float = 0.0,
+) -> str:
     return "; ".join(doubts(samples, machine, others, free, 2))
 
 
@@ -45,7 +61,10 @@ def test_equal_tasks_that_take_unequally_long_are_noticed() -> None:
 
 
 def test_other_processes_are_noticed() -> None:
-    assert _doubts(_samples(0.1), others=1.2) == "other processes kept 1.2 cores busy, and 2 ranks leave them 0"
+    assert (
+        _doubts(_samples(0.1), others=1.2)
+        == "other processes kept 1.2 cores busy, and 2 ranks leave them 0"
+    )
 
 
 def test_a_launch_that_cannot_be_is_noticed() -> None:
@@ -54,7 +73,10 @@ def test_a_launch_that_cannot_be_is_noticed() -> None:
     # Of whole matrices the shortest task takes long itself.
     slow = [sample._replace(seconds=sample.seconds + 0.15) for sample in _samples(0.1)]
     assert _doubts(slow, odd) == ""
-    assert _doubts(_samples(0.1), replace(_MACHINE, device=Device(1 << 32, {"forward": Rate(0.19)}))) == ""
+    assert (
+        _doubts(_samples(0.1), replace(_MACHINE, device=Device(1 << 32, {"forward": Rate(0.19)})))
+        == ""
+    )
     far = replace(_MACHINE, node=replace(_MACHINE.node, link=Link(0.05, 1e9, 1.0, "full")))
     assert _doubts(_samples(0.1), far) == "an empty message would take 50 ms"
 
@@ -69,7 +91,9 @@ def test_cores_are_counted() -> None:
     assert host > 0.5 * own
 
 
-def test_figures_of_a_busy_machine_are_not_written_unless_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_a_busy_machine_are_not_written_unless_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measure(argv: Sequence[str], *, num_ranks: int) -> int:
         words = dict(zip(argv[2::2], argv[3::2], strict=True))
         Path(words["--out"]).write_text(_MACHINE.to_toml(), encoding="utf-8")
@@ -78,7 +102,9 @@ def test_figures_of_a_busy_machine_are_not_written_unless_forced(tmp_path: Path,
 
     monkeypatch.setattr("burst_rt.launch.run.launch", measure)
     out = tmp_path / "machine.toml"
-    with pytest.raises(ConfigError, match=r"the machine was busy: it was so; and so\. Nothing was written") as refused:
+    with pytest.raises(
+        ConfigError, match=r"the machine was busy: it was so; and so\. Nothing was written"
+    ) as refused:
         CliRunner().invoke(cli, ["calibrate", "--out", str(out)], catch_exceptions=False)
     assert refused.value.exit_code != 0
     assert "\n" not in str(refused.value)
@@ -86,4 +112,6 @@ def test_figures_of_a_busy_machine_are_not_written_unless_forced(tmp_path: Path,
     done = CliRunner().invoke(cli, ["calibrate", "--out", str(out), "--force"])
     assert done.exit_code == 0, done.output
     assert f"wrote {out}" in done.output
-    assert out.read_text(encoding="utf-8").startswith("# Doubtful: it was so.\n# Doubtful: and so.\n")
+    assert out.read_text(encoding="utf-8").startswith(
+        "# Doubtful: it was so.\n# Doubtful: and so.\n"
+    )

@@ -1,4 +1,6 @@
-"""The host driver on ranks that are threads: whole runs, deadlines, signs of life, peers that leave, and what it refuses."""
+"""The host driver on ranks that are threads: whole runs, deadlines, signs of life, peers that
+leave, and what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from itertools import pairwise
 import pytest
 
 from burst_rt.drivers import HostDriver, Watch
-from burst_rt.errors import BurstError, ContractMismatch, InternalError, PeerLost, ProtocolError, Stalled
+from burst_rt.errors import (
+    BurstError,
+    ContractMismatch,
+    InternalError,
+    PeerLost,
+    ProtocolError,
+    Stalled,
+)
 from burst_rt.scheduler import Engine, Graph, GraphBuilder, Op, Schedule, Trace, check_world, run
 from burst_rt.transport import LocalTransport, LocalWorld, NoticeKind
 
@@ -56,8 +65,14 @@ class _Rank:
         self.transport: LocalTransport = self.world.transport(self.graph.rank)
         self.watch = Watch(self.world.control(self.graph.rank))
         self.trace = Trace()
-        self.bytes = [bytearray(bytes([16 * self.graph.rank + part.id]) * _BYTES) for part in self.graph.parts]
-        self.ops: dict[str, Callable[..., None]] = {"add": self.add, "sleep": time.sleep, "progress": self.make_progress}
+        self.bytes = [
+            bytearray(bytes([16 * self.graph.rank + part.id]) * _BYTES) for part in self.graph.parts
+        ]
+        self.ops: dict[str, Callable[..., None]] = {
+            "add": self.add,
+            "sleep": time.sleep,
+            "progress": self.make_progress,
+        }
         self.driver = HostDriver(
             self.graph,
             ops=self.ops,
@@ -76,7 +91,9 @@ class _Rank:
             self.bytes[target][i] = (3 * self.bytes[target][i] + self.bytes[source][i]) % 256
 
     def make_progress(self, duration_s: float) -> None:
-        """Computes for a while as a kernel should: it lets the driver have its turn now and then."""
+        """Computes for a while as a kernel should: it lets the driver have its turn now and
+        then.
+        """
         until_s = time.perf_counter() + duration_s
         while time.perf_counter() < until_s:
             time.sleep(0.01)
@@ -88,7 +105,9 @@ class _Rank:
 
 
 def _run_together(mains: Sequence[Callable[[], object]]) -> None:
-    """Runs functions in a thread each; raises what one of them raised. They end by themselves: all they wait for has a deadline."""
+    """Runs functions in a thread each; raises what one of them raised. They end by themselves: all
+    they wait for has a deadline.
+    """
     with ThreadPoolExecutor(len(mains)) as pool:
         for running in [pool.submit(main) for main in mains]:
             running.result()
@@ -128,9 +147,14 @@ def _ring(rank: int, world_size: int) -> Graph:
     for hop in range(world_size):
         here = slots[hop % 2] if hop else own
         if hop + 1 < world_size:
-            sends, recvs = [(here, (rank + 1) % world_size)], [(slots[(hop + 1) % 2], (rank - 1) % world_size)]
+            sends, recvs = (
+                [(here, (rank + 1) % world_size)],
+                [(slots[(hop + 1) % 2], (rank - 1) % world_size)],
+            )
             g.exchange(f"hop {hop}", sends=sends, recvs=recvs, tag=hop, reads=[agreed])
-        g.compute(f"tile {hop}", Op("add", (here[0].id, out[0].id)), reads=[here], accumulates=[out])
+        g.compute(
+            f"tile {hop}", Op("add", (here[0].id, out[0].id)), reads=[here], accumulates=[out]
+        )
     return g.build()
 
 
@@ -143,7 +167,10 @@ def test_a_ring_over_threads(world_size: int) -> None:
         ranks = [_Rank(world, graph) for graph in graphs]
         _run_together([rank.run for rank in ranks])
         for rank in ranks:
-            own, out = (next(part.id for part in rank.graph.parts if part.buffer == name) for name in ("own", "out"))
+            own, out = (
+                next(part.id for part in rank.graph.parts if part.buffer == name)
+                for name in ("own", "out")
+            )
             number = rank.graph.rank
             value = 16 * number + out
             for hop in range(world_size):
@@ -191,7 +218,11 @@ def test_a_peer_that_never_sends_is_a_stall() -> None:
     receiver = _Rank(LocalWorld(2), _receiver(), stall_s=0.3)
     began_s = time.perf_counter()
     with pytest.raises(
-        Stalled, match=r"rank 0: nothing moved for 0\.\d s \(stall_s\) in 'receive', with rank 1; last heard of: nothing"
+        Stalled,
+        match=(
+            r"rank 0: nothing moved for 0\.\d s \(stall_s\) in 'receive', with rank 1; last "
+            r"heard of: nothing"
+        ),
     ) as caught:
         receiver.run()
     assert 0.3 <= time.perf_counter() - began_s < _LONG_S
@@ -254,10 +285,17 @@ def test_once_the_signs_of_life_end_so_does_the_wait() -> None:
         receiver.run()
 
 
-@pytest.mark.parametrize("first", [[Op("progress", (1.8,))], [Op("sleep", (0.1,))] * 18], ids=["one long task", "many short ones"])
+@pytest.mark.parametrize(
+    "first",
+    [[Op("progress", (1.8,))], [Op("sleep", (0.1,))] * 18],
+    ids=["one long task", "many short ones"],
+)
 def test_a_rank_that_computes_for_long_is_not_taken_for_a_stuck_one(first: list[Op]) -> None:
     world = LocalWorld(2)
-    receiver, sender = _Rank(world, _receiver(), stall_s=0.8), _Rank(world, _sender(first=first), stall_s=0.8)
+    receiver, sender = (
+        _Rank(world, _receiver(), stall_s=0.8),
+        _Rank(world, _sender(first=first), stall_s=0.8),
+    )
     _run_together([receiver.run, sender.run])
     assert 1 in receiver.watch.alive
 
@@ -268,7 +306,11 @@ def test_who_waits_for_one_that_waits_hears_of_the_rank_that_computes() -> None:
     slot = g.buffer("slot", size_bytes=_BYTES)
     g.exchange("receive", recvs=[(slot, 2)], tag=0)
     g.exchange("send on", sends=[(slot, 0)], tag=0)
-    graphs = [_receiver(world_size=3), g.build(), _sender(2, 3, first=[Op("progress", (1.8,))], to=1)]
+    graphs = [
+        _receiver(world_size=3),
+        g.build(),
+        _sender(2, 3, first=[Op("progress", (1.8,))], to=1),
+    ]
     check_world(graphs)
     _run_together([_Rank(world, graph, stall_s=0.8).run for graph in graphs])
 
@@ -278,7 +320,9 @@ def test_who_waits_for_one_that_waits_hears_of_the_rank_that_computes() -> None:
 
 def test_ranks_that_never_enter_are_a_stall() -> None:
     receiver = _Rank(LocalWorld(2), _receiver(), timeout_s=0.3, opening=_Opening(after_s=_LONG_S))
-    with pytest.raises(Stalled, match=r"rank 0: waited 0\.\d s for the other ranks to enter the call \(timeout_s\)") as caught:
+    with pytest.raises(
+        Stalled, match=r"rank 0: waited 0\.\d s for the other ranks to enter the call \(timeout_s\)"
+    ) as caught:
         receiver.run()
     assert (caught.value.rank, caught.value.task) == (0, "agree")
 
@@ -320,7 +364,9 @@ def test_work_that_needs_no_message_runs_before_the_opening_has_ended() -> None:
 # Ranks that leave.
 
 
-@pytest.mark.parametrize(("code", "how"), [(0, "closed its context or ended normally"), (3, r"failed \(exit code 3\)")])
+@pytest.mark.parametrize(
+    ("code", "how"), [(0, "closed its context or ended normally"), (3, r"failed \(exit code 3\)")]
+)
 def test_a_peer_that_left_and_owes_a_message_is_lost(code: int, how: str) -> None:
     world = LocalWorld(2)
     receiver = _Rank(world, _receiver())
@@ -406,7 +452,11 @@ def test_an_operation_that_nobody_can_do_is_a_defect() -> None:
     g = GraphBuilder(0, 1)
     g.compute("tile", Op("fuse"), writes=[g.buffer("b")])
     with pytest.raises(
-        InternalError, match=r"task 'tile' asks for operation 'fuse'; this driver has \['add', 'progress', 'sleep'\]"
+        InternalError,
+        match=(
+            r"task 'tile' asks for operation 'fuse'; this driver has \['add', 'progress', "
+            r"'sleep'\]"
+        ),
     ) as caught:
         _Rank(LocalWorld(1), g.build()).run()
     assert caught.value.task == "tile"
@@ -452,8 +502,12 @@ def test_a_watch_knows_who_left_and_who_lives() -> None:
     others[1].say_left(70, "ValueError: no more")
     watch.look()
     assert [(peer, task) for peer, (_, task) in watch.alive.items()] == [(1, 6)]
-    assert [(peer, code, error) for peer, (_, code, error) in watch.left.items()] == [(2, 70, "ValueError: no more")]
-    with pytest.raises(PeerLost, match=r"rank 0: rank 2 failed \(exit code 70\) with ValueError: no more"):
+    assert [(peer, code, error) for peer, (_, code, error) in watch.left.items()] == [
+        (2, 70, "ValueError: no more")
+    ]
+    with pytest.raises(
+        PeerLost, match=r"rank 0: rank 2 failed \(exit code 70\) with ValueError: no more"
+    ):
         watch.require_all()
     others[0].look()
     assert [*others[0].left] == [2]
@@ -484,7 +538,9 @@ class _Never:
 
 def test_a_collective_that_never_ends_is_a_stall() -> None:
     watch = Watch(LocalWorld(2).control(0))
-    with pytest.raises(Stalled, match=r"rank 0: waited 0\.2 s for the other ranks to enter unshard") as caught:
+    with pytest.raises(
+        Stalled, match=r"rank 0: waited 0\.2 s for the other ranks to enter unshard"
+    ) as caught:
         watch.wait_for(_Never(), 0.2, "unshard")
     assert caught.value.elapsed_s is not None
     assert 0.2 <= caught.value.elapsed_s < _LONG_S

@@ -1,4 +1,6 @@
-"""The engine: its table of transitions walked completely, when each kind of lane lets an edge pass, and how a run ends."""
+"""The engine: its table of transitions walked completely, when each kind of lane lets an edge pass,
+and how a run ends.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def _chain(*lanes: Lane) -> Graph:
     g = GraphBuilder(0, 1, lanes)
     parts = [g.buffer(f"b{i}") for i in range(len(lanes))]
     for i, lane in enumerate(lanes):
-        g.compute(f"t{i}", _WORK, reads=parts[i - 1 : i] if i else (), writes=[parts[i]], lane=lane.name)
+        g.compute(
+            f"t{i}", _WORK, reads=parts[i - 1 : i] if i else (), writes=[parts[i]], lane=lane.name
+        )
     return g.build()
 
 
@@ -75,7 +79,8 @@ def _done(*tasks: int) -> list[Event]:
     return [TaskDone(task) for task in tasks]
 
 
-# Transitions. A chain of two on a free lane brings its second task into every state by events alone.
+# Transitions. A chain of two on a free lane brings its second task into every state by events
+# alone.
 
 _TO_STATE: dict[State, Sequence[Event]] = {
     State.WAITING: (),
@@ -118,7 +123,9 @@ def test_the_table_speaks_of_all_states_and_verbs() -> None:
 
 @pytest.mark.parametrize("verb", _VERBS)
 @pytest.mark.parametrize("state", State)
-def test_each_verb_in_each_state_moves_the_task_or_raises_with_its_story(state: State, verb: str) -> None:
+def test_each_verb_in_each_state_moves_the_task_or_raises_with_its_story(
+    state: State, verb: str
+) -> None:
     engine, task = _reach(state)
     expected = TRANSITIONS.get((state, verb))
     if expected is not None:
@@ -138,12 +145,18 @@ def test_each_verb_in_each_state_moves_the_task_or_raises_with_its_story(state: 
 def test_an_event_about_a_task_that_is_not_running_is_a_defect(state: State, verb: str) -> None:
     engine, _ = _reach(state)
     # An engine that has ended takes no event at all; the others say what is wrong with this one.
-    message = "after the run had ended" if state in (State.FAILED, State.ABANDONED) else f"impossible transition '{verb}': task 1 't1'"
+    message = (
+        "after the run had ended"
+        if state in (State.FAILED, State.ABANDONED)
+        else f"impossible transition '{verb}': task 1 't1'"
+    )
     with pytest.raises(errors.InternalError, match=message):
         engine.handle([_EVENT_VERBS[verb]])
 
 
-@pytest.mark.parametrize("event", [TaskDone(3), TaskDone(-1), TaskFailed(3, _BAD), TaskFailed(-1, _BAD)])
+@pytest.mark.parametrize(
+    "event", [TaskDone(3), TaskDone(-1), TaskFailed(3, _BAD), TaskFailed(-1, _BAD)]
+)
 def test_an_event_about_no_task_of_the_graph_is_a_defect(event: Event) -> None:
     engine = _engine(_chain(_FREE, _FREE, _FREE))
     engine.start()
@@ -158,7 +171,8 @@ def test_a_story_tells_steps_state_and_what_the_task_waits_for() -> None:
     engine.handle(_done(0))
     engine.handle(_done(1))
     assert engine.story(1) == (
-        "task 1 't1' on lane 'free' is DONE; [step 3: satisfied; step 4: issued; step 5: done]; waits for ['0 (DONE)']"
+        "task 1 't1' on lane 'free' is DONE; [step 3: satisfied; step 4: issued; step 5: done]; "
+        "waits for ['0 (DONE)']"
     )
 
 
@@ -185,7 +199,12 @@ def test_an_empty_graph_is_finished_at_the_start() -> None:
 @pytest.mark.parametrize("first", _ALL_LANES, ids=lambda lane: lane.name)
 def test_when_an_edge_lets_the_second_task_go(first: Lane, second: Lane) -> None:
     same_lane = first is second and first.ordered
-    same_device = first.ordered and second.ordered and first.device is not None and first.device == second.device
+    same_device = (
+        first.ordered
+        and second.ordered
+        and first.device is not None
+        and first.device == second.device
+    )
     graph = _chain(first, second)
     engine = _engine(graph)
     instructions = engine.start()
@@ -212,7 +231,8 @@ def test_a_task_waits_for_all_events_of_its_device_and_only_for_those() -> None:
     engine = _engine(g.build())
     assert sorted(_issued(engine.start())) == [0, 1, 2, 3, 4]
     assert engine.handle(_done(3)) == []
-    # The other device's task was the last to be reported; the copies only have to be waited for by the stream itself.
+    # The other device's task was the last to be reported; the copies only have to be waited for by
+    # the stream itself.
     assert engine.handle(_done(4)) == [Issue(last, (0, 2))]
 
 
@@ -248,14 +268,22 @@ def test_a_lane_in_program_order_ignores_policy_and_readiness(ordered: bool) -> 
     g.compute("opens the gate", _WORK, writes=[gate], lane="free")
     for i, part in enumerate(parts):
         g.compute(f"t{i}", _WORK, reads=[gate] if i == 1 else (), writes=[part], lane="line")
-    engine = Engine(Schedule.of(g.build(), lambda graph: [*reversed(program_order(graph))]), validate=True)
-    # t2 and t3 could start at once, and the policy would have the last one first; but t1 has to wait for the gate.
+    engine = Engine(
+        Schedule.of(g.build(), lambda graph: [*reversed(program_order(graph))]), validate=True
+    )
+    # t2 and t3 could start at once, and the policy would have the last one first; but t1 has to
+    # wait for the gate.
     assert _issued(engine.start()) == [1, 0]
     assert _issued(engine.handle(_done(0))) == [2, 3, 4]
 
 
 def test_program_order_holds_under_a_limit_too() -> None:
-    engine = Engine(Schedule.of(_independent(4, Lane("line", in_program_order=True, max_in_flight=2)), critical_path), validate=True)
+    engine = Engine(
+        Schedule.of(
+            _independent(4, Lane("line", in_program_order=True, max_in_flight=2)), critical_path
+        ),
+        validate=True,
+    )
     assert _issued(engine.start()) == [0, 1]
     assert _issued(engine.handle(_done(1))) == [2]
     assert _issued(engine.handle(_done(0, 2))) == [3]
@@ -305,7 +333,9 @@ def test_what_was_done_before_a_failure_stays_done() -> None:
 
 
 class _ScriptedDriver:
-    """Ends tasks at once, in the order they were issued; `script` overrides what is reported of a task."""
+    """Ends tasks at once, in the order they were issued; `script` overrides what is reported of a
+    task.
+    """
 
     def __init__(self, script: dict[int, Event]) -> None:
         self.script = script
@@ -368,7 +398,12 @@ def test_validation_finds_a_graph_that_cannot_end() -> None:
 
 
 def test_random_graphs_run_to_their_end_under_validation() -> None:
-    lanes = (*_ALL_LANES, COMPUTE, Lane("line", ordered=True, device=0, in_program_order=True), Lane("few", max_in_flight=2))
+    lanes = (
+        *_ALL_LANES,
+        COMPUTE,
+        Lane("line", ordered=True, device=0, in_program_order=True),
+        Lane("few", max_in_flight=2),
+    )
     for seed in range(300):
         rng = random.Random(seed)
         g = GraphBuilder(0, 1, lanes)
@@ -376,12 +411,22 @@ def test_random_graphs_run_to_their_end_under_validation() -> None:
         for i in range(rng.randint(1, 25)):
             read, write = rng.sample(buffers, 2)
             writes, accumulates = ([write], []) if rng.random() < 0.5 else ([], [write])
-            g.compute(f"t{i}", _WORK, reads=[read], writes=writes, accumulates=accumulates, lane=rng.choice(lanes).name)
+            g.compute(
+                f"t{i}",
+                _WORK,
+                reads=[read],
+                writes=writes,
+                accumulates=accumulates,
+                lane=rng.choice(lanes).name,
+            )
         engine = _engine(g.build())
         running: list[int] = []
         instructions = engine.start()
         while Finish() not in instructions:
             running += _issued(instructions)
-            batch = [running.pop(rng.randrange(len(running))) for _ in range(rng.randint(1, len(running)))]
+            batch = [
+                running.pop(rng.randrange(len(running)))
+                for _ in range(rng.randint(1, len(running)))
+            ]
             instructions = engine.handle(_done(*batch))
         assert set(engine.state) == {State.DONE}

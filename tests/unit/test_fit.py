@@ -15,44 +15,70 @@ def _tile(n: int, causal: bool = False) -> Cost:
 
 
 def test_a_known_rate_comes_out() -> None:
-    found = fit_rate(Sample("forward", _tile(n), 1e-3 + _tile(n).flops / 1e11) for n in (64, 256, 1024, 4096))
+    found = fit_rate(
+        Sample("forward", _tile(n), 1e-3 + _tile(n).flops / 1e11) for n in (64, 256, 1024, 4096)
+    )
     assert found.launch_s == pytest.approx(1e-3)
     assert found.flops_per_s == pytest.approx(1e11)
     assert found.masked is None
-    memory = fit_rate(Sample("add", Cost(0, n), 2e-6 + n / 5e9) for n in (1 << 12, 1 << 16, 1 << 20))
+    memory = fit_rate(
+        Sample("add", Cost(0, n), 2e-6 + n / 5e9) for n in (1 << 12, 1 << 16, 1 << 20)
+    )
     assert memory.launch_s == pytest.approx(2e-6)
     assert memory.bytes_per_s == pytest.approx(5e9)
 
 
 def test_what_a_mask_costs_comes_out() -> None:
     samples = [
-        Sample("forward", _tile(n, c), _tile(n).flops / (1e11 * (0.6 if c else 1.0))) for n in (64, 256, 1024) for c in (False, True)
+        Sample("forward", _tile(n, c), _tile(n).flops / (1e11 * (0.6 if c else 1.0)))
+        for n in (64, 256, 1024)
+        for c in (False, True)
     ]
     found = fit_rate(samples)
     assert found.masked == pytest.approx(0.6)
     assert all(found.seconds(s.cost) == pytest.approx(s.seconds) for s in samples)
     only_masked = fit_rate([s for s in samples if s.cost.masked_flops])
-    assert all(only_masked.seconds(s.cost) == pytest.approx(s.seconds) for s in samples if s.cost.masked_flops)
+    assert all(
+        only_masked.seconds(s.cost) == pytest.approx(s.seconds)
+        for s in samples
+        if s.cost.masked_flops
+    )
 
 
 def test_what_a_mask_costs_along_its_edge_comes_out() -> None:
-    costs = [cost for n in (64, 256, 1024, 4096) for cost in (_tile(n), _tile(n, True)._replace(edge_flops=1000 * n * min(n, 512)))]
-    found = fit_rate(Sample("forward", cost, (cost.flops + 0.7 * cost.edge_flops) / 1e11) for cost in costs)
+    costs = [
+        cost
+        for n in (64, 256, 1024, 4096)
+        for cost in (_tile(n), _tile(n, True)._replace(edge_flops=1000 * n * min(n, 512)))
+    ]
+    found = fit_rate(
+        Sample("forward", cost, (cost.flops + 0.7 * cost.edge_flops) / 1e11) for cost in costs
+    )
     assert found.edge == pytest.approx(0.7)
     assert found.masked is None
-    assert all(found.seconds(cost) == pytest.approx((cost.flops + 0.7 * cost.edge_flops) / 1e11) for cost in costs)
+    assert all(
+        found.seconds(cost) == pytest.approx((cost.flops + 0.7 * cost.edge_flops) / 1e11)
+        for cost in costs
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_rounding_adds_no_rate(seed: int) -> None:
     # Another CPU rounds otherwise: the last bits of what was measured decide nothing.
     rng = random.Random(seed)
-    costs = [cost for n in (64, 256, 1024, 4096) for cost in (_tile(n), _tile(n, True)._replace(edge_flops=1000 * n * min(n, 512)))]
+    costs = [
+        cost
+        for n in (64, 256, 1024, 4096)
+        for cost in (_tile(n), _tile(n, True)._replace(edge_flops=1000 * n * min(n, 512)))
+    ]
 
     def last_bits() -> float:
         return 1 + rng.randrange(-4, 5) * 2**-52
 
-    found = fit_rate(Sample("forward", cost, (cost.flops + 0.7 * cost.edge_flops) / 1e11 * last_bits()) for cost in costs)
+    found = fit_rate(
+        Sample("forward", cost, (cost.flops + 0.7 * cost.edge_flops) / 1e11 * last_bits())
+        for cost in costs
+    )
     assert found.launch_s == 0.0
     assert found.masked is None
     assert found.bytes_per_s is None
@@ -70,7 +96,8 @@ def test_noise_and_an_outlier_do_not_matter_much() -> None:
 
 
 def test_nothing_is_negative() -> None:
-    # Larger tasks that take less time than the line through the smaller ones: no negative launch comes of it.
+    # Larger tasks that take less time than the line through the smaller ones: no negative launch
+    # comes of it.
     found = fit_rate(Sample("add", Cost(0, n), t) for n, t in ((100, 1.0), (200, 2.5), (400, 6.0)))
     assert found.launch_s == 0.0
     assert found.bytes_per_s is not None

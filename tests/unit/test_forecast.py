@@ -8,7 +8,14 @@ import pytest
 import torch
 from graphs import Window, problem
 
-from burst_rt.attention.forecast import CANDIDATES, fastest, forecast, memory_bytes, schedules_of, untiled_bytes
+from burst_rt.attention.forecast import (
+    CANDIDATES,
+    fastest,
+    forecast,
+    memory_bytes,
+    schedules_of,
+    untiled_bytes,
+)
 from burst_rt.attention.masks import Causal, Mask
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
@@ -25,11 +32,19 @@ _GIB = 1 << 30
 
 def _machine(flops_per_s: float, masked: float | None = None) -> Hardware:
     tiles = Rate(launch_s=0.0, flops_per_s=flops_per_s, masked=masked)
-    return Hardware("test", Device(_GIB, {"forward": tiles, "backward": tiles, "default": Rate(launch_s=0.0)}), Node(8, _WIRE))
+    return Hardware(
+        "test",
+        Device(_GIB, {"forward": tiles, "backward": tiles, "default": Rate(launch_s=0.0)}),
+        Node(8, _WIRE),
+    )
 
 
-def _problem(world: int, seq_len: int = 4096, mask: Mask | None = None, kv_heads: int = 8) -> Problem:
-    return problem(seq_len, seq_len, world, mask=mask, heads=(8, kv_heads), head_dim=64, input_bytes=2)
+def _problem(
+    world: int, seq_len: int = 4096, mask: Mask | None = None, kv_heads: int = 8
+) -> Problem:
+    return problem(
+        seq_len, seq_len, world, mask=mask, heads=(8, kv_heads), head_dim=64, input_bytes=2
+    )
 
 
 def test_a_ring_that_hides_its_transfers_takes_the_time_of_its_tiles() -> None:
@@ -48,7 +63,10 @@ def test_a_ring_that_hides_its_transfers_takes_the_time_of_its_tiles() -> None:
 
 def test_a_mask_that_cuts_through_tiles_costs_what_the_machine_says() -> None:
     given = _problem(1, mask=Causal())
-    plain, slow = (forecast(given, "ring-kv", _machine(1e10, masked), forward=True).time_s for masked in (None, 0.5))
+    plain, slow = (
+        forecast(given, "ring-kv", _machine(1e10, masked), forward=True).time_s
+        for masked in (None, 0.5)
+    )
     assert slow == pytest.approx(2 * plain)
 
 
@@ -70,7 +88,10 @@ def test_memory_is_tensors_sums_and_slots() -> None:
     program = choice.program
     shard = 1024 * 8 * 64 * 2
     # q, k, v, out; two slots of keys and values; the running state in float32.
-    assert memory_bytes(choice, 0, program.graph(0)) == 4 * shard + 4 * shard + program.footprint(0).sums
+    assert (
+        memory_bytes(choice, 0, program.graph(0))
+        == 4 * shard + 4 * shard + program.footprint(0).sums
+    )
 
 
 def test_what_does_not_fit_says_so_and_what_is_not_allowed_is_refused() -> None:
@@ -89,7 +110,8 @@ def test_what_does_not_fit_says_so_and_what_is_not_allowed_is_refused() -> None:
 
 
 def test_the_fastest_is_taken_and_of_equals_the_one_that_sends_least() -> None:
-    # Nothing to hide transfers behind: what is on the wire decides. Grouped heads make K and V the smaller side.
+    # Nothing to hide transfers behind: what is on the wire decides. Grouped heads make K and V the
+    # smaller side.
     hasty = _machine(1e16)
     for given, wanted in ((_problem(4), "all-to-all"), (_problem(4, kv_heads=1), "ring-kv")):
         taken = fastest(given, hasty, forward=False, ranks_per_node=1)
@@ -106,8 +128,12 @@ def test_the_fastest_is_taken_and_of_equals_the_one_that_sends_least() -> None:
 def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
     given = _problem(4, seq_len=1 << 15)
     machine = _machine(1e16)
-    sizes = {name: forecast(given, name, machine, forward=False) for name in ("all-to-all", "ring-kv")}
-    small = replace(machine, device=replace(machine.device, memory_bytes=sizes["ring-kv"].memory_bytes))
+    sizes = {
+        name: forecast(given, name, machine, forward=False) for name in ("all-to-all", "ring-kv")
+    }
+    small = replace(
+        machine, device=replace(machine.device, memory_bytes=sizes["ring-kv"].memory_bytes)
+    )
     assert sizes["all-to-all"].memory_bytes > sizes["ring-kv"].memory_bytes
     assert fastest(given, machine, forward=False, ranks_per_node=1).strategy == "all-to-all"
     assert fastest(given, small, forward=False, ranks_per_node=1).strategy != "all-to-all"
@@ -115,14 +141,19 @@ def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
 
 def test_the_untiled_kernel_takes_as_much_as_forecasts_say() -> None:
     program = choose(_problem(4), "burst-untiled", forward=True).program
-    assert untiled_bytes(program, 1) == UntiledKernel().scratch_bytes(True, torch.bfloat16, program.footprint(1).tile)
+    assert untiled_bytes(program, 1) == UntiledKernel().scratch_bytes(
+        True, torch.bfloat16, program.footprint(1).tile
+    )
 
 
 def test_plans_say_whether_tiles_are_computed_under_the_mask_itself() -> None:
     for forward in (True, False):
         plain, masked = (
-            choose(_problem(4, mask=mask), "ring-kv", forward=forward).program.footprint(1).tile for mask in (Causal(), Window())
+            choose(_problem(4, mask=mask), "ring-kv", forward=forward).program.footprint(1).tile
+            for mask in (Causal(), Window())
         )
         assert (plain.masked, masked.masked) == (False, True)
         assert plain == masked._replace(masked=False)
-        assert CpuKernel().scratch_bytes(forward, torch.float32, masked) > CpuKernel().scratch_bytes(forward, torch.float32, plain)
+        assert CpuKernel().scratch_bytes(
+            forward, torch.float32, masked
+        ) > CpuKernel().scratch_bytes(forward, torch.float32, plain)

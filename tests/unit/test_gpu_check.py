@@ -1,4 +1,6 @@
-"""`make gpu-check` where there is no GPU: how its steps end is told truly, and it never passes for want of one."""
+"""`make gpu-check` where there is no GPU: how its steps end is told truly, and it never passes for
+want of one.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ def test_how_a_step_ends(tmp_path: Path) -> None:
     bad = perform(_step("import sys; print('dear me'); sys.exit(3)"), out, 60)
     assert (bad.state, bad.tail) == ("failed", "dear me\n")
     for limit_s, left_s in ((0.5, 60), (60, 0.5)):
-        late = perform(_step("import time; print('here', flush=True); time.sleep(60)", limit_s=limit_s), out, left_s)
+        late = perform(
+            _step("import time; print('here', flush=True); time.sleep(60)", limit_s=limit_s),
+            out,
+            left_s,
+        )
         assert (late.state, late.tail) == ("timed out", "here\n")
         assert 0.5 <= late.took_s < 20
 
 
 def test_what_is_not_run_says_why(tmp_path: Path) -> None:
-    missing = perform(Step("a step", ("no-such-program",), 5, needs="no-such-program"), tmp_path / "out.json", 60)
+    missing = perform(
+        Step("a step", ("no-such-program",), 5, needs="no-such-program"), tmp_path / "out.json", 60
+    )
     assert (missing.state, missing.tail) == ("not run", "no-such-program is not on this machine")
     assert perform(_step("pass"), tmp_path / "out.json", 0).state == "not run"
 
@@ -57,15 +65,28 @@ def test_steps_that_measure_run_alone() -> None:
 def test_the_sanitizers_see_a_tile_such_as_models_have() -> None:
     root = Path(__file__).resolve().parents[2]
     cases = runpy.run_path(str(root / "tests" / "gpu" / "test_rings.py"))["_CASES"]
-    (words,) = {step.words[step.words.index("tests/gpu/test_rings.py") :] for step in STEPS if step.needs == "compute-sanitizer"}
+    (words,) = {
+        step.words[step.words.index("tests/gpu/test_rings.py") :]
+        for step in STEPS
+        if step.needs == "compute-sanitizer"
+    }
     collected = _collected(root, *words)
-    chosen = [cases[found] for found in re.findall(r"test_rings_against_the_spec\[(.+)-\d+-\w+\]", collected)]
-    assert {(case.dtype, case.head_dim) for case in chosen} == {(torch.float32, 16), (torch.bfloat16, 128)}
+    chosen = [
+        cases[found]
+        for found in re.findall(r"test_rings_against_the_spec\[(.+)-\d+-\w+\]", collected)
+    ]
+    assert {(case.dtype, case.head_dim) for case in chosen} == {
+        (torch.float32, 16),
+        (torch.bfloat16, 128),
+    }
     assert len(chosen) <= 8  # a sanitizer is slow
 
 
 # What pip makes of a prefix: Debian's Python has a scheme of its own.
-_LAYOUTS = {"usual": ("lib", "site-packages", "bin"), "Debian": ("local/lib", "dist-packages", "local/bin")}
+_LAYOUTS = {
+    "usual": ("lib", "site-packages", "bin"),
+    "Debian": ("local/lib", "dist-packages", "local/bin"),
+}
 _PYTHON = """#!/bin/sh
 case "$*" in
     *"pip install"*"--prefix build/gpu"*)
@@ -84,17 +105,23 @@ def _make_gpu_check(folder: Path, layout: str, setuptools: str) -> subprocess.Co
     (folder / "fake" / "setuptools").mkdir(parents=True)
     (folder / "fake" / "setuptools" / "__init__.py").write_text(setuptools)
     python = folder / "python"
-    python.write_text(_PYTHON.format(lib=lib, packages=packages, programs=programs, python=sys.executable))
+    python.write_text(
+        _PYTHON.format(lib=lib, packages=packages, programs=programs, python=sys.executable)
+    )
     python.chmod(0o755)
     words = ["make", "gpu-check", f"GPU_PYTHON={python}"]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_what_pip_installs_is_found(tmp_path: Path, layout: str) -> None:
     done = _make_gpu_check(tmp_path, layout, "__version__ = '77.0.1'")
     assert done.returncode == 0, done.stderr
-    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line)
+    seen = dict(
+        line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines() if "=" in line
+    )
     lib, packages, programs = (tmp_path / "build" / "gpu" / name for name in _LAYOUTS[layout])
     assert seen["PYTHONPATH"] == str(lib / "python3.12" / packages.name)
     assert seen["MPI4PY_LIBMPI"] == str(lib / "libmpi.so.40")
@@ -102,9 +129,15 @@ def test_what_pip_installs_is_found(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setuptools", "has"), [("__version__ = '66.1.1'", r"has setuptools 66\.1\.1"), ("raise ImportError", "has no setuptools")]
+    ("setuptools", "has"),
+    [
+        ("__version__ = '66.1.1'", r"has setuptools 66\.1\.1"),
+        ("raise ImportError", "has no setuptools"),
+    ],
 )
-def test_setuptools_that_cannot_build_this_are_noticed_before(tmp_path: Path, setuptools: str, has: str) -> None:
+def test_setuptools_that_cannot_build_this_are_noticed_before(
+    tmp_path: Path, setuptools: str, has: str
+) -> None:
     done = _make_gpu_check(tmp_path, "usual", setuptools)
     assert done.returncode != 0
     assert re.search(rf"gpu-check: .*{has}; .* needs 77 or newer", done.stderr)
@@ -118,8 +151,18 @@ def test_every_test_of_a_step_is_there() -> None:
     for step in STEPS:
         assert all((root / word).exists() for word in step.words if word.startswith("tests/"))
     whole, *halves = (
-        re.search(r"(\d+)(?:/\d+)? tests collected", _collected(root, "tests/interpreted/test_tiles.py", *words))
-        for words in ((), *(step.words[step.words.index("-k") :] for step in STEPS if step.name.startswith("tiles")))
+        re.search(
+            r"(\d+)(?:/\d+)? tests collected",
+            _collected(root, "tests/interpreted/test_tiles.py", *words),
+        )
+        for words in (
+            (),
+            *(
+                step.words[step.words.index("-k") :]
+                for step in STEPS
+                if step.name.startswith("tiles")
+            ),
+        )
     )
     assert whole is not None
     counts = [int(found[1]) for found in halves if found is not None]
@@ -140,13 +183,17 @@ def _collected(root: Path, *words: str) -> str:
         *words,
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     return done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_fails(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "burst_rt.launch.gpu_check", "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
     assert done.returncode != 0
     assert "sees no CUDA device" in done.stderr

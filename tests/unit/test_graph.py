@@ -1,4 +1,6 @@
-"""The graph builder: derived edges against a brute-force reading of the program, and what it refuses."""
+"""The graph builder: derived edges against a brute-force reading of the program, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,40 @@ _WORK = Op("work")
 
 def _pick(rng: random.Random, buffers: list[Buffer], at_most: int) -> list[Buffer | Part]:
     picked = rng.sample(buffers, rng.randint(0, at_most))
-    return [buffer if rng.random() < 0.3 else buffer[rng.randrange(len(buffer.parts))] for buffer in picked]
+    return [
+        buffer if rng.random() < 0.3 else buffer[rng.randrange(len(buffer.parts))]
+        for buffer in picked
+    ]
 
 
 def _random_graph(seed: int) -> Graph:
-    """A program of computing tasks and exchanges over few parts, so that nearly everything conflicts with something."""
+    """A program of computing tasks and exchanges over few parts, so that nearly everything
+    conflicts with something.
+    """
     rng = random.Random(seed)
     g = GraphBuilder(0, 3)
-    buffers = [g.buffer(f"b{i}", parts=rng.randint(1, 3), size_bytes=8, initialised=rng.random() < 0.5) for i in range(rng.randint(2, 5))]
+    buffers = [
+        g.buffer(f"b{i}", parts=rng.randint(1, 3), size_bytes=8, initialised=rng.random() < 0.5)
+        for i in range(rng.randint(2, 5))
+    ]
     for i in range(rng.randint(1, 16)):
         if rng.random() < 0.3:
             parts = [part for buffer in buffers for part in buffer.parts]
             rng.shuffle(parts)
             num_sends, num_recvs = rng.randint(1, 2), rng.randint(0, 2)
             sends = [(part, rng.choice((1, 2))) for part in parts[:num_sends]]
-            recvs = [(part, rng.choice((1, 2))) for part in parts[num_sends : num_sends + num_recvs]]
+            recvs = [
+                (part, rng.choice((1, 2))) for part in parts[num_sends : num_sends + num_recvs]
+            ]
             g.exchange(f"x{i}", sends=sends, recvs=recvs, tag=i)
         else:
-            g.compute(f"c{i}", _WORK, reads=_pick(rng, buffers, 2), writes=_pick(rng, buffers, 1), accumulates=_pick(rng, buffers, 1))
+            g.compute(
+                f"c{i}",
+                _WORK,
+                reads=_pick(rng, buffers, 2),
+                writes=_pick(rng, buffers, 1),
+                accumulates=_pick(rng, buffers, 1),
+            )
     return g.build()
 
 
@@ -43,7 +61,9 @@ def _touches(task: Task) -> tuple[set[int], set[int]]:
 
 
 def _conflicts(graph: Graph) -> list[set[int]]:
-    """For each task the earlier ones that must not swap with it: one of the two changes what the other touches."""
+    """For each task the earlier ones that must not swap with it: one of the two changes what the
+    other touches.
+    """
     conflicts = []
     for later in graph.tasks:
         later_reads, later_writes = _touches(later)
@@ -70,7 +90,9 @@ def test_derived_edges_order_all_conflicts_and_nothing_else() -> None:
         graph = _random_graph(seed)
         conflicts = _conflicts(graph)
         for task, before in enumerate(graph.predecessors):
-            assert set(before) <= conflicts[task], f"seed {seed}: task {task} has an edge from a task it has no conflict with"
+            assert set(before) <= conflicts[task], (
+                f"seed {seed}: task {task} has an edge from a task it has no conflict with"
+            )
         assert _reachable(graph.predecessors) == _reachable(conflicts), f"seed {seed}"
         num_edges += sum(map(len, graph.predecessors))
     assert num_edges > 10 * _NUM_RANDOM_GRAPHS
@@ -79,7 +101,9 @@ def test_derived_edges_order_all_conflicts_and_nothing_else() -> None:
 def test_edges_are_listed_once_ascending_and_both_ways() -> None:
     for seed in range(_NUM_RANDOM_GRAPHS // 10):
         graph = _random_graph(seed)
-        assert all(list(edges) == sorted(set(edges)) for edges in (*graph.predecessors, *graph.successors))
+        assert all(
+            list(edges) == sorted(set(edges)) for edges in (*graph.predecessors, *graph.successors)
+        )
         forward = {(u, v) for v, before in enumerate(graph.predecessors) for u in before}
         assert forward == {(u, v) for u, after in enumerate(graph.successors) for v in after}
         assert all(u < v for u, v in forward)
@@ -96,7 +120,8 @@ def test_the_double_buffer_of_the_docstring() -> None:
     before = g.build().predecessors
     assert before[tile0] == ()
     assert before[tile1] == (hop0, tile0)
-    # It overwrites what hop 0 sends and tile 0 reads, and passes on what hop 0 brings; tile 1 only reads what it reads too.
+    # It overwrites what hop 0 sends and tile 0 reads, and passes on what hop 0 brings; tile 1 only
+    # reads what it reads too.
     assert before[hop1] == (hop0, tile0)
 
 
@@ -135,7 +160,9 @@ def test_an_exchange_declares_what_its_messages_touch() -> None:
     ready = g.buffer("ready", initialised=True)
     out = g.buffer("out", parts=2, size_bytes=16, initialised=True)
     slot = g.buffer("slot", size_bytes=16)
-    task = g.exchange("swap", sends=[(out[0], 1), (out[0], 2, 4)], recvs=[(slot, 1, 12)], tag=7, reads=[ready])
+    task = g.exchange(
+        "swap", sends=[(out[0], 1), (out[0], 2, 4)], recvs=[(slot, 1, 12)], tag=7, reads=[ready]
+    )
     node = g.build().tasks[task]
     assert node.sends == (Message(out[0].id, 1, 7, 16), Message(out[0].id, 2, 7, 4))
     assert node.recvs == (Message(slot[0].id, 1, 7, 12),)
@@ -176,16 +203,39 @@ def _one(g: GraphBuilder) -> Buffer:
         (lambda: _builder().buffer("b", parts=2, size_bytes=(1, 2, 3)), "expected 2 part sizes"),
         (lambda: _builder().buffer("b", parts=0), "expected 0 part sizes"),
         (lambda: _builder().buffer("b", size_bytes=-1), "at least 0 bytes"),
-        (lambda: _builder().compute("c", _WORK, lane="tensor cores"), "names lane 'tensor cores'; the lanes are"),
+        (
+            lambda: _builder().compute("c", _WORK, lane="tensor cores"),
+            "names lane 'tensor cores'; the lanes are",
+        ),
         (lambda: _builder().exchange("x", tag=0), "at least one send or receive"),
-        (lambda: (g := _builder()).exchange("x", sends=[(_two_part_buffer(g), 1)], tag=0), "carries one part, got a buffer of 2"),
-        (lambda: (g := _builder()).exchange("x", sends=[(_one(g), 0)], tag=0), "peer must be another rank"),
-        (lambda: (g := _builder()).exchange("x", sends=[(_one(g), 2)], tag=0), "peer must be another rank"),
+        (
+            lambda: (g := _builder()).exchange("x", sends=[(_two_part_buffer(g), 1)], tag=0),
+            "carries one part, got a buffer of 2",
+        ),
+        (
+            lambda: (g := _builder()).exchange("x", sends=[(_one(g), 0)], tag=0),
+            "peer must be another rank",
+        ),
+        (
+            lambda: (g := _builder()).exchange("x", sends=[(_one(g), 2)], tag=0),
+            "peer must be another rank",
+        ),
         (lambda: (g := _builder()).exchange("x", sends=[(_one(g), 1, 5)], tag=0), "1 to 4 bytes"),
         (lambda: (g := _builder()).exchange("x", recvs=[(_one(g), 1, 0)], tag=0), "1 to 4 bytes"),
         (lambda: (g := _builder()).exchange("x", sends=[(_one(g), 1)], tag=-1), "non-negative"),
-        (lambda: (g := _builder(), b := _one(g)) and g.exchange("x", sends=[(b, 1)], recvs=[(b, 1)], tag=0), "sent and received"),
-        (lambda: (g := _builder(), b := _one(g)) and g.exchange("x", recvs=[(b, 1), (b, 1)], tag=0), "received twice"),
+        (
+            lambda: (
+                (g := _builder(), b := _one(g))
+                and g.exchange("x", sends=[(b, 1)], recvs=[(b, 1)], tag=0)
+            ),
+            "sent and received",
+        ),
+        (
+            lambda: (
+                (g := _builder(), b := _one(g)) and g.exchange("x", recvs=[(b, 1), (b, 1)], tag=0)
+            ),
+            "received twice",
+        ),
     ],
 )
 def test_a_mistake_is_refused_by_name(mistake: Callable[[], object], message: str) -> None:

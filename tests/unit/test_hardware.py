@@ -1,4 +1,6 @@
-"""Machine files: the shipped ones say what they should, a written one is read back the same, a wrong one is refused by name."""
+"""Machine files: the shipped ones say what they should, a written one is read back the same, a
+wrong one is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ _RATES = {
     "default": replace(_RATE, launch_s=0.0),
 }
 _BARE = Hardware('a "bare" machine', Device(1 << 30, _RATES), Node(2, _LINK))
-_FULL = replace(_BARE, node=Node(4, _LINK, 2, Switch(2, 3e9, 1.0), _LINK, replace(_LINK, duplex="full")), nics=Nics(2, _LINK))
+_FULL = replace(
+    _BARE,
+    node=Node(4, _LINK, 2, Switch(2, 3e9, 1.0), _LINK, replace(_LINK, duplex="full")),
+    nics=Nics(2, _LINK),
+)
 
 
 def test_the_package_holds_the_shipped_files() -> None:
@@ -34,11 +40,17 @@ def test_the_package_holds_the_shipped_files() -> None:
 
 @pytest.mark.parametrize("name", _SHIPPED)
 def test_every_number_of_a_shipped_file_says_where_it_is_from(name: str) -> None:
-    text = resources.files("burst_rt.scheduler").joinpath("hardware", f"{name}.toml").read_text(encoding="utf-8")
+    text = (
+        resources.files("burst_rt.scheduler")
+        .joinpath("hardware", f"{name}.toml")
+        .read_text(encoding="utf-8")
+    )
     sources = set(re.findall(r"^#   ([A-Z]): .{20,}", text, re.MULTILINE))
     numbers = [line for line in text.splitlines() if re.match(r"\w+ = [\d.]", line)]
     assert len(numbers) > 20
-    assert all((found := re.search(r"  # ([A-Z]): ", line)) and found[1] in sources for line in numbers)
+    assert all(
+        (found := re.search(r"  # ([A-Z]): ", line)) and found[1] in sources for line in numbers
+    )
 
 
 @pytest.mark.parametrize("name", _SHIPPED)
@@ -63,7 +75,9 @@ def test_figures_that_tell_the_shipped_machines_apart() -> None:
     assert pcie.link.efficiency < 0.5 < load_hardware("a100-sxm").node.link.efficiency
 
 
-@pytest.mark.parametrize("machine", [_BARE, _FULL, *map(load_hardware, _SHIPPED)], ids=lambda machine: machine.name)
+@pytest.mark.parametrize(
+    "machine", [_BARE, _FULL, *map(load_hardware, _SHIPPED)], ids=lambda machine: machine.name
+)
 def test_what_is_written_is_read_back_the_same(machine: Hardware, tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(machine.to_toml(), encoding="utf-8")
@@ -80,7 +94,11 @@ def test_a_task_takes_launch_plus_arithmetic_plus_memory() -> None:
     tasks = g.build().tasks
     assert [_BARE.device.seconds(task) for task in tasks] == [1e-6 + 10.0, 1e-6 + 50.0, 10.0]
     # A kernel of the program's own, where the machine knows it.
-    assert [_BARE.device.seconds(task, "untiled") for task in tasks] == [1e-6 + 6.0, 1e-6 + 50.0, 10.0]
+    assert [_BARE.device.seconds(task, "untiled") for task in tasks] == [
+        1e-6 + 6.0,
+        1e-6 + 50.0,
+        10.0,
+    ]
 
 
 def test_the_beginning_of_a_name_is_enough_where_it_is_one_machines() -> None:
@@ -90,7 +108,9 @@ def test_the_beginning_of_a_name_is_enough_where_it_is_one_machines() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(InputError, match=r"\['a100-pcie', .*\] or the path of a TOML file, got 'b9000'"):
+    with pytest.raises(
+        InputError, match=r"\['a100-pcie', .*\] or the path of a TOML file, got 'b9000'"
+    ):
         load_hardware("b9000")
 
 
@@ -102,13 +122,37 @@ def test_an_unknown_name_is_refused() -> None:
         ("ranks = 2", "ranks = true", "node.ranks: expected an integer, got True"),
         ("ranks = 2", "", "'node.ranks' is missing; expected an integer"),
         ("ranks = 2", "ranks = 2\nrank = 2", "unknown field 'node.rank'; expected .*'ranks'"),
-        ("efficiency = 0.75", "efficiency = -1", "node.link.efficiency: expected more than 0, got -1"),
-        ("efficiency = 0.75", "efficiency = nan", "node.link.efficiency: expected a number, got nan"),
-        ("efficiency = 0.75", 'efficiency = "0.75"', "node.link.efficiency: expected a number, got '0.75'"),
-        ("latency_s = 0.0", "latency_s = -0.5", r"node.link.latency_s: expected at least 0, got -0\.5"),
-        ('duplex = "half"', 'duplex = "both"', "node.link.duplex: expected 'full' or 'half', got 'both'"),
+        (
+            "efficiency = 0.75",
+            "efficiency = -1",
+            "node.link.efficiency: expected more than 0, got -1",
+        ),
+        (
+            "efficiency = 0.75",
+            "efficiency = nan",
+            "node.link.efficiency: expected a number, got nan",
+        ),
+        (
+            "efficiency = 0.75",
+            'efficiency = "0.75"',
+            "node.link.efficiency: expected a number, got '0.75'",
+        ),
+        (
+            "latency_s = 0.0",
+            "latency_s = -0.5",
+            r"node.link.latency_s: expected at least 0, got -0\.5",
+        ),
+        (
+            'duplex = "half"',
+            'duplex = "both"',
+            "node.link.duplex: expected 'full' or 'half', got 'both'",
+        ),
         ("[device.rates.backward]", "[device.backward]", "unknown field 'device.backward'"),
-        ("[device.rates.default]", "[device.rates.other]", "device.rates: expected tables, one of them 'default', got"),
+        (
+            "[device.rates.default]",
+            "[device.rates.other]",
+            "device.rates: expected tables, one of them 'default', got",
+        ),
         ("launch_s = 1e-06", "", "'device.rates.forward.launch_s' is missing; expected a number"),
         ("[node]", "[[node]]", "node: expected a table"),
         ("[node]", "[node", "expected TOML"),
@@ -116,7 +160,9 @@ def test_an_unknown_name_is_refused() -> None:
         (r"name = ", 'name = ""  # ', "name: expected a string that is not empty, got ''"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place_and_what_is_expected(old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_with_the_place_and_what_is_expected(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "machine.toml"
     text = _BARE.to_toml()
     assert old in text

@@ -39,12 +39,20 @@ _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "RANK", "WORLD_SIZE",
 
 def _init_under(launcher: dict[str, str], before: str = "") -> str:
     """What `init` says in a process of its own that has a launcher's variables."""
-    attempt = "try:\n    print('ranks', burst_rt.init().world_size)\nexcept burst_rt.errors.ConfigError as error:\n    print(error)"
+    attempt = (
+        "try:\n    print('ranks', burst_rt.init().world_size)\nexcept "
+        "burst_rt.errors.ConfigError as error:\n    print(error)"
+    )
     program = f"{before}import burst_rt\n{attempt}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=clean | root | launcher, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        env=clean | root | launcher,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return done.stdout
 
@@ -64,7 +72,10 @@ def test_srun_without_the_pmi_of_the_library_is_noticed(pmi: dict[str, str]) -> 
 
 
 def test_one_rank_of_mpirun_inside_a_step_of_srun_is_a_world_of_one() -> None:
-    assert _init_under({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "1"}) == "ranks 1\n"
+    assert (
+        _init_under({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "1"})
+        == "ranks 1\n"
+    )
 
 
 @pytest.mark.parametrize("program", ["", "from mpi4py import MPI\n"], ids=["alone", "with mpi4py"])
@@ -80,28 +91,56 @@ def test_one_process_of_torchrun_is_a_world_of_one(variables: dict[str, str]) ->
 
 
 def test_torchrun_ends_with_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import burst_rt\nburst_rt.init()\nprint('trained')\n", encoding="utf-8")
+    (tmp_path / "program.py").write_text(
+        "import burst_rt\nburst_rt.init()\nprint('trained')\n", encoding="utf-8"
+    )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "program.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode != 0
     assert "trained" not in done.stdout
-    assert done.stderr.count("burst_rt.errors.ConfigError: init: RANK and WORLD_SIZE say that this is process 0 of 2") == 1
+    assert (
+        done.stderr.count(
+            "burst_rt.errors.ConfigError: init: RANK and WORLD_SIZE say that this is process 0 of 2"
+        )
+        == 1
+    )
     assert done.stderr.count("ConfigError: ") == 1
 
 
-def test_a_group_of_another_library_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_another_library_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class ProcessGroup:
         __module__ = "torch.distributed"
 
     with pytest.raises(
-        ConfigError, match=r"got ProcessGroup\. Groups of torch\.distributed are not taken: start the ranks with `burst-rt run`"
+        ConfigError,
+        match=(
+            r"got ProcessGroup\. Groups of torch\.distributed are not taken: start the ranks "
+            r"with `burst-rt run`"
+        ),
     ):
         burst_rt.init(ProcessGroup())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("option", "said"), [({"join_s": -1}, "join_s"), ({"join_s": float("nan")}, "join_s"), ({}, "BURST_RT_JOIN_S")])
-def test_join_s_is_checked(option: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [({"join_s": -1}, "join_s"), ({"join_s": float("nan")}, "join_s"), ({}, "BURST_RT_JOIN_S")],
+)
+def test_join_s_is_checked(
+    option: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not option:
         monkeypatch.setenv("BURST_RT_JOIN_S", "a minute")
     with pytest.raises(InputError, match=f"{said} must be a positive number of seconds"):
@@ -127,7 +166,9 @@ def test_a_context_made_inside_run_local_does_not_outlive_it() -> None:
         if outer.rank == 0:
             return inner
         # Rank 0 has returned, and takes part in nothing more.
-        with pytest.raises(burst_rt.errors.PeerLost, match="rank 0 closed its context or ended normally"):
+        with pytest.raises(
+            burst_rt.errors.PeerLost, match="rank 0 closed its context or ended normally"
+        ):
             inner.all_reduce(torch.zeros(1))
         return inner
 
@@ -135,7 +176,14 @@ def test_a_context_made_inside_run_local_does_not_outlive_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"timeout_s": float("nan")}, {"partials": "half"}, {"transport": "pigeon"}, {"device": "tpu"}, {"join_s": "soon"}]
+    "options",
+    [
+        {"timeout_s": float("nan")},
+        {"partials": "half"},
+        {"transport": "pigeon"},
+        {"device": "tpu"},
+        {"join_s": "soon"},
+    ],
 )
 @pytest.mark.parametrize("odd", [0, 1])
 def test_one_ranks_wrong_option_is_every_ranks_error(options: dict[str, Any], odd: int) -> None:
@@ -153,8 +201,13 @@ def test_one_ranks_wrong_option_is_every_ranks_error(options: dict[str, Any], od
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert {type(error) for error in raised.values()} == {InputError if "_s" in str(options) or "partials" in options else ConfigError}
-    assert [str(raised[rank]).startswith(f"rank {odd}: init: ") for rank in range(2)] == [True, True]
+    assert {type(error) for error in raised.values()} == {
+        InputError if "_s" in str(options) or "partials" in options else ConfigError
+    }
+    assert [str(raised[rank]).startswith(f"rank {odd}: init: ") for rank in range(2)] == [
+        True,
+        True,
+    ]
 
 
 def test_a_closed_context_is_not_used() -> None:

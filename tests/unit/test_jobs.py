@@ -1,4 +1,6 @@
-"""Running jobs: found by their number or alone, gone when killed, and not where others could read or plant them."""
+"""Running jobs: found by their number or alone, gone when killed, and not where others could read
+or plant them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_one_of_several_must_be_named(folder: Path) -> None:
 def test_what_a_killed_hub_left_is_removed(folder: Path) -> None:
     announce("unix:/one", "a").unlink()
     # A process of that number began at another time: not that hub.
-    (folder / "old.json").write_bytes(msgspec.json.encode(RunningJob(os.getpid(), 1.0, "unix:/old", "c", "")))
+    (folder / "old.json").write_bytes(
+        msgspec.json.encode(RunningJob(os.getpid(), 1.0, "unix:/old", "c", ""))
+    )
     (folder / "half.json").write_bytes(b'{"pid": 1')
     assert running_jobs() == []
     assert list(folder.iterdir()) == []
@@ -86,7 +90,9 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
             state.apply(0.0, rank, message)
         for i in range(3):
             state.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
-        state.apply(3.0, rank, call(rank, 1, 2.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 0.9)))
+        state.apply(
+            3.0, rank, call(rank, 1, 2.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 0.9))
+        )
         state.apply(3.0, rank, beat(rank, 3.0, number=4, doing="hop 1", since_s=2.5))
     state.apply(3.5, -1, Presence(1, "lost", "its connection ended"))
     links = Links()
@@ -101,7 +107,9 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
-def test_top_shows_whole_columns_at_any_width(capsys: pytest.CaptureFixture[str], width: int, gpu: bool) -> None:
+def test_top_shows_whole_columns_at_any_width(
+    capsys: pytest.CaptureFixture[str], width: int, gpu: bool
+) -> None:
     from rich.console import Console
     from telemetry_feed import arrive, beat, gpu_sample
 
@@ -110,12 +118,20 @@ def test_top_shows_whole_columns_at_any_width(capsys: pytest.CaptureFixture[str]
     from burst_rt.telemetry.state import State
 
     state = State(1e9)
-    own = {"compute_percent": 85.0, "wait_percent": 8.0, "process_percent": 57.0, "rss_bytes": 6.3e8, "sent_bytes_per_s": 2.8e7}
+    own = {
+        "compute_percent": 85.0,
+        "wait_percent": 8.0,
+        "process_percent": 57.0,
+        "rss_bytes": 6.3e8,
+        "sent_bytes_per_s": 2.8e7,
+    }
     for rank in range(12):
         for message in arrive(rank, 12, gpu=gpu):
             state.apply(0.0, rank, message)
         state.apply(3.0, rank, beat(rank, 3.0, number=932, doing="hop 11 q1 kv10", since_s=2.9))
-        state.apply(3.0, rank, Sample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10}))
+        state.apply(
+            3.0, rank, Sample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10})
+        )
         if gpu:
             state.apply(3.0, rank, gpu_sample(rank, 3.0, 690.0))
     state.apply(3.5, -1, Presence(11, "lost", "its connection ended"))

@@ -1,4 +1,6 @@
-"""What `init` decides: the device a name stands for, and the transport, from the facts of all ranks."""
+"""What `init` decides: the device a name stands for, and the transport, from the facts of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from burst_rt import Causal, Context
 from burst_rt.calibrated import fitted
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
-from burst_rt.joining import DEVICE_VARIABLE, TRANSPORT_VARIABLE, TRANSPORTS, Facts, LocalRank, choose_transport, resolve_device
+from burst_rt.joining import (
+    DEVICE_VARIABLE,
+    TRANSPORT_VARIABLE,
+    TRANSPORTS,
+    Facts,
+    LocalRank,
+    choose_transport,
+    resolve_device,
+)
 from burst_rt.launch import where
 from burst_rt.scheduler.hardware import load_hardware
 from burst_rt.scheduler.network import Network
@@ -37,7 +47,12 @@ _CHOICES = {
     "CPU ranks": ([_CPU] * 2, "auto", "mpi", "host memory"),
     "threads": ([_THREAD] * 2, "auto", "local", "threads"),
     "one rank": ([_CPU], "auto", "local", "threads"),
-    "two ranks on a GPU, MPI takes it": ([replace(r, device_mpi=True) for r in _SHARED], "auto", "mpi", "takes device memory, and 2 ranks"),
+    "two ranks on a GPU, MPI takes it": (
+        [replace(r, device_mpi=True) for r in _SHARED],
+        "auto",
+        "mpi",
+        "takes device memory, and 2 ranks",
+    ),
     "one's MPI does not": (
         [replace(_SHARED[0], device_mpi=x) for x in (True, False)],
         "auto",
@@ -45,11 +60,26 @@ _CHOICES = {
         "does not take device memory",
     ),
     "a GPU each": (_GPUS, "auto", "nccl", "a GPU each"),
-    "no CuPy on one": ([*_GPUS[:2], replace(_GPUS[2], nccl=0)], "auto", "staged", r"ranks \[2\] have no CuPy"),
+    "no CuPy on one": (
+        [*_GPUS[:2], replace(_GPUS[2], nccl=0)],
+        "auto",
+        "staged",
+        r"ranks \[2\] have no CuPy",
+    ),
     "two ranks on a GPU": (_SHARED, "auto", "staged", "2 ranks share GPU GPU-0 of a"),
-    "the same, new NCCL, not asked for": ([replace(r, multi_rank=False) for r in _NEW], "auto", "staged", "2.30"),
+    "the same, new NCCL, not asked for": (
+        [replace(r, multi_rank=False) for r in _NEW],
+        "auto",
+        "staged",
+        "2.30",
+    ),
     "the same, new NCCL": (_NEW, "auto", "nccl", "a GPU each"),
-    "the same GPU number on two hosts": ([_GPUS[0], replace(_GPUS[0], host="b")], "auto", "nccl", "a GPU each"),
+    "the same GPU number on two hosts": (
+        [_GPUS[0], replace(_GPUS[0], host="b")],
+        "auto",
+        "nccl",
+        "a GPU each",
+    ),
     "threads with a GPU": ([replace(_GPUS[0], threads=True)] * 2, "auto", "local", "threads"),
     "staged on CPUs": ([_CPU] * 2, "staged", "staged", "asked for"),
     "MPI on GPUs": (_GPUS, "mpi", "mpi", "asked for"),
@@ -67,8 +97,16 @@ def test_the_transport_taken(name: str) -> None:
 _REFUSED = {
     "NCCL on CPUs": ([_CPU] * 2, "nccl", "NCCL needs GPUs"),
     "NCCL, two ranks on a GPU": (_SHARED, "nccl", "2 ranks share GPU GPU-0 of a"),
-    "NCCL among threads": ([replace(_GPUS[0], threads=True)] * 2, "nccl", "a process for each rank"),
-    "NCCL without CuPy": ([replace(rank, nccl=0) for rank in _GPUS], "nccl", r"ranks \[0, 1, 2\] have no CuPy"),
+    "NCCL among threads": (
+        [replace(_GPUS[0], threads=True)] * 2,
+        "nccl",
+        "a process for each rank",
+    ),
+    "NCCL without CuPy": (
+        [replace(rank, nccl=0) for rank in _GPUS],
+        "nccl",
+        r"ranks \[0, 1, 2\] have no CuPy",
+    ),
     "MPI among threads": ([_THREAD] * 2, "mpi", "threads of one process"),
     "threads of an MPI job": ([_CPU] * 2, "local", "processes of an MPI job"),
     "some ranks without a GPU": ([_GPUS[0], _CPU, _GPUS[1]], "auto", r"ranks \[1\] have none"),
@@ -93,7 +131,13 @@ def test_names_of_devices() -> None:
 def test_asking_for_a_gpu_that_is_not_there() -> None:
     assert resolve_device("auto") == torch.device("cpu")
     for name in ("cuda", "cuda:1"):
-        with pytest.raises(ConfigError, match=rf"'{name}' was asked for, but torch .* sees no CUDA device .*CUDA_VISIBLE_DEVICES"):
+        with pytest.raises(
+            ConfigError,
+            match=(
+                rf"'{name}' was asked for, but torch .* sees no CUDA device "
+                rf".*CUDA_VISIBLE_DEVICES"
+            ),
+        ):
             burst_rt.init(device=name)
 
 
@@ -108,15 +152,23 @@ def test_the_number_on_the_host_picks_the_gpu(monkeypatch: pytest.MonkeyPatch) -
         resolve_device("cuda:2")
 
 
-def test_the_gpu_of_init_is_torchs_own_in_the_thread_that_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_of_init_is_torchs_own_in_the_thread_that_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or a program's device="cuda" would be the first GPU on every rank. Two ranks as threads, a
     GPU each, which are none."""
     current: dict[int, torch.device] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a double")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.setdefault(threading.get_ident(), device))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: current.setdefault(threading.get_ident(), device)
+    )
     world = LocalWorld(2)
 
     def join(rank: int) -> bool:
@@ -129,7 +181,9 @@ def test_the_gpu_of_init_is_torchs_own_in_the_thread_that_calls_it(monkeypatch: 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_a_rank_that_cannot_join_is_every_ranks_error(odd: int) -> None:
-    """Its device is not there, or it asks for another transport: all hear of it at once, none waits."""
+    """Its device is not there, or it asks for another transport: all hear of it at once, none
+    waits.
+    """
     world = LocalWorld(3)
 
     def join(rank: int, **options: Any) -> BaseException | None:
@@ -141,7 +195,11 @@ def test_a_rank_that_cannot_join_is_every_ranks_error(odd: int) -> None:
 
     wrong: list[tuple[dict[str, Any], type[BurstError], str]] = [
         ({"device": "abacus"}, ConfigError, f"rank {odd}: init: device must be .* got 'abacus'"),
-        ({"transport": "pigeon"}, ConfigError, f"rank {odd}: init: transport must be .* got 'pigeon'"),
+        (
+            {"transport": "pigeon"},
+            ConfigError,
+            f"rank {odd}: init: transport must be .* got 'pigeon'",
+        ),
         ({"transport": "staged"}, ContractMismatch, "different transports"),
     ]
     for options, kind, message in wrong:
@@ -162,8 +220,12 @@ def test_the_environment_says_what_auto_means(monkeypatch: pytest.MonkeyPatch) -
         burst_rt.init()
 
 
-def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is sent, with the plan's own formula; and the context can be used afterwards."""
+def test_memory_that_is_not_there_is_an_error_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is sent, with the plan's own formula; and the context can be used
+    afterwards.
+    """
     from burst_rt.attention.execute import ForwardRun
 
     take = ForwardRun._slots
@@ -194,7 +256,9 @@ def test_memory_that_is_not_there_is_an_error_on_every_rank(monkeypatch: pytest.
 
 
 def test_a_machine_file_is_fitted_to_the_job() -> None:
-    """What was measured with two ranks must serve eight, and what says nothing of the way between hosts serves none that are on several."""
+    """What was measured with two ranks must serve eight, and what says nothing of the way between
+    hosts serves none that are on several.
+    """
     measured = load_hardware("h100-sxm")
     alone = replace(measured, nics=None, node=replace(measured.node, ranks=2))
     for ranks in (1, 2, 8, 16):
@@ -208,9 +272,13 @@ def test_a_machine_file_is_fitted_to_the_job() -> None:
     assert spread.node.ranks == 4
 
 
-def test_auto_plans_on_more_ranks_than_the_file_was_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_plans_on_more_ranks_than_the_file_was_measured_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = load_hardware("h100-sxm")
-    (tmp_path / "two.toml").write_text(replace(measured, nics=None, node=replace(measured.node, ranks=2)).to_toml())
+    (tmp_path / "two.toml").write_text(
+        replace(measured, nics=None, node=replace(measured.node, ranks=2)).to_toml()
+    )
     monkeypatch.setenv("BURST_RT_HARDWARE", str(tmp_path / "two.toml"))
 
     def attend(ctx: Context) -> None:
@@ -229,7 +297,13 @@ def test_the_command_line_offers_what_there_is() -> None:
 
 
 def test_a_transport_of_another_name() -> None:
-    with pytest.raises(ConfigError, match=r"transport must be one of \['auto', 'local', 'mpi', 'nccl', 'staged'\], got 'smoke signals'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"transport must be one of \['auto', 'local', 'mpi', 'nccl', 'staged'\], got 'smoke "
+            r"signals'"
+        ),
+    ):
         burst_rt.init(transport="smoke signals")
     with burst_rt.init(transport="staged") as ctx:
         assert ctx.why_transport == "staged: asked for"
@@ -237,7 +311,9 @@ def test_a_transport_of_another_name() -> None:
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_staged_gives_the_same_bits(world_size: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_gives_the_same_bits(
+    world_size: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staged, "CHUNK_BYTES", 1001)
     case = Case(61, mask=Causal(), batch=2, strategy=strategy)
     plain = attend_over_threads(world_size, case)

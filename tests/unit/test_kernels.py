@@ -1,4 +1,6 @@
-"""Tile kernels, tile by tile: `naive` and `cpu` against the spec, and against each other where parts are cut."""
+"""Tile kernels, tile by tile: `naive` and `cpu` against the spec, and against each other where
+parts are cut.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class Table(Mask):
-    """A boolean table `[q_len, kv_len]`; rows are positions from kv_len - q_len on, as the spec aligns them."""
+    """A boolean table `[q_len, kv_len]`; rows are positions from kv_len - q_len on, as the spec
+    aligns them.
+    """
 
     seen: torch.Tensor
 
@@ -53,12 +57,23 @@ class Block(NamedTuple):
     def truth(self) -> Attention:
         return reference(self.q, self.k, self.v, self.dout, self.dlse, mask=self.mask)
 
-    def tile(self, pieces: tuple[Piece, ...] | None = None, progress: Any = lambda: None) -> Tile:  # a callable
+    def tile(
+        self, pieces: tuple[Piece, ...] | None = None, progress: Any = lambda: None
+    ) -> Tile:  # a callable
         """All pieces, or some. Positions come in two runs, as in a shard of two blocks."""
         kv_len, q_len = self.k.shape[1], self.q.shape[1]
         q, kv = range(kv_len - q_len, kv_len), range(kv_len)
-        q_runs, kv_runs = ((whole[: len(whole) // 3], whole[len(whole) // 3 :]) for whole in (q, kv))
-        return Tile(self.pieces if pieces is None else pieces, q_runs, kv_runs, self.mask, self.q.shape[3] ** -0.5, progress)
+        q_runs, kv_runs = (
+            (whole[: len(whole) // 3], whole[len(whole) // 3 :]) for whole in (q, kv)
+        )
+        return Tile(
+            self.pieces if pieces is None else pieces,
+            q_runs,
+            kv_runs,
+            self.mask,
+            self.q.shape[3] ** -0.5,
+            progress,
+        )
 
 
 # (q_start, q_stop, kv_start, kv_stop, diagonal, masked) of the pieces of a block of 100 x 130.
@@ -72,17 +87,33 @@ PIECES = {
     "causal": [(0, 100, 0, 30, False, False), (0, 100, 30, 130, True, False)],
     "masked": [(0, 100, 0, 130, False, True)],
     "masked parts": [(0, 60, 0, 130, False, True), (60, 100, 40, 100, False, True)],
-    "of everything": [(0, 40, 0, 20, False, False), (5, 100, 20, 110, True, False), (40, 100, 112, 130, False, True)],
+    "of everything": [
+        (0, 40, 0, 20, False, False),
+        (5, 100, 20, 110, True, False),
+        (40, 100, 112, 130, False, True),
+    ],
 }
 
 
-def make_block(name: str, dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, batch: int = 2, head_dim: int = 16) -> Block:
+def make_block(
+    name: str,
+    dtype: torch.dtype,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    batch: int = 2,
+    head_dim: int = 16,
+) -> Block:
     generator = torch.Generator().manual_seed(1)
     # One packed tensor, as a projection to q, k, v leaves it: strided views.
-    packed = torch.randn(batch, 130, heads + 2 * kv_heads, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+    packed = torch.randn(
+        batch, 130, heads + 2 * kv_heads, head_dim, generator=generator, dtype=torch.float64
+    ).to(dtype)
     q, (k, v) = packed[:, :100, :heads], packed[:, :, heads:].split(kv_heads, dim=2)
     dout = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(dtype)
-    dlse = torch.randn(batch, heads, 100, generator=generator, dtype=torch.float64).to(sum_dtype(dtype))
+    dlse = torch.randn(batch, heads, 100, generator=generator, dtype=torch.float64).to(
+        sum_dtype(dtype)
+    )
     random = torch.rand(100, 130, generator=generator) < 0.3
     random[3] = False  # a row that sees nothing
     random[:, 5] = False  # a key nobody sees
@@ -104,12 +135,16 @@ def tiles(block: Block, *, split: bool) -> list[Tile]:
 def empty_state(q: torch.Tensor) -> State:
     """All of it NaN."""
     batch, q_len, heads, _ = q.shape
-    acc, out = (torch.full(q.shape, torch.nan, dtype=dtype) for dtype in (sum_dtype(q.dtype), q.dtype))
+    acc, out = (
+        torch.full(q.shape, torch.nan, dtype=dtype) for dtype in (sum_dtype(q.dtype), q.dtype)
+    )
     m, l, lse = (torch.full((batch, heads, q_len), torch.nan, dtype=acc.dtype) for _ in range(3))  # noqa: E741
     return State(acc, m, l, out, lse)
 
 
-def run_forward(kernel: Kernel, block: Block, *, split: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(
+    kernel: Kernel, block: Block, *, split: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     state = empty_state(block.q)
     for tile in tiles(block, split=split):
         kernel.forward(block.q, block.k, block.v, tile, state)
@@ -117,15 +152,27 @@ def run_forward(kernel: Kernel, block: Block, *, split: bool = False) -> tuple[t
 
 
 def run_backward(
-    kernel: Kernel, block: Block, truth: Attention, *, needs: str = "qkv", start: float = 1.0, split: bool = False
+    kernel: Kernel,
+    block: Block,
+    truth: Attention,
+    *,
+    needs: str = "qkv",
+    start: float = 1.0,
+    split: bool = False,
 ) -> list[torch.Tensor | None]:
-    """dq, dk, dv: what the kernel added to sums that were `start`, as if they came from other tiles."""
+    """dq, dk, dv: what the kernel added to sums that were `start`, as if they came from other
+    tiles.
+    """
     wide = sum_dtype(block.q.dtype)
     rows = torch.full((2, *truth.lse.shape), torch.nan, dtype=wide)
-    # out as it comes from a forward in the inputs' type would lose digits that are not the backward's fault.
+    # out as it comes from a forward in the inputs' type would lose digits that are not the
+    # backward's fault.
     kernel.delta(block.dout.to(wide), truth.out.to(wide), truth.lse.to(wide), block.dlse, rows)
     lse, delta = rows
-    sums = [torch.full(x.shape, start, dtype=wide) if name in needs else None for name, x in zip("qkv", block[:3], strict=True)]
+    sums = [
+        torch.full(x.shape, start, dtype=wide) if name in needs else None
+        for name, x in zip("qkv", block[:3], strict=True)
+    ]
     for tile in tiles(block, split=split):
         kernel.backward(block.q, block.k, block.v, block.dout, lse, delta, tile, *sums)
     return [None if total is None else total - start for total in sums]
@@ -172,31 +219,61 @@ def test_pieces_cut_into_parts_add_up_to_the_spec(dtype: torch.dtype, name: str)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 256), (3, 3, 20), (8, 1, 33), (6, 2, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(1, 1, 256), (3, 3, 20), (8, 1, 33), (6, 2, 1)]
+)
 def test_head_counts_and_sizes(kernel: Kernel, heads: int, kv_heads: int, head_dim: int) -> None:
-    assert_right(kernel, make_block("of everything", torch.float32, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=1))
+    assert_right(
+        kernel,
+        make_block(
+            "of everything",
+            torch.float32,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            batch=1,
+        ),
+    )
 
 
 def test_tiles_larger_than_the_parts() -> None:
     """The part sizes as they are."""
     rows, columns = 4200, 4300
     generator = torch.Generator().manual_seed(2)
-    q, dout, k, v = (torch.randn(1, n, 1, 16, generator=generator) for n in (rows, rows, columns, columns))
+    q, dout, k, v = (
+        torch.randn(1, n, 1, 16, generator=generator) for n in (rows, rows, columns, columns)
+    )
     seen = torch.ones(rows, columns, dtype=torch.bool).tril(100)
-    pieces = (Piece(0, rows, 0, 100, False, False, rows * 100), Piece(0, rows, 100, columns, True, False, rows * (rows + 1) // 2))
+    pieces = (
+        Piece(0, rows, 0, 100, False, False, rows * 100),
+        Piece(0, rows, 100, columns, True, False, rows * (rows + 1) // 2),
+    )
     block = Block(q, k, v, dout, torch.zeros(1, 1, rows), pieces, Table(seen))
     assert_right(KERNELS["cpu"], block)
-    assert_right(KERNELS["cpu"], block._replace(pieces=(Piece(0, rows, 0, columns, False, True, rows * columns),)))
+    assert_right(
+        KERNELS["cpu"],
+        block._replace(pieces=(Piece(0, rows, 0, columns, False, True, rows * columns),)),
+    )
 
 
 def test_a_row_may_see_only_keys_far_into_a_masked_piece() -> None:
-    """The fused kernel goes through the keys in blocks, of which the first ones are then masked altogether."""
+    """The fused kernel goes through the keys in blocks, of which the first ones are then masked
+    altogether.
+    """
     generator = torch.Generator().manual_seed(3)
     q, dout, k, v = (torch.randn(1, n, 2, 16, generator=generator) for n in (70, 70, 1500, 1500))
     seen = torch.zeros(70, 1500, dtype=torch.bool)
     seen[:35, 1400:] = True
     seen[35:60, :5] = True
-    block = Block(q, k, v, dout, torch.zeros(1, 2, 70), (Piece(0, 70, 0, 1500, False, True, 70 * 1500),), Table(seen))
+    block = Block(
+        q,
+        k,
+        v,
+        dout,
+        torch.zeros(1, 2, 70),
+        (Piece(0, 70, 0, 1500, False, True, 70 * 1500),),
+        Table(seen),
+    )
     for kernel in KERNELS.values():
         assert_right(kernel, block)
 
@@ -209,19 +286,27 @@ def test_only_the_gradients_asked_for_are_made(kernel: Kernel) -> None:
         some = run_backward(kernel, block, block.truth, needs=needs)
         for name, got, want in zip("qkv", some, every, strict=True):
             assert want is not None
-            assert (got is None) if name not in needs else (got is not None and torch.equal(got, want))
+            assert (
+                (got is None) if name not in needs else (got is not None and torch.equal(got, want))
+            )
 
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-25, 1e-10, 1.0, 1e10, 1e20])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_gradients_are_as_accurate_at_any_magnitude(kernel: Kernel, magnitude: float) -> None:
-    """Whatever the size of dout O' can stand in for O, and where sizes differ from row to row, too."""
+    """Whatever the size of dout O' can stand in for O, and where sizes differ from row to
+    row, too.
+    """
     block = make_block("causal", torch.float32)
     uneven = torch.logspace(-5, 5, 100)[:, None, None]
     for factor in (torch.tensor(magnitude), magnitude * uneven):
-        scaled = block._replace(dout=(block.dout.double() * factor).float(), dlse=torch.zeros_like(block.dlse))
+        scaled = block._replace(
+            dout=(block.dout.double() * factor).float(), dlse=torch.zeros_like(block.dlse)
+        )
         truth = scaled.truth
-        for got, want in zip(run_backward(kernel, scaled, truth, start=0.0), truth[2:], strict=True):
+        for got, want in zip(
+            run_backward(kernel, scaled, truth, start=0.0), truth[2:], strict=True
+        ):
             assert got is not None
             assert want is not None
             # Below the smallest normal number digits are lost: no relative accuracy there.
@@ -232,7 +317,9 @@ def test_gradients_are_as_accurate_at_any_magnitude(kernel: Kernel, magnitude: f
 @pytest.mark.parametrize("rows", ["some", "all"])
 @pytest.mark.parametrize("dlse", ["zero", "random", "large"])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_rows_of_dout_that_are_zero_keep_the_gradient_of_lse(kernel: Kernel, dlse: str, rows: str) -> None:
+def test_rows_of_dout_that_are_zero_keep_the_gradient_of_lse(
+    kernel: Kernel, dlse: str, rows: str
+) -> None:
     block = make_block("of everything", torch.float32)
     dout = block.dout.clone()
     dout[:, :: 3 if rows == "some" else 1] = 0
@@ -251,7 +338,11 @@ def test_the_same_bits_every_time(kernel: Kernel) -> None:
     block = make_block("of everything", torch.float32)
     first = (*run_forward(kernel, block), *run_backward(kernel, block, block.truth))
     for _ in range(5):
-        for x, y in zip(first, (*run_forward(kernel, block), *run_backward(kernel, block, block.truth)), strict=True):
+        for x, y in zip(
+            first,
+            (*run_forward(kernel, block), *run_backward(kernel, block, block.truth)),
+            strict=True,
+        ):
             assert x is not None
             assert y is not None
             assert torch.equal(x, y)
@@ -268,17 +359,28 @@ def test_transfers_are_looked_after_between_parts(monkeypatch: pytest.MonkeyPatc
     # ceil(100 / 32) x ceil(130 / 48), for each of 2 kv heads.
     assert len(calls) == 4 * 3 * 2
     zeros = torch.zeros(2, 4, 100)
-    KERNELS["cpu"].backward(block.q, block.k, block.v, block.dout, zeros, zeros, tile, None, None, None)
+    KERNELS["cpu"].backward(
+        block.q, block.k, block.v, block.dout, zeros, zeros, tile, None, None, None
+    )
     assert len(calls) == 2 * 4 * 3 * 2
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_a_triangle_is_not_computed_where_it_hides_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 x 100 under a triangle, no more is computed than what is seen and triangles of at most a part's 32 rows."""
+    """Of 100 x 100 under a triangle, no more is computed than what is seen and triangles of at most
+    a part's 32 rows.
+    """
     cells, waste = 0, 0
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, **options: Any) -> Any:  # torch's own
+    def counting(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dropout: float,
+        causal: bool,
+        **options: Any,
+    ) -> Any:  # torch's own
         nonlocal cells, waste
         rows, columns = q.shape[2], k.shape[2]
         assert not causal or rows == columns <= 32
@@ -302,15 +404,21 @@ class Stated(Table):
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_of_a_masked_piece_only_what_is_seen_in_part_is_computed_under_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A band of 70 columns along the diagonal, in parts of 21 x 21 at positions that come in two runs."""
+def test_of_a_masked_piece_only_what_is_seen_in_part_is_computed_under_the_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A band of 70 columns along the diagonal, in parts of 21 x 21 at positions that come in two
+    runs.
+    """
     seen = torch.ones(100, 130, dtype=torch.bool).tril(50).triu(-19)
     block = make_block("masked", torch.float32)._replace(mask=Stated(seen))
     assert_right(KERNELS["cpu"], block)
     cells = {True: 0, False: 0}
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-    def counting(q: torch.Tensor, k: torch.Tensor, *rest: Any, attn_mask: torch.Tensor | None, scale: float) -> Any:  # torch's own
+    def counting(
+        q: torch.Tensor, k: torch.Tensor, *rest: Any, attn_mask: torch.Tensor | None, scale: float
+    ) -> Any:  # torch's own
         cells[attn_mask is not None] += q.shape[1] * q.shape[2] * k.shape[2]
         return fused(q, k, *rest, attn_mask=attn_mask, scale=scale)
 
@@ -318,7 +426,11 @@ def test_of_a_masked_piece_only_what_is_seen_in_part_is_computed_under_the_mask(
     run_forward(KERNELS["cpu"], block)
     parts = [part for rows in seen.split(21) for part in rows.split(21, dim=1)]
     assert cells[False] == 4 * sum(part.numel() for part in parts if part.all()) > 0
-    assert cells[True] == 4 * sum(part.numel() for part in parts if part.any() and not part.all()) < 4 * seen.numel()
+    assert (
+        cells[True]
+        == 4 * sum(part.numel() for part in parts if part.any() and not part.all())
+        < 4 * seen.numel()
+    )
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -338,7 +450,10 @@ def test_which_kernel_is_taken() -> None:
         assert (picked.kernel.name, picked.reason) == ("cpu", "the only one here that can")
     picked = pick(Work(cpu, torch.float32, 64, Full()), "naive")
     assert (picked.kernel.name, picked.reason) == ("naive", "asked for by name")
-    with pytest.raises(InputError, match=r"one of \['cpu', 'cudnn', 'flash', 'naive', 'triton', 'untiled'\], got 'flashier'"):
+    with pytest.raises(
+        InputError,
+        match=r"one of \['cpu', 'cudnn', 'flash', 'naive', 'triton', 'untiled'\], got 'flashier'",
+    ):
         pick(Work(cpu, torch.float32, 64, Full()), "flashier")
     for name in ("auto", "cpu"):
         with pytest.raises(InputError, match=r"the cpu kernel takes .*, got torch.int32"):
@@ -351,7 +466,10 @@ def test_which_kernel_is_taken() -> None:
 def test_scratch_is_bounded_by_the_parts(name: str) -> None:
     kernel = KERNELS[name]
     for forward, masked in itertools.product((True, False), repeat=2):
-        sizes = [kernel.scratch_bytes(forward, torch.bfloat16, TileShape(1, 8, 2, 64, n, n, masked)) for n in (1000, 100_000, 1_000_000)]
+        sizes = [
+            kernel.scratch_bytes(forward, torch.bfloat16, TileShape(1, 8, 2, 64, n, n, masked))
+            for n in (1000, 100_000, 1_000_000)
+        ]
         assert sizes[0] > 0
         if name == "cpu":
             assert sizes[1] == sizes[2]

@@ -1,4 +1,6 @@
-"""One layer as graphs: they fit, send what the formulas say, take the time of what they do, and hold what a rank holds."""
+"""One layer as graphs: they fit, send what the formulas say, take the time of what they do, and
+hold what a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_graphs_of_all_ranks_fit(seq_len: int, world: int, strategy: str) -> Non
     for forward in (True, False):
         check_world([layer.graph(rank, forward=forward) for rank in range(world)])
         if strategy != "ring-naive":
-            check_world([layer.graph(rank, forward=forward, lanes=NCCL_LANES) for rank in range(world)])
+            check_world(
+                [layer.graph(rank, forward=forward, lanes=NCCL_LANES) for rank in range(world)]
+            )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -55,12 +59,16 @@ def test_bytes_are_those_of_the_formulas(world: int) -> None:
         layer = SpreadLayer(_SHAPE, seq_len, world, strategy, batch=batch)
         for forward in (True, False):
             everyone = sum(layer.sent_bytes(rank, forward=forward) for rank in range(world))
-            assert everyone == layer.program(forward=forward).wire_bytes() + (0 if forward else world * weights)
+            assert everyone == layer.program(forward=forward).wire_bytes() + (
+                0 if forward else world * weights
+            )
 
 
 @pytest.mark.parametrize("strategy", [*TENSOR_PARALLEL, "ring-kv", "burst", "all-to-all"])
 def test_a_layer_takes_the_time_of_its_products_and_tiles(strategy: str) -> None:
-    """On a slow device and a fast network nothing else counts, and every strategy takes as long: all do the same work."""
+    """On a slow device and a fast network nothing else counts, and every strategy takes as long:
+    all do the same work.
+    """
     world, seq_len = 4, 64
     layer = SpreadLayer(_SHAPE, seq_len, world, strategy, mask=Full())
     matrices = 2 * seq_len * _SHAPE.num_weights("qkv", "out", "gate_up", "down")
@@ -80,7 +88,10 @@ def test_a_starved_layer_takes_the_time_of_its_bytes(strategy: str) -> None:
 
 def test_a_strategy_with_a_kernel_of_its_own_takes_that_kernels_time() -> None:
     machine = _machine(1e6, 1e30)
-    slower = replace(machine.device, rates={**machine.device.rates, "forward-untiled": Rate(launch_s=0.0, flops_per_s=1e5)})
+    slower = replace(
+        machine.device,
+        rates={**machine.device.rates, "forward-untiled": Rate(launch_s=0.0, flops_per_s=1e5)},
+    )
     tiled, untiled = (
         SpreadLayer(_SHAPE, 64, 2, strategy).seconds(replace(machine, device=slower), forward=True)
         for strategy in ("burst", "burst-untiled")
@@ -90,8 +101,14 @@ def test_a_strategy_with_a_kernel_of_its_own_takes_that_kernels_time() -> None:
 
 def test_causal_tiles_are_masked_in_every_strategy() -> None:
     for strategy in (*TENSOR_PARALLEL, "burst"):
-        full, causal = (SpreadLayer(_SHAPE, 64, 2, strategy, mask=mask) for mask in (Full(), Causal()))
-        times = [layer.seconds(_machine(1e6, 1e30, masked), forward=True) for layer in (full, causal) for masked in (None, 0.5)]
+        full, causal = (
+            SpreadLayer(_SHAPE, 64, 2, strategy, mask=mask) for mask in (Full(), Causal())
+        )
+        times = [
+            layer.seconds(_machine(1e6, 1e30, masked), forward=True)
+            for layer in (full, causal)
+            for masked in (None, 0.5)
+        ]
         assert times[0] == times[1]
         assert times[2] < times[3]
         assert times[2] < times[0]
@@ -111,10 +128,16 @@ def test_ranks_of_tensor_parallelism_that_do_the_same_share_a_schedule() -> None
 
 
 def test_transfers_of_a_layer_hide_behind_gradients_of_weights() -> None:
-    """The backward's all-reduces of tensor parallelism wait for nothing but their sums; the products beside them go on."""
+    """The backward's all-reduces of tensor parallelism wait for nothing but their sums; the
+    products beside them go on.
+    """
     layer = SpreadLayer(_LARGE, 8192, 8, "tensor-parallel")
     machine = load_hardware("a100-sxm")
-    alone = sum(machine.device.seconds(task) for task in layer.graph(0, forward=False).tasks if task.lane == "compute")
+    alone = sum(
+        machine.device.seconds(task)
+        for task in layer.graph(0, forward=False).tasks
+        if task.lane == "compute"
+    )
     assert layer.seconds(machine, forward=False) < alone + layer.sent_bytes(0, forward=False) / (
         machine.node.link.bytes_per_s * machine.node.link.efficiency
     )
@@ -123,7 +146,10 @@ def test_transfers_of_a_layer_hide_behind_gradients_of_weights() -> None:
 def test_memory_of_a_rank() -> None:
     world, seq_len, size = 8, 8192, 2
     shape = _LARGE
-    v1, v3, ring = (SpreadLayer(shape, seq_len, world, strategy).memory(0) for strategy in (*TENSOR_PARALLEL, "burst"))
+    v1, v3, ring = (
+        SpreadLayer(shape, seq_len, world, strategy).memory(0)
+        for strategy in (*TENSOR_PARALLEL, "burst")
+    )
     matrices = shape.num_weights("qkv", "out", "gate_up", "down")
     assert v1.weights == v3.weights == (matrices // world + 2 * shape.dim) * size
     assert ring.weights == ring.gradients == (matrices + 2 * shape.dim) * size
@@ -132,14 +158,22 @@ def test_memory_of_a_rank() -> None:
     assert v3.activations == ring.activations == 4 * seq_len * shape.dim * size // world + inner
     assert v1.working == seq_len * shape.dim * size
     assert v3.working == 2 * v1.working
-    held = choose(SpreadLayer(shape, seq_len, world, "burst").program(forward=False).problem, "burst", forward=False).program.footprint(0)
+    held = choose(
+        SpreadLayer(shape, seq_len, world, "burst").program(forward=False).problem,
+        "burst",
+        forward=False,
+    ).program.footprint(0)
     assert ring.working > held.sums
     assert ring.total == sum(ring)
 
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [({"num_heads": 12, "num_kv_heads": 4}, "num_heads"), ({}, "num_kv_heads"), ({"num_kv_heads": 8, "ffn_dim": 100}, "ffn_dim")],
+    [
+        ({"num_heads": 12, "num_kv_heads": 4}, "num_heads"),
+        ({}, "num_kv_heads"),
+        ({"num_kv_heads": 8, "ffn_dim": 100}, "ffn_dim"),
+    ],
 )
 def test_what_the_ranks_cannot_share_is_named(change: dict[str, int], name: str) -> None:
     shape = LayerShape(**(vars(_SHAPE) | change))
@@ -147,7 +181,9 @@ def test_what_the_ranks_cannot_share_is_named(change: dict[str, int], name: str)
         SpreadLayer(shape, 64, 8, "tensor-parallel")
 
 
-@pytest.mark.parametrize("change", [{"dim": 0}, {"num_kv_heads": 3}, {"head_dim": 7}, {"ffn_dim": True}])
+@pytest.mark.parametrize(
+    "change", [{"dim": 0}, {"num_kv_heads": 3}, {"head_dim": 7}, {"ffn_dim": True}]
+)
 def test_shapes_that_are_none_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(InputError, match=f"LayerShape: {next(iter(change))}"):
         LayerShape(**(vars(_SHAPE) | change))

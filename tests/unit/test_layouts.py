@@ -17,7 +17,9 @@ _WORLDS = (1, 2, 3, 4, 5, 8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", _WORLDS)
 @pytest.mark.parametrize("seq_len", _LENGTHS)
-def test_every_token_has_one_owner_and_blocks_are_even(kind: str, world_size: int, seq_len: int) -> None:
+def test_every_token_has_one_owner_and_blocks_are_even(
+    kind: str, world_size: int, seq_len: int
+) -> None:
     layout = make_layout(kind, seq_len, world_size)
     owned = [position for blocks in layout.blocks for block in blocks for position in block]
     assert sorted(owned) == list(range(seq_len))
@@ -42,7 +44,11 @@ def test_what_each_kind_looks_like() -> None:
 
 def test_layouts_are_equal_and_hash_by_what_determines_them() -> None:
     assert make_layout("zigzag", 100, 4) == make_layout("zigzag", 100, 4)
-    others = [make_layout("striped", 100, 4), make_layout("zigzag", 101, 4), make_layout("zigzag", 100, 5)]
+    others = [
+        make_layout("striped", 100, 4),
+        make_layout("zigzag", 101, 4),
+        make_layout("zigzag", 100, 5),
+    ]
     assert len({make_layout("zigzag", 100, 4), *others}) == 4
 
 
@@ -65,12 +71,17 @@ def test_impossible_layouts_are_refused(seq_len: int, kind: str, says: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("world_size", "seq_len"), [(1, 5), (2, 64), (3, 100), (5, 3), (5, 1), (4, 63)])
+@pytest.mark.parametrize(
+    ("world_size", "seq_len"), [(1, 5), (2, 64), (3, 100), (5, 3), (5, 1), (4, 63)]
+)
 def test_unshard_undoes_shard(kind: str, world_size: int, seq_len: int) -> None:
     generator = torch.Generator().manual_seed(0)
     wholes = [
         (1, torch.randn(2, seq_len, 3, 5, generator=generator)),
-        (2, torch.randn(1, 1, seq_len, generator=generator, dtype=torch.float64)),  # an lse of one head
+        (
+            2,
+            torch.randn(1, 1, seq_len, generator=generator, dtype=torch.float64),
+        ),  # an lse of one head
         (-1, torch.randn(3, seq_len, generator=generator).to(torch.bfloat16)),
         (0, torch.arange(seq_len)),
         (0, torch.arange(seq_len) % 3 == 0),
@@ -138,9 +149,14 @@ def test_a_tensor_of_the_wrong_length_is_refused() -> None:
             with pytest.raises(InputError, match=r"layout\.shard: expected 10 tokens"):
                 layout.shard(torch.zeros(4, 9), dim)
         # On one rank only: told to all.
-        with pytest.raises(InputError, match=r"rank 1: layout\.unshard: expected 5 tokens along dim 0, got shape \(4,\)"):
+        with pytest.raises(
+            InputError,
+            match=r"rank 1: layout\.unshard: expected 5 tokens along dim 0, got shape \(4,\)",
+        ):
             layout.unshard(torch.zeros(4 if ctx.rank == 1 else 5), dim=0)
-        with pytest.raises(InputError, match=r"rank 0: layout\.unshard: .* requires grad; pass x\.detach\(\)"):
+        with pytest.raises(
+            InputError, match=r"rank 0: layout\.unshard: .* requires grad; pass x\.detach\(\)"
+        ):
             layout.unshard(torch.zeros(5, requires_grad=ctx.rank == 0), dim=0)
         with torch.no_grad():
             layout.unshard(torch.zeros(5, requires_grad=True), dim=0)

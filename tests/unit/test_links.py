@@ -22,10 +22,21 @@ def _job(slow: int | None = None) -> State:
             state.apply(float(i), rank, counters(rank, float(i), i))
     for number in range(6):
         for rank in range(_WORLD):
-            # Task 0 sends to the next rank and receives from the one before: it ends when its slower message has come.
+            # Task 0 sends to the next rank and receives from the one before: it ends when its
+            # slower message has come.
             took_s = 0.5 if slow == (rank - 1) % _WORLD else 0.05
             state.apply(
-                3.0, rank, call(rank, number, 0.5 * number, (0.0, 0.0, took_s), (0.0, 0.0, 0.3), (took_s, took_s, 0.6), group="0-3")
+                3.0,
+                rank,
+                call(
+                    rank,
+                    number,
+                    0.5 * number,
+                    (0.0, 0.0, took_s),
+                    (0.0, 0.0, 0.3),
+                    (took_s, took_s, 0.6),
+                    group="0-3",
+                ),
             )
             state.apply(3.0, rank, beat(rank, 3.0))
     return state
@@ -55,7 +66,10 @@ def test_links_of_a_lost_rank_are_silent_and_stay() -> None:
     _links(state, links)
     state.apply(4.0, -1, Presence(1, "lost", "its connection ended"))
     found = links.now(state.snapshot())
-    assert [(view.sender, view.receiver) for view in found if view.state == "silent"] == [(0, 1), (1, 2)]
+    assert [(view.sender, view.receiver) for view in found if view.state == "silent"] == [
+        (0, 1),
+        (1, 2),
+    ]
     assert [view.bytes_per_s for view in found if view.state == "silent"] == [0.0, 0.0]
 
 
@@ -66,7 +80,11 @@ def test_of_a_ring_that_stands_still_only_the_link_at_fault_is_silent() -> None:
         # Rank 1 computes and computes, all others wait for a message.
         doing = "hop 1 q0 kv1" if rank == 1 else "hop 0"
         state.apply(6.0, rank, beat(rank, 6.0, number=9, doing=doing, since_s=3.5))
-    assert [(view.sender, view.receiver) for view in links.now(state.snapshot()) if view.state == "silent"] == [(1, 2)]
+    assert [
+        (view.sender, view.receiver)
+        for view in links.now(state.snapshot())
+        if view.state == "silent"
+    ] == [(1, 2)]
     # Where all wait, all links are silent.
     state.apply(6.1, 1, beat(1, 6.1, number=9, doing="hop 0", since_s=3.5))
     assert {view.state for view in links.now(state.snapshot())} == {"silent"}

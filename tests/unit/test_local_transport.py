@@ -1,4 +1,6 @@
-"""The local transport and its control group: rendezvous, order, sizes, cancelling, and many threads at once."""
+"""The local transport and its control group: rendezvous, order, sizes, cancelling, and many threads
+at once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import numpy as np
 import pytest
 
 from burst_rt.errors import InputError, ProtocolError
-from burst_rt.transport import Completed, ControlGroup, LocalTransport, LocalWorld, Notice, NoticeKind, Pending, Transport
+from burst_rt.transport import (
+    Completed,
+    ControlGroup,
+    LocalTransport,
+    LocalWorld,
+    Notice,
+    NoticeKind,
+    Pending,
+    Transport,
+)
 
 _DEADLINE_S = 30.0
 
@@ -41,7 +52,9 @@ def _await(transport: Transport, handles: set[int]) -> None:
 
 
 def _run_together(mains: Sequence[Callable[[], None]]) -> None:
-    """Runs functions in a thread each; raises what one of them raised. They end by themselves: all they wait for has a deadline."""
+    """Runs functions in a thread each; raises what one of them raised. They end by themselves: all
+    they wait for has a deadline.
+    """
     with ThreadPoolExecutor(len(mains)) as pool:
         for running in [pool.submit(main) for main in mains]:
             running.result()
@@ -65,7 +78,12 @@ def test_a_message_moves_once_both_sides_are_there(receive_first: bool) -> None:
     assert second.poll() == [Completed(recv)]
     assert bytes(target) == b"hello"
     assert first.poll() == second.poll() == []
-    assert (first.bytes_sent, first.bytes_received, second.bytes_sent, second.bytes_received) == (5, 0, 0, 5)
+    assert (first.bytes_sent, first.bytes_received, second.bytes_sent, second.bytes_received) == (
+        5,
+        0,
+        0,
+        5,
+    )
 
 
 def test_bytes_are_counted_when_a_message_has_completed() -> None:
@@ -103,7 +121,9 @@ def test_tags_peers_and_directions_do_not_mix() -> None:
     for tag in (1, 0):
         for source in (2, 1):
             ends[source].isend(_bytes(b"%d%d" % (source, tag)), 0, tag)
-    assert {key: bytes(target) for key, target in targets.items()} == {(s, t): b"%d%d" % (s, t) for s, t in targets}
+    assert {key: bytes(target) for key, target in targets.items()} == {
+        (s, t): b"%d%d" % (s, t) for s, t in targets
+    }
     assert bytes(back) == b"??"
 
 
@@ -119,7 +139,9 @@ def test_a_message_of_the_wrong_size_is_found_by_the_receiver(sent: int, expecte
     target = _empty(expected)
     second.irecv(target, 0, 0)
     first.isend(_bytes(b"x" * sent), 1, 0)
-    with pytest.raises(ProtocolError, match=f"rank 1: expected {expected} bytes from rank 0, got {sent}") as caught:
+    with pytest.raises(
+        ProtocolError, match=f"rank 1: expected {expected} bytes from rank 0, got {sent}"
+    ) as caught:
         second.poll()
     assert (caught.value.rank, caught.value.peer) == (1, 0)
     assert bytes(target) == b"?" * expected
@@ -161,7 +183,8 @@ def test_cancelling_takes_back_only_ones_own() -> None:
     for peer in (1, 2):
         ends[0].isend(_bytes(b"x"), peer, 0)
     assert [bytes(target) for target in targets] == [b"?", b"x"]
-    # A transport can be used again after it gave up, and what its peer still has posted meets the new messages.
+    # A transport can be used again after it gave up, and what its peer still has posted meets the
+    # new messages.
     again = _empty(1)
     ends[1].irecv(again, 0, 0)
     assert bytes(again) == b"x"
@@ -182,7 +205,9 @@ def test_a_world_needs_a_rank() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_threads_hammering_lose_mix_up_and_duplicate_nothing(world_size: int) -> None:
-    """Every rank sends every rank (itself too) numbered messages on several tags, in bursts of a random mix of sends and receives."""
+    """Every rank sends every rank (itself too) numbered messages on several tags, in bursts of a
+    random mix of sends and receives.
+    """
     num_tags, num_messages = 3, 40
     world = LocalWorld(world_size)
     counted: dict[int, tuple[int, int]] = {}
@@ -190,7 +215,12 @@ def test_threads_hammering_lose_mix_up_and_duplicate_nothing(world_size: int) ->
     def main(rank: int) -> None:
         rng = random.Random(rank)
         end = world.transport(rank)
-        flows = [(outgoing, peer, tag) for outgoing in (True, False) for peer in range(world_size) for tag in range(num_tags)]
+        flows = [
+            (outgoing, peer, tag)
+            for outgoing in (True, False)
+            for peer in range(world_size)
+            for tag in range(num_tags)
+        ]
         progress = dict.fromkeys(flows, 0)
         received: dict[tuple[int, int, int], memoryview] = {}
         handles: set[int] = set()
@@ -201,7 +231,11 @@ def test_threads_hammering_lose_mix_up_and_duplicate_nothing(world_size: int) ->
                 flow = outgoing, peer, tag = rng.choice(flows)
                 number = progress[flow]
                 if outgoing:
-                    handles.add(end.isend(_bytes(b"%d %d %d %d" % (rank, peer, tag, 1000 + number)), peer, tag))
+                    handles.add(
+                        end.isend(
+                            _bytes(b"%d %d %d %d" % (rank, peer, tag, 1000 + number)), peer, tag
+                        )
+                    )
                 else:
                     received[peer, tag, number] = _empty(len(b"%d %d %d 1000" % (peer, rank, tag)))
                     handles.add(end.irecv(received[peer, tag, number], peer, tag))
@@ -218,7 +252,10 @@ def test_threads_hammering_lose_mix_up_and_duplicate_nothing(world_size: int) ->
 
     _run_together([partial(main, rank) for rank in range(world_size)])
     total = world_size**2 * num_tags * num_messages * len(b"0 0 0 1000")
-    assert (sum(sent for sent, _ in counted.values()), sum(got for _, got in counted.values())) == (total, total)
+    assert (sum(sent for sent, _ in counted.values()), sum(got for _, got in counted.values())) == (
+        total,
+        total,
+    )
 
 
 # The control group.
@@ -265,7 +302,10 @@ def test_collectives_over_threads(world_size: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_a_sum_is_in_place_and_has_the_same_bits_on_every_rank(world_size: int, dtype: str) -> None:
-    inputs = [(np.random.default_rng(rank).standard_normal((7, 5)) * 10**rank).astype(dtype) for rank in range(world_size)]
+    inputs = [
+        (np.random.default_rng(rank).standard_normal((7, 5)) * 10**rank).astype(dtype)
+        for rank in range(world_size)
+    ]
     results: dict[int, bytes] = {}
 
     def main(group: ControlGroup) -> None:
@@ -287,7 +327,11 @@ def test_notices_arrive_in_order_once_and_at_the_right_rank() -> None:
     groups[0].notify(1, NoticeKind.ALIVE, 6)
     groups[2].notify(1, NoticeKind.LEFT)
     groups[1].notify(2, NoticeKind.ALIVE, -1)
-    assert groups[1].notices() == [Notice(0, NoticeKind.ALIVE, 5), Notice(0, NoticeKind.ALIVE, 6), Notice(2, NoticeKind.LEFT, 0)]
+    assert groups[1].notices() == [
+        Notice(0, NoticeKind.ALIVE, 5),
+        Notice(0, NoticeKind.ALIVE, 6),
+        Notice(2, NoticeKind.LEFT, 0),
+    ]
     assert groups[1].notices() == []
     assert groups[2].notices() == [Notice(1, NoticeKind.ALIVE, -1)]
     assert groups[0].notices() == []
@@ -312,4 +356,6 @@ def test_no_notice_is_lost_while_threads_write() -> None:
 
     _run_together([read, *(partial(write, rank) for rank in (1, 2, 3))])
     for rank in (1, 2, 3):
-        assert [notice.value for notice in received if notice.peer == rank] == list(range(num_notices))
+        assert [notice.value for notice in received if notice.peer == rank] == list(
+            range(num_notices)
+        )

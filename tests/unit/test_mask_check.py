@@ -36,7 +36,9 @@ class Mine(Mask):
         return "Mine()"
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal(), Mine(), Mine() & Causal(), Mine(cut=Causal().pieces)], ids=repr)
+@pytest.mark.parametrize(
+    "mask", [Full(), Causal(), Mine(), Mine() & Causal(), Mine(cut=Causal().pieces)], ids=repr
+)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (7, 7), (1000, 1000), (3, 40), (40, 3)])
 def test_a_good_mask_passes(mask: Mask, q_len: int, kv_len: int) -> None:
     check_mask(mask, q_len, kv_len)
@@ -47,20 +49,39 @@ def _always(relation: Relation) -> Callable[[range, range], Relation]:
 
 
 BAD: dict[str, tuple[Mask, str]] = {
-    "a word for a relation": (Mine(said=lambda q, kv: "partial"), "relation must return a burst_rt.Relation, got 'partial'"),
+    "a word for a relation": (
+        Mine(said=lambda q, kv: "partial"),
+        "relation must return a burst_rt.Relation, got 'partial'",
+    ),
     "full where it is not": (Mine(said=_always(Relation.FULL)), "relation says FULL"),
     "empty where it is not": (Mine(said=_always(Relation.EMPTY)), "relation says EMPTY"),
-    "a number for a truth": (Mine(seen=lambda q, kv: q - kv), r"must give booleans \[5, 5\], got torch.int64"),
+    "a number for a truth": (
+        Mine(seen=lambda q, kv: q - kv),
+        r"must give booleans \[5, 5\], got torch.int64",
+    ),
     "one truth for all": (Mine(seen=lambda q, kv: True), "must give booleans .*, got True"),
     "another shape": (Mine(seen=lambda q, kv: (q >= kv)[:3]), r"got torch.bool of shape \(3, 5\)"),
-    "a method that raises": (Mine(seen=lambda q, kv: q.no_such_method()), "allows raised AttributeError"),
+    "a method that raises": (
+        Mine(seen=lambda q, kv: q.no_such_method()),
+        "allows raised AttributeError",
+    ),
     "pieces that are none": (Mine(cut=lambda q, kv: [1]), "pieces must return a tuple of Pieces"),
     "pieces twice": (
-        Mine(said=_always(Relation.FULL), seen=Full().allows, cut=lambda q, kv: 2 * (Piece(0, len(q), 0, len(kv), False, False, 1),)),
+        Mine(
+            said=_always(Relation.FULL),
+            seen=Full().allows,
+            cut=lambda q, kv: 2 * (Piece(0, len(q), 0, len(kv), False, False, 1),),
+        ),
         "pieces of q .* are not the pairs that allows is true for, each once",
     ),
-    "a repr by its address": (type("Nameless", (Mask,), {})(), r"Nameless: repr\(\) must say everything about the mask"),
-    "a relation that raises": (type("Lost", (Mask,), {"__repr__": lambda self: "Lost()"})(), "Lost: relation raised NotImplementedError"),
+    "a repr by its address": (
+        type("Nameless", (Mask,), {})(),
+        r"Nameless: repr\(\) must say everything about the mask",
+    ),
+    "a relation that raises": (
+        type("Lost", (Mask,), {"__repr__": lambda self: "Lost()"})(),
+        "Lost: relation raised NotImplementedError",
+    ),
 }
 
 
@@ -72,7 +93,11 @@ def test_a_bad_mask_is_refused(name: str) -> None:
 
 
 def test_a_mask_that_knows_tensors_only_passes() -> None:
-    check_mask(Mine(said=_always(Relation.PARTIAL), seen=lambda q, kv: torch.where(q >= kv, True, q < 0)), 40, 40)
+    check_mask(
+        Mine(said=_always(Relation.PARTIAL), seen=lambda q, kv: torch.where(q >= kv, True, q < 0)),
+        40,
+        40,
+    )
 
 
 def test_in_a_world_of_one_nobody_compares_masks() -> None:

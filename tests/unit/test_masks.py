@@ -46,7 +46,12 @@ def _random_ranges() -> list[tuple[range, range]]:
         step, other = chance.choice([(1, 1), (2, 2), (3, 3), (1, 3), (4, 2)])
         q_start, kv_start = chance.randrange(-12, 20), chance.randrange(20)
         q_len, kv_len = chance.randrange(1, 13), chance.randrange(1, 13)
-        pairs.append((range(q_start, q_start + q_len * step, step), range(kv_start, kv_start + kv_len * other, other)))
+        pairs.append(
+            (
+                range(q_start, q_start + q_len * step, step),
+                range(kv_start, kv_start + kv_len * other, other),
+            )
+        )
     return pairs
 
 
@@ -56,7 +61,8 @@ def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> set[tuple[int, int]
         (i, j)
         for i in range(piece.q_start, piece.q_stop)
         for j in range(piece.kv_start, piece.kv_stop)
-        if not (piece.diagonal and j - piece.kv_start > i - piece.q_start) and (not piece.masked or mask.allows(q[i], kv[j]))
+        if not (piece.diagonal and j - piece.kv_start > i - piece.q_start)
+        and (not piece.masked or mask.allows(q[i], kv[j]))
     }
 
 
@@ -103,12 +109,19 @@ def test_empty_blocks_have_no_pieces(mask: Mask) -> None:
 def test_tensors_and_ints_get_the_same_answer(name: str, q_len: int, kv_len: int) -> None:
     mask = MASKS[name]
     shift = kv_len - q_len
-    assert seen(mask, q_len, kv_len).tolist() == [[bool(mask.allows(i + shift, j)) for j in range(kv_len)] for i in range(q_len)]
+    assert seen(mask, q_len, kv_len).tolist() == [
+        [bool(mask.allows(i + shift, j)) for j in range(kv_len)] for i in range(q_len)
+    ]
 
 
 def test_causal_is_bottom_right() -> None:
     assert seen(Causal(), 2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
-    assert seen(Causal(), 4, 2).tolist() == [[False, False], [False, False], [True, False], [True, True]]
+    assert seen(Causal(), 4, 2).tolist() == [
+        [False, False],
+        [False, False],
+        [True, False],
+        [True, True],
+    ]
 
 
 def test_and() -> None:

@@ -1,4 +1,6 @@
-"""The decoder: seeded weights, causality, positions that mean what they say, and how its weights are moved."""
+"""The decoder: seeded weights, causality, positions that mean what they say, and how its weights
+are moved.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_the_seed_alone_decides_the_weights() -> None:
     first = Decoder(_CONFIG, seed=5)
     torch.manual_seed(2)
     again, other = Decoder(_CONFIG, seed=5), Decoder(_CONFIG, seed=6)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
     assert not torch.equal(first.head.weight, other.head.weight)
 
 
@@ -81,7 +85,9 @@ def test_positions_count_only_by_their_distance() -> None:
     decoder, tokens, positions = Decoder(_CONFIG, seed=0), _bytes(), torch.arange(_TOKENS)
     near = _scores(decoder, tokens, positions)
     # A million away: the angles must not lose their last digits.
-    torch.testing.assert_close(_scores(decoder, tokens, positions + 2**20), near, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        _scores(decoder, tokens, positions + 2**20), near, rtol=1e-4, atol=1e-5
+    )
     assert not torch.allclose(_scores(decoder, tokens, 2 * positions), near, atol=1e-3)
 
 
@@ -93,7 +99,14 @@ def test_the_number_of_parameters_is_what_the_architecture_says() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dim": 30}, {"heads": 3, "kv_heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"dim": 12, "heads": 4, "kv_heads": 4}, {"kv_heads": -1}],
+    [
+        {"dim": 30},
+        {"heads": 3, "kv_heads": 3},
+        {"kv_heads": 3},
+        {"layers": 0},
+        {"dim": 12, "heads": 4, "kv_heads": 4},
+        {"kv_heads": -1},
+    ],
 )
 def test_an_impossible_model_is_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
@@ -116,7 +129,9 @@ def test_an_impossible_model_is_refused(changes: dict[str, int]) -> None:
         ({"strategy": "teleport"}, 1, "--strategy"),
     ],
 )
-def test_an_impossible_run_is_refused_by_the_name_of_the_option(changes: dict[str, object], world_size: int, named: str) -> None:
+def test_an_impossible_run_is_refused_by_the_name_of_the_option(
+    changes: dict[str, object], world_size: int, named: str
+) -> None:
     config = TrainConfig(**changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"^{named}"):
         config.validate(world_size)
@@ -142,7 +157,9 @@ def test_gradients_gather_in_one_buffer_and_are_clipped_by_their_norm() -> None:
     assert norm == pytest.approx(expected.norm().item(), rel=1e-6)
     assert gradients.flat.norm().item() == pytest.approx(0.25, rel=1e-4)
     assert gradients.clip(1.0).item() == pytest.approx(0.25, rel=1e-4)
-    assert gradients.flat.norm().item() == pytest.approx(0.25, rel=1e-4), "a norm below the limit stays"
+    assert gradients.flat.norm().item() == pytest.approx(0.25, rel=1e-4), (
+        "a norm below the limit stays"
+    )
     gradients.zero()
     assert all(p.grad is not None and not p.grad.any() for p in decoder.parameters())
 
@@ -165,4 +182,6 @@ def test_only_matrices_decay() -> None:
     before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     optimizer.step()
     for name, parameter in decoder.named_parameters():
-        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.dim() >= 2 else 1.0))
+        torch.testing.assert_close(
+            parameter.detach(), before[name] * (0.95 if parameter.dim() >= 2 else 1.0)
+        )

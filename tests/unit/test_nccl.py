@@ -44,7 +44,10 @@ class Recorder:
     def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> Recorder:
         # As strict as CuPy, which is compiled: nothing is converted.
         if not isinstance(commId, bytes):
-            raise TypeError(f"Argument 'commId' has incorrect type (expected bytes, got {type(commId).__name__})")
+            raise TypeError(
+                "Argument 'commId' has incorrect type (expected bytes, got "
+                f"{type(commId).__name__})"
+            )
         self.joining.wait(20)
         self._call("join", ndev, commId, rank)
         return self
@@ -108,7 +111,10 @@ def test_a_group_is_ended_whatever_happens_in_it() -> None:
     nccl = Recorder()
     transport = joined(nccl)
     nccl.fail["recv"] = RuntimeError("ncclInvalidArgument")
-    with pytest.raises(DeviceError, match=r"rank 1: NCCL could not start messages with ranks \[0\]: ncclInvalidArgument"):
+    with pytest.raises(
+        DeviceError,
+        match=r"rank 1: NCCL could not start messages with ranks \[0\]: ncclInvalidArgument",
+    ):
         transport.exchange([], [(torch.zeros(4, dtype=torch.uint8), 0)], stream=1)
     assert nccl.calls[-1] == ("groupEnd",)
 
@@ -157,7 +163,12 @@ def test_init_connects_every_pair_and_waits_for_it(monkeypatch: pytest.MonkeyPat
     nccl = Recorder()
     transport = joined(nccl, connect=partial(_connect, torch.device("cpu")))
     whom = [(call[0], call[2], call[4:]) for call in nccl.calls if call[0] in ("send", "recv")]
-    assert whom == [("send", 1, (2, 7)), ("recv", 1, (0, 7)), ("send", 1, (0, 7)), ("recv", 1, (2, 7))]
+    assert whom == [
+        ("send", 1, (2, 7)),
+        ("recv", 1, (0, 7)),
+        ("send", 1, (0, 7)),
+        ("recv", 1, (2, 7)),
+    ]
     assert [call[0] for call in nccl.calls].count("groupEnd") == 2
     assert nccl.calls[-1] == ("synchronize",)
     assert (transport.bytes_sent, transport.bytes_received) == (0, 0)  # none of the program's
@@ -166,7 +177,9 @@ def test_init_connects_every_pair_and_waits_for_it(monkeypatch: pytest.MonkeyPat
 def test_connecting_has_a_deadline_and_ends_the_communicator() -> None:
     nccl, over = Recorder(), threading.Event()
     nccl.stay["groupEnd"] = over
-    with pytest.raises(Stalled, match=r"NCCL waited 0\.5 s for the ranks to connect with each other"):
+    with pytest.raises(
+        Stalled, match=r"NCCL waited 0\.5 s for the ranks to connect with each other"
+    ):
         joined(nccl, connect=lambda wire: wire.exchange([], [], 1), timeout_s=0.5)
     assert nccl.calls[-1] == ("abort",)
     over.set()
@@ -175,7 +188,10 @@ def test_connecting_has_a_deadline_and_ends_the_communicator() -> None:
 def test_what_fails_while_connecting_is_an_error_of_init() -> None:
     nccl = Recorder()
     nccl.fail["groupEnd"] = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
-    with pytest.raises(DeviceError, match=r"NCCL could not connect with the other ranks: .* NCCL_ERROR_REMOTE_ERROR"):
+    with pytest.raises(
+        DeviceError,
+        match=r"NCCL could not connect with the other ranks: .* NCCL_ERROR_REMOTE_ERROR",
+    ):
         joined(nccl, connect=lambda wire: wire.exchange([], [], 1))
     assert nccl.calls[-1] == ("abort",)
 
@@ -190,7 +206,14 @@ def test_what_nccl_says_is_passed_on() -> None:
 def test_the_device_is_entered_in_the_thread_that_joins() -> None:
     nccl = Recorder()
     threads: list[str] = []
-    NcclTransport(nccl, unique_id_bytes(nccl), 0, 2, 20.0, lambda: threads.append(threading.current_thread().name))
+    NcclTransport(
+        nccl,
+        unique_id_bytes(nccl),
+        0,
+        2,
+        20.0,
+        lambda: threads.append(threading.current_thread().name),
+    )
     assert threads == ["burst_rt nccl rank 0"]
 
 
@@ -211,7 +234,10 @@ def test_nccls_later_errors_are_told_to_who_asks() -> None:
     transport.check()
     nccl.fail["check_async_error"] = KeyError(7)  # still at it, says nccl.h
     transport.check()
-    for error, said in ((RuntimeError("NCCL_ERROR_REMOTE_ERROR"), "NCCL_ERROR_REMOTE_ERROR"), (KeyError(8), r"result 8 of nccl\.h")):
+    for error, said in (
+        (RuntimeError("NCCL_ERROR_REMOTE_ERROR"), "NCCL_ERROR_REMOTE_ERROR"),
+        (KeyError(8), r"result 8 of nccl\.h"),
+    ):
         nccl.fail["check_async_error"] = error
         with pytest.raises(DeviceError, match=f"rank 1: NCCL failed while moving data: {said}"):
             transport.check()
@@ -270,7 +296,9 @@ def test_the_real_id_is_bytes(real: Any) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_real_cupy_takes_the_arguments(real: Any, size: int) -> None:
     """Without a GPU it is NCCL that says no, and nothing before it."""
-    with pytest.raises(DeviceError, match="NCCL could not make a communicator: NCCL_ERROR_UNHANDLED_CUDA_ERROR") as caught:
+    with pytest.raises(
+        DeviceError, match="NCCL could not make a communicator: NCCL_ERROR_UNHANDLED_CUDA_ERROR"
+    ) as caught:
         NcclTransport(real, unique_id_bytes(real), 0, size, 20.0, lambda: None)
     assert isinstance(caught.value.__cause__, real.NcclError)
 
@@ -285,14 +313,29 @@ def test_results_that_the_real_cupy_has_no_name_for(real: Any, status: int) -> N
 def test_the_double_is_like_the_real_one(real: Any) -> None:
     """Same methods, same arguments; and the real communicator takes them, though one that is
     none has nothing to send with."""
-    names = [name for name, _ in inspect.getmembers(Recorder, inspect.isfunction) if not name.startswith("_")]
-    assert {"NcclCommunicator", "abort", "destroy", "get_unique_id", "groupEnd", "groupStart", "recv", "send"} <= set(names)
+    names = [
+        name
+        for name, _ in inspect.getmembers(Recorder, inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    assert {
+        "NcclCommunicator",
+        "abort",
+        "destroy",
+        "get_unique_id",
+        "groupEnd",
+        "groupStart",
+        "recv",
+        "send",
+    } <= set(names)
     communicator = real.NcclCommunicator.__new__(real.NcclCommunicator)
     for name in names:
         of_module = hasattr(real, name)
         assert of_module != hasattr(communicator, name), name
         mine = [p for p in inspect.signature(getattr(Recorder, name)).parameters if p != "self"]
-        assert _parameters(getattr(real if of_module else communicator, name))[: len(mine)] == mine, name
+        assert (
+            _parameters(getattr(real if of_module else communicator, name))[: len(mine)] == mine
+        ), name
         if name in ("send", "recv", "check_async_error"):
             with pytest.raises(real.NcclError, match="INVALID_ARGUMENT"):
                 getattr(communicator, name)(*[0] * len(mine))

@@ -1,4 +1,6 @@
-"""A tile that finds no memory: DeviceError with the plan's formula on that rank, and DeviceError within seconds on every other."""
+"""A tile that finds no memory: DeviceError with the plan's formula on that rank, and DeviceError
+within seconds on every other.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,15 @@ from burst_rt.errors import BurstError, DeviceError, PeerLost
 from burst_rt.kernels.cpu import CpuKernel
 
 # What torch says on the host has no class of its own.
-_ON_HOST = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 GiB"
-_ERRORS = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError("2 GiB"), RuntimeError(_ON_HOST)]
+_ON_HOST = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+    "memory: you tried to allocate 2 GiB"
+)
+_ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError("2 GiB"),
+    RuntimeError(_ON_HOST),
+]
 
 
 def test_what_torch_says_is_known() -> None:
@@ -29,7 +38,9 @@ def test_what_torch_says_is_known() -> None:
 
 
 @pytest.mark.parametrize("error", _ERRORS)
-def test_a_call_that_cannot_be_bound_is_refused_on_every_rank(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_be_bound_is_refused_on_every_rank(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = ForwardRun.fresh
 
     def greedy(*args: Any, **options: Any) -> torch.Tensor:  # fresh's own
@@ -64,7 +75,9 @@ def _there_and_back(x: torch.Tensor, layout: ContextLayout) -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("error", _ERRORS)
-def test_every_rank_hears_of_it_at_once(direction: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_hears_of_it_at_once(
+    direction: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rank closes its context before all have heard: it is not the leaving that tells them."""
     whole = getattr(CpuKernel, direction)
     tiles: list[str] = []

@@ -1,4 +1,6 @@
-"""The package as a user gets it: sdist and wheel, what each import brings along, which way imports point, and documented names."""
+"""The package as a user gets it: sdist and wheel, what each import brings along, which way imports
+point, and documented names.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,15 @@ def _run(*command: str, cwd: Path, python_path: str | None = None) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if python_path is not None:
         environment["PYTHONPATH"] = python_path
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, check=False)
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_DEADLINE_S,
+        check=False,
+    )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -50,17 +60,36 @@ def _run(*command: str, cwd: Path, python_path: str | None = None) -> str:
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an sdist, and a wheel made from that sdist."""
     folder = tmp_path_factory.mktemp("distributions")
-    # Whatever the sdist lacks the wheel lacks too, and nothing of the work tree's build folder gets in.
-    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(_ROOT), cwd=folder)
+    # Whatever the sdist lacks the wheel lacks too, and nothing of the work tree's build folder gets
+    # in.
+    _run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(_ROOT),
+        cwd=folder,
+    )
     return folder
 
 
 @pytest.fixture(scope="module", params=["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
-def installed(request: pytest.FixtureRequest, distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(
+    request: pytest.FixtureRequest, distributions: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with the package installed from a wheel or an sdist, without its dependencies."""
     (archive,) = distributions.glob(request.param)
     folder = tmp_path_factory.mktemp("installed")
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder)]
+    options = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(folder),
+    ]
     _run(sys.executable, "-m", "pip", "install", *options, str(archive), cwd=folder)
     return folder
 
@@ -72,29 +101,47 @@ print(burst_rt.__path__[0])
 import importlib.util
 print([name for name in ("scheduler", "transport", "launch") if importlib.util.find_spec(name)])
 """
-    # The installed copy goes before the editable one of this environment; its dependencies come from here.
+    # The installed copy goes before the editable one of this environment; its dependencies come
+    # from here.
     out = _run(sys.executable, "-P", "-c", source, cwd=tmp_path, python_path=str(installed))
     assert out.splitlines() == [str(installed / "burst_rt"), "[]"]
 
 
-def test_a_wheel_holds_every_module_the_type_marker_the_machines_and_the_page(distributions: Path) -> None:
+def test_a_wheel_holds_every_module_the_type_marker_the_machines_and_the_page(
+    distributions: Path,
+) -> None:
     (wheel,) = distributions.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {f"{name.replace('.', '/')}/__init__.py" if name in _PACKAGES else f"{name.replace('.', '/')}.py" for name in _MODULES}
+    expected = {
+        f"{name.replace('.', '/')}/__init__.py"
+        if name in _PACKAGES
+        else f"{name.replace('.', '/')}.py"
+        for name in _MODULES
+    }
     assert {name for name in names if name.endswith(".py")} == expected
     assert "burst_rt/py.typed" in names
-    machines = {f"burst_rt/scheduler/hardware/{path.name}" for path in (_ROOT / "scheduler" / "hardware").glob("*.toml")}
+    machines = {
+        f"burst_rt/scheduler/hardware/{path.name}"
+        for path in (_ROOT / "scheduler" / "hardware").glob("*.toml")
+    }
     assert machines
     assert {name for name in names if name.endswith(".toml")} == machines
-    page = {f"burst_rt/dashboard/assets/{path.name}" for path in (_ROOT / "burst_rt" / "dashboard" / "assets").iterdir()}
+    page = {
+        f"burst_rt/dashboard/assets/{path.name}"
+        for path in (_ROOT / "burst_rt" / "dashboard" / "assets").iterdir()
+    }
     assert "burst_rt/dashboard/assets/index.html" in page
     assert {name for name in names if "/assets/" in name} == page
 
 
 def test_the_editable_install_maps_the_folders(tmp_path: Path) -> None:
-    source = "import burst_rt, burst_rt.scheduler as s, burst_rt.transport as t, burst_rt.launch as l\n"
+    source = (
+        "import burst_rt, burst_rt.scheduler as s, burst_rt.transport as t, burst_rt.launch as l\n"
+    )
     source += "for p in (burst_rt, s, t, l): print(p.__path__[0])"
-    assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).splitlines() == [str(folder) for folder in _FOLDERS.values()]
+    assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).splitlines() == [
+        str(folder) for folder in _FOLDERS.values()
+    ]
 
 
 @pytest.mark.parametrize("name", ["scheduler", "transport", "launch"])
@@ -104,20 +151,36 @@ def test_the_folders_cannot_be_imported_by_their_own_names(name: str, tmp_path: 
 
 
 def test_the_command_is_installed() -> None:
-    (script,) = (point for point in importlib.metadata.entry_points(group="console_scripts") if point.name == "burst-rt")
+    (script,) = (
+        point
+        for point in importlib.metadata.entry_points(group="console_scripts")
+        if point.name == "burst-rt"
+    )
     assert script.value == "burst_rt.launch.main:main"
 
 
 @pytest.mark.parametrize(
-    "statement", ["import burst_rt", "import burst_rt.scheduler", "from burst_rt.launch.main import cli", "import burst_rt.launch.child"]
+    "statement",
+    [
+        "import burst_rt",
+        "import burst_rt.scheduler",
+        "from burst_rt.launch.main import cli",
+        "import burst_rt.launch.child",
+    ],
 )
 def test_a_light_import_stays_light(statement: str, tmp_path: Path) -> None:
-    source = f"import sys; {statement}; print(sorted({{'torch', 'mpi4py', 'numpy', 'triton'}} & set(sys.modules)))"
+    source = (
+        f"import sys; {statement}; print(sorted({{'torch', 'mpi4py', 'numpy', 'triton'}} & "
+        "set(sys.modules)))"
+    )
     assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "[]"
 
 
 def test_a_job_may_report_before_init(tmp_path: Path) -> None:
-    source = "import burst_rt; burst_rt.telemetry.report(1, loss=2.0); print({'TYPE_CHECKING', 'import_module'} & set(dir(burst_rt)))"
+    source = (
+        "import burst_rt; burst_rt.telemetry.report(1, loss=2.0); print({'TYPE_CHECKING', "
+        "'import_module'} & set(dir(burst_rt)))"
+    )
     assert _run(sys.executable, "-P", "-c", source, cwd=tmp_path).strip() == "set()"
 
 
@@ -127,7 +190,9 @@ def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
 
 
 def _imports(name: str) -> set[str]:
-    """Full names of all modules that a module imports, anywhere in its text; types-only imports count too."""
+    """Full names of all modules that a module imports, anywhere in its text; types-only imports
+    count too.
+    """
     path = _MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
@@ -137,9 +202,17 @@ def _imports(name: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             start = node.module or ""
             if node.level:
-                start = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [node.module])])
+                start = ".".join(
+                    [
+                        *package.split(".")[: len(package.split(".")) - node.level + 1],
+                        *filter(None, [node.module]),
+                    ]
+                )
             # `from a import b` may import the module a.b.
-            found |= {f"{start}.{alias.name}" if f"{start}.{alias.name}" in _MODULES else start for alias in node.names}
+            found |= {
+                f"{start}.{alias.name}" if f"{start}.{alias.name}" in _MODULES else start
+                for alias in node.names
+            }
     return found
 
 
@@ -151,9 +224,14 @@ def _is_standard_library(name: str) -> bool:
     return name.partition(".")[0] in sys.stdlib_module_names
 
 
-# What everything may import: they import nothing of the package but each other, and no library until they are asked.
+# What everything may import: they import nothing of the package but each other, and no library
+# until they are asked.
 _GROUND = {"burst_rt.errors", "burst_rt.launched", "burst_rt.reports"}
-_NEEDS_ONLY_PYTHON = ("burst_rt.attention.strategies", "burst_rt.attention.layouts", "burst_rt.attention.masks")
+_NEEDS_ONLY_PYTHON = (
+    "burst_rt.attention.strategies",
+    "burst_rt.attention.layouts",
+    "burst_rt.attention.masks",
+)
 
 
 @pytest.mark.parametrize("name", sorted(_MODULES))
@@ -184,9 +262,12 @@ def test_every_public_name_of_a_package_is_documented(name: str) -> None:
     package = importlib.import_module(name)
     assert package.__doc__, f"{name} has no docstring"
     public = {name: getattr(package, name) for name in getattr(package, "__all__", [])}
-    # Constants and type aliases cannot carry a docstring; a class must not live on an inherited one.
+    # Constants and type aliases cannot carry a docstring; a class must not live on an inherited
+    # one.
     documentable = {
-        name: value for name, value in public.items() if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
+        name: value
+        for name, value in public.items()
+        if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
     }
     assert [name for name, value in documentable.items() if not _own_docstring(value)] == []
 

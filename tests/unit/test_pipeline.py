@@ -14,7 +14,14 @@ import torch
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, InternalError, PeerLost
+from burst_rt.errors import (
+    BurstError,
+    ConfigError,
+    ContractMismatch,
+    InputError,
+    InternalError,
+    PeerLost,
+)
 from burst_rt.scheduler import HOST_LANES, NCCL_LANES, Graph, GraphBuilder, Op
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
@@ -24,19 +31,30 @@ SIZE_BYTES = 64
 def build(rank: int, world_size: int) -> Graph:
     """Every rank adds up what it holds, and passes it on, once round the ring."""
     g = GraphBuilder(rank, world_size)
-    slots = [g.buffer("here", size_bytes=SIZE_BYTES, initialised=True), g.buffer("there", size_bytes=SIZE_BYTES)]
+    slots = [
+        g.buffer("here", size_bytes=SIZE_BYTES, initialised=True),
+        g.buffer("there", size_bytes=SIZE_BYTES),
+    ]
     total = g.buffer("total", initialised=True)
     for hop in range(world_size):
         here, coming = slots[hop % 2], slots[(hop + 1) % 2]
         if hop + 1 < world_size:
-            g.exchange(f"hop {hop}", sends=[(here, (rank + 1) % world_size)], recvs=[(coming, (rank - 1) % world_size)], tag=hop)
+            g.exchange(
+                f"hop {hop}",
+                sends=[(here, (rank + 1) % world_size)],
+                recvs=[(coming, (rank - 1) % world_size)],
+                tag=hop,
+            )
         g.compute(f"add {hop}", Op("add", (here.name,)), reads=[here], accumulates=[total])
     return g.build()
 
 
 def run(ctx: Context) -> float:
     pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
-    buffers = {"here": torch.full((16,), float(ctx.rank + 1)), "there": torch.full((16,), torch.nan)}
+    buffers = {
+        "here": torch.full((16,), float(ctx.rank + 1)),
+        "there": torch.full((16,), torch.nan),
+    }
     total = torch.zeros(16)
 
     def add(name: str) -> None:
@@ -55,13 +73,17 @@ def test_a_ring_of_ones_own(world: int) -> None:
 
 
 def failure(ctx: Context, *, odd: bool) -> BurstError:
-    """What a rank gets when rank 1 does something odd and the others do not, and that the context is as good as before."""
+    """What a rank gets when rank 1 does something odd and the others do not, and that the context
+    is as good as before.
+    """
     pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
     if ctx.rank == 1 and odd:
         pipeline.fingerprint = "another"
     there = torch.zeros(16 if odd or ctx.rank != 1 else 15)
     with pytest.raises(BurstError) as caught:
-        pipeline.run(buffers={"here": torch.zeros(16), "there": there}, ops={"add": lambda name: None})
+        pipeline.run(
+            buffers={"here": torch.zeros(16), "there": there}, ops={"add": lambda name: None}
+        )
     assert ctx.transport.bytes_sent == 0
     run(ctx)
     return caught.value
@@ -71,7 +93,9 @@ def test_a_buffer_too_small_on_one_rank_is_refused_on_all() -> None:
     for error in burst_rt.run_local(3, lambda ctx: failure(ctx, odd=False)):
         assert type(error) is InputError
         assert "rank 1" in str(error)
-        assert "there[0] must be a contiguous tensor of at least 64 bytes, got 60 bytes" in str(error)
+        assert "there[0] must be a contiguous tensor of at least 64 bytes, got 60 bytes" in str(
+            error
+        )
 
 
 @pytest.mark.parametrize(
@@ -82,8 +106,14 @@ def test_a_buffer_too_small_on_one_rank_is_refused_on_all() -> None:
         ([3.0], "must be a tensor, got float"),
         (torch.zeros(16).numpy(), "must be a tensor, got ndarray"),
         (torch.zeros(16, device="meta"), "must be on cpu, the context's device, got meta"),
-        (torch.zeros(32)[::2], "must be a contiguous tensor of at least 64 bytes, got 64 bytes, contiguous: False"),
-        (torch.zeros(16).to_sparse(), "must be a contiguous tensor of at least 64 bytes, got torch.sparse_coo"),
+        (
+            torch.zeros(32)[::2],
+            "must be a contiguous tensor of at least 64 bytes, got 64 bytes, contiguous: False",
+        ),
+        (
+            torch.zeros(16).to_sparse(),
+            "must be a contiguous tensor of at least 64 bytes, got torch.sparse_coo",
+        ),
     ],
 )
 def test_what_is_no_buffer_on_one_rank_is_refused_on_all(wrong: Any, got: str) -> None:
@@ -102,20 +132,30 @@ def test_the_largest_message_of_a_part_decides() -> None:
 
     def twice(rank: int) -> Graph:
         g = GraphBuilder(rank, 2)
-        own, slot = g.buffer("own", size_bytes=16, initialised=True), g.buffer("slot", size_bytes=16)
+        own, slot = (
+            g.buffer("own", size_bytes=16, initialised=True),
+            g.buffer("slot", size_bytes=16),
+        )
         for tag, size in enumerate((16, 8)):
-            g.exchange(f"x{tag}", sends=[(own, 1 - rank, size)], recvs=[(slot, 1 - rank, size)], tag=tag)
+            g.exchange(
+                f"x{tag}", sends=[(own, 1 - rank, size)], recvs=[(slot, 1 - rank, size)], tag=tag
+            )
         return g.build()
 
     def call(ctx: Context) -> None:
-        with pytest.raises(InputError, match=r"slot\[0\] must be a contiguous tensor of at least 16 bytes, got 8 bytes"):
+        with pytest.raises(
+            InputError,
+            match=r"slot\[0\] must be a contiguous tensor of at least 16 bytes, got 8 bytes",
+        ):
             ctx.pipeline(twice).run(buffers={"own": torch.zeros(4), "slot": torch.zeros(2)}, ops={})
 
     burst_rt.run_local(2, call)
 
 
 def test_a_mismatch_inside_a_run_breaks_the_context() -> None:
-    """Of another context, say: unlike one of this run's own it comes when messages are under way."""
+    """Of another context, say: unlike one of this run's own it comes when messages are under
+    way.
+    """
 
     def call(ctx: Context) -> None:
         pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
@@ -131,7 +171,10 @@ def test_a_mismatch_inside_a_run_breaks_the_context() -> None:
         else:
             with contextlib.suppress(PeerLost):  # unless it had all it needed by then
                 pipeline.run(buffers=buffers, ops={"add": add})
-        with pytest.raises(PeerLost, match="this context broke in an earlier call" if ctx.rank == 0 else "rank 0 failed"):
+        with pytest.raises(
+            PeerLost,
+            match="this context broke in an earlier call" if ctx.rank == 0 else "rank 0 failed",
+        ):
             pipeline.run(buffers=buffers, ops={"add": add})
 
     burst_rt.run_local(2, call)
@@ -142,13 +185,19 @@ def test_device_memory_is_not_staged() -> None:
         pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
         ctx.machine.transport_name = "staged"
         # "meta" stands for a GPU: it is no CPU either.
-        buffers = {name: torch.zeros(16, device="meta" if ctx.rank else "cpu") for name in ("here", "there")}
+        buffers = {
+            name: torch.zeros(16, device="meta" if ctx.rank else "cpu")
+            for name in ("here", "there")
+        }
         with pytest.raises(ConfigError) as caught:
             pipeline.run(buffers=buffers, ops={"add": lambda name: None})
         return str(caught.value)
 
     for message in burst_rt.run_local(2, call):
-        assert "rank 1: Pipeline.run: here[0] is on meta, and custom pipelines are not staged" in message
+        assert (
+            "rank 1: Pipeline.run: here[0] is on meta, and custom pipelines are not staged"
+            in message
+        )
 
 
 def test_another_graph_on_one_rank_is_refused_on_all() -> None:
@@ -180,7 +229,9 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_example_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     example().main()
     assert "the result is right" in capsys.readouterr().out
@@ -188,17 +239,24 @@ def test_the_example_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_graph_for_other_lanes_is_refused() -> None:
-    """Before anything is sent; and every rank refuses it alike, since all have the same kind of machine."""
+    """Before anything is sent; and every rank refuses it alike, since all have the same kind of
+    machine.
+    """
 
     def build(rank: int) -> Graph:
         g = GraphBuilder(rank, 2, NCCL_LANES)
-        here, there = g.buffer("here", size_bytes=4, initialised=True), g.buffer("there", size_bytes=4)
+        here, there = (
+            g.buffer("here", size_bytes=4, initialised=True),
+            g.buffer("there", size_bytes=4),
+        )
         g.exchange("swap", sends=[(here, 1 - rank)], recvs=[(there, 1 - rank)], tag=0)
         return g.build()
 
     def call(ctx: Context) -> str:
         with pytest.raises(ConfigError) as caught:
-            ctx.pipeline(build).run(buffers={name: torch.zeros(1) for name in ("here", "there")}, ops={})
+            ctx.pipeline(build).run(
+                buffers={name: torch.zeros(1) for name in ("here", "there")}, ops={}
+            )
         assert ctx.lanes == HOST_LANES
         return str(caught.value)
 

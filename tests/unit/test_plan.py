@@ -1,4 +1,6 @@
-"""Looking ahead from the command line: the paper's figures from its three calibration rows, out-of-memory rows, models by their sizes."""
+"""Looking ahead from the command line: the paper's figures from its three calibration rows,
+out-of-memory rows, models by their sizes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from click.testing import CliRunner
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.cli import parse_tokens
-from burst_rt.launch.plan.model import MODELS, fewest_ranks, forecast_model, parse_model, published_mask, tile_of
+from burst_rt.launch.plan.model import (
+    MODELS,
+    fewest_ranks,
+    forecast_model,
+    parse_model,
+    published_mask,
+    tile_of,
+)
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
 from burst_rt.layers import LayerShape
 from burst_rt.scheduler.hardware import load_hardware
@@ -27,7 +36,9 @@ def test_the_models_are_as_large_as_they_are_called() -> None:
 @pytest.mark.parametrize("tokens", FIRST_TOKEN_S)
 def test_the_papers_first_token_latencies_come_out(tokens: int) -> None:
     for strategy, seconds in zip(STRATEGIES, FIRST_TOKEN_S[tokens], strict=True):
-        found = forecast_model(_LLAMA, strategy, 8, tokens, _A100, "first-token", mask=published_mask(strategy))
+        found = forecast_model(
+            _LLAMA, strategy, 8, tokens, _A100, "first-token", mask=published_mask(strategy)
+        )
         assert found.time_s == pytest.approx(seconds, rel=0.15), strategy
 
 
@@ -70,12 +81,19 @@ def test_a_model_by_its_sizes() -> None:
     model = parse_model("layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256")
     assert model.layer == LayerShape(4096, 32, 8, 128, 14336)
     assert model.num_weights == pytest.approx(8.03e9, rel=0.01)
-    for wrong in ("gpt", "layers=32", "layers=x,dim=1,heads=1,ffn=1", "layers=0,dim=4,heads=1,ffn=1"):
+    for wrong in (
+        "gpt",
+        "layers=32",
+        "layers=x,dim=1,heads=1,ffn=1",
+        "layers=0,dim=4,heads=1,ffn=1",
+    ):
         with pytest.raises(InputError, match="model: "):
             parse_model(wrong)
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("131072", 1 << 17), ("128K", 1 << 17), ("1m", 1 << 20)])
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("131072", 1 << 17), ("128K", 1 << 17), ("1m", 1 << 20)]
+)
 def test_tokens(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
 
@@ -87,36 +105,68 @@ def test_tokens_that_are_none(text: str) -> None:
 
 
 def test_simulate_prints_json() -> None:
-    argv = "simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence --world 8 --seq 131072 --phase first-token"
+    argv = (
+        "simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence "
+        "--world 8 --seq 131072 --phase first-token"
+    )
     done = CliRunner().invoke(cli, [*argv.split(), "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     assert said["time_s"] == pytest.approx(28.73, rel=0.15)
-    assert (said["world"], said["seq"], said["mask"], said["out_of_memory"]) == (8, 131072, "causal", False)
+    assert (said["world"], said["seq"], said["mask"], said["out_of_memory"]) == (
+        8,
+        131072,
+        "causal",
+        False,
+    )
     assert "tensor-parallel+sequence" in CliRunner().invoke(cli, argv.split()).stdout
 
 
 def test_plan_and_simulate_say_the_same_of_the_same() -> None:
-    about = ["--hardware", "a100-pcie", "--world", "4", "--seq", "16K", "--model", "layers=2,dim=768,heads=12,ffn=2048", "--json"]
+    about = [
+        "--hardware",
+        "a100-pcie",
+        "--world",
+        "4",
+        "--seq",
+        "16K",
+        "--model",
+        "layers=2,dim=768,heads=12,ffn=2048",
+        "--json",
+    ]
     planned, simulated = (
-        json.loads(CliRunner().invoke(cli, words + about).stdout) for words in (["plan"], ["simulate", "--strategy", "burst"])
+        json.loads(CliRunner().invoke(cli, words + about).stdout)
+        for words in (["plan"], ["simulate", "--strategy", "burst"])
     )
     (row,) = [row for row in planned["strategies"] if row["strategy"] == "burst"]
     assert {name: simulated[name] for name in row} == row
 
 
 def test_plan_names_what_comes_to_the_same_once() -> None:
-    said = CliRunner().invoke(cli, ["plan", "--world", "8", "--hardware", "a100-pcie", "--seq", "128K"]).stdout.splitlines()
+    said = (
+        CliRunner()
+        .invoke(cli, ["plan", "--world", "8", "--hardware", "a100-pcie", "--seq", "128K"])
+        .stdout.splitlines()
+    )
     # On one node two levels are a ring.
     assert "two-level is the same" in said[-1]
     assert "1.00 times" not in said[-1]
     argv = "plan --world 4 --hardware a100-pcie --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
-    refused = [line for line in CliRunner().invoke(cli, argv.split()).stdout.splitlines() if "not for this" in line]
-    assert [line.count("tensor-parallel:") for line in refused if line.startswith("tensor-parallel:")] == [1]
+    refused = [
+        line
+        for line in CliRunner().invoke(cli, argv.split()).stdout.splitlines()
+        if "not for this" in line
+    ]
+    assert [
+        line.count("tensor-parallel:") for line in refused if line.startswith("tensor-parallel:")
+    ] == [1]
 
 
 def test_plan_says_what_to_take_and_why() -> None:
-    argv = "plan --world 4 --nodes 2 --hardware h100 --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
+    argv = (
+        "plan --world 4 --nodes 2 --hardware h100 --model layers=2,dim=768,heads=6,ffn=2048 "
+        "--seq 16K"
+    )
     done = CliRunner().invoke(cli, [*argv.split(), "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
@@ -130,4 +180,6 @@ def test_plan_says_what_to_take_and_why() -> None:
     assert f"Take {said['take']}" in printed
     assert "tiles are" in printed
     with pytest.raises(InputError, match="4 ranks do not spread evenly over 3 nodes"):
-        CliRunner().invoke(cli, [*argv.replace("--nodes 2", "--nodes 3").split()], catch_exceptions=False)
+        CliRunner().invoke(
+            cli, [*argv.replace("--nodes 2", "--nodes 3").split()], catch_exceptions=False
+        )

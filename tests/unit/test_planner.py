@@ -1,4 +1,6 @@
-"""Plans: cached and bounded, verified for all ranks, and the memory they announce is the memory a run takes."""
+"""Plans: cached and bounded, verified for all ranks, and the memory they announce is the memory a
+run takes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from burst_rt.attention.problem import Problem
 from burst_rt.errors import InputError, InternalError
 
 
-def _key(world_size: int = 3, *, seq_len: int = 60, forward: bool = False, mask: Mask | None = None, kernel: str = "auto") -> PlanKey:
+def _key(
+    world_size: int = 3,
+    *,
+    seq_len: int = 60,
+    forward: bool = False,
+    mask: Mask | None = None,
+    kernel: str = "auto",
+) -> PlanKey:
     layout = make_layout("zigzag", seq_len, world_size)
     p = Problem(layout, layout, mask or Causal(), 1, 2, 2, 16, 4, 4, (True, True, True))
     return PlanKey(forward, p, "auto", kernel, torch.float32, torch.device("cpu"))
@@ -23,7 +32,13 @@ def _key(world_size: int = 3, *, seq_len: int = 60, forward: bool = False, mask:
 def test_a_plan_is_made_once() -> None:
     planner = Planner(1)
     assert planner.plan(_key()) is planner.plan(_key())
-    others = [_key(forward=True), _key(seq_len=61), _key(mask=Full()), _key(kernel="naive"), _key()._replace(strategy="ring-kv")]
+    others = [
+        _key(forward=True),
+        _key(seq_len=61),
+        _key(mask=Full()),
+        _key(kernel="naive"),
+        _key()._replace(strategy="ring-kv"),
+    ]
     assert len({id(planner.plan(key)) for key in (_key(), *others)}) == 6
 
 
@@ -51,15 +66,26 @@ def test_every_rank_finds_its_own_graph(world_size: int, forward: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 66])
-def test_graphs_that_do_not_fit_together_are_not_run(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_do_not_fit_together_are_not_run(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from burst_rt.attention.strategies.ring import Ring
 
     build = Ring.graph
 
     def off_by_one(ring: Ring, rank: int, *_: object) -> object:
-        layout = make_layout("zigzag", ring.problem.q_layout.seq_len + 2 * world_size * (rank == 1), world_size)
-        other = Problem(layout, layout, *(getattr(ring.problem, name) for name in list(Problem.__dataclass_fields__)[2:]))
-        return build(Ring(other, *(getattr(ring, name) for name in list(Ring.__dataclass_fields__)[1:])), rank)
+        layout = make_layout(
+            "zigzag", ring.problem.q_layout.seq_len + 2 * world_size * (rank == 1), world_size
+        )
+        other = Problem(
+            layout,
+            layout,
+            *(getattr(ring.problem, name) for name in list(Problem.__dataclass_fields__)[2:]),
+        )
+        return build(
+            Ring(other, *(getattr(ring, name) for name in list(Ring.__dataclass_fields__)[1:])),
+            rank,
+        )
 
     monkeypatch.setattr(Ring, "graph", off_by_one)
     with pytest.raises(InternalError, match=r"sends .* bytes|expects"):
@@ -72,21 +98,36 @@ def test_what_no_kernel_can_do_is_refused_by_name() -> None:
 
     def run(ctx: Context) -> None:
         x = torch.zeros(1, 5, 1, 16)
-        with pytest.raises(InputError, match=r"rank 0: kernel must be 'auto' or one of .*, got 'cuda'"):
+        with pytest.raises(
+            InputError, match=r"rank 0: kernel must be 'auto' or one of .*, got 'cuda'"
+        ):
             burst_rt.burst_attention(x, x, x, layout=ctx.layout(10))
 
     burst_rt.run_local(2, run, kernel="cuda")
 
 
-def _runs(ctx: Context, dtype: torch.dtype, batch: int, strategy: str) -> list[tuple[Plan, ForwardRun | BackwardRun]]:
+def _runs(
+    ctx: Context, dtype: torch.dtype, batch: int, strategy: str
+) -> list[tuple[Plan, ForwardRun | BackwardRun]]:
     """Both directions of a call, bound to tensors as they are when it starts."""
     layout = ctx.layout(64 * ctx.world_size)
-    q, k, v = (torch.zeros(batch, 64, heads, 32, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.zeros(batch, 64, heads, 32, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
     spec = burst_rt.call_spec(q, k, v, causal=True, layout=layout, strategy=strategy)
     q, k, v = (x.detach() for x in (q, k, v))
     forward, backward = (ctx.plan(spec, q, k, forward=direction) for direction in (True, False))
     first = ForwardRun(forward, ctx.machine, None, lambda: None, False, (q, k, v))
-    second = BackwardRun(backward, ctx.machine, None, lambda: None, False, (q, k, v, first.out, first.lse), torch.ones_like(q), None)
+    second = BackwardRun(
+        backward,
+        ctx.machine,
+        None,
+        lambda: None,
+        False,
+        (q, k, v, first.out, first.lse),
+        torch.ones_like(q),
+        None,
+    )
     return [(forward, first), (backward, second)]
 
 
@@ -94,7 +135,9 @@ def _runs(ctx: Context, dtype: torch.dtype, batch: int, strategy: str) -> list[t
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_slots_are_as_large_as_announced(world_size: int, dtype: torch.dtype, batch: int, strategy: str) -> None:
+def test_slots_are_as_large_as_announced(
+    world_size: int, dtype: torch.dtype, batch: int, strategy: str
+) -> None:
     def check(ctx: Context) -> list[int]:
         sizes = []
         for plan, run in _runs(ctx, dtype, batch, strategy):

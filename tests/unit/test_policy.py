@@ -1,4 +1,6 @@
-"""Policies: permutations, transfers first, the longest tail first, ties by id; another order, never another result."""
+"""Policies: permutations, transfers first, the longest tail first, ties by id; another order, never
+another result.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ def _random_graph(seed: int) -> Graph:
         if rng.random() < 0.3:
             g.exchange(f"x{i}", sends=[(read, 1)], recvs=[(write, 1)], tag=i)
         else:
-            g.compute(f"c{i}", _WORK, reads=[read], accumulates=[write], cost=Cost(rng.randrange(3), rng.randrange(3)))
+            g.compute(
+                f"c{i}",
+                _WORK,
+                reads=[read],
+                accumulates=[write],
+                cost=Cost(rng.randrange(3), rng.randrange(3)),
+            )
     return g.build()
 
 
@@ -72,7 +80,10 @@ def test_transfers_go_before_everything_else() -> None:
 
 def test_a_transfer_goes_first_however_little_hangs_on_it() -> None:
     g = GraphBuilder(0, 2)
-    small, large = g.buffer("small", size_bytes=1, initialised=True), g.buffer("large", size_bytes=1, initialised=True)
+    small, large = (
+        g.buffer("small", size_bytes=1, initialised=True),
+        g.buffer("large", size_bytes=1, initialised=True),
+    )
     g.compute("long", _WORK, accumulates=[large], cost=Cost(flops=10**12))
     g.exchange("short", sends=[(small, 1)], tag=0)
     assert _order(g.build(), critical_path) == [1, 0]
@@ -96,7 +107,13 @@ def test_among_compute_tasks_the_longest_tail_goes_first_and_ties_go_by_id() -> 
         for i in range(12):
             read, write = rng.sample(buffers, 2)
             # Powers of two add up without rounding whatever the nominal rate of the machine is.
-            g.compute(f"c{i}", _WORK, reads=[read], accumulates=[write], cost=Cost(flops=2 ** rng.randrange(3)))
+            g.compute(
+                f"c{i}",
+                _WORK,
+                reads=[read],
+                accumulates=[write],
+                cost=Cost(flops=2 ** rng.randrange(3)),
+            )
         graph = g.build()
         tails = _brute_force_tails(graph)
         order = _order(graph, critical_path)
@@ -126,7 +143,9 @@ def test_what_is_no_permutation_is_refused(places: list[int]) -> None:
 
 
 def _compute(graph: Graph, policy: Policy) -> tuple[list[int], list[float]]:
-    """Runs a graph one task at a time: (the order in which tasks ran, what all parts hold in the end)."""
+    """Runs a graph one task at a time: (the order in which tasks ran, what all parts hold in the
+    end).
+    """
     values = [1.0 + part.id for part in graph.parts]
     engine = Engine(Schedule.of(graph, policy), validate=True)
     order: list[int] = []
@@ -150,9 +169,18 @@ def test_policies_change_the_order_but_not_one_bit_of_the_result() -> None:
         buffers = [g.buffer(f"b{i}", initialised=True) for i in range(6)]
         for i in range(12):
             read, write = rng.sample(buffers, 2)
-            g.compute(f"c{i}", _WORK, reads=[read], accumulates=[write], cost=Cost(flops=rng.randrange(1, 9)))
+            g.compute(
+                f"c{i}",
+                _WORK,
+                reads=[read],
+                accumulates=[write],
+                cost=Cost(flops=rng.randrange(1, 9)),
+            )
         graph = g.build()
-        runs = [_compute(graph, policy) for policy in (program_order, critical_path, _shuffled(seed), _shuffled(seed + 1))]
+        runs = [
+            _compute(graph, policy)
+            for policy in (program_order, critical_path, _shuffled(seed), _shuffled(seed + 1))
+        ]
         assert runs[0][0] == list(range(12))
         assert all(values == runs[0][1] for _, values in runs)
         num_orders += len({tuple(order) for order, _ in runs})

@@ -1,4 +1,6 @@
-"""Which kernel "auto" takes where several can do the work: by measured speed, remembered, the same for all ranks of a host."""
+"""Which kernel "auto" takes where several can do the work: by measured speed, remembered, the same
+for all ranks of a host.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl, restore_flash_attention_impl
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 import burst_rt
 from burst_rt import Causal, Full
@@ -48,7 +54,9 @@ def a_chip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def _square(world_size: int = 1, *, forward: bool = True, partials: str = "exact") -> Work:
     pieces = Causal().pieces(range(64), range(64))
-    return _WORK._replace(tiles=(pieces,) * world_size, ring_size=world_size, forward=forward, partials=partials)
+    return _WORK._replace(
+        tiles=(pieces,) * world_size, ring_size=world_size, forward=forward, partials=partials
+    )
 
 
 def _measure_by(monkeypatch: pytest.MonkeyPatch, clock: _Measure) -> None:
@@ -60,7 +68,10 @@ def test_the_fastest_is_taken_and_the_figures_are_told(monkeypatch: pytest.Monke
     _measure_by(monkeypatch, clock)
     picked = pick(_square())
     assert picked.kernel.name == "cudnn"
-    assert picked.reason == "the fastest of cudnn 1.000 ms, triton 2.000 ms, flash 3.000 ms for a tile of 4,096 x 4,096 (measured now)"
+    assert picked.reason == (
+        "the fastest of cudnn 1.000 ms, triton 2.000 ms, flash 3.000 ms for a tile of 4,096 x "
+        "4,096 (measured now)"
+    )
     assert pick(_square()).kernel is picked.kernel
     assert clock.asked == [("triton", "cudnn", "flash")]
 
@@ -84,7 +95,11 @@ def test_the_answer_is_remembered_from_job_to_job(monkeypatch: pytest.MonkeyPatc
     forget(KIND)
     speed._known.clear()
     assert pick(_square()).kernel.name == "triton"
-    for work in (_square()._replace(head_dim=64), _square()._replace(dtype=torch.float16), _square(2, partials="16bit")):
+    for work in (
+        _square()._replace(head_dim=64),
+        _square()._replace(dtype=torch.float16),
+        _square(2, partials="16bit"),
+    ):
         assert pick(work).kernel.name == "triton"
     assert len(later.asked) == 6
 
@@ -94,7 +109,9 @@ def test_another_flash_attention_is_measured_for_itself(monkeypatch: pytest.Monk
     _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=3e-3, flash=4e-3))
     assert pick(_square()).kernel.name == "triton"
     _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=3e-3, flash=1e-3))
-    register_flash_attention_impl("double", register_fn=lambda: SimpleNamespace(remove=lambda: None))
+    register_flash_attention_impl(
+        "double", register_fn=lambda: SimpleNamespace(remove=lambda: None)
+    )
     activate_flash_attention_impl("double")
     try:
         assert pick(_square()).kernel.name == "flash"
@@ -103,15 +120,22 @@ def test_another_flash_attention_is_measured_for_itself(monkeypatch: pytest.Monk
     assert pick(_square()).kernel.name == "triton"
 
 
-def test_only_kernels_that_can_and_repeat_themselves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_kernels_that_can_and_repeat_themselves_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(triton=2e-3, cudnn=1e-3, flash=1.5e-3)
     _measure_by(monkeypatch, clock)
     several = pick(_square(2))
     assert several.kernel.name == "triton"
-    assert several.reason.startswith("the only one here that can; the cudnn kernel rounds what each of its calls gives")
+    assert several.reason.startswith(
+        "the only one here that can; the cudnn kernel rounds what each of its calls gives"
+    )
     backward = pick(_square(forward=False))
     assert backward.kernel.name == "triton"
-    assert "the cudnn kernel's sums differ in the last bits from run to run; kernel='cudnn' takes it all the same" in backward.reason
+    assert (
+        "the cudnn kernel's sums differ in the last bits from run to run; kernel='cudnn' takes it "
+        "all the same" in backward.reason
+    )
     assert clock.asked == []
     torch.use_deterministic_algorithms(True)
     try:
@@ -121,11 +145,16 @@ def test_only_kernels_that_can_and_repeat_themselves_are_measured(monkeypatch: p
     assert clock.asked == [("triton", "flash")]
     rounded = pick(_square(2, partials="16bit"))
     assert rounded.kernel.name == "cudnn"
-    assert rounded.reason.endswith("partials are 16-bit: what each of its calls gives is rounded to bfloat16")
+    assert rounded.reason.endswith(
+        "partials are 16-bit: what each of its calls gives is rounded to bfloat16"
+    )
 
 
 def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    _measure_by(monkeypatch, Clock(triton=2e-3, cudnn=told(RuntimeError("no execution plan\nat line 3")), flash=3e-3))
+    _measure_by(
+        monkeypatch,
+        Clock(triton=2e-3, cudnn=told(RuntimeError("no execution plan\nat line 3")), flash=3e-3),
+    )
     picked = pick(_square())
     assert picked.kernel.name == "triton"
     assert "(measured now; cudnn failed: RuntimeError: no execution plan)" in picked.reason
@@ -137,14 +166,18 @@ def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     _measure_by(monkeypatch, clock)
     picked = pick(_square())
     assert picked.kernel.name == "triton"
-    assert picked.reason.startswith("no kernel could be measured (triton failed: OutOfMemoryError: CUDA out of memory, ")
+    assert picked.reason.startswith(
+        "no kernel could be measured (triton failed: OutOfMemoryError: CUDA out of memory, "
+    )
     speed._known.clear()
     pick(_square())
     assert len(clock.asked) == 2
 
 
 def test_ranks_of_a_host_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are processes; here threads, each with a memory of its own, that share only the cache folder."""
+    """Ranks are processes; here threads, each with a memory of its own, that share only the cache
+    folder.
+    """
     clock = Clock(triton=2e-3, cudnn=1e-3, flash=3e-3)
 
     def slow(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
@@ -164,7 +197,12 @@ def test_ranks_of_a_host_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_lock", Open())
     names: list[str] = []
     candidates = [KERNELS[name] for name in ("triton", "cudnn", "flash")]
-    threads = [threading.Thread(target=lambda: names.append(fastest(_square(), candidates, slow).kernel.name)) for _ in range(4)]
+    threads = [
+        threading.Thread(
+            target=lambda: names.append(fastest(_square(), candidates, slow).kernel.name)
+        )
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -227,7 +265,12 @@ def test_on_a_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     _measure_by(monkeypatch, clock)
     with burst_rt.init(device="cpu") as ctx:
         x = torch.zeros(1, 8, 2, 16)
-        assert "kernel cpu: the only one here that can\n" in str(burst_rt.explain(x, x, x, layout=ctx.layout(8)))
-    with pytest.raises(InputError, match=r"no tile kernel for torch\.float64 on cuda: .*triton.*; .*cudnn.*; .*flash"):
+        assert "kernel cpu: the only one here that can\n" in str(
+            burst_rt.explain(x, x, x, layout=ctx.layout(8))
+        )
+    with pytest.raises(
+        InputError,
+        match=r"no tile kernel for torch\.float64 on cuda: .*triton.*; .*cudnn.*; .*flash",
+    ):
         pick(_WORK._replace(dtype=torch.float64))
     assert clock.asked == []

@@ -1,4 +1,6 @@
-"""Ways round other than the plain ring: what is sent, over which links; and all-to-all, alone and around a ring."""
+"""Ways round other than the plain ring: what is sent, over which links; and all-to-all, alone and
+around a ring.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def links(graphs: list[Graph]) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
 @pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
-def test_graphs_fit_and_send_what_they_say(q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str) -> None:
+def test_graphs_fit_and_send_what_they_say(
+    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+) -> None:
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
     for ring in other_rings(p):
         graphs = graphs_of(ring)
@@ -52,7 +56,9 @@ def test_both_ways_round_halve_each_link(world_size: int, forward: bool) -> None
 
 @pytest.mark.parametrize("world_size", [3, 4, 8])
 def test_causal_zigzag_sends_the_late_half_back(world_size: int) -> None:
-    """Late keys are seen by late queries only, which are those of lower ranks: rank r's go r hops back instead of all the way round."""
+    """Late keys are seen by late queries only, which are those of lower ranks: rank r's go r hops
+    back instead of all the way round.
+    """
     n = 64
     p = problem(n * world_size, n * world_size, world_size, mask=Causal())
     both = choose(p, "bidirectional", forward=True).program
@@ -65,7 +71,9 @@ def test_causal_zigzag_sends_the_late_half_back(world_size: int) -> None:
 
 @pytest.mark.parametrize(("world_size", "local"), [(4, 2), (6, 3), (6, 2), (8, 4)])
 def test_two_levels_cross_nodes_once_a_block_and_node(world_size: int, local: int) -> None:
-    """Full mask, forward: each node but the owner's gets each block once from outside, and passes it on inside."""
+    """Full mask, forward: each node but the owner's gets each block once from outside, and passes
+    it on inside.
+    """
     n = 32
     p = problem(n * world_size, n * world_size, world_size)
     found = links(graphs_of(choose(p, f"two-level:{local}", forward=True).program))
@@ -78,15 +86,20 @@ def test_two_levels_cross_nodes_once_a_block_and_node(world_size: int, local: in
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
 @pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
-def test_all_to_all_fits_and_sends_what_it_says(q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str) -> None:
-    p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds, heads=(2 * world_size, world_size))
+def test_all_to_all_fits_and_sends_what_it_says(
+    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+) -> None:
+    p = problem(
+        q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds, heads=(2 * world_size, world_size)
+    )
     for size in (n for n in range(1, world_size + 1) if world_size % n == 0):
         for forward in (True, False):
             program = choose(p, f"hybrid:{size}", forward=forward).program
             graphs = graphs_of(program)
             check_world(graphs)
             assert sum(map(bytes_of, graphs)) == program.wire_bytes()
-            # Of other masks, and between strided and consecutive tokens, the cells of a tile are counted from above.
+            # Of other masks, and between strided and consecutive tokens, the cells of a tile are
+            # counted from above.
             if mask == "full" or (mask == "causal" and kinds.count("striped") != 1):
                 flops = sum(t.cost.flops for g in graphs for t in g.tasks)
                 ring = choose(p, "auto", forward=forward).program
@@ -95,14 +108,25 @@ def test_all_to_all_fits_and_sends_what_it_says(q_len: int, kv_len: int, world_s
 
 @pytest.mark.parametrize("input_bytes", [2, 4])
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (2, 2), (4, 2), (4, 4), (8, 4), (6, 3)])
-def test_bytes_of_all_to_all_are_those_of_its_text(world_size: int, size: int, input_bytes: int) -> None:
+def test_bytes_of_all_to_all_are_those_of_its_text(
+    world_size: int, size: int, input_bytes: int
+) -> None:
     n, heads, g, d = 32, 2 * size, 2, 64
-    p = problem(n * world_size, n * world_size, world_size, heads=(heads, heads // g), head_dim=d, input_bytes=input_bytes)
+    p = problem(
+        n * world_size,
+        n * world_size,
+        world_size,
+        heads=(heads, heads // g),
+        head_dim=d,
+        input_bytes=input_bytes,
+    )
     s, a, e = input_bytes, 4, n * heads * d
     groups = world_size // size
     forward = choose(p, f"hybrid:{size}", forward=True).program
     spread = (2 * s * e + 2 * s * e // g + a * n * heads) * (size - 1) // size
-    assert {bytes_of(graph) for graph in graphs_of(forward)} == {spread + (groups - 1) * 2 * s * e // g}
+    assert {bytes_of(graph) for graph in graphs_of(forward)} == {
+        spread + (groups - 1) * 2 * s * e // g
+    }
     backward = choose(p, f"hybrid:{size}", forward=False).program
     spread = (3 * s * e + 4 * s * e // g + 2 * a * n * heads) * (size - 1) // size
     ring = min((2 * s + 2 * a) * e // g, (2 * s + a) * e + 2 * a * e // d)
@@ -126,7 +150,8 @@ def test_one_group_is_one_tile() -> None:
     for kind in ("contiguous", "zigzag"):
         p = problem(64, 64, 4, kinds=(kind, kind), heads=(4, 4), mask=Causal())
         for graph in graphs_of(choose(p, "all-to-all", forward=True).program):
-            assert [len(t.op.args[2]) for t in graph.tasks if t.op and t.op.name == "forward"] == [1]  # type: ignore[arg-type]
+            ops = [t.op for t in graph.tasks if t.op and t.op.name == "forward"]
+            assert [len(op.args[2]) for op in ops] == [1]  # type: ignore[arg-type]
 
 
 def test_what_does_not_divide_is_refused_by_name() -> None:
@@ -141,7 +166,10 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     assert choose(p, "hybrid", forward=True, ranks_per_node=4).strategy == "hybrid:2"
 
 
-@pytest.mark.parametrize("name", ["", "ring", "hybrid:", "hybrid:0", "hybrid:two", "hybrid:-1", "burst:2", "Auto", None, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["", "ring", "hybrid:", "hybrid:0", "hybrid:two", "hybrid:-1", "burst:2", "Auto", None, 3],
+)
 def test_unknown_names(name: object) -> None:
     with pytest.raises(InputError, match="strategy must be one of"):
         check_name(name)

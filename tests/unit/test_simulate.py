@@ -1,4 +1,6 @@
-"""The simulator's times against ones worked out by hand, what it refuses, and that one input has one result."""
+"""The simulator's times against ones worked out by hand, what it refuses, and that one input has
+one result.
+"""
 
 from __future__ import annotations
 
@@ -66,16 +68,26 @@ def _run(graphs: Sequence[Graph], hardware: Hardware, *, spans: bool = False) ->
 
 
 def _messages(*flows: tuple[int, int, int], world_size: int | None = None) -> list[Graph]:
-    """Messages that start together: (source, destination, bytes), each an exchange of its own on both sides."""
+    """Messages that start together: (source, destination, bytes), each an exchange of its own on
+    both sides.
+    """
     num_ranks = world_size or 1 + max(max(source, destination) for source, destination, _ in flows)
 
     def program(rank: int) -> _Program:
         def add(g: GraphBuilder) -> None:
             for tag, (source, destination, size) in enumerate(flows):
                 if source == rank:
-                    g.exchange(f"out {tag}", sends=[(g.buffer(f"o{tag}", size_bytes=size, initialised=True), destination)], tag=tag)
+                    g.exchange(
+                        f"out {tag}",
+                        sends=[
+                            (g.buffer(f"o{tag}", size_bytes=size, initialised=True), destination)
+                        ],
+                        tag=tag,
+                    )
                 if destination == rank:
-                    g.exchange(f"in {tag}", recvs=[(g.buffer(f"i{tag}", size_bytes=size), source)], tag=tag)
+                    g.exchange(
+                        f"in {tag}", recvs=[(g.buffer(f"i{tag}", size_bytes=size), source)], tag=tag
+                    )
 
         return add
 
@@ -97,7 +109,8 @@ def test_a_message_takes_its_latency_and_its_bytes_at_the_rate_that_is_reached()
 
 
 def test_two_messages_on_a_link_share_it_until_one_has_arrived() -> None:
-    # 50 bytes/s each for 10 s, in which the short one arrives; then 100 bytes/s for the other's last 500.
+    # 50 bytes/s each for 10 s, in which the short one arrives; then 100 bytes/s for the other's
+    # last 500.
     run = _run(_messages((0, 1, 1000), (0, 1, 500)), _on(_NODE), spans=True)
     assert {span.name: span.ended_s for span in run.spans[0]} == {"out 1": 10.0, "out 0": 15.0}
 
@@ -150,7 +163,9 @@ def test_a_message_starts_once_both_sides_are_posted() -> None:
         (2, [(0, 2, 1000), (3, 1, 1000)], 12.5),
     ],
 )
-def test_ranks_share_their_switch(ranks: int, flows: list[tuple[int, int, int]], end_s: float) -> None:
+def test_ranks_share_their_switch(
+    ranks: int, flows: list[tuple[int, int, int]], end_s: float
+) -> None:
     node = replace(_NODE, switch=Switch(ranks, bytes_per_s=320.0, efficiency=0.5))
     assert _run(_messages(*flows), _on(node)).end_s == end_s
 
@@ -158,7 +173,9 @@ def test_ranks_share_their_switch(ranks: int, flows: list[tuple[int, int, int]],
 @pytest.mark.parametrize(("count", "end_s"), [(1, 1.0 + 1000 / 30), (2, 1.0 + 1000 / 60)])
 def test_ranks_of_a_node_share_its_network_cards(count: int, end_s: float) -> None:
     machine = _on(Node(2, _link(100.0)), Nics(count, _link(60.0, latency_s=1.0)))
-    assert _run(_messages((0, 2, 1000), (1, 3, 1000)), machine).end_s == pytest.approx(end_s, rel=1e-12)
+    assert _run(_messages((0, 2, 1000), (1, 3, 1000)), machine).end_s == pytest.approx(
+        end_s, rel=1e-12
+    )
 
 
 def test_the_way_to_the_network_card_is_the_one_to_the_host() -> None:
@@ -170,11 +187,18 @@ def test_the_way_to_the_network_card_is_the_one_to_the_host() -> None:
 def test_on_an_ordered_lane_transfers_go_one_by_one() -> None:
     def swap(g: GraphBuilder) -> None:
         for i in range(3):
-            own, slot = g.buffer(f"own{i}", size_bytes=100, initialised=True), g.buffer(f"slot{i}", size_bytes=100)
+            own, slot = (
+                g.buffer(f"own{i}", size_bytes=100, initialised=True),
+                g.buffer(f"slot{i}", size_bytes=100),
+            )
             g.exchange(f"swap {i}", sends=[(own, 1 - g.rank)], recvs=[(slot, 1 - g.rank)], tag=i)
 
     run = _run(_world(swap, swap, lanes=NCCL_LANES), _on(_NODE), spans=True)
-    assert [(s.issued_s, s.started_s, s.ended_s) for s in run.spans[0]] == [(0.0, 0.0, 1.0), (0.0, 1.0, 2.0), (0.0, 2.0, 3.0)]
+    assert [(s.issued_s, s.started_s, s.ended_s) for s in run.spans[0]] == [
+        (0.0, 0.0, 1.0),
+        (0.0, 1.0, 2.0),
+        (0.0, 2.0, 3.0),
+    ]
     # All at once a third of the bandwidth each: the same end, but none is there before.
     together = _run(_world(swap, swap), _on(_NODE), spans=True)
     assert [span.ended_s for span in together.spans[0]] == pytest.approx([3.0, 3.0, 3.0], rel=1e-12)
@@ -191,11 +215,18 @@ def test_streams_run_in_order_and_wait_for_each_others_events() -> None:
         g.compute("both", _WORK, reads=[a, b], writes=[c], cost=Cost(2))
         g.compute("last", _WORK, accumulates=[c], cost=Cost(1))
 
-    lanes = [Lane("compute", ordered=True, device=0), Lane("copy", ordered=True, device=0), NETWORK, CONTROL]
+    lanes = [
+        Lane("compute", ordered=True, device=0),
+        Lane("copy", ordered=True, device=0),
+        NETWORK,
+        CONTROL,
+    ]
     run = _run(_world(program, lanes=lanes), _on(_NODE), spans=True)
-    # Everything is issued at once; "both" waits for the other stream's event, "last" for its own stream.
+    # Everything is issued at once; "both" waits for the other stream's event, "last" for its own
+    # stream.
     assert {s.name: (s.issued_s, s.started_s, s.ended_s) for s in run.spans[0]} == {
-        "a": (0.0, 0.0, 3.0), "b": (0.0, 0.0, 5.0), "both": (0.0, 5.0, 7.0), "last": (0.0, 7.0, 8.0),
+        "a": (0.0, 0.0, 3.0), "b": (0.0, 0.0, 5.0), "both": (0.0, 5.0, 7.0), "last": (0.0, 7.0,
+        8.0),
     }  # fmt: skip
     assert (run.ranks[0].busy_s, run.ranks[0].idle_s) == (6.0, 2.0)
 
@@ -207,8 +238,11 @@ def test_ranks_share_the_cores_of_their_node() -> None:
 
         return program
 
-    # Three on two cores go at 2/3 for 15 s, the first is done; then the others have one each for their last 10 s.
-    run = _run(_world(computing(10), computing(20), computing(20)), _on(Node(3, _link(1.0), cores=2)))
+    # Three on two cores go at 2/3 for 15 s, the first is done; then the others have one each for
+    # their last 10 s.
+    run = _run(
+        _world(computing(10), computing(20), computing(20)), _on(Node(3, _link(1.0), cores=2))
+    )
     assert _ends(run) == pytest.approx([15.0, 25.0, 25.0], rel=1e-12)
     # No task has more than one core, and nodes share nothing.
     assert _ends(_run(_world(computing(10)), _on(Node(3, _link(1.0), cores=2)))) == [10.0]
@@ -242,11 +276,15 @@ def test_without_hardware_only_the_given_seconds_pass() -> None:
 # Rings.
 
 
-def _ring(world_size: int, *, tile_s: int, size_bytes: int, lanes: Sequence[Lane] = HOST_LANES) -> list[Graph]:
+def _ring(
+    world_size: int, *, tile_s: int, size_bytes: int, lanes: Sequence[Lane] = HOST_LANES
+) -> list[Graph]:
     return [_ring_of(rank, world_size, tile_s, size_bytes, lanes) for rank in range(world_size)]
 
 
-def _ring_of(rank: int, world_size: int, tile_s: int, size_bytes: int, lanes: Sequence[Lane]) -> Graph:
+def _ring_of(
+    rank: int, world_size: int, tile_s: int, size_bytes: int, lanes: Sequence[Lane]
+) -> Graph:
     """One tile a hop; the rank's own part and two slots."""
     g = GraphBuilder(rank, world_size, lanes)
     own = g.buffer("own", size_bytes=size_bytes, initialised=True)
@@ -255,7 +293,10 @@ def _ring_of(rank: int, world_size: int, tile_s: int, size_bytes: int, lanes: Se
     for hop in range(world_size):
         here = slots[hop % 2] if hop else own
         if hop + 1 < world_size:
-            sends, recvs = [(here, (rank + 1) % world_size)], [(slots[(hop + 1) % 2], (rank - 1) % world_size)]
+            sends, recvs = (
+                [(here, (rank + 1) % world_size)],
+                [(slots[(hop + 1) % 2], (rank - 1) % world_size)],
+            )
             g.exchange(f"hop {hop}", sends=sends, recvs=recvs, tag=hop)
         g.compute(f"tile {hop}", Op("forward"), reads=[here], accumulates=[out], cost=Cost(tile_s))
     return g.build()
@@ -264,7 +305,9 @@ def _ring_of(rank: int, world_size: int, tile_s: int, size_bytes: int, lanes: Se
 @pytest.mark.parametrize("lanes", [HOST_LANES, NCCL_LANES], ids=["host", "nccl"])
 @pytest.mark.parametrize("tile_s", [1, 4, 5, 6, 20])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_a_hop_takes_the_longer_of_its_tile_and_its_transfer(world_size: int, tile_s: int, lanes: Sequence[Lane]) -> None:
+def test_a_hop_takes_the_longer_of_its_tile_and_its_transfer(
+    world_size: int, tile_s: int, lanes: Sequence[Lane]
+) -> None:
     graphs = _ring(world_size, tile_s=tile_s, size_bytes=400, lanes=lanes)
     run = _run(graphs, _on(Node(8, _link(100.0, latency_s=1.0))), spans=True)
     transfer_s = 5
@@ -273,7 +316,10 @@ def test_a_hop_takes_the_longer_of_its_tile_and_its_transfer(world_size: int, ti
     assert [rank.sent_bytes for rank in run.ranks] == [(world_size - 1) * 400] * world_size
     # What a transfer takes longer than a tile is exposed, and nothing is skew.
     for idle in exposed(graphs, run.spans):
-        assert (idle.exposed_s, idle.skew_s) == ((world_size - 1) * max(0, transfer_s - tile_s), 0.0)
+        assert (idle.exposed_s, idle.skew_s) == (
+            (world_size - 1) * max(0, transfer_s - tile_s),
+            0.0,
+        )
 
 
 def test_a_ring_over_two_nodes_goes_at_the_pace_of_the_network_cards() -> None:
@@ -303,20 +349,25 @@ def test_one_input_has_one_result_bit_for_bit() -> None:
 
 def test_chunks_are_copied_and_sent_in_a_pipeline() -> None:
     def swap(g: GraphBuilder) -> None:
-        own, slot = g.buffer("own", size_bytes=1000, initialised=True), g.buffer("slot", size_bytes=1000)
+        own, slot = (
+            g.buffer("own", size_bytes=1000, initialised=True),
+            g.buffer("slot", size_bytes=1000),
+        )
         g.exchange("swap", sends=[(own, 1 - g.rank)], recvs=[(slot, 1 - g.rank)], tag=0)
 
     lanes = [Lane("compute", ordered=True, device=0), NETWORK, CONTROL]
     graphs = [staged(graph, 500) for graph in _world(swap, swap, lanes=lanes)]
     node = Node(2, _link(1.0), host_link=_link(50.0), host_memory=_link(200.0))
     run = _run(graphs, _on(node), spans=True)
-    # To the host 10 s a chunk, and to the device, both at once; the host's memory takes 1,000 bytes (both ranks' chunks) in 5 s.
+    # To the host 10 s a chunk, and to the device, both at once; the host's memory takes 1,000 bytes
+    # (both ranks' chunks) in 5 s.
     assert {s.name.removeprefix("swap "): (s.started_s, s.ended_s) for s in run.spans[0]} == {
         "d2h 0": (0.0, 10.0), "d2h 1": (10.0, 20.0),
         "out 0": (10.0, 15.0), "in 0": (0.0, 15.0), "out 1": (20.0, 25.0), "in 1": (0.0, 25.0),
         "h2d 0": (15.0, 25.0), "h2d 1": (25.0, 35.0),
     }  # fmt: skip
-    # Without a way of their own, chunks and copies take the link, here of 50 bytes/s each way, and meet there.
+    # Without a way of their own, chunks and copies take the link, here of 50 bytes/s each way, and
+    # meet there.
     assert _run(graphs, _on(Node(2, _link(50.0)))).end_s > 35.0
 
 
@@ -342,7 +393,9 @@ def test_a_wait_in_a_circle_is_a_deadlock() -> None:
 
 
 def test_a_machine_of_one_node_refuses_more_ranks_than_it_has() -> None:
-    with pytest.raises(InputError, match=r"5 ranks on 'test' are 2 nodes of 4, but its file has no \[nics\]"):
+    with pytest.raises(
+        InputError, match=r"5 ranks on 'test' are 2 nodes of 4, but its file has no \[nics\]"
+    ):
         _run(_ring(5, tile_s=1, size_bytes=1), _on(_NODE))
 
 

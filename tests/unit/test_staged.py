@@ -1,4 +1,6 @@
-"""Staging: the same bytes arrive, in chunks that are bounded, in an order that no timing breaks; the verifier reads them too."""
+"""Staging: the same bytes arrive, in chunks that are bounded, in an order that no timing breaks;
+the verifier reads them too.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,28 @@ from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.problem import Problem
 from burst_rt.attention.strategies import choose
 from burst_rt.errors import ConfigError
-from burst_rt.scheduler import DEVICE_LANES, Faults, Graph, GraphBuilder, Schedule, check_world, reference, rehearse
+from burst_rt.scheduler import (
+    DEVICE_LANES,
+    Faults,
+    Graph,
+    GraphBuilder,
+    Schedule,
+    check_world,
+    reference,
+    rehearse,
+)
 from burst_rt.transport.staged import staged
 
 _CHUNK = 1000
 
 
-def graphs(world_size: int, strategy: str, *, forward: bool, causal: bool = False, device: bool = True) -> list[Graph]:
+def graphs(
+    world_size: int, strategy: str, *, forward: bool, causal: bool = False, device: bool = True
+) -> list[Graph]:
     layout = make_layout("zigzag", 61 * world_size, world_size)
-    problem = Problem(layout, layout, Causal() if causal else Full(), 1, 2, 2, 16, 4, 4, (True, True, True))
+    problem = Problem(
+        layout, layout, Causal() if causal else Full(), 1, 2, 2, 16, 4, 4, (True, True, True)
+    )
     program = choose(problem, strategy, forward=forward).program
     return [program.graph(rank, *([DEVICE_LANES] if device else [])) for rank in range(world_size)]
 
@@ -28,7 +43,9 @@ _KINDS = [("ring-kv", True), ("ring-kv", False), ("burst", False)]
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("strategy", "forward"), _KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_byte_goes_once_through_a_chunk(world_size: int, strategy: str, forward: bool, causal: bool) -> None:
+def test_every_byte_goes_once_through_a_chunk(
+    world_size: int, strategy: str, forward: bool, causal: bool
+) -> None:
     plain = graphs(world_size, strategy, forward=forward, causal=causal)
     lowered = [staged(graph, _CHUNK) for graph in plain]
     check_world(lowered)
@@ -41,7 +58,8 @@ def test_every_byte_goes_once_through_a_chunk(world_size: int, strategy: str, fo
             pieces = [m for task in after.tasks for m in getattr(task, way)]
             assert sum(m.size_bytes for m in pieces) == sum(m.size_bytes for m in messages)
             assert all(m.part in chunks and 0 < m.size_bytes <= _CHUNK for m in pieces)
-            # What is copied covers each part as often as it was sent or received, from its first byte to its last.
+            # What is copied covers each part as often as it was sent or received, from its first
+            # byte to its last.
             copied: dict[int, list[tuple[int, int]]] = {}
             for task in after.tasks:
                 if task.op and task.op.name == ("to host" if way == "sends" else "to device"):
@@ -50,7 +68,12 @@ def test_every_byte_goes_once_through_a_chunk(world_size: int, strategy: str, fo
                     assert chunk in chunks
                     copied.setdefault(part, []).append((offset, size))  # type: ignore[arg-type]  # arguments of an Op are plain objects
             for part in {m.part for m in messages}:
-                wanted = [(at, min(_CHUNK, m.size_bytes - at)) for m in messages if m.part == part for at in range(0, m.size_bytes, _CHUNK)]
+                wanted = [
+                    (at, min(_CHUNK, m.size_bytes - at))
+                    for m in messages
+                    if m.part == part
+                    for at in range(0, m.size_bytes, _CHUNK)
+                ]
                 assert sorted(copied[part]) == sorted(wanted)
 
 
@@ -58,7 +81,10 @@ def test_every_byte_goes_once_through_a_chunk(world_size: int, strategy: str, fo
 @pytest.mark.parametrize(("strategy", "forward"), _KINDS)
 def test_any_order_gives_the_same_result(strategy: str, forward: bool, device: bool) -> None:
     for world_size in (2, 3):
-        lowered = [staged(graph, _CHUNK) for graph in graphs(world_size, strategy, forward=forward, device=device)]
+        lowered = [
+            staged(graph, _CHUNK)
+            for graph in graphs(world_size, strategy, forward=forward, device=device)
+        ]
         schedules = [Schedule.of(graph) for graph in lowered]
         wanted = reference(lowered)
         for seed in range(60):
@@ -66,7 +92,9 @@ def test_any_order_gives_the_same_result(strategy: str, forward: bool, device: b
 
 
 def test_copies_and_messages_of_neighbouring_chunks_may_overlap() -> None:
-    """Chunk 1 is copied to the host while chunk 0 is on the wire; chunk 2 needs the memory of chunk 0."""
+    """Chunk 1 is copied to the host while chunk 0 is on the wire; chunk 2 needs the memory of chunk
+    0.
+    """
     g = GraphBuilder(0, 2, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=4000, initialised=True), 1)], tag=0)
     graph = staged(g.build(), _CHUNK)
@@ -79,10 +107,16 @@ def test_copies_and_messages_of_neighbouring_chunks_may_overlap() -> None:
 def test_long_messages_have_larger_chunks_not_more() -> None:
     """A gigabyte to each side, with tags for more than a thousand chunks of the usual size."""
     g = GraphBuilder(0, 2)
-    out, into = (g.buffer(name, size_bytes=1 << 30, initialised=name == "out") for name in ("out", "into"))
+    out, into = (
+        g.buffer(name, size_bytes=1 << 30, initialised=name == "out") for name in ("out", "into")
+    )
     g.exchange("x", sends=[(out, 1)], recvs=[(into, 1, 1 << 30)], tag=0)
     graph = staged(g.build())
-    assert sum(bool(task.sends) for task in graph.tasks) == sum(bool(task.recvs) for task in graph.tasks) == 32
+    assert (
+        sum(bool(task.sends) for task in graph.tasks)
+        == sum(bool(task.recvs) for task in graph.tasks)
+        == 32
+    )
     assert sum(m.size_bytes for task in graph.tasks for m in task.recvs) == 1 << 30
 
 

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 
 from burst_rt.launch import run, stopping
-from burst_rt.launch.stopping import SIGNALS, LastWord, StopRequests, ask_to_stop, leave_word, listen, read_word
+from burst_rt.launch.stopping import (
+    SIGNALS,
+    LastWord,
+    StopRequests,
+    ask_to_stop,
+    leave_word,
+    listen,
+    read_word,
+)
 from burst_rt.reports import JOB_DIR_VARIABLE
 
 _SILENCE = [0.0] * len(SIGNALS)
@@ -23,14 +31,18 @@ _SILENCE = [0.0] * len(SIGNALS)
 @pytest.fixture(autouse=True)
 def job_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(JOB_DIR_VARIABLE, str(tmp_path))
-    # Whoever started the tests may have told them to ignore some: a shell what runs in its background, nohup.
-    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
-    for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
+    # A shell ignores some of these signals in what it runs in its background, and so does nohup:
+    # here every signal is handled as in a Python that was started by hand.
+    before = {
+        number: signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
+        for number in SIGNALS
+    }
     monkeypatch.setattr(stopping, "_ONE_WISH_S", 60.0)
     yield tmp_path
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -43,7 +55,15 @@ def test_a_signal_is_heard_by_all_ranks(number: signal.Signals) -> None:
         signal.raise_signal(number)
         signal.raise_signal(number)
         # Three ranks of four have heard nothing.
-        assert requests.heard([vote + 3 * silence for vote, silence in zip(requests.votes(), _SILENCE, strict=True)]) is number
+        assert (
+            requests.heard(
+                [
+                    vote + 3 * silence
+                    for vote, silence in zip(requests.votes(), _SILENCE, strict=True)
+                ]
+            )
+            is number
+        )
     assert signal.getsignal(number) is before
 
 
@@ -73,7 +93,9 @@ def test_the_launcher_asks_who_offers(job_dir: Path) -> None:
     assert not ask_to_stop(job_dir, signal.SIGHUP), "the offer was for a time"
 
 
-def test_a_last_word_is_left_only_to_who_listens(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_word_is_left_only_to_who_listens(
+    job_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     word = LastWord("burst-rt: stopped\n\udc80", 130)
     assert not leave_word(word)
     assert read_word(job_dir) is None
@@ -86,7 +108,9 @@ def test_a_last_word_is_left_only_to_who_listens(job_dir: Path, monkeypatch: pyt
     assert not leave_word(word)
 
 
-def test_ranks_that_were_asked_have_so_long_and_no_longer(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_were_asked_have_so_long_and_no_longer(
+    job_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[int] = []
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)

@@ -1,4 +1,6 @@
-"""Graphs of all ranks: everything that is seen is computed once, nothing else is computed, nothing that nobody needs is sent."""
+"""Graphs of all ranks: everything that is seen is computed once, nothing else is computed, nothing
+that nobody needs is sent.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def rings(p: Problem) -> Iterator[Ring]:
         yield backward_ring(p, queries_travel=queries_travel)
 
 
-def tiles(ring: Ring, graph: Graph) -> Iterator[tuple[Positions, Positions, tuple[Piece, ...], int]]:
+def tiles(
+    ring: Ring, graph: Graph
+) -> Iterator[tuple[Positions, Positions, tuple[Piece, ...], int]]:
     """(positions of the rows, of the columns, pieces, flops) of every tile task."""
     for task in graph.tasks:
         if task.op and task.op.name in ("forward", "backward"):
@@ -42,13 +46,19 @@ def tiles(ring: Ring, graph: Graph) -> Iterator[tuple[Positions, Positions, tupl
             blocks = ring.problem.q_blocks if ring.queries_travel else ring.problem.kv_blocks
             moving = tuple(itertools.chain(*blocks[owner]) if ring.whole else blocks[owner][block])
             home = tuple(itertools.chain(*ring.resident[graph.rank]))
-            yield (*((moving, home) if ring.queries_travel else (home, moving)), pieces, task.cost.flops)
+            yield (
+                *((moving, home) if ring.queries_travel else (home, moving)),
+                pieces,
+                task.cost.flops,
+            )
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
 @pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
-def test_each_seen_cell_is_computed_once_and_no_other(q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str) -> None:
+def test_each_seen_cell_is_computed_once_and_no_other(
+    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+) -> None:
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
     shift = kv_len - q_len
     for ring in (*rings(p), *other_rings(p)):
@@ -75,8 +85,12 @@ def test_each_seen_cell_is_computed_once_and_no_other(q_len: int, kv_len: int, w
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
 @pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
-def test_only_what_somebody_further_on_needs_is_sent(q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str) -> None:
-    """A block goes as far as the last rank that computes with it; its sum starts at the first and comes home. By blocks, from booleans."""
+def test_only_what_somebody_further_on_needs_is_sent(
+    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+) -> None:
+    """A block goes as far as the last rank that computes with it; its sum starts at the first and
+    comes home. By blocks, from booleans.
+    """
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
 
     def touches(q: range, kv: range) -> bool:
@@ -90,11 +104,16 @@ def test_only_what_somebody_further_on_needs_is_sent(q_len: int, kv_len: int, wo
                 hops = []
                 for hop in range(1, world_size):
                     homes = ring.resident[(owner + hop) % world_size]
-                    if any(touches(block, home) if ring.queries_travel else touches(home, block) for home in homes):
+                    if any(
+                        touches(block, home) if ring.queries_travel else touches(home, block)
+                        for home in homes
+                    ):
                         hops.append(hop)
                 if hops:
                     expected += len(block) * hops[-1] * sum(size for _, size in ring.bundle)
-                    expected += len(block) * (world_size - hops[0]) * sum(size for _, size in ring.sums)
+                    expected += (
+                        len(block) * (world_size - hops[0]) * sum(size for _, size in ring.sums)
+                    )
         graphs = graphs_of(ring)
         check_world(graphs)
         assert sum(map(bytes_of, graphs)) == ring.wire_bytes() == expected
@@ -102,7 +121,13 @@ def test_only_what_somebody_further_on_needs_is_sent(q_len: int, kv_len: int, wo
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_causal_contiguous_never_sends_the_last_keys(world_size: int) -> None:
-    p = problem(64 * world_size, 64 * world_size, world_size, mask=Causal(), kinds=("contiguous", "contiguous"))
+    p = problem(
+        64 * world_size,
+        64 * world_size,
+        world_size,
+        mask=Causal(),
+        kinds=("contiguous", "contiguous"),
+    )
     for ring in rings(p):
         graphs = graphs_of(ring)
         if ring.queries_travel:
@@ -119,13 +144,19 @@ def test_causal_contiguous_never_sends_the_last_keys(world_size: int) -> None:
 @pytest.mark.parametrize("tokens_per_rank", [1000, 1001, 4096])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_causal_zigzag_is_even(world_size: int, tokens_per_rank: int) -> None:
-    p = problem(world_size * tokens_per_rank - 1, world_size * tokens_per_rank - 1, world_size, mask=Causal())
+    p = problem(
+        world_size * tokens_per_rank - 1,
+        world_size * tokens_per_rank - 1,
+        world_size,
+        mask=Causal(),
+    )
     for ring in (*rings(p), *other_rings(p)):
         work = [sum(flops for *_, flops in tiles(ring, graph)) for graph in graphs_of(ring)]
         assert max(work) <= BALANCE * min(work)
 
 
-# The table of the design: bytes a hop and rank for the full mask and equal shards. s: bytes an input, a: bytes a sum, E: local elements.
+# The table of the design: bytes a hop and rank for the full mask and equal shards. s: bytes an
+# input, a: bytes a sum, E: local elements.
 _TABLE = {
     ("ring-kv", True): lambda s, a, e_q, e_kv, d: 2 * s * e_kv,
     ("burst", True): lambda s, a, e_q, e_kv, d: 2 * s * e_kv,
@@ -137,12 +168,22 @@ _TABLE = {
 @pytest.mark.parametrize(("strategy", "forward"), _TABLE, ids=lambda value: str(value))
 @pytest.mark.parametrize("input_bytes", [2, 4, 8])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize(("heads", "lengths"), [((8, 8), (32, 32)), ((8, 2), (32, 32)), ((4, 1), (16, 64)), ((4, 2), (64, 16))])
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [((8, 8), (32, 32)), ((8, 2), (32, 32)), ((4, 1), (16, 64)), ((4, 2), (64, 16))],
+)
 def test_bytes_are_those_of_the_table(
-    strategy: str, forward: bool, input_bytes: int, world_size: int, heads: tuple[int, int], lengths: tuple[int, int]
+    strategy: str,
+    forward: bool,
+    input_bytes: int,
+    world_size: int,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
 ) -> None:
     q_len, kv_len = (n * world_size for n in lengths)
-    p = problem(q_len, kv_len, world_size, heads=heads, head_dim=64, input_bytes=input_bytes, batch=3)
+    p = problem(
+        q_len, kv_len, world_size, heads=heads, head_dim=64, input_bytes=input_bytes, batch=3
+    )
     ring = as_ring(choose(p, strategy, forward=forward).program)
     e_q, e_kv = (3 * n * h * 64 for n, h in zip(lengths, heads, strict=True))
     a_hop = _TABLE[strategy, forward](input_bytes, max(input_bytes, 4), e_q, e_kv, 64)
@@ -160,7 +201,8 @@ def test_the_table_in_the_units_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("input_bytes", "q_len", "strategy"),
     [
-        # 16-bit: Q-side (8 + 8/128) Eq against 12 Ekv: even at Eq / Ekv = 1.488. 32-bit: (12 + 8/128) Eq against 16 Ekv: 1.326.
+        # 16-bit: Q-side (8 + 8/128) Eq against 12 Ekv: even at Eq / Ekv = 1.488. 32-bit: (12 +
+        # 8/128) Eq against 16 Ekv: 1.326.
         (2, 1480, "burst"),
         (2, 1496, "ring-kv"),
         (4, 1320, "burst"),
@@ -172,10 +214,14 @@ def test_auto_changes_side_where_the_bytes_do(input_bytes: int, q_len: int, stra
     taken = choose(p, "auto", forward=False)
     assert taken.strategy == strategy
     assert set(taken.candidates) == {"burst", "ring-kv"}
-    assert taken.candidates[strategy] == min(taken.candidates.values()) == taken.program.wire_bytes()
+    assert (
+        taken.candidates[strategy] == min(taken.candidates.values()) == taken.program.wire_bytes()
+    )
 
 
-@pytest.mark.parametrize(("heads", "strategy"), [((8, 8), "burst"), ((8, 4), "ring-kv"), ((8, 1), "ring-kv")])
+@pytest.mark.parametrize(
+    ("heads", "strategy"), [((8, 8), "burst"), ((8, 4), "ring-kv"), ((8, 1), "ring-kv")]
+)
 @pytest.mark.parametrize("input_bytes", [2, 4])
 def test_auto_for_grouped_heads(heads: tuple[int, int], strategy: str, input_bytes: int) -> None:
     p = problem(64, 64, 2, heads=heads, head_dim=128, input_bytes=input_bytes)
@@ -183,16 +229,24 @@ def test_auto_for_grouped_heads(heads: tuple[int, int], strategy: str, input_byt
 
 
 def test_auto_knows_the_mask_and_what_needs_a_gradient() -> None:
-    # Grouped heads, but no gradient of k or v: nothing comes home with K, V. Without one of q: no dQ.
+    # Grouped heads, but no gradient of k or v: nothing comes home with K, V. Without one of q: no
+    # dQ.
     even = problem(64, 64, 2, heads=(4, 4), head_dim=128, input_bytes=2)
     assert choose(even, "auto", forward=False).strategy == "burst"
     only_q = replace(even, needs_grad=(True, False, False))
     assert choose(only_q, "auto", forward=False).strategy == "ring-kv"
     for strategy, left in (("ring-kv", 4), ("burst", 8 + 8 / 128)):
-        assert choose(only_q, strategy, forward=False).program.wire_bytes() == 2 * 32 * 4 * 128 * left
+        assert (
+            choose(only_q, strategy, forward=False).program.wire_bytes() == 2 * 32 * 4 * 128 * left
+        )
     # Ties go to ring-kv; a world of one sends nothing.
-    assert choose(problem(64, 64, 1), "auto", forward=False) == choose(problem(64, 64, 1), "ring-kv", forward=False)
-    assert choose(problem(64, 64, 1), "auto", forward=False).candidates == {"ring-kv": 0, "burst": 0}
+    assert choose(problem(64, 64, 1), "auto", forward=False) == choose(
+        problem(64, 64, 1), "ring-kv", forward=False
+    )
+    assert choose(problem(64, 64, 1), "auto", forward=False).candidates == {
+        "ring-kv": 0,
+        "burst": 0,
+    }
 
 
 @pytest.mark.parametrize("needs_grad", list(itertools.product([False, True], repeat=3))[1:])
@@ -201,7 +255,9 @@ def test_only_needed_sums_travel(needs_grad: tuple[bool, bool, bool]) -> None:
     for ring in list(rings(p))[1:]:
         graphs = graphs_of(ring)
         check_world(graphs)
-        wanted = {name for name, needed in zip(("dq", "dk", "dv"), needs_grad, strict=True) if needed}
+        wanted = {
+            name for name, needed in zip(("dq", "dk", "dv"), needs_grad, strict=True) if needed
+        }
         for graph in graphs:
             assert {part.buffer.rstrip("01") for part in graph.parts} & {"dq", "dk", "dv"} == wanted
 
@@ -211,7 +267,11 @@ def test_receive_memory_is_two_slots_whatever_the_world(world_size: int) -> None
     p = problem(64 * world_size, 64 * world_size, world_size)
     for ring in rings(p):
         for graph in graphs_of(ring):
-            slots = {part.buffer: part for part in graph.parts if not part.initialised and part.size_bytes}
+            slots = {
+                part.buffer: part
+                for part in graph.parts
+                if not part.initialised and part.size_bytes
+            }
             names = {name for name, _ in (*ring.bundle, *ring.sums)}
             assert set(slots) == {f"{name}{i}" for name in names for i in range(2)}
             size = sum(part.size_bytes for part in graph.parts if not part.initialised)
@@ -275,7 +335,11 @@ def test_short_shards_travel_whole_where_every_rank_needs_all_of_them() -> None:
                 assert ring.whole is whole
                 assert {len(blocks) for blocks in ring.travelling} == {1 if whole else 2}
                 # As many bytes as block by block.
-                assert not whole or ring.wire_bytes() == replace(ring, whole=False, route=OneRing(4, (1, 1))).wire_bytes()
+                assert (
+                    not whole
+                    or ring.wire_bytes()
+                    == replace(ring, whole=False, route=OneRing(4, (1, 1))).wire_bytes()
+                )
         assert not as_ring(choose(p, "bidirectional", forward=True).program).whole
 
 
@@ -283,5 +347,7 @@ def test_sums_leave_block_by_block() -> None:
     """One message a block: the first block's sum is on its way while the second's is being made."""
     p = problem(64, 64, 4)
     for ring in list(rings(p))[1:]:
-        names = Counter(task.name.split(".")[0] for task in ring.graph(0).tasks if task.name.startswith("sum"))
+        names = Counter(
+            task.name.split(".")[0] for task in ring.graph(0).tasks if task.name.startswith("sum")
+        )
         assert names == {"sum 1": 2, "sum 2": 2, "sum 3": 2}

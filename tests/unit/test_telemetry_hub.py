@@ -1,4 +1,6 @@
-"""Agents and hubs as they run: real processes and sockets. Whatever happens to the hub, ranks go on."""
+"""Agents and hubs as they run: real processes and sockets. Whatever happens to the hub, ranks go
+on.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def _wait_until(viewer: Viewer, there: Callable[[Snapshot], bool]) -> Snapshot:
     return shown
 
 
-def _rank(running: RunningHub, rank: int, world_size: int = 2, secret: str | None = None) -> socket.socket:
+def _rank(
+    running: RunningHub, rank: int, world_size: int = 2, secret: str | None = None
+) -> socket.socket:
     """A rank's connection, by hand."""
     connection = connect(running.address, _DEADLINE_S)
     said = msgspec.structs.replace(hello(rank, world_size), secret=secret or running.secret)
@@ -71,13 +75,19 @@ def _attend(ctx: burst_rt.Context, steps: int) -> None:
             burst_rt.telemetry.report(step, loss=1.0)
 
 
-def test_ranks_that_are_threads_show_calls_and_leave(hub: RunningHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_threads_show_calls_and_leave(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in hub.environment().items():
         monkeypatch.setenv(name, value)
     burst_rt.run_local(3, lambda ctx: _attend(ctx, 5))
     with Viewer(hub.address, hub.secret) as viewer:
-        shown = _wait_until(viewer, lambda s: len(s.ranks) == 3 and all(r.status == "left" for r in s.ranks))
-        assert [(r.rank, r.calls, r.exit_code, r.dropped) for r in shown.ranks] == [(rank, 10, 0, 0) for rank in range(3)]
+        shown = _wait_until(
+            viewer, lambda s: len(s.ranks) == 3 and all(r.status == "left" for r in s.ranks)
+        )
+        assert [(r.rank, r.calls, r.exit_code, r.dropped) for r in shown.ranks] == [
+            (rank, 10, 0, 0) for rank in range(3)
+        ]
         assert {r.lanes["network"].tasks > 0 for r in shown.ranks} == {True}
         assert shown.progress.step == 4
         assert {p.kind for p in shown.plans} == {"forward", "backward"}
@@ -101,12 +111,16 @@ def test_telemetry_is_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert burst_rt.run_local(2, lambda ctx: ctx.log) == [None, None]
     assert read_settings({}) == read_settings({"BURST_RT_TELEMETRY": "0", "BURST_RT_RECORD": "x"})
     assert read_settings({"BURST_RT_RECORD": "x"}).asked
-    settings = read_settings({"BURST_RT_TELEMETRY": "unix:/tmp/x", "BURST_RT_TELEMETRY_SECRET": "s"})
+    settings = read_settings(
+        {"BURST_RT_TELEMETRY": "unix:/tmp/x", "BURST_RT_TELEMETRY_SECRET": "s"}
+    )
     assert (settings.asked, settings.address, settings.secret) == (True, "unix:/tmp/x", "s")
     burst_rt.telemetry.report(1, loss=1.0)  # nobody listens: nothing happens
 
 
-def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
     world = LocalWorld(1)
     with burst_rt.init(burst_rt.LocalRank(world, 0), telemetry=True) as ctx:
@@ -121,10 +135,14 @@ def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(monkeypatch: pyte
 def _listens(process: psutil.Process, address: str) -> bool:
     if "burst_rt.telemetry.hub" not in (process.info["cmdline"] or []):
         return False
-    return any(str(c.laddr) == address.removeprefix("unix:") for c in process.net_connections("unix"))
+    return any(
+        str(c.laddr) == address.removeprefix("unix:") for c in process.net_connections("unix")
+    )
 
 
-def test_a_wrong_report_is_the_callers_mistake(hub: RunningHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_report_is_the_callers_mistake(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in hub.environment().items():
         monkeypatch.setenv(name, value)
 
@@ -163,13 +181,21 @@ def test_the_launcher_asks_who_was_lost_first_and_what_it_did(hub: RunningHub) -
     lost = hub.first_lost()
     assert time.monotonic() - asked_s < 1.0
     assert lost is not None
-    assert (lost.rank, lost.call, lost.task, lost.hop, lost.exit_code) == (1, 932, "hop 1 q1 kv0", 1, None)
+    assert (lost.rank, lost.call, lost.task, lost.hop, lost.exit_code) == (
+        1,
+        932,
+        "hop 1 q1 kv0",
+        1,
+        None,
+    )
     assert lost.at_s == pytest.approx(killed_at_s, abs=1.0)
     assert 0.0 <= lost.age_s < 10.0
     assert "in call 932, hop 1 q1 kv0" in lost.known
 
 
-def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     running = start_hub(one_host=True, held=True)
     with Viewer(running.address, running.secret) as viewer:
         ranks = [_rank(running, rank) for rank in range(2)]
@@ -199,11 +225,15 @@ hub.stopping("SIGINT")
 print({name for name in set(sys.modules) - before if name.startswith("burst_rt")})
 hub.release()
 """
-    done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "set()"
 
 
-def test_a_hub_that_does_not_answer_holds_the_launcher_up_for_less_than_a_second(hub: RunningHub) -> None:
+def test_a_hub_that_does_not_answer_holds_the_launcher_up_for_less_than_a_second(
+    hub: RunningHub,
+) -> None:
     os.kill(hub._process.pid, signal.SIGSTOP)
     try:
         for ask in (hub.first_lost, lambda: hub.stopping("SIGINT")):
@@ -227,11 +257,18 @@ def test_a_silent_rank_is_noticed(hub: RunningHub) -> None:
 def test_strangers_are_not_heard(hub: RunningHub) -> None:
     with Viewer(hub.address, "wrong") as viewer, pytest.raises(ConfigError, match="another secret"):
         viewer.snapshot()
-    for first in (frame(b"\xc1"), b"GET / HTTP/1.1\r\n\r\n", frame(msgspec.msgpack.encode(beat(0, 0.0)))):
+    for first in (
+        frame(b"\xc1"),
+        b"GET / HTTP/1.1\r\n\r\n",
+        frame(msgspec.msgpack.encode(beat(0, 0.0))),
+    ):
         with connect(hub.address, _DEADLINE_S) as stranger:
             stranger.sendall(first)
             assert stranger.recv(100) == b""
-    for said in (hello(0, 1), msgspec.structs.replace(hello(0, 1), secret=hub.secret, version=VERSION + 1)):
+    for said in (
+        hello(0, 1),
+        msgspec.structs.replace(hello(0, 1), secret=hub.secret, version=VERSION + 1),
+    ):
         with connect(hub.address, _DEADLINE_S) as stranger:
             _say(stranger, said)
             assert stranger.recv(100) == b""
@@ -258,7 +295,9 @@ def test_over_tcp_with_the_secret() -> None:
     running = start_hub(one_host=False, held=True)
     try:
         assert running.address.startswith("tcp:")
-        with Viewer(f"tcp:127.0.0.1:{running.address.rpartition(':')[2]}", running.secret) as viewer:
+        with Viewer(
+            f"tcp:127.0.0.1:{running.address.rpartition(':')[2]}", running.secret
+        ) as viewer:
             assert viewer.snapshot().ranks == []
         with pytest.raises(InputError, match="expected an address"):
             connect("tcp:nowhere", 1.0)
@@ -275,15 +314,20 @@ def test_clocks_are_aligned(hub: RunningHub) -> None:
     with Viewer(hub.address, hub.secret) as viewer:
         shown = _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].rtt_s > 0)
         (rank,) = shown.ranks
-        # On one host both read the same clock: what the hub has counted since it began, this process reads too.
+        # On one host both read the same clock: what the hub has counted since it began, this
+        # process reads too.
         asked_s = time.perf_counter()
         now_s = viewer.snapshot().job.now_s
         answered_s = time.perf_counter()
-        assert asked_s + rank.offset_s - rank.rtt_s <= now_s <= answered_s + rank.offset_s + rank.rtt_s
+        assert (
+            asked_s + rank.offset_s - rank.rtt_s <= now_s <= answered_s + rank.offset_s + rank.rtt_s
+        )
     agent.close(0)
 
 
-def test_clocks_are_compared_again_and_again(hub: RunningHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_are_compared_again_and_again(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("burst_rt.telemetry.agent._CLOCK_PERIOD_S", 0.1)
     agent = _agent(hub)
     seen: dict[float, float] = {}  # when sent -> the way there and back
@@ -308,7 +352,13 @@ def test_a_process_is_sampled_twice_a_second(hub: RunningHub) -> None:
             time.sleep(0.1)
             for view in viewer.series(metrics=["process_percent"]):
                 if view.source == "rank:0":
-                    times = [at_s for at_s, percent in zip(view.times, view.values["process_percent"], strict=True) if percent is not None]
+                    times = [
+                        at_s
+                        for at_s, percent in zip(
+                            view.times, view.values["process_percent"], strict=True
+                        )
+                        if percent is not None
+                    ]
     gaps = [b - a for a, b in pairwise(times)]
     # On the beat of fifths of a second.
     assert 0.35 < min(gaps) <= statistics.median(gaps) < 1.0, gaps
@@ -328,7 +378,9 @@ with burst_rt.init() as ctx:
 """
     environment = dict(os.environ) | hub.environment()
     with Viewer(hub.address, hub.secret) as viewer:
-        process = subprocess.Popen([sys.executable, "-P", "-c", source], env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", source], env=environment, start_new_session=True
+        )
         try:
             _wait_until(viewer, lambda s: bool(s.ranks) and s.ranks[0].status == "lost")
         finally:
@@ -376,7 +428,9 @@ def test_a_hub_that_does_not_read_makes_nobody_wait(hub: RunningHub) -> None:
     agent.close(0)
 
 
-def test_a_hub_that_cannot_start_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hub_that_cannot_start_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("burst_rt.telemetry.starting.sys.executable", "/bin/false")
     with pytest.raises(ConfigError, match="did not start"):
         start_hub(one_host=True)
@@ -386,14 +440,26 @@ def test_a_hub_that_cannot_start_is_no_failure(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_hub_starts_without_mpi_variables() -> None:
-    kept = scrubbed({"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "SLURM_PROCID": "1", "PATH": "/bin", "BURST_RT_RECORD": "x"}.items())
+    kept = scrubbed(
+        {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "PMIX_RANK": "0",
+            "SLURM_PROCID": "1",
+            "PATH": "/bin",
+            "BURST_RT_RECORD": "x",
+        }.items()
+    )
     assert kept == {"PATH": "/bin"}
 
 
 def test_frames_are_cut_whatever_the_pieces_and_bounded() -> None:
     frames = Frames()
     data = frame(b"one") + frame(b"") + frame(b"three")
-    assert [p for i in range(len(data)) for p in frames.feed(data[i : i + 1])] == [b"one", b"", b"three"]
+    assert [p for i in range(len(data)) for p in frames.feed(data[i : i + 1])] == [
+        b"one",
+        b"",
+        b"three",
+    ]
     with pytest.raises(ProtocolError, match="not a burst_rt peer"):
         list(Frames().feed(b"\xff\xff\xff\xff"))
 
@@ -413,5 +479,9 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
     assert counted.compute_s == pytest.approx(spans.compute_s)
     assert log.doing() == (-1, "", 0.0)
     assert [type(message).__name__ for message in log.take()] == ["Plan", "Call"]
-    assert [type(message).__name__ for message in log.take()] == ["Plan", "Call"]  # the first backward
+    # the first backward
+    assert [type(message).__name__ for message in log.take()] == [
+        "Plan",
+        "Call",
+    ]
     assert [type(message).__name__ for message in log.take()] == ["Call"]

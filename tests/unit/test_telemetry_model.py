@@ -10,7 +10,16 @@ import pytest
 from telemetry_feed import arrive, beat, call, counters, gpu_sample, offset_s
 
 from burst_rt.telemetry.history import FULL_S, History
-from burst_rt.telemetry.messages import Bye, FromRank, Note, Plan, Presence, Report, Sample, Severity
+from burst_rt.telemetry.messages import (
+    Bye,
+    FromRank,
+    Note,
+    Plan,
+    Presence,
+    Report,
+    Sample,
+    Severity,
+)
 from burst_rt.telemetry.metrics import METRICS, plausible, throttle_reasons
 from burst_rt.telemetry.state import State
 from burst_rt.telemetry.timeline import Kept, Recent
@@ -29,7 +38,8 @@ def _feed(state: State, rank: int, messages: Iterable[FromRank], at_s: float = 0
         state.apply(at_s, rank, message)
 
 
-# By hand: rank 0's message is on the wire from 0 to 0.3, rank 1's from 0.1 (when rank 1 posts) to 0.5.
+# By hand: rank 0's message is on the wire from 0 to 0.3, rank 1's from 0.1 (when rank 1 posts) to
+# 0.5.
 _TIMES_0 = ((0.0, 0.0, 0.5), (0.0, 0.0, 0.2), (0.2, 0.5, 0.6))
 _TIMES_1 = ((0.0, 0.0, 0.2), (0.0, 0.0, 0.3), (0.2, 0.3, 0.4))
 
@@ -38,18 +48,32 @@ def test_a_call_of_all_ranks_tells_who_waited_for_whom() -> None:
     state = _job()
     state.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
     view = state.timeline(0.0, 20.0)
-    assert (len(view.spans), view.complete, view.waits) == (3, 0, [])  # the other rank's part may still come
+    # the other rank's part may still come
+    assert (len(view.spans), view.complete, view.waits) == (
+        3,
+        0,
+        [],
+    )
     state.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
     view = state.timeline(0.0, 20.0)
     assert (len(view.spans), view.complete, view.left_out) == (6, 1, 0)
     first = next(s for s in view.spans if s.rank == 1 and s.task == 2)
-    assert (first.name, first.lane, first.hop, first.call, first.kind) == ("hop 1 q0 kv1", "compute", 1, 7, "forward")
+    assert (first.name, first.lane, first.hop, first.call, first.kind) == (
+        "hop 1 q0 kv1",
+        "compute",
+        1,
+        7,
+        "forward",
+    )
     assert first.started_s == pytest.approx(10.4)
-    # Rank 0 has nothing to do from 0.2 to 0.5 while rank 1's message, posted at 0.1, is on the wire. Rank 1 never waits.
+    # Rank 0 has nothing to do from 0.2 to 0.5 while rank 1's message, posted at 0.1, is on the
+    # wire. Rank 1 never waits.
     (wait,) = view.waits
     assert (wait.rank, wait.cause, wait.peer, wait.task) == (0, "exposed", 1, "hop 0")
     assert [wait.started_s, wait.ended_s] == pytest.approx([10.2, 10.5])
-    assert [(f.sender, f.receiver, f.size_bytes) for f in sorted(view.flows, key=lambda f: f.sender)] == [(0, 1, 1000), (1, 0, 1000)]
+    assert [
+        (f.sender, f.receiver, f.size_bytes) for f in sorted(view.flows, key=lambda f: f.sender)
+    ] == [(0, 1, 1000), (1, 0, 1000)]
 
 
 def test_a_late_peer_is_skew() -> None:
@@ -58,7 +82,10 @@ def test_a_late_peer_is_skew() -> None:
     state.apply(1.0, 1, call(1, 7, 10.4, (0.0, 0.0, 0.1), (0.0, 0.0, 0.1), (0.1, 0.1, 0.2)))
     waits = [w for w in state.timeline(0.0, 20.0).waits if w.rank == 0]
     assert [w.cause for w in waits] == ["skew", "exposed"]
-    assert [w.ended_s - w.started_s for w in waits] == [pytest.approx(0.3, abs=1e-5), pytest.approx(0.1, abs=1e-5)]
+    assert [w.ended_s - w.started_s for w in waits] == [
+        pytest.approx(0.3, abs=1e-5),
+        pytest.approx(0.1, abs=1e-5),
+    ]
 
 
 def test_a_timeline_is_cut_to_its_limit_and_says_so() -> None:
@@ -81,7 +108,8 @@ def test_counts_become_rates() -> None:
     assert rank.overlap == pytest.approx(0.75)
     values = state.series("rank:0").values
     assert {name: column[-1] for name, column in values.items()} == {
-        "flops_per_s": 20.0, "sent_bytes_per_s": 1000.0, "calls_per_s": 1.0, "compute_percent": 50.0,
+        "flops_per_s": 20.0, "sent_bytes_per_s": 1000.0, "calls_per_s": 1.0,
+        "compute_percent": 50.0,
         "wait_percent": pytest.approx(10.0), "overlap_percent": pytest.approx(75.0),
     }  # fmt: skip
 
@@ -106,7 +134,9 @@ def test_a_lost_rank_is_named_with_what_it_did() -> None:
 
 
 def test_what_is_not_known_of_a_lost_rank_is_not_said() -> None:
-    """Calls of milliseconds, and a rank that tells where it is twice a second: it may have been anywhere since."""
+    """Calls of milliseconds, and a rank that tells where it is twice a second: it may have been
+    anywhere since.
+    """
     state = _job()
     _feed(state, 1, [beat(1, 4.0), call(1, 7, 4.0, *_TIMES_1)], at_s=4.0)
     state.apply(4.4, -1, Presence(1, "lost", "it ended"))
@@ -128,7 +158,8 @@ def test_what_is_not_known_of_a_lost_rank_is_not_said() -> None:
 
 def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
     state = _job(4)
-    state.apply(1.0, 0, Bye(1.0, 75, "PeerLost: rank 2 is gone"))  # it heard of it before the hub did
+    # it heard of it before the hub did
+    state.apply(1.0, 0, Bye(1.0, 75, "PeerLost: rank 2 is gone"))
     state.apply(1.1, -1, Presence(2, "lost", "it ended"))
     state.apply(1.2, 1, Bye(1.2, 75, "PeerLost: rank 2 is gone"))
     state.apply(1.3, -1, Presence(3, "lost", "it ended"))
@@ -144,7 +175,11 @@ def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
     state.apply(1.1, -1, Presence(0, "lost", "it ended"))
     assert [rank.status for rank in state.snapshot().ranks] == ["ended", "left"]
     assert state.first_lost is not None
-    assert (state.first_lost.rank, state.first_lost.exit_code, state.first_lost.said) == (1, 1, "KeyError: 'x'")
+    assert (state.first_lost.rank, state.first_lost.exit_code, state.first_lost.said) == (
+        1,
+        1,
+        "KeyError: 'x'",
+    )
 
 
 def test_a_rank_that_comes_back_is_the_cause_of_nothing() -> None:
@@ -172,7 +207,10 @@ def test_a_rank_that_says_goodbye_is_not_lost() -> None:
     state.apply(5.0, 1, Bye(5.0, 1, "KeyError: 'x'"))
     state.apply(5.1, -1, Presence(0, "lost", "its connection ended"))
     state.advance(60.0)
-    assert [(r.status, r.exit_code, r.call) for r in state.snapshot().ranks] == [("left", 0, -1), ("left", 1, -1)]
+    assert [(r.status, r.exit_code, r.call) for r in state.snapshot().ranks] == [
+        ("left", 0, -1),
+        ("left", 1, -1),
+    ]
     assert [r.ending for r in state.snapshot().ranks] == ["", "exit code 1: KeyError: 'x'"]
     assert state.snapshot().events[-1].text == "exit code 1: KeyError: 'x'"
 
@@ -187,7 +225,9 @@ def test_reports_notes_and_sources_are_shown() -> None:
     shown = state.snapshot()
     # Not the last loss there was; and it is said, once.
     assert (shown.progress.step, shown.progress.values) == (13, {"tokens_per_s": 1e4})
-    assert [e.text for e in shown.events if e.kind == "not finite"] == ["the job reports loss = nan at step 13"]
+    assert [e.text for e in shown.events if e.kind == "not finite"] == [
+        "the job reports loss = nan at step 13"
+    ]
     sources = {source.name: source for source in shown.sources}
     assert sources["gpu:0"].values["power_w"] == 700.0
     assert sources["gpu:0"].ranks == [0]
@@ -262,7 +302,9 @@ def test_recent_calls_are_bounded_by_time_and_by_size() -> None:
 
 
 def test_the_model_of_64_ranks_stays_within_its_bound() -> None:
-    """A quarter of an hour of four ranks at full rate; it grows with ranks, not with time. `burst-rt bench telemetry` does the hour."""
+    """A quarter of an hour of four ranks at full rate; it grows with ranks, not with time.
+    `burst-rt bench telemetry` does the hour.
+    """
     state = _job(4, gpu=True)
     sizes = []
     for i in range(5 * 900):
@@ -291,18 +333,23 @@ def test_metrics_have_ranges_and_reasons_have_words() -> None:
 def test_rates_are_steady_where_calls_are_longer_than_the_time_between_counts() -> None:
     state = _job()
     for i in range(50):
-        state.apply(i / 5, 0, counters(0, i / 5, i // 5))  # a call a second, counted five times a second
+        # a call a second, counted five times a second
+        state.apply(i / 5, 0, counters(0, i / 5, i // 5))
     rates = state.series("rank:0", ["calls_per_s"], since_s=4.0).values["calls_per_s"]
     assert all(rate == pytest.approx(1.0) for rate in rates)
 
 
 def test_rates_of_calls_that_take_long() -> None:
-    """Ten calls of 10 s, 95 % of it in tiles, counted five times a second; then nothing any more."""
+    """Ten calls of 10 s, 95 % of it in tiles, counted five times a second; then nothing any
+    more.
+    """
     state = _job()
     for i in range(500):
         number = i // 50
         state.apply(i / 5, 0, beat(0, i / 5, number=number, doing="hop 0", since_s=10.0 * number))
-        state.apply(i / 5, 0, msgspec.structs.replace(counters(0, i / 5, number), compute_s=9.5 * number))
+        state.apply(
+            i / 5, 0, msgspec.structs.replace(counters(0, i / 5, number), compute_s=9.5 * number)
+        )
     rates = state.series("rank:0", ["compute_percent", "calls_per_s"], since_s=12.0).values
     assert {round(x) for x in rates["compute_percent"] if x is not None} == {95}
     assert state.snapshot().sources[0].values["calls_per_s"] == pytest.approx(0.1)
@@ -339,7 +386,11 @@ def test_plans_that_run_are_kept_and_others_give_way() -> None:
     plan = next(message for message in arrive(0) if isinstance(message, Plan))
     for number in range(300):
         state.apply(1.0 + number / 100, 0, msgspec.structs.replace(plan, number=number))
-        state.apply(1.0 + number / 100, 0, msgspec.structs.replace(call(0, number, 1.0 + number / 100, *_TIMES_0), plan=0))
+        state.apply(
+            1.0 + number / 100,
+            0,
+            msgspec.structs.replace(call(0, number, 1.0 + number / 100, *_TIMES_0), plan=0),
+        )
     shown = state.timeline(0.0, 60.0)
     assert shown.left_out == 0
     assert shown.spans

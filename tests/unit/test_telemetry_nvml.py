@@ -1,4 +1,6 @@
-"""Samples of GPUs, with a library that stands in for NVML: what is there, what is left out, and everything that can go wrong."""
+"""Samples of GPUs, with a library that stands in for NVML: what is there, what is left out, and
+everything that can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,19 @@ class _Sampled(NamedTuple):
 
 def _run(source: str, environment: dict[str, str], *arguments: str) -> str:
     command = [sys.executable, "-P", "-c", source, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def _sample(library: Path, wanted: list[tuple[str, str]] | None = None, times: int = 3, **settings: str) -> _Sampled:
-    sources, messages = json.loads(_run(_SAMPLE, with_standin(library, **settings), json.dumps(wanted or []), str(times)))
+def _sample(
+    library: Path, wanted: list[tuple[str, str]] | None = None, times: int = 3, **settings: str
+) -> _Sampled:
+    sources, messages = json.loads(
+        _run(_SAMPLE, with_standin(library, **settings), json.dumps(wanted or []), str(times))
+    )
     by_kind: dict[str, list[dict[str, Any]]] = {"Sample": [], "Note": []}
     for kind, message in messages:
         by_kind[kind].append(message)
@@ -79,9 +87,12 @@ def test_a_new_chip_has_all_there_is(library: Path) -> None:
     expected = {name for name in METRICS if name in last}
     # GPM's DRAM figure is the one that this chip says it has not.
     assert set(last) == expected == {
-        "sm_percent", "memory_busy_percent", "memory_used_bytes", "power_w", "energy_j", "temperature_c", "memory_temperature_c",
-        "sm_clock_mhz", "memory_clock_mhz", "throttle_bits", "pcie_tx_bytes_per_s", "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s",
-        "nvlink_rx_bytes_per_s", "num_processes", "ecc_corrected", "ecc_uncorrected", "num_xid", "gpm_sm_percent", "gpm_occupancy_percent",
+        "sm_percent", "memory_busy_percent", "memory_used_bytes", "power_w", "energy_j",
+        "temperature_c", "memory_temperature_c",
+        "sm_clock_mhz", "memory_clock_mhz", "throttle_bits", "pcie_tx_bytes_per_s",
+        "pcie_rx_bytes_per_s", "nvlink_tx_bytes_per_s",
+        "nvlink_rx_bytes_per_s", "num_processes", "ecc_corrected", "ecc_uncorrected", "num_xid",
+        "gpm_sm_percent", "gpm_occupancy_percent",
         "gpm_tensor_percent",
     }  # fmt: skip
     assert (last["sm_percent"], last["power_w"], last["temperature_c"]) == (51.0, 123.456, 55.0)
@@ -91,16 +102,26 @@ def test_a_new_chip_has_all_there_is(library: Path) -> None:
     assert 0 < last["ecc_corrected"] < 100
     assert last["pcie_tx_bytes_per_s"] > 0
     assert last["nvlink_rx_bytes_per_s"] > last["pcie_rx_bytes_per_s"]  # counted in KiB
-    assert got.samples[-2]["details"] == {"process_pid": [4321.0], "process_bytes": [float(2 << 30)]}
+    assert got.samples[-2]["details"] == {
+        "process_pid": [4321.0],
+        "process_bytes": [float(2 << 30)],
+    }
     texts = [note["text"] for note in got.notes]
     assert "gpu:0000-0: XID 79 (docs.nvidia.com/deploy/xid-errors)" in texts
-    assert sum("held back: power cap" in text for text in texts) == 2  # once a GPU, not at every sample
+    # once a GPU, not at every sample
+    assert sum("held back: power cap" in text for text in texts) == 2
 
 
 def test_what_an_old_chip_has_not_is_left_out(library: Path) -> None:
     got = _sample(library, STANDIN_OLD="1", STANDIN_DEVICES="1")
     last = got.samples[-1]["values"]
-    missing = {"energy_j", "memory_temperature_c", "nvlink_tx_bytes_per_s", "gpm_sm_percent", "gpm_tensor_percent"}
+    missing = {
+        "energy_j",
+        "memory_temperature_c",
+        "nvlink_tx_bytes_per_s",
+        "gpm_sm_percent",
+        "gpm_tensor_percent",
+    }
     assert not missing & set(last)
     assert not missing & set(got.sources[0]["metrics"])
     # The slow way for PCIe, in its place.
@@ -110,14 +131,22 @@ def test_what_an_old_chip_has_not_is_left_out(library: Path) -> None:
 def test_gpus_are_found_by_uuid_or_by_pci_address(library: Path) -> None:
     assert [s["name"] for s in _sample(library, [("0000-1", "")]).sources] == ["gpu:0000-1"]
     # A rank that only knows the address: the source has the name the rank knows.
-    assert [s["name"] for s in _sample(library, [("", "00000000:41:00.0")]).sources] == ["gpu:0000-0"]
+    assert [s["name"] for s in _sample(library, [("", "00000000:41:00.0")]).sources] == [
+        "gpu:0000-0"
+    ]
     assert _sample(library, [("something else", "")]).sources == []
 
 
 def test_garbage_is_left_out_and_said_once(library: Path) -> None:
     got = _sample(library, times=4, STANDIN_GARBAGE="1", STANDIN_DEVICES="1")
     for sample in got.samples:
-        assert not {"sm_percent", "memory_used_bytes", "power_w", "temperature_c", "gpm_sm_percent"} & set(sample["values"])
+        assert not {
+            "sm_percent",
+            "memory_used_bytes",
+            "power_w",
+            "temperature_c",
+            "gpm_sm_percent",
+        } & set(sample["values"])
         assert sample["values"]["sm_clock_mhz"] == 1980
     doubts = [note["text"] for note in got.notes if "cannot be" in note["text"]]
     assert len(doubts) == len(set(doubts)) >= 5
@@ -136,7 +165,10 @@ def test_a_driver_that_hangs_keeps_nobody_waiting(library: Path) -> None:
     started_s = time.monotonic()
     out = _run(_THREAD, with_standin(library, STANDIN_HANG_AFTER="300"), "1.5")
     assert time.monotonic() - started_s < 15
-    assert "Note here: NVML has not answered for 0.2 s; no figures of GPUs until it does" in out.splitlines()
+    assert (
+        "Note here: NVML has not answered for 0.2 s; no figures of GPUs until it does"
+        in out.splitlines()
+    )
     assert out.splitlines().count("Sample ") > 0
 
 

@@ -22,7 +22,9 @@ from burst_rt.telemetry.summary import summarise
 
 
 def _messages() -> list[tuple[float, int, FromRank | Presence]]:
-    said: list[tuple[float, int, FromRank | Presence]] = [(0.0, rank, m) for rank in range(2) for m in arrive(rank, gpu=True)]
+    said: list[tuple[float, int, FromRank | Presence]] = [
+        (0.0, rank, m) for rank in range(2) for m in arrive(rank, gpu=True)
+    ]
     said.append((5.0, 0, gpu_sample(0, 5.0, 650.0)))
     # Rank 0 waits from 10.2 to 10.5 for a message that is on the wire from 10.1.
     said.append((11.0, 0, call(0, 7, 10.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.2), (0.2, 0.5, 0.6))))
@@ -67,7 +69,10 @@ def test_a_record_cut_short_is_read_as_far_as_it_goes(path: Path) -> None:
     assert list(Record(path)) == whole[:-1]
 
 
-@pytest.mark.parametrize("content", [b"", b"no record at all", b"burst_rt record\n", b"burst_rt record\n\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no record at all", b"burst_rt record\n", b"burst_rt record\n\xff\xff\xff\xff"],
+)
 def test_what_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"
     path.write_bytes(content)
@@ -75,7 +80,9 @@ def test_what_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
         Record(path)
 
 
-def test_a_disk_that_is_full_ends_the_record_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_is_full_ends_the_record_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "full"
     path.symlink_to("/dev/full")
     recorder = Recorder(path, 1e9, "0.1")
@@ -105,12 +112,17 @@ def test_a_trace_has_every_rank_on_one_clock_with_arrows(path: Path, tmp_path: P
         assert finish["ts"] >= start["ts"]
         for end in (start, finish):
             enclosing = [
-                e for e in tasks if (e["pid"], e["tid"]) == (end["pid"], end["tid"]) and e["ts"] <= end["ts"] <= e["ts"] + e["dur"]
+                e
+                for e in tasks
+                if (e["pid"], e["tid"]) == (end["pid"], end["tid"])
+                and e["ts"] <= end["ts"] <= e["ts"] + e["dur"]
             ]
             assert enclosing, end
             assert enclosing[0]["name"] == "hop 0"
     assert sum(e["ph"] == "s" for e in events) == 4
-    assert [e["args"]["power_w"] for e in events if e["ph"] == "C" and e["name"] == "power_w"] == [650.0]
+    assert [e["args"]["power_w"] for e in events if e["ph"] == "C" and e["name"] == "power_w"] == [
+        650.0
+    ]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names[0] == "rank 0 on host, cuda:0"
     assert "a GPU gpu:0" in names.values()
@@ -124,7 +136,18 @@ def test_slices_of_one_thread_never_overlap(path: Path, tmp_path: Path) -> None:
         for message in arrive(rank):
             recorder.add_message(0.0, rank, message)
         for number in range(3):  # transfers that outlive the next call's
-            recorder.add_message(1.0, rank, call(rank, number, 1.0 + 0.1 * number, (0.0, 0.0, 0.5), (0.0, 0.0, 0.05), (0.05, 0.05, 0.1)))
+            recorder.add_message(
+                1.0,
+                rank,
+                call(
+                    rank,
+                    number,
+                    1.0 + 0.1 * number,
+                    (0.0, 0.0, 0.5),
+                    (0.0, 0.0, 0.05),
+                    (0.05, 0.05, 0.1),
+                ),
+            )
     recorder.close()
     out = tmp_path / "trace.json"
     assert CliRunner().invoke(command, [str(recorder_path), "-o", str(out)]).exit_code == 0
@@ -152,7 +175,9 @@ def test_a_summary_names_the_longest_stalls_and_their_cause(path: Path) -> None:
     assert "rank 1 entered the call 500.0 ms later" in causes
     assert "rank 1 was not there yet, and had not come to 'hop 0'" in causes
     assert "'hop 0' from rank 1 was on the wire: 1,000 bytes in 500.0 ms" in causes
-    assert [stall.duration_s for stall in found.stalls] == sorted((stall.duration_s for stall in found.stalls), reverse=True)
+    assert [stall.duration_s for stall in found.stalls] == sorted(
+        (stall.duration_s for stall in found.stalls), reverse=True
+    )
 
 
 def test_the_summary_command_prints_it(path: Path) -> None:

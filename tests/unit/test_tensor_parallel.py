@@ -1,4 +1,6 @@
-"""A layer on ranks: the same output and gradients as the whole layer in float64, bytes as its graphs say, misuse refused on every rank."""
+"""A layer on ranks: the same output and gradients as the whole layer in float64, bytes as its
+graphs say, misuse refused on every rank.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_every_result_is_that_of_the_whole_layer(world: int, strategy: str) -> N
 
 @pytest.mark.parametrize("strategy", _STRATEGIES)
 def test_in_float32(strategy: str) -> None:
-    for outcome in burst_rt.run_local(2, lambda ctx: spread(ctx, LayerCase(strategy, dtype=torch.float32))):
+    for outcome in burst_rt.run_local(
+        2, lambda ctx: spread(ctx, LayerCase(strategy, dtype=torch.float32))
+    ):
         assert max(outcome.errors.values()) <= ERROR[torch.float32], outcome.errors
 
 
@@ -53,7 +57,11 @@ def test_what_the_ranks_cannot_share_is_refused_on_all(name: str, strategy: str)
     # What 3 does not divide; the kv heads still divide the heads.
     shape = replace(
         case.shape,
-        **{"num_heads": {"num_heads": 16, "num_kv_heads": 4}, "num_kv_heads": {"num_kv_heads": 8}, "ffn_dim": {"ffn_dim": 37}}[name],
+        **{
+            "num_heads": {"num_heads": 16, "num_kv_heads": 4},
+            "num_kv_heads": {"num_kv_heads": 8},
+            "ffn_dim": {"ffn_dim": 37},
+        }[name],
     )
 
     def call(ctx: Context) -> None:
@@ -71,7 +79,9 @@ def test_an_input_that_one_rank_gets_wrong_is_refused_on_all() -> None:
         layout = ctx.layout(10, "contiguous")
         layer = ParallelLayer(layout, case.shape, case.strategy, case.weights())
         x = layout.shard(case.inputs()[0])
-        with pytest.raises(InputError, match=r"rank 1: ParallelLayer \(tensor-parallel\+sequence\): x: expected"):
+        with pytest.raises(
+            InputError, match=r"rank 1: ParallelLayer \(tensor-parallel\+sequence\): x: expected"
+        ):
             layer(x[:, 1:] if ctx.rank == 1 else x)
         layer(x)
 

@@ -12,7 +12,16 @@ _WORK = Op("work")
 
 def _span(graph: Graph, task: int, issued_s: float, started_s: float, ended_s: float) -> Span:
     node = graph.tasks[task]
-    return Span(task, node.name, node.lane, issued_s, started_s, ended_s, node.cost.size_bytes, node.cost.flops)
+    return Span(
+        task,
+        node.name,
+        node.lane,
+        issued_s,
+        started_s,
+        ended_s,
+        node.cost.size_bytes,
+        node.cost.flops,
+    )
 
 
 def _spans(graph: Graph, *times: tuple[float, float, float]) -> list[Span]:
@@ -54,14 +63,16 @@ def test_a_transfer_behind_compute_is_not_exposed() -> None:
 
 def test_what_sticks_out_of_compute_is_exposed() -> None:
     graphs = [_swap(0), _swap(1)]
-    # The wire is busy from 0 to 7, compute until 4 and from 7.5: the half second in between is neither.
+    # The wire is busy from 0 to 7, compute until 4 and from 7.5: the half second in between is
+    # neither.
     traces = [_spans(g, (0, 0, 7), (0, 0, 4), (7, 7.5, 10)) for g in graphs]
     assert exposed(graphs, traces) == [Idle(3.0, 0.0, 10.0)] * 2
 
 
 def test_waiting_for_a_late_peer_is_skew_and_not_exposed() -> None:
     graphs = [_swap(0), _swap(1)]
-    # Rank 1 posts at 5; from then to 7 the message is on the wire. Rank 0 idles from 2 to 7, rank 1 from 6 to 7.
+    # Rank 1 posts at 5; from then to 7 the message is on the wire. Rank 0 idles from 2 to 7, rank 1
+    # from 6 to 7.
     first = _spans(graphs[0], (0, 0, 7), (0, 0, 2), (7, 7, 9))
     second = _spans(graphs[1], (5, 5, 7), (5, 5, 6), (7, 7, 8))
     assert exposed(graphs, [first, second]) == [Idle(2.0, 3.0, 9.0), Idle(1.0, 0.0, 3.0)]
@@ -84,7 +95,9 @@ def test_idle_time_with_nothing_to_receive_is_neither() -> None:
     g.exchange("receive", recvs=[(g.buffer("slot", size_bytes=8), 0)], tag=0)
     receiver = g.build()
     # Rank 0 idles from 2 to 6 while its own send is under way; rank 1 computes nothing at all.
-    idle = exposed([sender, receiver], [_spans(sender, (0, 0, 6), (0, 0, 2)), _spans(receiver, (1, 1, 6))])
+    idle = exposed(
+        [sender, receiver], [_spans(sender, (0, 0, 6), (0, 0, 2)), _spans(receiver, (1, 1, 6))]
+    )
     assert idle == [Idle(0.0, 0.0, 6.0), Idle(5.0, 0.0, 5.0)]
 
 
@@ -94,7 +107,12 @@ def test_overlapping_transfers_count_once() -> None:
         g = GraphBuilder(rank, 2)
         own = g.buffer("own", size_bytes=8, initialised=True)
         for tag in range(3):
-            g.exchange(f"swap {tag}", sends=[(own, 1 - rank)], recvs=[(g.buffer(f"slot {tag}", size_bytes=8), 1 - rank)], tag=tag)
+            g.exchange(
+                f"swap {tag}",
+                sends=[(own, 1 - rank)],
+                recvs=[(g.buffer(f"slot {tag}", size_bytes=8), 1 - rank)],
+                tag=tag,
+            )
         g.compute("tile", _WORK, reads=[own], writes=[g.buffer("out")])
         graphs.append(g.build())
     # On the wire from 0 to 4, 1 to 3 and 6 to 8; compute from 2 to 3.
@@ -108,9 +126,15 @@ def test_skew_before_one_transfer_is_no_skew_while_another_is_on_the_wire() -> N
         g = GraphBuilder(rank, 2)
         own = g.buffer("own", size_bytes=8, initialised=True)
         for tag in range(2):
-            g.exchange(f"swap {tag}", sends=[(own, 1 - rank)], recvs=[(g.buffer(f"slot {tag}", size_bytes=8), 1 - rank)], tag=tag)
+            g.exchange(
+                f"swap {tag}",
+                sends=[(own, 1 - rank)],
+                recvs=[(g.buffer(f"slot {tag}", size_bytes=8), 1 - rank)],
+                tag=tag,
+            )
         graphs.append(g.build())
-    # Rank 0 posts both at 0; rank 1 the first at 1, the second at 4. The first is on the wire from 1 to 3, the second from 4 to 6.
+    # Rank 0 posts both at 0; rank 1 the first at 1, the second at 4. The first is on the wire from
+    # 1 to 3, the second from 4 to 6.
     first = _spans(graphs[0], (0, 0, 3), (0, 0, 6))
     second = _spans(graphs[1], (1, 1, 3), (4, 4, 6))
     assert exposed(graphs, [first, second]) == [Idle(4.0, 2.0, 6.0), Idle(4.0, 0.0, 5.0)]

@@ -20,14 +20,27 @@ from burst_rt.launch.train.report import Report, Summary
 
 def _train(tmp_path: Path, steps: int, *, resume: bool = False) -> Summary:
     (tmp_path / "text").write_text("some text " * 999)
-    config = TrainConfig(data=str(tmp_path / "text"), seq_len=9, steps=steps, layers=1, dim=8, heads=1, kv_heads=1, eval_every=2)
+    config = TrainConfig(
+        data=str(tmp_path / "text"),
+        seq_len=9,
+        steps=steps,
+        layers=1,
+        dim=8,
+        heads=1,
+        kv_heads=1,
+        eval_every=2,
+    )
     options = RunOptions(out=tmp_path / "run", resume=resume, progress="lines")
-    (summary,) = burst_rt.run_local(1, lambda world: train(world, config, options, {"steps": steps}), timeout_s=20)
+    (summary,) = burst_rt.run_local(
+        1, lambda world: train(world, config, options, {"steps": steps}), timeout_s=20
+    )
     assert summary is not None
     return summary
 
 
-def test_a_resumed_run_tells_the_whole_from_what_was_done_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_tells_the_whole_from_what_was_done_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = _train(tmp_path, 2)
     table = capsys.readouterr().out
     assert (first.resumed_after, "since" in table) == (0, False)
@@ -35,7 +48,8 @@ def test_a_resumed_run_tells_the_whole_from_what_was_done_now(tmp_path: Path, ca
     # As if the machine of the first part had been another one.
     path = tmp_path / "run" / "metrics.jsonl"
     records = [
-        json.loads(line) | {"tokens_per_s": 1e12, "bytes_sent": 10**9, "wait_fraction": 0.9} for line in path.read_text().splitlines()
+        json.loads(line) | {"tokens_per_s": 1e12, "bytes_sent": 10**9, "wait_fraction": 0.9}
+        for line in path.read_text().splitlines()
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     second = _train(tmp_path, 5, resume=True)
@@ -48,23 +62,41 @@ def test_a_resumed_run_tells_the_whole_from_what_was_done_now(tmp_path: Path, ca
         assert f"{row} since step 2" in table
 
 
-def test_the_time_that_is_left_is_told_in_hours_and_days(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_that_is_left_is_told_in_hours_and_days(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    record = StepRecord(step=10, loss=1.0, lr=0.1, grad_norm=1.0, step_s=0.1, tokens_per_s=1.0, wait_fraction=0.0, bytes_sent=1)
+    record = StepRecord(
+        step=10,
+        loss=1.0,
+        lr=0.1,
+        grad_norm=1.0,
+        step_s=0.1,
+        tokens_per_s=1.0,
+        wait_fraction=0.0,
+        bytes_sent=1,
+    )
     with Report("lines", steps=20, done=0) as report:
         now_s = 4000.4
         report.show(record)
         now_s = 960392.0
         report.show(record)
-    assert [line.partition("eta ")[2] for line in capsys.readouterr().out.splitlines()] == ["1:06:40", "11 days, 2:46:32"]
+    assert [line.partition("eta ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "1:06:40",
+        "11 days, 2:46:32",
+    ]
 
 
 def test_telemetry_hears_the_held_out_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, dict[str, float]]] = []
-    monkeypatch.setattr("burst_rt.telemetry.report", lambda step, **values: heard.append((step, values)))
+    monkeypatch.setattr(
+        "burst_rt.telemetry.report", lambda step, **values: heard.append((step, values))
+    )
     _train(tmp_path, 3)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     told = [(step, values["heldout_loss"]) for step, values in heard if "heldout_loss" in values]
     assert told == [(record["step"], record["heldout_loss"]) for record in records[1:]]
 

@@ -34,7 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {"head.weight": torch.zeros(2)}
     for name, steps in (("run", 9), ("done", 5), ("held", 9), ("damaged", 9)):
         config = TrainConfig(steps=steps, data=str(place / "text"), strategy="hybrid:2")
-        save_checkpoint(place / name, Checkpoint(Manifest(5, config, "fingerprint"), tensors, tensors), keep=1)
+        save_checkpoint(
+            place / name, Checkpoint(Manifest(5, config, "fingerprint"), tensors, tensors), keep=1
+        )
     (place / "damaged" / "checkpoints" / "step-00000005" / "config.json").write_text("{")
     (place / "held" / ".lock").write_text("process 123 on somewhere\n")
     (place / "text").write_text("some text " * 999)
@@ -47,16 +49,28 @@ _TRAIN: list[tuple[str, list[str]]] = [
     ("--device cuda:3", ["--device: cuda:3 was asked for"]),
     ("--device tpu", ["--device: expected auto, cpu, cuda or cuda:N, got tpu"]),
     ("--resume", ["--resume continues the run in --out DIR"]),
-    ("--resume --out nothing", ["--resume: expected a complete checkpoint in nothing/checkpoints", "Train with --out first"]),
+    (
+        "--resume --out nothing",
+        [
+            "--resume: expected a complete checkpoint in nothing/checkpoints",
+            "Train with --out first",
+        ],
+    ),
     ("--resume --out text", ["--out: text is not a folder"]),
-    ("--resume --out damaged", ["checkpoint damaged/checkpoints/step-00000005 is damaged: config.json"]),
+    (
+        "--resume --out damaged",
+        ["checkpoint damaged/checkpoints/step-00000005 is damaged: config.json"],
+    ),
     ("--resume --out held", ["--out: held is in use", "process 123 on somewhere"]),
     ("--out held", ["--out: held is in use", "process 123 on somewhere"]),
     ("--resume --out done", ["5 of 5 steps are done", "choose more --steps"]),
     ("--resume --out run --steps 4", ["5 of 4 steps are done"]),
     ("--resume --out run --dim 64", ["the checkpoint holds another model"]),
     ("--resume --out run --data nowhere", ["--data", "nowhere does not exist"]),
-    ("--resume --out run/checkpoints/step-00000005", ["named like a checkpoint", "name its run's folder"]),
+    (
+        "--resume --out run/checkpoints/step-00000005",
+        ["named like a checkpoint", "name its run's folder"],
+    ),
     ("--out run", ["run already holds a run", "--resume"]),
     ("--out text", ["--out: text is not a folder"]),
     ("--out text/run", ["text is not a folder"]),
@@ -90,18 +104,25 @@ _EVAL: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "words"), [(c, *case) for c, table in (("train", _TRAIN), ("eval", _EVAL)) for case in table]
+    ("command", "arguments", "words"),
+    [(c, *case) for c, table in (("train", _TRAIN), ("eval", _EVAL)) for case in table],
 )
-def test_what_cannot_run_is_refused_with_one_line(place: Path, command: str, arguments: str, words: list[str]) -> None:
+def test_what_cannot_run_is_refused_with_one_line(
+    place: Path, command: str, arguments: str, words: list[str]
+) -> None:
     before = sorted(place.rglob("*"))
     # No GPU, also where there is one; nor a batch job, in which other hosts might have one.
     hidden = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"CUDA_VISIBLE_DEVICES": ""}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
+        "CUDA_VISIBLE_DEVICES": ""
+    }
     with (place / "held" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run(
-            [sys.executable, "-P", "-X", "importtime", "-m", "burst_rt.launch.main", command, "-n", "4", *arguments.split()],
-            cwd=place, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False,
+            [sys.executable, "-P", "-X", "importtime", "-m", "burst_rt.launch.main", command, "-n",
+            "4", *arguments.split()],
+            cwd=place, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S,
+            check=False,
         )  # fmt: skip
     lines = done.stderr.splitlines()
     said = [line for line in lines if not line.startswith("import time:")]
@@ -110,12 +131,19 @@ def test_what_cannot_run_is_refused_with_one_line(place: Path, command: str, arg
     assert said[0].startswith("burst-rt: ConfigError: ")
     for word in words:
         assert word in said[0]
-    assert not any(line.split()[-1] in ("torch", "mpi4py") for line in lines), "neither is needed for that"
+    assert not any(line.split()[-1] in ("torch", "mpi4py") for line in lines), (
+        "neither is needed for that"
+    )
     assert sorted(place.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("name", "fits"), [("cuda", True), ("cuda:1", True), ("cuda:2", False), ("auto", True), ("cpu", True)])
-def test_a_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [("cuda", True), ("cuda:1", True), ("cuda:2", False), ("auto", True), ("cpu", True)],
+)
+def test_a_device_that_is_there_is_taken(
+    monkeypatch: pytest.MonkeyPatch, name: str, fits: bool
+) -> None:
     def count_devices(count: Any) -> int:  # ctypes.byref's own type
         count._obj.value = 2
         return 0
@@ -125,7 +153,10 @@ def test_a_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch, name: 
     driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetCount=count_devices)
     monkeypatch.setattr("ctypes.CDLL", lambda path: driver)
     monkeypatch.setenv("BURST_RT_DEVICE", name)
-    with nullcontext() if fits else pytest.raises(ConfigError, match="finds 2 GPUs here"), before_ranks():
+    with (
+        nullcontext() if fits else pytest.raises(ConfigError, match="finds 2 GPUs here"),
+        before_ranks(),
+    ):
         pass
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with before_ranks():

@@ -1,4 +1,6 @@
-"""The Triton kernel without a GPU: what it refuses, when it is taken, positions as runs; and tests/interpreted, in a process of its own."""
+"""The Triton kernel without a GPU: what it refuses, when it is taken, positions as runs; and
+tests/interpreted, in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,25 @@ _DEADLINE_S = 600.0
 
 @pytest.mark.parametrize("module", [path.name for path in sorted(_INTERPRETED.glob("test_*.py"))])
 def test_under_the_interpreter(module: str) -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(_INTERPRETED / module)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(_INTERPRETED / module),
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        command, cwd=_INTERPRETED.parents[1], env=environment, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+        command,
+        cwd=_INTERPRETED.parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed", done.stdout), done.stdout
@@ -37,9 +54,17 @@ def test_under_the_interpreter(module: str) -> None:
 
 
 def test_importing_the_kernels_does_not_import_triton(tmp_path: Path) -> None:
-    source = "import sys, burst_rt.kernels, burst_rt.kernels.triton.configs; print('triton' in sys.modules)"
+    source = (
+        "import sys, burst_rt.kernels, burst_rt.kernels.triton.configs; print('triton' in "
+        "sys.modules)"
+    )
     command = [sys.executable, "-P", "-c", source]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
+        == "False"
+    )
 
 
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +72,23 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda, kernel = torch.device("cpu"), torch.device("cuda", 1), KERNELS["triton"]
     assert kernel.refuses(Work(cuda, torch.bfloat16, 64, Causal())) is None
     for device, dtype, head_dim, mask, why in (
-        (cpu, torch.bfloat16, 64, Full(), r"takes CUDA tensors \(CPU tensors only where TRITON_INTERPRET=1 is set\), got cpu"),
+        (
+            cpu,
+            torch.bfloat16,
+            64,
+            Full(),
+            r"takes CUDA tensors \(CPU tensors only where TRITON_INTERPRET=1 is set\), got cpu",
+        ),
         (cuda, torch.float64, 64, Full(), "float32, bfloat16 and float16, got torch.float64"),
         (cuda, torch.float16, 15, Full(), "a head_dim of 16 to 256, got 15"),
         (cuda, torch.float16, 257, Full(), "a head_dim of 16 to 256, got 257"),
-        (cuda, torch.float16, 16, Both(Full(), Causal()), r"masks Full and Causal, got Both\(first=Full\(\), second=Causal\(\)\)"),
+        (
+            cuda,
+            torch.float16,
+            16,
+            Both(Full(), Causal()),
+            r"masks Full and Causal, got Both\(first=Full\(\), second=Causal\(\)\)",
+        ),
     ):
         reason = kernel.refuses(Work(device, dtype, head_dim, mask))
         assert reason is not None
@@ -70,7 +107,9 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     several = Work(cuda, torch.bfloat16, 128, Causal(), ring_size=2)
     assert pick(several).kernel.name == "triton"
     assert pick(several, "triton").reason == "asked for by name"
-    with pytest.raises(InputError, match=r"no tile kernel for torch\.float64 on cuda: the triton kernel takes"):
+    with pytest.raises(
+        InputError, match=r"no tile kernel for torch\.float64 on cuda: the triton kernel takes"
+    ):
         pick(Work(cuda, torch.float64, 128, Causal()))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert pick(Work(torch.device("cpu"), torch.bfloat16, 128, Causal())).kernel.name == "cpu"
@@ -86,7 +125,10 @@ def test_every_shard_and_block_of_every_layout_is_runs(kind: str, seq_len: int) 
                 if not expected:
                     continue
                 first, split, second, step, length = runs_of(positions, len(expected))
-                assert [first + i * step if i < split else second + (i - split) * step for i in range(length)] == expected
+                assert [
+                    first + i * step if i < split else second + (i - split) * step
+                    for i in range(length)
+                ] == expected
 
 
 def test_runs_that_go_on_are_one() -> None:
@@ -109,6 +151,15 @@ def test_there_is_a_configuration_for_everything() -> None:
             for arch in (None, *ARCHES):
                 for input_bytes in (2, 4):
                     config = choose(kind, arch, head_dim, input_bytes)
-                    # The kernel addresses at most 256 rows of a block in 32 bits; blocks are powers of two.
+                    # The kernel addresses at most 256 rows of a block in 32 bits; blocks are powers
+                    # of two.
                     assert all(0 < size <= 256 and size & (size - 1) == 0 for size in config[:2])
-    assert [arch_of(c) for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))] == [80, 86, 86, 90, 100, 100, 86]
+    assert [arch_of(c) for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))] == [
+        80,
+        86,
+        86,
+        90,
+        100,
+        100,
+        86,
+    ]

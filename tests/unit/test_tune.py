@@ -1,4 +1,6 @@
-"""Block sizes measured on a machine: candidates, which is taken, how it is remembered and used. tests/interpreted tries some for real."""
+"""Block sizes measured on a machine: candidates, which is taken, how it is remembered and used.
+tests/interpreted tries some for real.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,15 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
                 assert config.block_m & (config.block_m - 1) == 0
                 assert 16 <= config.block_n <= 256
                 # At least one block of each side is in shared memory.
-                assert (config.block_m + config.block_n) * padded(head_dim) * input_bytes <= ARCHES[arch]
+                assert (config.block_m + config.block_n) * padded(head_dim) * input_bytes <= ARCHES[
+                    arch
+                ]
     assert len(candidates(kind, 90, 128, 2)) >= 8
-    assert {config.loads for config in candidates("forward", 90, 128, 2)} == {"pointers", "descriptors", "specialized"}
+    assert {config.loads for config in candidates("forward", 90, 128, 2)} == {
+        "pointers",
+        "descriptors",
+        "specialized",
+    }
 
 
 def test_the_fastest_is_taken_if_it_is_worth_it() -> None:
@@ -80,7 +88,10 @@ def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.Monk
     found = Config(64, 128, 4, 2, "descriptors")
     assert keep("forward", _CUDA, 128, torch.bfloat16, found)
     assert _config("forward", x) == found
-    told = "asked for by name; blocks tuned on this machine: forward 64 x 128, 4 warps, 2 stages, descriptors"
+    told = (
+        "asked for by name; blocks tuned on this machine: forward 64 x 128, 4 warps, 2 stages, "
+        "descriptors"
+    )
     assert pick(work, "triton").reason == told
     # For this kernel, head size and type alone; and for this chip.
     assert "tuned" not in pick(work._replace(forward=False), "triton").reason

@@ -1,8 +1,10 @@
-"""The cudnn and flash kernels without a GPU: what they hand to torch's operators and make of the answers, with doubles of those operators.
+"""The cudnn and flash kernels without a GPU: what they hand to torch's operators and make of the
+answers, with doubles of those operators.
 
-The doubles compute in float64, by the spec's own formula, what the real ones are known to: BHSD tensors, 16-bit results, lse in float32, a
-backward that takes O only in rowsum(dO * O). They insist on what the real ones need (alignment, dense lse, squares under the diagonal) and
-differ in what versions differ in: how lse is shaped. tests/gpu has the real ones.
+The doubles compute in float64, by the spec's own formula, what the real ones are known to: BHSD
+tensors, 16-bit results, lse in float32, a backward that takes O only in rowsum(dO * O). They insist
+on what the real ones need (alignment, dense lse, squares under the diagonal) and differ in what
+versions differ in: how lse is shaped. tests/gpu has the real ones.
 """
 
 from __future__ import annotations
@@ -46,10 +48,16 @@ def _check(q: torch.Tensor, *others: torch.Tensor, causal: bool) -> None:
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
     s = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-    return s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf) if causal else s
+    return (
+        s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        if causal
+        else s
+    )
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     _check(q, k, v, causal=causal)
     s = _scores(q, k, causal, scale)
     out = s.softmax(-1) @ v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -58,7 +66,14 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
 
 
 def _backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _check(q, k, v, dout, out, causal=causal)
     assert lse.dtype == torch.float32
@@ -69,18 +84,25 @@ def _backward(
     delta = (dout.double() * out.double()).sum(-1, keepdim=True)
     ds = p * (dout.double() @ v.double().repeat_interleave(group, 1).mT - delta) * scale
     dq = ds @ k.double().repeat_interleave(group, 1)
-    dk, dv = (x.unflatten(1, (k.shape[1], group)).sum(2) for x in (ds.mT @ q.double(), p.mT @ dout.double()))
+    dk, dv = (
+        x.unflatten(1, (k.shape[1], group)).sum(2)
+        for x in (ds.mT @ q.double(), p.mT @ dout.double())
+    )
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 class Doubles:
-    """In the place of torch's operators; their arguments are bound to the real ones' schemas. calls: (rows, columns, causal) of each."""
+    """In the place of torch's operators; their arguments are bound to the real ones' schemas.
+    calls: (rows, columns, causal) of each.
+    """
 
     def __init__(self, lse_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.calls: list[tuple[int, int, bool]] = []
         self._lse_as = lse_as
 
-    def _bound(self, operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    def _bound(
+        self, operator: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> dict[str, Any]:
         """Arguments by the names of the real operator's schema, of the right kinds."""
         schema = operator._schema
         bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
@@ -91,8 +113,15 @@ class Doubles:
         for argument in schema.arguments:
             value = bound[argument.name]
             # An undefined tensor is None in Python.
-            kinds = {"Tensor": (torch.Tensor, type(None)), "bool": (bool,), "float": (float,), "int": (int,)}
-            assert isinstance(value, kinds[str(argument.type).removeprefix("Optional[").removesuffix("]")]), argument.name
+            kinds = {
+                "Tensor": (torch.Tensor, type(None)),
+                "bool": (bool,),
+                "float": (float,),
+                "int": (int,),
+            }
+            assert isinstance(
+                value, kinds[str(argument.type).removeprefix("Optional[").removesuffix("]")]
+            ), argument.name
         assert bound["dropout_p"] == 0.0
         return bound
 
@@ -104,7 +133,17 @@ class Doubles:
             q, k, v = a["query"], a["key"], a["value"]
             self.calls.append((q.shape[2], k.shape[2], a["is_causal"]))
             out, lse = _forward(q, k, v, a["is_causal"], a["scale"])
-            return out, self._lse_as(lse), None, None, q.shape[2], k.shape[2], torch.empty(2), torch.empty(0), torch.empty(0)
+            return (
+                out,
+                self._lse_as(lse),
+                None,
+                None,
+                q.shape[2],
+                k.shape[2],
+                torch.empty(2),
+                torch.empty(0),
+                torch.empty(0),
+            )
 
         return run
 
@@ -122,7 +161,9 @@ class Doubles:
                 assert lse.ndim == 4
                 lse = lse.flatten(2)
                 assert all(x.transpose(1, 2).is_contiguous() for x in (a["grad_out"], a["out"]))
-            return _backward(a["grad_out"], q, k, a["value"], a["out"], lse, a["is_causal"], a["scale"])
+            return _backward(
+                a["grad_out"], q, k, a["value"], a["out"], lse, a["is_causal"], a["scale"]
+            )
 
         return run
 
@@ -133,8 +174,13 @@ def doubles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     aten = torch.ops.aten
     for name in ("flash", "cudnn"):
         whole = f"_scaled_dot_product_{name}_attention"
-        monkeypatch.setattr(f"burst_rt.kernels.vendor._{name}_forward", made.forward(getattr(aten, whole).default))
-        monkeypatch.setattr(f"burst_rt.kernels.vendor._{name}_backward", made.backward(getattr(aten, f"{whole}_backward").default))
+        monkeypatch.setattr(
+            f"burst_rt.kernels.vendor._{name}_forward", made.forward(getattr(aten, whole).default)
+        )
+        monkeypatch.setattr(
+            f"burst_rt.kernels.vendor._{name}_backward",
+            made.backward(getattr(aten, f"{whole}_backward").default),
+        )
     for kernel in (FlashKernel, CudnnKernel):
         monkeypatch.setattr(kernel, "device_type", "cpu")
         monkeypatch.setattr(kernel, "_missing", lambda self, device: None)
@@ -145,19 +191,40 @@ def doubles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 PIECES = {
     "a rectangle": ([(0, 60, 0, 80, False)], [(60, 80, False)]),
     "a square under the diagonal": ([(0, 60, 20, 80, True)], [(60, 60, True)]),
-    "a rectangle and a triangle": ([(0, 60, 0, 20, False), (0, 60, 20, 80, True)], [(60, 20, False), (60, 60, True)]),
-    "more rows than columns under the diagonal": ([(5, 60, 0, 30, True)], [(30, 30, True), (25, 30, False)]),
-    "two corners": ([(0, 20, 0, 30, False), (31, 59, 33, 80, False)], [(20, 30, False), (28, 47, False)]),
+    "a rectangle and a triangle": (
+        [(0, 60, 0, 20, False), (0, 60, 20, 80, True)],
+        [(60, 20, False), (60, 60, True)],
+    ),
+    "more rows than columns under the diagonal": (
+        [(5, 60, 0, 30, True)],
+        [(30, 30, True), (25, 30, False)],
+    ),
+    "two corners": (
+        [(0, 20, 0, 30, False), (31, 59, 33, 80, False)],
+        [(20, 30, False), (28, 47, False)],
+    ),
 }
 
 
-def _tile(name: str, dtype: torch.dtype, **options: Any) -> tuple[Tile, list[torch.Tensor], Attention]:
-    """A tile, its tensors q, k, v, dout, dlse (strided views, misaligned ones among them), and the truth."""
+def _tile(
+    name: str, dtype: torch.dtype, **options: Any
+) -> tuple[Tile, list[torch.Tensor], Attention]:
+    """A tile, its tensors q, k, v, dout, dlse (strided views, misaligned ones among them), and the
+    truth.
+    """
     generator = torch.Generator().manual_seed(1)
-    heads, kv_heads, head_dim = options.get("heads", 4), options.get("kv_heads", 2), options.get("head_dim", 16)
-    packed = torch.randn(2, 80, heads + 2 * kv_heads, head_dim + 1, generator=generator, dtype=torch.float64).to(dtype)[..., 1:]
+    heads, kv_heads, head_dim = (
+        options.get("heads", 4),
+        options.get("kv_heads", 2),
+        options.get("head_dim", 16),
+    )
+    packed = torch.randn(
+        2, 80, heads + 2 * kv_heads, head_dim + 1, generator=generator, dtype=torch.float64
+    ).to(dtype)[..., 1:]
     q, (k, v) = packed[:, :60, :heads], packed[:, :, heads:].split(kv_heads, dim=2)
-    dout = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(dtype) * options.get("magnitude", 1.0)
+    dout = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(dtype) * options.get(
+        "magnitude", 1.0
+    )
     dlse = torch.randn(2, heads, 60, generator=generator) * options.get("dlse", 1.0)
     visible = torch.zeros(60, 80, dtype=torch.bool)
     pieces = []
@@ -165,7 +232,16 @@ def _tile(name: str, dtype: torch.dtype, **options: Any) -> tuple[Tile, list[tor
         part = torch.ones(b - a, d - c, dtype=torch.bool)
         visible[a:b, c:d] = part.tril() if diagonal else part
         pieces.append(Piece(a, b, c, d, diagonal, False, int(visible[a:b, c:d].sum())))
-    tile = Tile(tuple(pieces), (range(20, 80),), (range(80),), Full(), 0.3, lambda: None, first=True, last=True)
+    tile = Tile(
+        tuple(pieces),
+        (range(20, 80),),
+        (range(80),),
+        Full(),
+        0.3,
+        lambda: None,
+        first=True,
+        last=True,
+    )
 
     class Seen(Mask):
         def allows(self, q_position: Any, kv_position: Any) -> Any:  # tensors
@@ -195,7 +271,9 @@ def _gradients(
 @pytest.mark.parametrize("dtype", _16_BIT)
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("kernel", [FlashKernel(), CudnnKernel()], ids=["flash", "cudnn"])
-def test_a_tile_against_the_spec(kernel: Any, name: str, dtype: torch.dtype, doubles: Doubles) -> None:
+def test_a_tile_against_the_spec(
+    kernel: Any, name: str, dtype: torch.dtype, doubles: Doubles
+) -> None:
     tile, tensors, truth = _tile(name, dtype)
     state = _state(tensors[0])
     kernel.forward(*tensors[:3], tile, state)
@@ -214,17 +292,26 @@ def test_a_tile_against_the_spec(kernel: Any, name: str, dtype: torch.dtype, dou
 @pytest.mark.usefixtures("doubles")
 @pytest.mark.parametrize("magnitude", [1.0, 1e-3, 1e-25, 0.0, "every third row 0", "down to 0"])
 def test_any_dout_with_any_gradient_of_lse(magnitude: float | str) -> None:
-    """O' stands in for O where dO is large, where it is small, and where a gradient of lse is all there is."""
+    """O' stands in for O where dO is large, where it is small, and where a gradient of lse is all
+    there is.
+    """
     rows = torch.ones(60)
     if magnitude == "every third row 0":
         rows[::3] = 0.0
     elif magnitude == "down to 0":
         rows = torch.logspace(0, -7, 60)
     for dlse in (0.0, 1.0, 300.0):
-        tile, tensors, _ = _tile("a rectangle", torch.bfloat16, dlse=dlse, magnitude=magnitude if isinstance(magnitude, float) else 1.0)
+        tile, tensors, _ = _tile(
+            "a rectangle",
+            torch.bfloat16,
+            dlse=dlse,
+            magnitude=magnitude if isinstance(magnitude, float) else 1.0,
+        )
         tensors[3] = (tensors[3] * rows[:, None, None]).to(torch.bfloat16)
         truth = reference(*tensors, scale=0.3)
-        for got, want in zip(_gradients(KERNELS["flash"], tile, tensors, truth, start=0.0), truth[2:], strict=True):
+        for got, want in zip(
+            _gradients(KERNELS["flash"], tile, tensors, truth, start=0.0), truth[2:], strict=True
+        ):
             assert want is not None
             # A dV of 0 is off by what the row that stands in for dO adds.
             assert relative_error(got, want) < (ERROR[torch.bfloat16] if want.any() else 1e-25)
@@ -232,7 +319,9 @@ def test_any_dout_with_any_gradient_of_lse(magnitude: float | str) -> None:
 
 @pytest.mark.usefixtures("doubles")
 def test_parts_of_several_tiles_add_up() -> None:
-    """In bfloat16 each of three tiles is off by a roundoff at most, and so is their weighted mean."""
+    """In bfloat16 each of three tiles is off by a roundoff at most, and so is their weighted
+    mean.
+    """
     tile, (q, k, v, *_), _ = _tile("a rectangle", torch.bfloat16)
     state = _state(q)
     for i, columns in enumerate((slice(30), slice(30, 31), slice(31, 80))):
@@ -250,23 +339,56 @@ def test_parts_of_several_tiles_add_up() -> None:
     ("case", "world_size", "partials"),
     [
         (Case(60, head_dim=16, mask=Causal(), dtype=torch.bfloat16), 1, "exact"),
-        (Case(37, head_dim=24, heads=4, kv_heads=2, dtype=torch.float16, needs_grad=(False, False, False)), 1, "exact"),
-        (Case(61, head_dim=16, heads=4, kv_heads=2, mask=Causal(), dtype=torch.bfloat16), 3, "16bit"),
-        (Case(64, head_dim=16, mask=Causal(), kind="striped", strategy="burst", dtype=torch.bfloat16), 2, "16bit"),
+        (
+            Case(
+                37,
+                head_dim=24,
+                heads=4,
+                kv_heads=2,
+                dtype=torch.float16,
+                needs_grad=(False, False, False),
+            ),
+            1,
+            "exact",
+        ),
+        (
+            Case(61, head_dim=16, heads=4, kv_heads=2, mask=Causal(), dtype=torch.bfloat16),
+            3,
+            "16bit",
+        ),
+        (
+            Case(
+                64,
+                head_dim=16,
+                mask=Causal(),
+                kind="striped",
+                strategy="burst",
+                dtype=torch.bfloat16,
+            ),
+            2,
+            "16bit",
+        ),
     ],
 )
 def test_whole_calls(name: str, case: Case, world_size: int, partials: str) -> None:
     got = attend_over_threads(world_size, case, kernel=name, partials=partials)
     for field, error in errors_of(got, reference(*case.inputs(), mask=case.mask)).items():
-        # What is rounded once a tile is off by about as much as what is rounded at the end, and both happen.
-        limit = ERROR[torch.float32] if field == "lse" else ERROR[case.dtype] * (1 if partials == "exact" else 2)
+        # What is rounded once a tile is off by about as much as what is rounded at the end, and
+        # both happen.
+        limit = (
+            ERROR[torch.float32]
+            if field == "lse"
+            else ERROR[case.dtype] * (1 if partials == "exact" else 2)
+        )
         assert error < limit, (field, error)
 
 
 def _explained(ctx: Context, kv_len: int, **options: Any) -> str:
     x = torch.zeros(1, ctx.layout(64).shard_len, 2, 16, dtype=torch.bfloat16, requires_grad=True)
     y = torch.zeros(1, ctx.layout(kv_len).shard_len, 2, 16, dtype=torch.bfloat16)
-    return str(burst_rt.explain(x, y, y, layout=ctx.layout(64), kv_layout=ctx.layout(kv_len), **options))
+    return str(
+        burst_rt.explain(x, y, y, layout=ctx.layout(64), kv_layout=ctx.layout(kv_len), **options)
+    )
 
 
 @pytest.mark.usefixtures("doubles")
@@ -278,12 +400,17 @@ def test_exact_partials_are_the_default_and_rounded_ones_are_told() -> None:
             if (kv_len, world) == (64, 1):
                 assert "kernel flash: asked for by name\n" in _explained(ctx, kv_len, causal=True)
             else:
-                with pytest.raises(InputError, match=r"rounds what each of its calls gives to bfloat16.*partials='16bit'"):
+                with pytest.raises(
+                    InputError,
+                    match=r"rounds what each of its calls gives to bfloat16.*partials='16bit'",
+                ):
                     _explained(ctx, kv_len, causal=True)
 
     for world_size in (1, 2):
         burst_rt.run_local(world_size, exact, kernel="flash")
-    words = burst_rt.run_local(2, lambda ctx: _explained(ctx, 64, causal=True), kernel="flash", partials="16bit")
+    words = burst_rt.run_local(
+        2, lambda ctx: _explained(ctx, 64, causal=True), kernel="flash", partials="16bit"
+    )
     forward, backward = words[0].split("backward:")
     assert "partials are 16-bit: what each of its calls gives is rounded to bfloat16" in forward
     assert "differ" not in forward
@@ -292,14 +419,18 @@ def test_exact_partials_are_the_default_and_rounded_ones_are_told() -> None:
 
 
 def test_partials_are_agreed_on_when_ranks_join() -> None:
-    with pytest.raises(InputError, match=r"partials must be one of \['exact', '16bit'\], got 'fp8'"):
+    with pytest.raises(
+        InputError, match=r"partials must be one of \['exact', '16bit'\], got 'fp8'"
+    ):
         burst_rt.init(partials="fp8")
     world = burst_rt.transport.LocalWorld(2)
     raised: list[BaseException] = []
 
     def join(rank: int) -> None:
         try:
-            burst_rt.init(burst_rt.LocalRank(world, rank), partials=("exact", "16bit")[rank], timeout_s=20)
+            burst_rt.init(
+                burst_rt.LocalRank(world, rank), partials=("exact", "16bit")[rank], timeout_s=20
+            )
         except ContractMismatch as error:
             raised.append(error)
 
@@ -310,7 +441,10 @@ def test_partials_are_agreed_on_when_ranks_join() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert [str(error).count("partials: exact on rank 0, 16bit on rank 1") for error in raised] == [1, 1]
+    assert [str(error).count("partials: exact on rank 0, 16bit on rank 1") for error in raised] == [
+        1,
+        1,
+    ]
 
 
 def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,14 +459,21 @@ def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
             (fine._replace(dtype=torch.float16, forward=False), "backward takes bfloat16"),
             (fine._replace(head_dim=20), "a multiple of 8, at most"),
             (fine._replace(head_dim=264), "a multiple of 8, at most"),
-            (fine._replace(mask=Both(Causal(), Full()), tiles=((Piece(0, 8, 0, 8, False, True, 64),),)), "leaves other shapes"),
+            (
+                fine._replace(
+                    mask=Both(Causal(), Full()), tiles=((Piece(0, 8, 0, 8, False, True, 64),),)
+                ),
+                "leaves other shapes",
+            ),
         ):
             reason = kernel.refuses(work)
             assert reason is not None
             assert reason.startswith(f"the {name} kernel")
             assert why in reason
     assert "at most 128" in str(KERNELS["cudnn"].refuses(fine._replace(head_dim=136)))
-    assert "at least 2 keys" in str(KERNELS["cudnn"].refuses(fine._replace(tiles=((Piece(0, 8, 0, 1, False, False, 8),),))))
+    assert "at least 2 keys" in str(
+        KERNELS["cudnn"].refuses(fine._replace(tiles=((Piece(0, 8, 0, 1, False, False, 8),),)))
+    )
     monkeypatch.setattr("torch.backends.cuda.is_flash_attention_available", lambda: False)
     monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
     monkeypatch.setattr("torch.backends.cudnn.version", lambda: 8907)
@@ -361,9 +502,14 @@ def test_flash_repeats_itself_where_torch_is_told_to() -> None:
 
 
 def test_the_operators_take_what_they_are_given() -> None:
-    """The schemas of this torch, against how they are called: the doubles bind by them, so here only that they are there."""
+    """The schemas of this torch, against how they are called: the doubles bind by them, so here
+    only that they are there.
+    """
     for name in ("flash", "cudnn"):
         whole = f"_scaled_dot_product_{name}_attention"
-        for operator in (getattr(torch.ops.aten, whole), getattr(torch.ops.aten, f"{whole}_backward")):
+        for operator in (
+            getattr(torch.ops.aten, whole),
+            getattr(torch.ops.aten, f"{whole}_backward"),
+        ):
             assert inspect.isfunction(operator.default.redispatch) or callable(operator.default)
             assert len(operator.default._schema.returns) in (3, 9)

@@ -37,7 +37,9 @@ def _builder(rank: int, world_size: int, network: Lane) -> GraphBuilder:
 
 
 def _ring_rank(rank: int, world_size: int, network: Lane) -> Graph:
-    """Two slots, a tile each hop: what strategies build, in small. Tasks: x0 t0 x1 t1 ... ; tags are hops."""
+    """Two slots, a tile each hop: what strategies build, in small. Tasks: x0 t0 x1 t1 ... ; tags
+    are hops.
+    """
     g = _builder(rank, world_size, network)
     own = g.buffer("own", size_bytes=_BYTES, initialised=True)
     slots = [g.buffer(f"slot{i}", size_bytes=_BYTES) for i in range(2)]
@@ -46,7 +48,9 @@ def _ring_rank(rank: int, world_size: int, network: Lane) -> Graph:
         here = slots[hop % 2] if hop else own
         if hop + 1 < world_size:
             left, right = (rank - 1) % world_size, (rank + 1) % world_size
-            g.exchange(f"hop {hop}", sends=[(here, right)], recvs=[(slots[(hop + 1) % 2], left)], tag=hop)
+            g.exchange(
+                f"hop {hop}", sends=[(here, right)], recvs=[(slots[(hop + 1) % 2], left)], tag=hop
+            )
         g.compute(f"tile {hop}", _WORK, reads=[here], accumulates=[out])
     return g.build()
 
@@ -82,7 +86,9 @@ def _one_exchange() -> list[Graph]:
 
 
 def _apart(network: Lane, *, together: bool) -> list[Graph]:
-    """Both ranks send to and receive from each other: in one exchange, or the send in one and the receive in the next."""
+    """Both ranks send to and receive from each other: in one exchange, or the send in one and the
+    receive in the next.
+    """
     graphs = []
     for rank in range(2):
         g = _builder(rank, 2, network)
@@ -98,7 +104,9 @@ def _apart(network: Lane, *, together: bool) -> list[Graph]:
 
 
 def _pairs(network: Lane, orders: Sequence[Sequence[int]]) -> list[Graph]:
-    """Three ranks, every two of which swap a part; `orders[rank]` is the order in which that rank meets its partners."""
+    """Three ranks, every two of which swap a part; `orders[rank]` is the order in which that rank
+    meets its partners.
+    """
     graphs = []
     for rank, partners in enumerate(orders):
         g = _builder(rank, 3, network)
@@ -111,7 +119,9 @@ def _pairs(network: Lane, orders: Sequence[Sequence[int]]) -> list[Graph]:
 
 
 def _ask_and_answer(*, both_wait: bool) -> list[Graph]:
-    """Each rank's answer is made from what it receives; a rank that waits asks only after it has been asked."""
+    """Each rank's answer is made from what it receives; a rank that waits asks only after it has
+    been asked.
+    """
     graphs = []
     for rank in range(2):
         g = _builder(rank, 2, _FREE)
@@ -133,14 +143,18 @@ def _task(graphs: Sequence[Graph], rank: int, name: str) -> Task:
     return task
 
 
-def _with_task(graphs: Sequence[Graph], rank: int, name: str, **changes: Any) -> list[Graph]:  # Any: fields of Task
+def _with_task(
+    graphs: Sequence[Graph], rank: int, name: str, **changes: Any
+) -> list[Graph]:  # Any: fields of Task
     """The same world with some fields of one task changed."""
     old = _task(graphs, rank, name)
     tasks = tuple(replace(task, **changes) if task is old else task for task in graphs[rank].tasks)
     return [replace(graph, tasks=tasks) if graph.rank == rank else graph for graph in graphs]
 
 
-def _with_message(graphs: Sequence[Graph], rank: int, name: str, side: str, index: int = 0, **changes: int) -> list[Graph]:
+def _with_message(
+    graphs: Sequence[Graph], rank: int, name: str, side: str, index: int = 0, **changes: int
+) -> list[Graph]:
     messages: tuple[Message, ...] = getattr(_task(graphs, rank, name), side)
     changed = tuple(m._replace(**changes) if i == index else m for i, m in enumerate(messages))
     return _with_task(graphs, rank, name, **{side: changed})
@@ -150,9 +164,18 @@ def _without_edge(graphs: Sequence[Graph], rank: int, first: str, second: str) -
     u, v = _task(graphs, rank, first).id, _task(graphs, rank, second).id
     graph = graphs[rank]
     assert u in graph.predecessors[v], "the edge to be removed is not there"
-    predecessors = [tuple(t for t in edges if (t, i) != (u, v)) for i, edges in enumerate(graph.predecessors)]
-    successors = [tuple(t for t in edges if (i, t) != (u, v)) for i, edges in enumerate(graph.successors)]
-    return [replace(g, predecessors=tuple(predecessors), successors=tuple(successors)) if g.rank == rank else g for g in graphs]
+    predecessors = [
+        tuple(t for t in edges if (t, i) != (u, v)) for i, edges in enumerate(graph.predecessors)
+    ]
+    successors = [
+        tuple(t for t in edges if (i, t) != (u, v)) for i, edges in enumerate(graph.successors)
+    ]
+    return [
+        replace(g, predecessors=tuple(predecessors), successors=tuple(successors))
+        if g.rank == rank
+        else g
+        for g in graphs
+    ]
 
 
 def _with_edge(graphs: Sequence[Graph], rank: int, first: int, second: int) -> list[Graph]:
@@ -166,7 +189,10 @@ def _with_lane(graphs: Sequence[Graph], rank: int, lane: Lane) -> list[Graph]:
 
 
 def _uninitialised(graphs: Sequence[Graph], rank: int, buffer: str) -> list[Graph]:
-    parts = tuple(replace(part, initialised=part.initialised and part.buffer != buffer) for part in graphs[rank].parts)
+    parts = tuple(
+        replace(part, initialised=part.initialised and part.buffer != buffer)
+        for part in graphs[rank].parts
+    )
     return [replace(g, parts=parts) if g.rank == rank else g for g in graphs]
 
 
@@ -216,20 +242,28 @@ _FAULTS = [
     _Fault(
         "swapped tags",
         _FREE_RING,
-        lambda w: _with_message(_with_message(w, 1, "hop 0", "sends", tag=1), 1, "hop 1", "sends", tag=0),
+        lambda w: _with_message(
+            _with_message(w, 1, "hop 0", "sends", tag=1), 1, "hop 1", "sends", tag=0
+        ),
         r"deadlock: .*rank 1: task 0 'hop 0' waits for rank 2 to reach task 2 'hop 1'",
     ),
     _Fault(
         "swapped tags on an ordered lane",
         _two_messages(_ORDERED),
         lambda w: _with_message(_with_message(w, 0, "m0", "sends", tag=1), 0, "m1", "sends", tag=0),
-        r"rank 0 sends tags \[1, 0\] to rank 1, which receives in the order \[0, 1\]: an ordered lane would mix them up",
+        r"rank 0 sends tags \[1, 0\] to rank 1, which receives in the order \[0, 1\]: an ordered "
+        r"lane would mix them up",
     ),
     _Fault(
         "a tag used twice with one peer",
         _two_messages(_FREE),
-        lambda w: [g for r in (0, 1) for g in [_with_message(w, r, "m1", "recvs" if r else "sends", tag=0)[r]]],
-        r"rank 0: task 0 'm0' and task 1 'm1' both use tag 0 with rank 1; give each exchange its own",
+        lambda w: [
+            g
+            for r in (0, 1)
+            for g in [_with_message(w, r, "m1", "recvs" if r else "sends", tag=0)[r]]
+        ],
+        r"rank 0: task 0 'm0' and task 1 'm1' both use tag 0 with rank 1; give each exchange its "
+        r"own",
     ),
     _Fault(
         "a peer outside the world",
@@ -240,13 +274,17 @@ _FAULTS = [
     _Fault(
         "a message to itself",
         _FREE_RING,
-        lambda w: _with_message(_with_message(w, 2, "hop 1", "recvs", peer=2), 2, "hop 1", "sends", peer=2),
+        lambda w: _with_message(
+            _with_message(w, 2, "hop 1", "recvs", peer=2), 2, "hop 1", "sends", peer=2
+        ),
         r"rank 2: task 2 'hop 1' names rank 2 as its peer, in a world of 3",
     ),
     _Fault(
         "more bytes than the part has",
         _two_messages(_FREE),
-        lambda w: _with_message(_with_message(w, 0, "m0", "sends", size_bytes=9), 1, "m0", "recvs", size_bytes=9),
+        lambda w: _with_message(
+            _with_message(w, 0, "m0", "sends", size_bytes=9), 1, "m0", "recvs", size_bytes=9
+        ),
         r"rank 0: task 0 'm0' moves 9 bytes of b\[0\], which has 8",
     ),
     # Accesses.
@@ -301,7 +339,12 @@ _FAULTS = [
     _Fault(
         "an exchange that receives into what it sends",
         _apart(_FREE, together=True),
-        lambda w: _with_task(_with_message(w, 0, "both", "recvs", part=_part(w[0], "out")), 0, "both", writes=(_part(w[0], "out"),)),
+        lambda w: _with_task(
+            _with_message(w, 0, "both", "recvs", part=_part(w[0], "out")),
+            0,
+            "both",
+            writes=(_part(w[0], "out"),),
+        ),
         r"rank 0: task 0 'both' receives into a part that it also reads, sends or receives into",
     ),
     _Fault(
@@ -311,27 +354,45 @@ _FAULTS = [
         r"rank 1: task 0 'all' receives into a part that it also reads, sends or receives into",
     ),
     # Edges.
-    _Fault("an edge backwards", _FREE_RING, lambda w: _with_edge(w, 0, 3, 1), r"rank 0: task 1 'tile 0' depends on task 3, .*a cycle"),
-    _Fault("an edge to itself", _FREE_RING, lambda w: _with_edge(w, 0, 2, 2), r"rank 0: task 2 'hop 1' depends on task 2, .*a cycle"),
-    _Fault("an edge from nowhere", _FREE_RING, lambda w: _with_edge(w, 0, -1, 2), r"rank 0: task 2 'hop 1' depends on task -1"),
+    _Fault(
+        "an edge backwards",
+        _FREE_RING,
+        lambda w: _with_edge(w, 0, 3, 1),
+        r"rank 0: task 1 'tile 0' depends on task 3, .*a cycle",
+    ),
+    _Fault(
+        "an edge to itself",
+        _FREE_RING,
+        lambda w: _with_edge(w, 0, 2, 2),
+        r"rank 0: task 2 'hop 1' depends on task 2, .*a cycle",
+    ),
+    _Fault(
+        "an edge from nowhere",
+        _FREE_RING,
+        lambda w: _with_edge(w, 0, -1, 2),
+        r"rank 0: task 2 'hop 1' depends on task -1",
+    ),
     # Lanes.
     _Fault(
         "an ordered lane that is not issued in program order",
         _ORDERED_RING,
         lambda w: _with_lane(w, 1, replace(_ORDERED, in_program_order=False)),
-        r"rank 1: task 0 'hop 0' is on ordered lane 'network', which must be issued in program order",
+        r"rank 1: task 0 'hop 0' is on ordered lane 'network', which must be issued in program "
+        r"order",
     ),
     _Fault(
         "a lane with a limit that is not issued in program order",
         _FREE_RING,
         lambda w: _with_lane(w, 1, replace(_FREE, max_in_flight=1)),
-        r"rank 1: task 0 'hop 0' is on bounded lane 'network', which must be issued in program order",
+        r"rank 1: task 0 'hop 0' is on bounded lane 'network', which must be issued in program "
+        r"order",
     ),
     _Fault(
         "an ordered communication lane beside another",
         _ORDERED_RING,
         lambda w: _with_task(_with_lane(w, 1, Lane("mpi")), 1, "hop 1", lane="mpi"),
-        r"rank 1: exchanges are on lanes \['mpi', 'network'\]; an ordered communication lane must be the only one",
+        r"rank 1: exchanges are on lanes \['mpi', 'network'\]; an ordered communication lane must "
+        r"be the only one",
     ),
     _Fault(
         "a task that computes and exchanges",
@@ -346,20 +407,32 @@ _FAULTS = [
         lambda w: w[:2],
         r"the graph of every rank, in order; got ranks \[0, 1\] of worlds of \[3, 3\]",
     ),
-    _Fault("ranks out of order", _FREE_RING, lambda w: w[::-1], r"the graph of every rank, in order; got ranks \[2, 1, 0\]"),
-    _Fault("a rank of another world", _FREE_RING, lambda w: [*w[:2], _ring(4)[2]], r"got ranks \[0, 1, 2\] of worlds of \[3, 3, 4\]"),
+    _Fault(
+        "ranks out of order",
+        _FREE_RING,
+        lambda w: w[::-1],
+        r"the graph of every rank, in order; got ranks \[2, 1, 0\]",
+    ),
+    _Fault(
+        "a rank of another world",
+        _FREE_RING,
+        lambda w: [*w[:2], _ring(4)[2]],
+        r"got ranks \[0, 1, 2\] of worlds of \[3, 3, 4\]",
+    ),
     # Deadlocks: everything matches, but nothing can move.
     _Fault(
         "a cycle across ranks",
         _ask_and_answer(both_wait=False),
         lambda w: _ask_and_answer(both_wait=True),
-        r"deadlock: rank 0: task 0 'receive' waits for rank 1 to reach task 2 'send'; .*'answer' never starts",
+        r"deadlock: rank 0: task 0 'receive' waits for rank 1 to reach task 2 'send'; .*'answer' "
+        r"never starts",
     ),
     _Fault(
         "a send and a receive that are not one exchange on an ordered lane",
         _apart(_ORDERED, together=True),
         lambda w: _apart(_ORDERED, together=False),
-        r"deadlock: rank 0: task 0 'send' waits for rank 1 to reach task 1 'receive'; rank 0: task 1 'receive' never starts",
+        r"deadlock: rank 0: task 0 'send' waits for rank 1 to reach task 1 'receive'; rank 0: task "
+        r"1 'receive' never starts",
     ),
     _Fault(
         "three ranks that meet in a circle on ordered lanes",
@@ -370,7 +443,12 @@ _FAULTS = [
     _Fault(
         "two ranks that issue exchanges in different order on ordered lanes",
         _two_messages(_ORDERED),
-        lambda w: [w[0], replace(w[1], tasks=tuple(replace(t, id=i) for i, t in enumerate(reversed(w[1].tasks))))],
+        lambda w: [
+            w[0],
+            replace(
+                w[1], tasks=tuple(replace(t, id=i) for i, t in enumerate(reversed(w[1].tasks)))
+            ),
+        ],
         r"rank 0 sends tags \[0, 1\] to rank 1, which receives in the order \[1, 0\]",
     ),
 ]
@@ -384,7 +462,9 @@ def test_a_planted_fault_is_caught(fault: _Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    "network", [_FREE, _ORDERED, replace(_FREE, in_program_order=True, max_in_flight=1)], ids=["free", "ordered", "one"]
+    "network",
+    [_FREE, _ORDERED, replace(_FREE, in_program_order=True, max_in_flight=1)],
+    ids=["free", "ordered", "one"],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 def test_a_ring_passes_on_every_kind_of_lane(world_size: int, network: Lane) -> None:
@@ -405,12 +485,23 @@ def test_free_lanes_may_do_what_would_block_ordered_ones() -> None:
     check_world(_apart(_FREE, together=False))
     check_world(_pairs(_FREE, [(1, 2), (2, 0), (0, 1)]))
     swapped = _two_messages(_FREE)
-    check_world([swapped[0], replace(swapped[1], tasks=tuple(replace(t, id=i) for i, t in enumerate(reversed(swapped[1].tasks))))])
+    check_world(
+        [
+            swapped[0],
+            replace(
+                swapped[1],
+                tasks=tuple(replace(t, id=i) for i, t in enumerate(reversed(swapped[1].tasks))),
+            ),
+        ]
+    )
 
 
 def test_messages_of_one_exchange_match_in_the_order_they_are_listed() -> None:
     graphs = _one_exchange()
-    assert match_messages(graphs) == {Endpoint(1, 0, 0): Endpoint(0, 0, 0), Endpoint(1, 0, 1): Endpoint(0, 0, 1)}
+    assert match_messages(graphs) == {
+        Endpoint(1, 0, 0): Endpoint(0, 0, 0),
+        Endpoint(1, 0, 1): Endpoint(0, 0, 1),
+    }
     sends = graphs[0].tasks[0].sends
     with pytest.raises(InternalError, match=r"sends 16 bytes with tag 5, .* expects 4"):
         check_world([_with_task(graphs, 0, "all", sends=sends[::-1])[0], graphs[1]])

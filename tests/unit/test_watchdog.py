@@ -133,7 +133,9 @@ def test_a_peer_that_fails_after_issuing(world: World, ends: Ends) -> None:
         world.ctx[0].all_reduce(torch.zeros(1))
 
 
-def test_a_peers_device_that_fails_is_everybodys_error_and_they_are_told(world: World, ends: Ends) -> None:
+def test_a_peers_device_that_fails_is_everybodys_error_and_they_are_told(
+    world: World, ends: Ends
+) -> None:
     world.device[0].held.add("network")
     world.run()
     world.fails(DeviceError.exit_code)
@@ -208,7 +210,10 @@ def test_a_device_that_fails(world: World, ends: Ends, monkeypatch: pytest.Monke
     monkeypatch.setattr(world.device[0], "happened", broken)
     error = ends.one()
     assert type(error) is DeviceError
-    assert "(Pipeline.run) was issued and has not ended: the device failed: CUDA error: an illegal" in error.message
+    assert (
+        "(Pipeline.run) was issued and has not ended: the device failed: CUDA error: an illegal"
+        in error.message
+    )
 
 
 @pytest.mark.parametrize("held", [set(), {"compute"}], ids=["ended", "tiles only"])
@@ -242,7 +247,9 @@ def test_a_call_that_is_refused_leaves_nothing_to_watch(world: World, ends: Ends
     assert not ends.came.wait(0.3)
 
 
-def test_the_thread_sleeps_while_nothing_is_under_way(world: World, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_sleeps_while_nothing_is_under_way(
+    world: World, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watchdog = world.ctx[0]._watchdog
     assert watchdog is not None
     assert watchdog._thread is None  # not before the first call
@@ -276,7 +283,10 @@ def test_attention_is_watched_by_name(world: World, ends: Ends) -> None:
     world.both(one)
     watchdog = world.ctx[0]._watchdog
     assert watchdog is not None
-    assert [call.name for call in watchdog._calls] == ["burst_attention", "backward of burst_attention"]
+    assert [call.name for call in watchdog._calls] == [
+        "burst_attention",
+        "backward of burst_attention",
+    ]
     world.fails()
     assert "(burst_attention) was issued and has not ended" in ends.one().message
 
@@ -316,7 +326,9 @@ def test_an_error_of_this_ranks_own_call_is_the_one_that_is_told(world: World, e
     assert world.wire[0].cancelled.is_set()
 
 
-def test_the_thread_does_not_disturb_a_capture_of_the_programs(world: World, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_does_not_disturb_a_capture_of_the_programs(
+    world: World, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is on the right device before it asks anything, and CUDA is told that captures of other
     threads do not concern it."""
     did: list[object] = []
@@ -348,7 +360,12 @@ def test_host_contexts_have_neither_thread_nor_lock() -> None:
 def test_notices_are_read_by_one_thread_at_a_time() -> None:
     """None is lost, and who goes through them is not disturbed."""
     world = LocalWorld(2)
-    watch, other, inside, over = SharedWatch(world.control(0)), world.control(1), [0], threading.Event()
+    watch, other, inside, over = (
+        SharedWatch(world.control(0)),
+        world.control(1),
+        [0],
+        threading.Event(),
+    )
     notices = watch.control.notices
 
     def alone() -> list[Any]:
@@ -379,12 +396,22 @@ def test_notices_are_read_by_one_thread_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     ("level", "initialized", "finalized", "may"),
-    [(3, True, False, True), (2, True, False, False), (3, False, False, False), (3, True, True, False)],
+    [
+        (3, True, False, True),
+        (2, True, False, False),
+        (3, False, False, False),
+        (3, True, True, False),
+    ],
 )
 def test_a_second_thread_keeps_out_of_an_mpi_that_takes_one(
     monkeypatch: pytest.MonkeyPatch, level: int, initialized: bool, finalized: bool, may: bool
 ) -> None:
-    mpi = SimpleNamespace(THREAD_MULTIPLE=3, Query_thread=lambda: level, Is_initialized=lambda: initialized, Is_finalized=lambda: finalized)
+    mpi = SimpleNamespace(
+        THREAD_MULTIPLE=3,
+        Query_thread=lambda: level,
+        Is_initialized=lambda: initialized,
+        Is_finalized=lambda: finalized,
+    )
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     assert mpi_takes_threads() is may
 
@@ -395,7 +422,8 @@ def test_the_end_of_a_job_is_a_line_and_an_exit_code() -> None:
 import threading, time
 from burst_rt.ending import end_job
 from burst_rt.errors import Stalled
-threading.Thread(target=end_job, args=(Stalled("rank 3: call 7 (Pipeline.run) ..."), lambda: time.sleep(60))).start()
+threading.Thread(target=end_job, args=(Stalled("rank 3: call 7 (Pipeline.run) ..."),
+lambda: time.sleep(60))).start()
 time.sleep(60)
 """
     started_s = time.monotonic()

@@ -1,9 +1,11 @@
-"""A dashboard under load: 64 ranks and 2,000 spans a second of a made-up job, or more of them, in a real browser. Prints figures as JSON.
+"""A dashboard under load: 64 ranks and 2,000 spans a second of a made-up job, or more of them, in a
+real browser. Prints figures as JSON.
 
     python tests/web/load.py --seconds 130 --rate 20000
 
-Frame times are those of the page's animation frames, drawing included; the heap is what is left after a collection. A page that has seen
-ten minutes' worth of spans must not hold more than one that has seen two.
+Frame times are those of the page's animation frames, drawing included; the heap is what is left
+after a collection. A page that has seen ten minutes' worth of spans must not hold more than one
+that has seen two.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _TAKE_FRAMES = """() => {
   const sorted = window.gaps.slice(1).sort((a, b) => a - b);
   window.gaps = [];
   const at = (part) => Math.round(10 * (sorted[Math.floor(part * (sorted.length - 1))] || 0)) / 10;
-  return { frames: sorted.length, median_ms: at(0.5), p95_ms: at(0.95), p99_ms: at(0.99), worst_ms: at(1) };
+  return {
+    frames: sorted.length, median_ms: at(0.5), p95_ms: at(0.95), p99_ms: at(0.99), worst_ms: at(1),
+  };
 }"""
 
 _TAKE_DRAWING = """async () => {
@@ -49,7 +53,8 @@ _TAKE_DRAWING = """async () => {
   let held = 0;
   for (const { lanes } of spans.ranks.values()) for (const lane of lanes) held += lane.size;
   const mean = Math.round(100 * frames.tookMs / frames.count) / 100;
-  return { mean_ms: mean, worst_ms: Math.round(10 * frames.worstMs) / 10, spans_taken: spans.total, places: held };
+  const worst = Math.round(10 * frames.worstMs) / 10;
+  return { mean_ms: mean, worst_ms: worst, spans_taken: spans.total, places: held };
 }"""
 
 
@@ -102,10 +107,19 @@ def measure(seconds: float, rate: float, num_ranks: int, every_s: float) -> dict
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=130.0)
-    parser.add_argument("--rate", type=float, default=20_000.0, help="spans a second, all ranks together")
+    parser.add_argument(
+        "--rate", type=float, default=20_000.0, help="spans a second, all ranks together"
+    )
     parser.add_argument("--num-ranks", type=int, default=64)
     options = parser.parse_args()
     Path("build/screenshots").mkdir(parents=True, exist_ok=True)
-    print(json.dumps(measure(options.seconds, options.rate, options.num_ranks, options.seconds / 12), indent=1))
+    print(
+        json.dumps(
+            measure(options.seconds, options.rate, options.num_ranks, options.seconds / 12),
+            indent=1,
+        )
+    )

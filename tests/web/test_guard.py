@@ -1,4 +1,6 @@
-"""Who may ask the dashboard what: every route without the token, with a wrong Host or Origin, with other methods."""
+"""Who may ask the dashboard what: every route without the token, with a wrong Host or Origin, with
+other methods.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _state(command: str = "train.py") -> State:
 
 def _paths() -> list[str]:
     routes = make_app(Dashboard(StateReader(_state()))).routes
-    assert all(isinstance(route, Route) for route in routes), "a mount or a websocket would need tests of its own"
+    assert all(isinstance(route, Route) for route in routes), (
+        "a mount or a websocket would need tests of its own"
+    )
     return [route.path for route in routes if isinstance(route, Route)]
 
 
@@ -52,9 +56,13 @@ def server() -> Iterator[Serving]:
         yield running
 
 
-def _ask(server: Serving, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+def _ask(
+    server: Serving, path: str, method: str = "GET", **headers: str
+) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
-    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    connection.request(
+        method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
     response = connection.getresponse()
     if path != "/api/events" or response.status != 200 or method == "HEAD":
         response.body = response.read()  # type: ignore[attr-defined]  # for the caller
@@ -75,7 +83,16 @@ def test_the_cookie_is_for_this_page_alone(server: Serving) -> None:
 
 def test_the_table_of_routes_is_what_it_should_be() -> None:
     paths = _paths()
-    assert {"/", "/main.js", "/style.css", "/api/events", "/api/timeline", "/api/series", "/api/plans", "/metrics"} <= set(paths)
+    assert {
+        "/",
+        "/main.js",
+        "/style.css",
+        "/api/events",
+        "/api/timeline",
+        "/api/series",
+        "/api/plans",
+        "/metrics",
+    } <= set(paths)
     assert not [path for path in paths if "{" in path], "no path may be named by a request"
 
 
@@ -91,7 +108,9 @@ def test_every_route_refuses_who_lacks_the_token(server: Serving, path: str) -> 
 
 
 @pytest.mark.parametrize("path", _paths())
-def test_every_route_answers_who_has_it_and_only_to_get_and_head(server: Serving, path: str) -> None:
+def test_every_route_answers_who_has_it_and_only_to_get_and_head(
+    server: Serving, path: str
+) -> None:
     cookie = _cookie(server).partition(";")[0]
     response = _ask(server, path, Cookie=cookie)
     assert response.status == 200
@@ -104,19 +123,34 @@ def test_every_route_answers_who_has_it_and_only_to_get_and_head(server: Serving
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"):
         assert _ask(server, path, method, Cookie=cookie).status == 405
     assert _ask(server, path, Cookie=cookie, Host="evil.example").status == 421
-    assert _ask(server, path, Cookie=cookie, Host=f"127.0.0.1.evil.example:{server.port}").status == 421
+    assert (
+        _ask(server, path, Cookie=cookie, Host=f"127.0.0.1.evil.example:{server.port}").status
+        == 421
+    )
     assert _ask(server, path, Cookie=cookie, Host="10.0.0.1").status == 421
     assert _ask(server, path, Cookie=cookie, Origin="https://evil.example").status == 403
     assert _ask(server, path, Cookie=cookie, Origin="null").status == 403
     # Through a tunnel the port is another one.
-    assert _ask(server, path, Cookie=cookie, Host="localhost:9000", Origin="http://localhost:9000").status == 200
+    assert (
+        _ask(
+            server, path, Cookie=cookie, Host="localhost:9000", Origin="http://localhost:9000"
+        ).status
+        == 200
+    )
 
 
 def test_what_a_request_names_is_not_read(server: Serving) -> None:
     headers = {"Authorization": f"Bearer {server.served.token}"}
     for path in ("/setup.cfg", "/../style.css", "/%2e%2e/%2e%2e/etc/passwd", "/app.py", "/api"):
         assert _ask(server, path, **headers).status == 404
-    for query in ("limit=nan", "limit=-5", "limit=1e99", "since=inf&until=-inf", "rank=-1&rank=x&rank=%D9%A3", "since=0&until=x"):
+    for query in (
+        "limit=nan",
+        "limit=-5",
+        "limit=1e99",
+        "since=inf&until=-inf",
+        "rank=-1&rank=x&rank=%D9%A3",
+        "since=0&until=x",
+    ):
         assert _ask(server, f"/api/timeline?{query}", **headers).status in (200, 400)
     found = _ask(server, "/api/series?source=../../etc/passwd", **headers)
     assert json.loads(found.body) == []  # type: ignore[attr-defined]  # see _ask
@@ -126,7 +160,10 @@ def test_those_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("burst_rt.dashboard.server._REQUEST_DEADLINE_S", 1.0)
     with serving(_state()) as running, contextlib.ExitStack() as opened:
         cookie = _cookie(running).partition(";")[0]
-        mute = [opened.enter_context(socket.create_connection((running.host, running.port))) for _ in range(200)]
+        mute = [
+            opened.enter_context(socket.create_connection((running.host, running.port)))
+            for _ in range(200)
+        ]
         for half in mute[::2]:
             half.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         for _ in range(20):
@@ -147,7 +184,9 @@ def test_those_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) 
         again.close()
 
 
-def test_requests_that_are_none_write_nothing_into_the_terminal(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_are_none_write_nothing_into_the_terminal(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(50):
         with socket.create_connection((server.host, server.port)) as stranger:
             stranger.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
@@ -168,13 +207,21 @@ def test_another_address_only_with_a_warning() -> None:
     with serving(_state(), Where.parse("127.0.0.2:0")) as running:
         assert running.served.told[0].startswith("WARNING")
         cookie = _cookie(running).partition(";")[0]
-        assert _ask(running, "/api/plans", Cookie=cookie, Host=f"{socket.gethostname()}:{running.port}").status == 200
+        assert (
+            _ask(
+                running, "/api/plans", Cookie=cookie, Host=f"{socket.gethostname()}:{running.port}"
+            ).status
+            == 200
+        )
         assert _ask(running, "/api/plans", Cookie=cookie, Host="10.0.0.1").status == 200
         assert _ask(running, "/api/plans", Cookie=cookie, Host="evil.example").status == 421
 
 
 def test_a_port_that_is_taken_is_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="choose another port"),
+    ):
         Served(StateReader(_state()), Where(port=taken.getsockname()[1]))
 
 

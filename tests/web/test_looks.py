@@ -1,4 +1,6 @@
-"""What the page draws, over models made by hand, in a real browser: nothing covers anything, whatever the number of ranks."""
+"""What the page draws, over models made by hand, in a real browser: nothing covers anything,
+whatever the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,18 @@ from burst_rt.telemetry.state import State
 _LAPTOP = {"width": 1440, "height": 900}
 # Texts of the ring with their boxes, and points along its links, in pixels of the page.
 _RING = """(svg) => {
-  const box = (node) => { const { left, top, right, bottom } = node.getBoundingClientRect(); return [left, top, right, bottom]; };
-  const points = [...svg.querySelectorAll("path.link")].flatMap((path) => [...Array(41).keys()].map((i) => {
-    const at = path.getPointAtLength((path.getTotalLength() * i) / 40).matrixTransform(path.getScreenCTM());
-    return [at.x, at.y];
-  }));
-  const texts = [...svg.querySelectorAll("text")].filter((node) => node.textContent).map((node) => [node.textContent, ...box(node)]);
+  const box = (node) => {
+    const { left, top, right, bottom } = node.getBoundingClientRect();
+    return [left, top, right, bottom];
+  };
+  const along = (path) => [...Array(41).keys()].map((i) => {
+    const at = path.getPointAtLength((path.getTotalLength() * i) / 40);
+    const seen = at.matrixTransform(path.getScreenCTM());
+    return [seen.x, seen.y];
+  });
+  const points = [...svg.querySelectorAll("path.link")].flatMap(along);
+  const nodes = [...svg.querySelectorAll("text")].filter((node) => node.textContent);
+  const texts = nodes.map((node) => [node.textContent, ...box(node)]);
   return { texts, points, svg: box(svg), tips: svg.querySelectorAll("path.tip").length };
 }"""
 
@@ -43,7 +51,12 @@ class _Text(NamedTuple):
     bottom: float
 
     def covers(self, other: _Text) -> bool:
-        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
 
 
 def _job(num_ranks: int) -> State:
@@ -63,10 +76,14 @@ def _open(browser: Browser, link: str) -> Page:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 12, 64])
-def test_words_of_the_ring_cover_neither_links_nor_each_other(browser: Browser, num_ranks: int) -> None:
+def test_words_of_the_ring_cover_neither_links_nor_each_other(
+    browser: Browser, num_ranks: int
+) -> None:
     with serving(_job(num_ranks)) as running:
         page = _open(browser, running.served.link)
-        expect(page.locator(".ring text.of")).to_contain_text("links" if num_ranks > 1 else "nothing")
+        expect(page.locator(".ring text.of")).to_contain_text(
+            "links" if num_ranks > 1 else "nothing"
+        )
         if num_ranks > 2:
             running.do(lambda state: state.apply(9.0, -1, Presence(1, "lost", "it ended")))
             expect(page.locator(".ring text.silent").first).not_to_be_empty()
@@ -81,7 +98,11 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(browser: Browser, 
         assert text.right <= right
         assert top <= text.top
         assert text.bottom <= bottom, (text, found["svg"])
-        inside = [(x, y) for x, y in found["points"] if text.left < x < text.right and text.top < y < text.bottom]
+        inside = [
+            (x, y)
+            for x, y in found["points"]
+            if text.left < x < text.right and text.top < y < text.bottom
+        ]
         assert not inside, (text, inside)
         # Letters that can be read.
         assert num_ranks > 8 or text.bottom - text.top > 10, text
@@ -94,7 +115,8 @@ def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
         page = _open(browser, running.served.link)
         running.do(lambda state: state.apply(9.0, -1, Presence(-1, "stopping", "SIGINT")))
         for rank in range(3):
-            running.do(lambda state, rank=rank: state.apply(9.1, -1, Presence(rank, "lost", "it ended")))  # type: ignore[misc]
+            lost = Presence(rank, "lost", "it ended")
+            running.do(lambda state, lost=lost: state.apply(9.1, -1, lost))  # type: ignore[misc]
         expect(page.locator(".card.stopped")).to_have_count(3)
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
         expect(page.locator(".events")).to_contain_text("job stopping by SIGINT")
@@ -102,7 +124,9 @@ def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
         page.close()
 
 
-def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_drawn(browser: Browser) -> None:
+def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_drawn(
+    browser: Browser,
+) -> None:
     with serving(_job(16)) as running:
         page = _open(browser, running.served.link)
         page.keyboard.press("2")
@@ -113,19 +137,27 @@ def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_dra
           const picture = (await import('/main.js')).made.get('timeline');
           const own = CanvasRenderingContext2D.prototype.lineTo;
           let count = 0;
-          CanvasRenderingContext2D.prototype.lineTo = function (...to) { count += 1; own.apply(this, to); };
+          CanvasRenderingContext2D.prototype.lineTo = function (...to) {
+            count += 1;
+            own.apply(this, to);
+          };
           picture.draw();
           CanvasRenderingContext2D.prototype.lineTo = own;
           return count;
         }"""
         page.evaluate(
-            "async () => { const t = (await import('/main.js')).made.get('timeline'); t.span = 1.5; t.until = t.spans.newest + 0.05; }"
+            "async () => { const t = (await import('/main.js')).made.get('timeline'); t.span = "
+            "1.5; t.until = t.spans.newest + 0.05; }"
         )
         bare = page.evaluate(count)
         page.keyboard.press("m")
-        messages = page.evaluate("async () => { const t = (await import('/main.js')).made.get('timeline'); t.draw(); return t.met; }")
+        messages = page.evaluate(
+            "async () => { const t = (await import('/main.js')).made.get('timeline'); t.draw(); "
+            "return t.met; }"
+        )
         assert 50 < messages <= 1500
-        assert page.evaluate(count) >= bare + messages  # two lines each, but for those too short to be seen
+        # two lines each, but for those too short to be seen
+        assert page.evaluate(count) >= bare + messages
         expect(page.locator(".status")).not_to_contain_text("messages drawn")
         page.keyboard.press("n")
         expect(page.locator(".status")).to_contain_text(
@@ -147,26 +179,48 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
     for i in range(20):
         for rank in (2, 10, 0, 1):
             sample = gpu_sample(rank, i / 2, 300.0 + rank)
-            values = sample.values | {"sm_clock_mhz": 1980.0, "throttle_bits": 0x44, "pcie_tx_bytes_per_s": 0.0}
+            values = sample.values | {
+                "sm_clock_mhz": 1980.0,
+                "throttle_bits": 0x44,
+                "pcie_tx_bytes_per_s": 0.0,
+            }
             state.apply(i / 2, rank, msgspec.structs.replace(sample, values=values))
         state.apply(i / 2, 0, Sample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0}))
     with serving(state) as running:
         page = _open(browser, running.served.link)
         page.keyboard.press("3")
         expect(page.locator(".charts .panel").first).to_be_visible(timeout=10_000)
-        names = ["rank 0: a GPU", "rank 1: a GPU", "rank 2: a GPU", "rank 10: a GPU", "a GPU abcdef"]
+        names = [
+            "rank 0: a GPU",
+            "rank 1: a GPU",
+            "rank 2: a GPU",
+            "rank 10: a GPU",
+            "a GPU abcdef",
+        ]
         assert page.locator(".tools .legend span").all_inner_texts() == names
         assert page.locator("select").nth(1).locator("option").all_inner_texts() == ["all", *names]
-        colours = page.locator(".tools .legend .swatch").evaluate_all("(all) => all.map((one) => one.style.background)")
+        colours = page.locator(".tools .legend .swatch").evaluate_all(
+            "(all) => all.map((one) => one.style.background)"
+        )
         assert len(set(colours)) == 5
-        for metric, words in (("sm clock mhz", "1.98 GHz"), ("throttle bits", "power cap, hardware thermal slowdown")):
-            canvas = page.locator(".charts .panel", has=page.locator("h2", has_text=re.compile(f"^{metric}$"))).locator("canvas")
+        for metric, words in (
+            ("sm clock mhz", "1.98 GHz"),
+            ("throttle bits", "power cap, hardware thermal slowdown"),
+        ):
+            canvas = page.locator(
+                ".charts .panel", has=page.locator("h2", has_text=re.compile(f"^{metric}$"))
+            ).locator("canvas")
             canvas.scroll_into_view_if_needed()
             canvas.hover()
             tip = page.locator(".chart .tooltip:visible")
             expect(tip).to_contain_text(words)
             # The same colours as above.
-            assert tip.locator(".swatch").evaluate_all("(all) => all.map((one) => one.style.background)") == colours[:4]
+            assert (
+                tip.locator(".swatch").evaluate_all(
+                    "(all) => all.map((one) => one.style.background)"
+                )
+                == colours[:4]
+            )
             page.mouse.move(0, 0)
         assert page.evaluate(_TICKS) == ["0 B/s", "0.5 B/s", "1 B/s"]
         page.close()

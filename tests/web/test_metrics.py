@@ -1,4 +1,6 @@
-"""`/metrics`: names and units, Prometheus' own checks, and a real Prometheus server that scrapes a run by the example in docs/."""
+"""`/metrics`: names and units, Prometheus' own checks, and a real Prometheus server that scrapes a
+run by the example in docs/.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _full_state() -> State:
             state.apply(0.0, rank, message)
         state.apply(0.1, rank, Source("host:host", "host", "host", ["cpu_percent"], {}))
         state.apply(1.0, rank, Sample("host:host", 1.0, {"cpu_percent": 12.5}))
-        state.apply(1.0, rank, Sample(f"rank:{rank}", 1.0, {"process_percent": 80.0, "rss_bytes": 1e9}))
+        state.apply(
+            1.0, rank, Sample(f"rank:{rank}", 1.0, {"process_percent": 80.0, "rss_bytes": 1e9})
+        )
         for i in range(3):
             state.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
         state.apply(3.0, rank, gpu_sample(rank, 3.0, 456.0))
@@ -62,7 +66,13 @@ def _exposed(state: State) -> dict[str, dict[tuple[tuple[str, str], ...], float]
 
 def test_gpu_fields_have_the_names_and_units_of_dcgm() -> None:
     found = _exposed(_full_state())
-    labels = (("Hostname", "host"), ("UUID", "1"), ("gpu", ""), ("modelName", "a GPU"), ("ranks", "1"))
+    labels = (
+        ("Hostname", "host"),
+        ("UUID", "1"),
+        ("gpu", ""),
+        ("modelName", "a GPU"),
+        ("ranks", "1"),
+    )
     assert found["DCGM_FI_DEV_POWER_USAGE"][labels] == 456.0
     # What the feed gives is its place in the list: bytes become MiB, percents of GPM become ratios.
     assert found["DCGM_FI_DEV_FB_USED"][labels] == pytest.approx(2 / (1 << 20))
@@ -77,20 +87,29 @@ def test_the_runtime_has_its_own_names() -> None:
     assert found["burst_rt_rank_status"][(("host", "host"), ("rank", "0"), ("status", "live"))] == 1
     assert found["burst_rt_rank_lane_bytes_total"][(("lane", "network"), ("rank", "0"))] == 3000
     assert found["burst_rt_job_report"][(("name", "loss"),)] == 2.5
-    assert found["burst_rt_link_bytes_per_second"][(("receiver", "1"), ("sender", "0"))] == pytest.approx(1000)
+    assert found["burst_rt_link_bytes_per_second"][
+        (("receiver", "1"), ("sender", "0"))
+    ] == pytest.approx(1000)
     assert found["burst_rt_link_state"][(("receiver", "1"), ("sender", "0"), ("state", "ok"))] == 1
     assert found["burst_rt_host_cpu_percent"][(("host", "host"),)] == 12.5
 
 
 def test_a_job_that_has_measured_nothing_exposes_no_made_up_figures() -> None:
     found = _exposed(State(1e9))
-    assert not [name for name in found if name.startswith(("DCGM", "burst_rt_rank", "burst_rt_job_step"))]
+    assert not [
+        name for name in found if name.startswith(("DCGM", "burst_rt_rank", "burst_rt_job_step"))
+    ]
 
 
 def test_the_dashboard_for_grafana_asks_for_what_there_is() -> None:
     found = set(_exposed(_full_state()))
     panels = json.loads((_DOCS / "grafana.json").read_text(encoding="utf-8"))["panels"]
-    asked = {name for panel in panels for target in panel["targets"] for name in re.findall(r"\b(?:burst_rt|DCGM)_\w+", target["expr"])}
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"\b(?:burst_rt|DCGM)_\w+", target["expr"])
+    }
     assert len(asked) > 15
     assert asked <= found
 
@@ -107,7 +126,8 @@ def _prometheus(config: str, folder: Path) -> Iterator[str]:
     (folder / "prometheus.yml").write_text(config, encoding="utf-8")
     address = f"127.0.0.1:{_free_port()}"
     process = subprocess.Popen(
-        [path, "--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address={address}", "--log.level=warn"],
+        [path, "--config.file=prometheus.yml", "--storage.tsdb.path=data",
+        f"--web.listen-address={address}", "--log.level=warn"],
         cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -129,7 +149,10 @@ def _query(prometheus: str, expression: str, *, at_least: int) -> dict[str, floa
         except OSError:
             pass  # it is starting
         if len(found) >= at_least:
-            return {one["metric"].get("rank", one["metric"].get("UUID", "")): float(one["value"][1]) for one in found}
+            return {
+                one["metric"].get("rank", one["metric"].get("UUID", "")): float(one["value"][1])
+                for one in found
+            }
         time.sleep(0.25)
     raise TimeoutError(f"{expression}: {found}")
 
@@ -137,18 +160,32 @@ def _query(prometheus: str, expression: str, *, at_least: int) -> dict[str, floa
 def test_prometheus_scrapes_a_run_and_a_dashboard(tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with (
-        command("run", "-n", "2", "--metrics-port", "0", str(_PROGRAM), "512", str(stop), cwd=tmp_path) as job,
+        command(
+            "run", "-n", "2", "--metrics-port", "0", str(_PROGRAM), "512", str(stop), cwd=tmp_path
+        ) as job,
         serving(_full_state()) as shown,
     ):
         at = urllib.parse.urlparse(job.link("metrics")).netloc
-        config = (_DOCS / "prometheus.yml").read_text(encoding="utf-8").replace("5s", "1s").replace("127.0.0.1:9470", at)
-        config = config.replace("127.0.0.1:8870", f"127.0.0.1:{shown.port}").replace("THE-TOKEN-OF-THE-LINK", shown.served.token)
+        config = (
+            (_DOCS / "prometheus.yml")
+            .read_text(encoding="utf-8")
+            .replace("5s", "1s")
+            .replace("127.0.0.1:9470", at)
+        )
+        config = config.replace("127.0.0.1:8870", f"127.0.0.1:{shown.port}").replace(
+            "THE-TOKEN-OF-THE-LINK", shown.served.token
+        )
         with _prometheus(config, tmp_path) as prometheus:
             calls = _query(prometheus, 'burst_rt_rank_calls_total{job="burst_rt"} > 3', at_least=2)
             assert set(calls) == {"0", "1"}
-            live = _query(prometheus, 'burst_rt_rank_status{job="burst_rt",status="live"} == 1', at_least=2)
+            live = _query(
+                prometheus, 'burst_rt_rank_status{job="burst_rt",status="live"} == 1', at_least=2
+            )
             assert set(live) == {"0", "1"}
-            assert _query(prometheus, "DCGM_FI_DEV_POWER_USAGE", at_least=2) == {"0": 456.0, "1": 456.0}
+            assert _query(prometheus, "DCGM_FI_DEV_POWER_USAGE", at_least=2) == {
+                "0": 456.0,
+                "1": 456.0,
+            }
             assert _query(prometheus, "sum(up)", at_least=1) == {"": 2.0}
         stop.touch()
         assert job.process.wait(30) == 0, "".join(job.said)

@@ -1,4 +1,6 @@
-"""The dashboard in a real browser on a real job: figures move, the timeline draws, a killed rank shows, reload and replay work."""
+"""The dashboard in a real browser on a real job: figures move, the timeline draws, a killed rank
+shows, reload and replay work.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ _LAPTOP = {"width": 1440, "height": 900}
 _PHONE = {"width": 390, "height": 844}
 _SETTLE_MS = 1500
 # Pixels of each lane's colour on the timeline (light), as (red, green, blue).
-_COLOURS = {"compute": (0x00, 0x72, 0xB2), "send": (0xD9, 0x8F, 0x00), "receive": (0x00, 0x90, 0x67)}
+_COLOURS = {
+    "compute": (0x00, 0x72, 0xB2),
+    "send": (0xD9, 0x8F, 0x00),
+    "receive": (0x00, 0x90, 0x67),
+}
 # A machine to plan with, as `burst-rt calibrate` would find one: some CPU.
 _MACHINE = Hardware(
     "some CPU",
@@ -40,8 +46,15 @@ _COUNT_PIXELS = """(canvas) => {
 def _open(browser: Browser, link: str, errors: list[str], **options: object) -> Page:
     page = browser.new_page(**options)  # type: ignore[arg-type]  # those of new_page
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda request: errors.append(f"asks {request.url}") if "127.0.0.1" not in request.url else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
+    page.on(
+        "request",
+        lambda request: (
+            errors.append(f"asks {request.url}") if "127.0.0.1" not in request.url else None
+        ),
+    )
     page.goto(link)
     return page
 
@@ -51,7 +64,9 @@ def _drawn(page: Page) -> set[str]:
     return {lane for lane, rgb in _COLOURS.items() if counts.get(",".join(map(str, rgb)), 0) > 50}
 
 
-def _shoot(browser: Browser, link: str, folder: Path, pages: tuple[str, ...], errors: list[str]) -> None:
+def _shoot(
+    browser: Browser, link: str, folder: Path, pages: tuple[str, ...], errors: list[str]
+) -> None:
     """Pictures on a laptop and a phone, light and dark."""
     for size, viewport in (("laptop", _LAPTOP), ("phone", _PHONE)):
         for theme in ("light", "dark"):
@@ -80,12 +95,20 @@ def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(
         expect(page.locator(".card.live")).to_have_count(4)
         _watch_the_timeline(page, pictures)
         _visit_the_other_pages(page)
-        _shoot(browser, job.link("dashboard"), pictures, ("overview", "timeline", "traffic", "job"), errors)
+        _shoot(
+            browser,
+            job.link("dashboard"),
+            pictures,
+            ("overview", "timeline", "traffic", "job"),
+            errors,
+        )
         _kill_a_rank(page, job, pictures)
     # The server went with the job.
     errors = [error for error in errors if "ERR_" not in error]
     with command("dashboard", "--replay", str(record), "--at", "0", cwd=tmp_path) as replay:
-        _watch_the_replay(_open(browser, replay.link("dashboard"), errors, viewport=_LAPTOP), pictures)
+        _watch_the_replay(
+            _open(browser, replay.link("dashboard"), errors, viewport=_LAPTOP), pictures
+        )
     assert errors == []
 
 
@@ -147,7 +170,9 @@ def _visit_the_other_pages(page: Page) -> None:
     expect(page.locator("table").nth(1)).to_contain_text("rank 3")
     for column in ("sent", "computed"):
         number = page.locator("table").nth(2).locator("th").all_inner_texts().index(column)
-        expect(page.locator("table").nth(2).locator("tbody tr").first.locator("td").nth(number)).not_to_have_text(re.compile(r"^0\b"))
+        expect(
+            page.locator("table").nth(2).locator("tbody tr").first.locator("td").nth(number)
+        ).not_to_have_text(re.compile(r"^0\b"))
     page.keyboard.press("5")
     expect(page.locator("pre").first).to_contain_text("strategy", timeout=10_000)
     # Measured beside predicted, and the one over the other.
@@ -170,7 +195,9 @@ def _kill_a_rank(page: Page, job: RunningCommand, pictures: Path) -> None:
     expect(page.locator("[data-rank='2']")).to_contain_text("✕ lost")
     expect(page.locator("#banner")).to_contain_text("The job has ended", timeout=15_000)
     # What was last seen stays, and so does who was lost first.
-    expect(page.locator("#banner")).to_contain_text(re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d: its connection ended"))
+    expect(page.locator("#banner")).to_contain_text(
+        re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d: its connection ended")
+    )
     _expect_one_cause(page)
     page.screenshot(path=pictures / "lost.png")
 
@@ -178,12 +205,18 @@ def _kill_a_rank(page: Page, job: RunningCommand, pictures: Path) -> None:
 def _expect_one_cause(page: Page) -> None:
     """Of a job that ended because rank 2 was lost; the others went within a second or so."""
     expect(page.locator(".card.lost")).to_have_count(1)
-    expect(page.locator("[data-rank='2'].lost")).to_contain_text(re.compile(r"✕ lost first \d+:\d\d\.\d"))
+    expect(page.locator("[data-rank='2'].lost")).to_contain_text(
+        re.compile(r"✕ lost first \d+:\d\d\.\d")
+    )
     expect(page.locator(".card.ended")).to_have_count(3)
-    expect(page.locator("[data-rank='0'].ended")).to_contain_text(re.compile(r"ended \d+\.\d s after"))
+    expect(page.locator("[data-rank='0'].ended")).to_contain_text(
+        re.compile(r"ended \d+\.\d s after")
+    )
     expect(page.locator("#health")).to_have_text("✕ rank 2 was lost first, 3 ended after it")
     cause = page.locator(".cause")
-    expect(cause).to_contain_text("first: rank 2 lost its connection ended without a word; last heard")
+    expect(cause).to_contain_text(
+        "first: rank 2 lost its connection ended without a word; last heard"
+    )
     expect(cause).to_be_in_viewport(ratio=1)
     expect(cause.locator("time")).to_have_text(re.compile(r"^\d+:\d\d\.\d$"))
     expect(page.locator(".events")).not_to_contain_text("rank 2 lost")

@@ -1,7 +1,9 @@
-"""Running a hybrid: the ring works on tensors gathered over the group, which are made from and cut into pieces that go to one member each.
+"""Running a hybrid: the ring works on tensors gathered over the group, which are made from and cut
+into pieces that go to one member each.
 
-A piece is one member's tokens with one member's heads: of a rank's own tensors (local: its tokens, all heads) the heads of the member it
-goes to or comes from; of a gathered tensor (whole: the group's tokens, its own heads) that member's tokens.
+A piece is one member's tokens with one member's heads: of a rank's own tensors (local: its tokens,
+all heads) the heads of the member it goes to or comes from; of a gathered tensor (whole: the
+group's tokens, its own heads) that member's tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from burst_rt.attention.strategies import Hybrid, Ring, on_query_side
 
 __all__ = ["HybridBackwardRun", "HybridForwardRun"]
 
-# Where tokens and heads stand in a tensor, if not at 1 and 2 as in [batch, tokens, heads, head_dim].
+# Where tokens and heads stand in a tensor, if not at 1 and 2 as in [batch, tokens, heads,
+# head_dim].
 _TOKEN_DIM = {"lse": 2, "rows": 3}
 _HEAD_DIM = {"lse": 1}
 
 
 class _Spread(Run):
-    """What both directions share. `local`: this rank's tensors; `whole`: the gathered ones, as blocks where the ring takes them so."""
+    """What both directions share. `local`: this rank's tensors; `whole`: the gathered ones, as
+    blocks where the ring takes them so.
+    """
 
     def __init__(self, *args: Any) -> None:  # those of ForwardRun or BackwardRun
         self.local: dict[str, torch.Tensor] = {}
@@ -45,7 +50,9 @@ class _Spread(Run):
         batch, _, heads, head_dim = self.shape(name)
         self.whole[name] = []
         for index, (start, stop) in enumerate(self.bounds(queries=on_query_side(name))):
-            self.whole[name].append(self.fresh(batch, stop - start, heads, head_dim, dtype=whole.dtype))
+            self.whole[name].append(
+                self.fresh(batch, stop - start, heads, head_dim, dtype=whole.dtype)
+            )
             self.bind_part(name, index, self.whole[name][-1])
 
     def _heads(self, name: str, member: int) -> torch.Tensor:
@@ -55,7 +62,9 @@ class _Spread(Run):
         return self.local[name].narrow(dim, member * share, share)
 
     def _tokens(self, name: str, member: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """A member's tokens of a gathered tensor, block by block: (first and last + 1 in the member's shard, view)."""
+        """A member's tokens of a gathered tensor, block by block: (first and last + 1 in the
+        member's shard, view).
+        """
         rank = self.rank * self.hybrid.group_size + member
         dim, blocks = _TOKEN_DIM.get(name, 1), self.whole[name]
         starts = [start for start, _ in self._runs(name)]
@@ -67,7 +76,9 @@ class _Spread(Run):
 
     def _runs(self, name: str) -> list[tuple[int, int]]:
         """Where the group's blocks stand in its shard."""
-        blocks = (self.problem.q_blocks if on_query_side(name) else self.problem.kv_blocks)[self.rank]
+        blocks = (self.problem.q_blocks if on_query_side(name) else self.problem.kv_blocks)[
+            self.rank
+        ]
         ends = [0, *accumulate(map(len, blocks))]
         return list(pairwise(ends))
 
@@ -77,7 +88,11 @@ class _Spread(Run):
         heads = problem.num_heads if on_query_side(name) else problem.num_kv_heads
         shapes = {"lse": (problem.batch, heads, length), "rows": (2, problem.batch, heads, length)}
         dtype = self.wide if name in shapes else self.plan.key.dtype
-        return self.storage[part].view(dtype).view(shapes.get(name, (problem.batch, length, heads, problem.head_dim)))
+        return (
+            self.storage[part]
+            .view(dtype)
+            .view(shapes.get(name, (problem.batch, length, heads, problem.head_dim)))
+        )
 
     def _pack(self, name: str, gather: bool, member: int, part: int) -> None:
         if gather:
@@ -125,7 +140,10 @@ class HybridBackwardRun(_Spread, BackwardRun):
         super().__init__(*args)
         batch, length, heads, _ = self.local["q"].shape
         self.local["rows"] = self.fresh(2, batch, heads, length, dtype=self.wide)
-        self.whole["rows"] = [self.tensors[self.part_id("rows", part)] for part in range(len(self.bounds(queries=True)))]
+        self.whole["rows"] = [
+            self.tensors[self.part_id("rows", part)]
+            for part in range(len(self.bounds(queries=True)))
+        ]
         for name in self.sums:
             self.whole[name] = [self.sums[name]]
             x = self.local[name[1:]]

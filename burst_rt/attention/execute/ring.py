@@ -1,6 +1,8 @@
-"""Running a plan on tensors: the op binds a call's tensors to the plan's parts, and says what each operation of the graph does to them.
+"""Running a plan on tensors: the op binds a call's tensors to the plan's parts, and says what each
+operation of the graph does to them.
 
-One class a direction. Memory is taken when the call starts and let go when it ends, nothing in between: the slots, the sums, the rows.
+One class a direction. Memory is taken when the call starts and let go when it ends, nothing in
+between: the slots, the sums, the rows.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ Names = tuple[tuple[str, int], ...]
 class Run:
     """What both directions share: the plan's parts as tensors.
 
-    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of what travels: of a slot, which holds blocks of different owners
-    in turn, viewed with `_view`; of an own block that is sent; of a chunk that messages are staged through. `memory[part]` is the same for
-    the transport. `slots` goes back to the machine after the run.
+    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of what travels: of a
+    slot, which holds blocks of different owners in turn, viewed with `_view`; of an own block that
+    is sent; of a chunk that messages are staged through. `memory[part]` is the same for the
+    transport. `slots` goes back to the machine after the run.
     """
 
-    def __init__(self, plan: Plan, machine: Machine, scale: float | None, progress: Callable[[], None], poison: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        machine: Machine,
+        scale: float | None,
+        progress: Callable[[], None],
+        poison: bool,
+    ) -> None:
         self.plan = plan
         self.ring, self.rank = self.place(plan)
         problem = self.problem = self.ring.problem
@@ -39,7 +49,10 @@ class Run:
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
         # What each operation does; a direction adds its own.
-        self.ops: dict[str, Callable[..., None]] = {"to host": self._to_host, "to device": self._to_device}
+        self.ops: dict[str, Callable[..., None]] = {
+            "to host": self._to_host,
+            "to device": self._to_device,
+        }
         self._poison = poison
         self._machine = machine
         self._device = machine.device
@@ -59,9 +72,19 @@ class Run:
         pinned = self._device.type != "cpu"
         # Later calls may be outside inference mode, and could not write what was made inside.
         with torch.inference_mode(False):
-            slots = {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device) for part in self.plan.slots}
-            slots |= {part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned) for part in self.plan.chunks}
-        return Slots(slots, {part: self._machine.memory(slot) for part, slot in slots.items()}, self._machine.caller())
+            slots = {
+                part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device)
+                for part in self.plan.slots
+            }
+            slots |= {
+                part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned)
+                for part in self.plan.chunks
+            }
+        return Slots(
+            slots,
+            {part: self._machine.memory(slot) for part, slot in slots.items()},
+            self._machine.caller(),
+        )
 
     def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory; NaN where the context is told to poison."""
@@ -77,9 +100,13 @@ class Run:
         self.bind(name, dense(whole))
 
     def bind(self, name: str, whole: torch.Tensor) -> None:
-        """Binds a tensor of the shard to the buffer `name`: cut into blocks (along the tokens, dim 1) where they travel."""
+        """Binds a tensor of the shard to the buffer `name`: cut into blocks (along the tokens, dim
+        1) where they travel.
+        """
         for index, (start, stop) in enumerate(self.bounds(queries=on_query_side(name))):
-            self.bind_part(name, index, whole if stop - start == whole.shape[1] else whole[:, start:stop])
+            self.bind_part(
+                name, index, whole if stop - start == whole.shape[1] else whole[:, start:stop]
+            )
 
     def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
         """Binds one part; what travels must be contiguous, and is copied if it is not."""
@@ -95,14 +122,20 @@ class Run:
     def bounds(self, *, queries: bool) -> tuple[tuple[int, int], ...]:
         """Where each part of this side stands in the shard."""
         ring = self.ring
-        return (ring.travelling_bounds if ring.queries_travel is queries else ring.resident_bounds)[self.rank]
+        return (ring.travelling_bounds if ring.queries_travel is queries else ring.resident_bounds)[
+            self.rank
+        ]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor of this rank's shard."""
         problem, queries = self.problem, on_query_side(name)
         length = sum(map(len, (problem.q_blocks if queries else problem.kv_blocks)[self.rank]))
         heads = problem.num_heads if queries else problem.num_kv_heads
-        return (problem.batch, heads, length) if name == "lse" else (problem.batch, length, heads, problem.head_dim)
+        return (
+            (problem.batch, heads, length)
+            if name == "lse"
+            else (problem.batch, length, heads, problem.head_dim)
+        )
 
     def tile(self, owner: int, block: int, pieces: tuple[Piece, ...]) -> Tile:
         """The tile of a travelling block and the shard at home."""
@@ -111,7 +144,9 @@ class Run:
         return Tile(pieces, q, kv, self.problem.mask, self.scale, self.progress)
 
     def at(self, names: Names, owner: int, block: int) -> dict[str, torch.Tensor]:
-        """The tensors an operation names: bound ones as they are, slots as what their present owner's block looks like."""
+        """The tensors an operation names: bound ones as they are, slots as what their present
+        owner's block looks like.
+        """
         found = {}
         for name, part in names:
             bound = self.tensors.get(part)
@@ -134,20 +169,30 @@ class Run:
             length = len(self.ring.travelling[owner][block])
             dtype = self.wide if name in ("rows", "dq", "dk", "dv") else self.plan.key.dtype
             heads = problem.num_heads if self.ring.queries_travel else problem.num_kv_heads
-            shape = (problem.batch, length, heads, problem.head_dim) if name != "rows" else (2, problem.batch, heads, length)
+            shape = (
+                (problem.batch, length, heads, problem.head_dim)
+                if name != "rows"
+                else (2, problem.batch, heads, length)
+            )
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             self.slots.views[part, owner] = view
         return view
 
     def _to_host(self, part: int, offset: int, size_bytes: int, chunk: int) -> None:
-        self.storage[chunk][:size_bytes].copy_(self.storage[part][offset : offset + size_bytes], non_blocking=True)
+        self.storage[chunk][:size_bytes].copy_(
+            self.storage[part][offset : offset + size_bytes], non_blocking=True
+        )
 
     def _to_device(self, chunk: int, part: int, offset: int, size_bytes: int) -> None:
-        self.storage[part][offset : offset + size_bytes].copy_(self.storage[chunk][:size_bytes], non_blocking=True)
+        self.storage[part][offset : offset + size_bytes].copy_(
+            self.storage[chunk][:size_bytes], non_blocking=True
+        )
 
 
 class ForwardRun(Run):
-    """One forward call. After the run: `out` `[batch, tokens, heads, head_dim]` in q's dtype, `lse` `[batch, heads, tokens]`."""
+    """One forward call. After the run: `out` `[batch, tokens, heads, head_dim]` in q's dtype, `lse`
+    `[batch, heads, tokens]`.
+    """
 
     def __init__(
         self,
@@ -169,7 +214,16 @@ class ForwardRun(Run):
         self.out, self.lse = out, lse
         self.ops |= {"forward": self._forward, "finish": self._finish}
 
-    def _forward(self, owner: int, block: int, pieces: tuple[Piece, ...], first: bool, last: bool, reads: Names, _: Names) -> None:
+    def _forward(
+        self,
+        owner: int,
+        block: int,
+        pieces: tuple[Piece, ...],
+        first: bool,
+        last: bool,
+        reads: Names,
+        _: Names,
+    ) -> None:
         x = self.at(reads, owner, block)
         tile = self.tile(owner, block, pieces)._replace(first=first, last=last)
         self.plan.kernel.forward(x["q"], x["k"], x["v"], tile, self.state)
@@ -181,7 +235,9 @@ class ForwardRun(Run):
 
 
 class BackwardRun(Run):
-    """One backward call. After the run `grads()` are dq, dk, dv in the inputs' dtype; None where not needed."""
+    """One backward call. After the run `grads()` are dq, dk, dv in the inputs' dtype; None where
+    not needed.
+    """
 
     def __init__(
         self,
@@ -205,7 +261,9 @@ class BackwardRun(Run):
         self.sums: dict[str, torch.Tensor] = {}
         for name, needed in zip(("dq", "dk", "dv"), self.problem.needs_grad, strict=True):
             if needed:
-                self.sums[name] = torch.zeros(self.shape(name), dtype=self.wide, device=self._device)
+                self.sums[name] = torch.zeros(
+                    self.shape(name), dtype=self.wide, device=self._device
+                )
                 self.bind(name, self.sums[name])
         self.ops |= {"backward": self._backward, "delta": self.make_delta, "add": self._add}
 
@@ -216,15 +274,27 @@ class BackwardRun(Run):
         self.memory.clear()
         self.tensors.clear()
         dtype = self.plan.key.dtype
-        dq, dk, dv = (self.sums.pop(name).to(dtype) if name in self.sums else None for name in ("dq", "dk", "dv"))
+        dq, dk, dv = (
+            self.sums.pop(name).to(dtype) if name in self.sums else None
+            for name in ("dq", "dk", "dv")
+        )
         return dq, dk, dv
 
-    def _backward(self, owner: int, block: int, pieces: tuple[Piece, ...], new: bool, reads: Names, adds: Names) -> None:
+    def _backward(
+        self,
+        owner: int,
+        block: int,
+        pieces: tuple[Piece, ...],
+        new: bool,
+        reads: Names,
+        adds: Names,
+    ) -> None:
         x, sums = self.at(reads, owner, block), self.sums_at(adds, owner, block, new)
         lse, delta = x["rows"]
         tile = self.tile(owner, block, pieces)
         self.plan.kernel.backward(
-            x["q"], x["k"], x["v"], x["dout"], lse, delta, tile, sums.get("dq"), sums.get("dk"), sums.get("dv")
+            x["q"], x["k"], x["v"], x["dout"], lse, delta, tile, sums.get("dq"), sums.get("dk"),
+            sums.get("dv")
         )  # fmt: skip
 
     def make_delta(self, part: int) -> None:
@@ -235,13 +305,25 @@ class BackwardRun(Run):
     def delta(self, start: int, stop: int, rows: torch.Tensor) -> None:
         """lse and delta of some of this rank's queries into `rows`."""
         dlse = None if self._dlse is None else self._dlse[:, :, start:stop]
-        self.plan.kernel.delta(self._dout[:, start:stop], self._out[:, start:stop], self._lse[:, :, start:stop], dlse, rows)
+        self.plan.kernel.delta(
+            self._dout[:, start:stop],
+            self._out[:, start:stop],
+            self._lse[:, :, start:stop],
+            dlse,
+            rows,
+        )
 
     def _add(self, own: int, arrived: int) -> None:
         total = self.tensors[own]
-        total += self.storage[arrived][: total.numel() * total.itemsize].view(total.dtype).view(total.shape)
+        total += (
+            self.storage[arrived][: total.numel() * total.itemsize]
+            .view(total.dtype)
+            .view(total.shape)
+        )
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Strided views are taken as they are; a broadcast (stride 0) or a last dimension that is not contiguous is copied."""
+    """Strided views are taken as they are; a broadcast (stride 0) or a last dimension that is not
+    contiguous is copied.
+    """
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()

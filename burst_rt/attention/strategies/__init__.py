@@ -1,4 +1,5 @@
-"""Strategies: how attention is spread over ranks. A strategy turns a `Problem` into a `Program`: one graph per rank and direction.
+"""Strategies: how attention is spread over ranks. A strategy turns a `Problem` into a `Program`:
+one graph per rank and direction.
 
 | strategy | forward sends | backward sends |
 |---|---|---|
@@ -10,9 +11,10 @@
 | `all-to-all` | Q, K, V, out | Q, K, V, dO, lse, delta, dQ, dK, dV |
 | `hybrid:N` | as `all-to-all` in groups of N ranks, as `auto` between them | the same |
 | `burst-untiled` | as `burst`, without tiles in fast memory: to compare with | the same |
-| `ring-naive` | K, then V; whole rows of scores are kept: to compare with | K, then V, dV, then K, dK |
+| `ring-naive` | K, then V; whole rows of scores: to compare with | K, then V, dV, then K, dK |
 
-N may be left out: the ranks of a host, where all hosts have as many; in `hybrid` of those as many as can share the heads.
+N may be left out: the ranks of a host, where all hosts have as many; in `hybrid` of those as many
+as can share the heads.
 
 Pure Python: neither torch nor MPI, so that planning and simulating need only Python.
 """
@@ -31,9 +33,31 @@ from burst_rt.attention.strategies.ring_naive import RingNaive, ring_naive
 from burst_rt.attention.strategies.routes import OneRing, Route, TwoLevel
 from burst_rt.errors import InputError
 
-__all__ = ["AGREE", "STRATEGIES", "Choice", "Footprint", "Hybrid", "Program", "Ring", "RingNaive", "check_name", "choose", "on_query_side"]
+__all__ = [
+    "AGREE",
+    "STRATEGIES",
+    "Choice",
+    "Footprint",
+    "Hybrid",
+    "Program",
+    "Ring",
+    "RingNaive",
+    "check_name",
+    "choose",
+    "on_query_side",
+]
 
-STRATEGIES = ("all-to-all", "auto", "bidirectional", "burst", "burst-untiled", "hybrid", "ring-kv", "ring-naive", "two-level")
+STRATEGIES = (
+    "all-to-all",
+    "auto",
+    "bidirectional",
+    "burst",
+    "burst-untiled",
+    "hybrid",
+    "ring-kv",
+    "ring-naive",
+    "two-level",
+)
 # Those that take a number of ranks: "hybrid:4".
 _SIZED = ("hybrid", "two-level")
 # Which side travels in the backward of a ring: what it is called, and whether it is the queries.
@@ -41,9 +65,11 @@ _SIDES = {"ring-kv": False, "burst": True}
 
 
 class Choice(NamedTuple):
-    """The program taken, the strategy's name, and the bytes all ranks together would send with each candidate.
+    """The program taken, the strategy's name, and the bytes all ranks together would send with each
+    candidate.
 
-    kernel: the tile kernel that belongs to the strategy, if one does. seconds: what each candidate was forecast to take, where one was.
+    kernel: the tile kernel that belongs to the strategy, if one does. seconds: what each candidate
+    was forecast to take, where one was.
     """
 
     program: Program
@@ -56,17 +82,24 @@ class Choice(NamedTuple):
 def check_name(strategy: object) -> tuple[str, int | None]:
     """A strategy's name and the number of ranks in it, if any. Raises InputError."""
     name, colon, number = strategy.partition(":") if isinstance(strategy, str) else ("", "", "")
-    if name not in STRATEGIES or (colon and (name not in _SIZED or not number.isdecimal() or int(number) < 1)):
+    if name not in STRATEGIES or (
+        colon and (name not in _SIZED or not number.isdecimal() or int(number) < 1)
+    ):
         known = [f"{known}[:N]" if known in _SIZED else known for known in STRATEGIES]
-        raise InputError(f"burst_attention: strategy must be one of {known} (N: ranks, 1 or more), got {strategy!r}")
+        raise InputError(
+            f"burst_attention: strategy must be one of {known} (N: ranks, 1 or more), got "
+            f"{strategy!r}"
+        )
     return name, int(number) if colon else None
 
 
 def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: int = 1) -> Choice:
-    """The program for one direction. Raises InputError for a strategy that this problem does not allow.
+    """The program for one direction. Raises InputError for a strategy that this problem does not
+    allow.
 
-    Where there are several of one strategy (which side travels, which half goes which way round) the fewest bytes are taken; ties go to
-    the first, `ring-kv` before `burst`, whose messages are fewer.
+    Where there are several of one strategy (which side travels, which half goes which way round)
+    the fewest bytes are taken; ties go to the first, `ring-kv` before `burst`, whose messages are
+    fewer.
     """
     name, number = check_name(strategy)
     if name == "burst-untiled":
@@ -77,13 +110,24 @@ def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: in
     return Choice(programs[taken], taken, candidates)
 
 
-def _programs(problem: Problem, name: str, size: int | None, forward: bool, ranks_per_node: int) -> Iterator[tuple[str, Program]]:
+def _programs(
+    problem: Problem, name: str, size: int | None, forward: bool, ranks_per_node: int
+) -> Iterator[tuple[str, Program]]:
     """What a strategy may turn into, by what to call it."""
     if name in ("all-to-all", "hybrid"):
-        group = problem.world_size if name == "all-to-all" else size or gcd(ranks_per_node, problem.num_kv_heads)
-        sides = _SIDES if group < problem.world_size else {"": False}  # in a ring of one group nothing travels
+        group = (
+            problem.world_size
+            if name == "all-to-all"
+            else size or gcd(ranks_per_node, problem.num_kv_heads)
+        )
+        # in a ring of one group nothing travels
+        sides = _SIDES if group < problem.world_size else {"": False}
         for side, queries in {"": False}.items() if forward else sides.items():
-            program = forward_hybrid(problem, group) if forward else backward_hybrid(problem, group, queries_travel=queries)
+            program = (
+                forward_hybrid(problem, group)
+                if forward
+                else backward_hybrid(problem, group, queries_travel=queries)
+            )
             yield _label(name if name == "all-to-all" else f"hybrid:{group}", side), program
         return
     if name == "ring-naive":
@@ -96,7 +140,10 @@ def _programs(problem: Problem, name: str, size: int | None, forward: bool, rank
             yield way or name.replace("auto", "ring-kv"), forward_ring(problem, route, whole=whole)
             continue
         for side, queries in _SIDES.items():
-            yield _label(way, side), backward_ring(problem, queries_travel=queries, route=route, whole=whole)
+            yield (
+                _label(way, side),
+                backward_ring(problem, queries_travel=queries, route=route, whole=whole),
+            )
 
 
 def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route | None]]:
@@ -105,7 +152,12 @@ def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route
     elif name == "bidirectional":
         blocks = range(len(problem.q_blocks[0]))
         for first, label in ((1, "first half forward"), (-1, "first half backward")):
-            yield f"bidirectional, {label}", OneRing(problem.world_size, tuple(-first if block % 2 else first for block in blocks))
+            yield (
+                f"bidirectional, {label}",
+                OneRing(
+                    problem.world_size, tuple(-first if block % 2 else first for block in blocks)
+                ),
+            )
     else:
         yield "", None
 

@@ -1,17 +1,22 @@
-"""All-to-all inside groups of ranks, a ring between the groups: heads are spread inside a group, the sequence over the groups.
+"""All-to-all inside groups of ranks, a ring between the groups: heads are spread inside a group,
+the sequence over the groups.
 
-One group of all ranks is DeepSpeed-Ulysses (arXiv 2309.14509), several are USP (arXiv 2405.07719), groups of one rank are the plain ring.
-Group g is ranks g * size to g * size + size - 1, so that the all-to-all stays inside a node where the group fits in one.
+One group of all ranks is DeepSpeed-Ulysses (arXiv 2309.14509), several are USP (arXiv 2405.07719),
+groups of one rank are the plain ring. Group g is ranks g * size to g * size + size - 1, so that the
+all-to-all stays inside a node where the group fits in one.
 
-A rank packs, for every other member, that member's heads of its own tokens; one exchange later it has its own heads of the whole group's
-tokens, and the members run the ring as if their group were one rank with a part of the heads. Another exchange takes the results back. The
-backward does the same with dO, lse and delta beside q, k, v, and brings dq, dk, dv back in the inputs' type: their sums are complete then.
+A rank packs, for every other member, that member's heads of its own tokens; one exchange later it
+has its own heads of the whole group's tokens, and the members run the ring as if their group were
+one rank with a part of the heads. Another exchange takes the results back. The backward does the
+same with dO, lse and delta beside q, k, v, and brings dq, dk, dv back in the inputs' type: their
+sums are complete then.
 
-Bytes a rank sends, with n tokens each, s bytes an input, a bytes a sum, U ranks a group, R groups, E = n x heads x head_dim, g query heads
-a kv head, full mask:
+Bytes a rank sends, with n tokens each, s bytes an input, a bytes a sum, U ranks a group, R groups,
+E = n x heads x head_dim, g query heads a kv head, full mask:
 
 * forward: (U - 1) / U x (2 s E + 2 s E / g + a n heads) and (R - 1) x 2 s E / g for the ring;
-* backward: (U - 1) / U x (2 s E + 2 s E / g + 2 a n heads, and s E for dq, s E / g each for dk and dv) and the ring's for E and E / g.
+* backward: (U - 1) / U x (2 s E + 2 s E / g + 2 a n heads, and s E for dq, s E / g each for dk and
+  dv) and the ring's for E and E / g.
 """
 
 from __future__ import annotations
@@ -34,7 +39,9 @@ _Blocks = tuple[tuple[range, ...], ...]
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A `Program`: the `problem` of all ranks, and the `ring` that a group's members run on the group's shard and their heads."""
+    """A `Program`: the `problem` of all ranks, and the `ring` that a group's members run on the
+    group's shard and their heads.
+    """
 
     problem: Problem
     ring: Ring
@@ -54,8 +61,13 @@ class Hybrid:
 
     def __str__(self) -> str:
         size = self.group_size
-        spread = f"heads are spread over {'all ranks' if size == self.problem.world_size else f'groups of {size} ranks'}"
-        return spread if size == self.problem.world_size else f"{spread}; between groups {self.ring}"
+        spread = (
+            "heads are spread over "
+            f"{'all ranks' if size == self.problem.world_size else f'groups of {size} ranks'}"
+        )
+        return (
+            spread if size == self.problem.world_size else f"{spread}; between groups {self.ring}"
+        )
 
     @property
     def gathered(self) -> tuple[str, ...]:
@@ -67,7 +79,11 @@ class Hybrid:
         """What goes back."""
         if self.forward:
             return ("out", "lse")
-        return tuple(name for name, needed in zip(("dq", "dk", "dv"), self.problem.needs_grad, strict=True) if needed)
+        return tuple(
+            name
+            for name, needed in zip(("dq", "dk", "dv"), self.problem.needs_grad, strict=True)
+            if needed
+        )
 
     def token_bytes(self, name: str) -> int:
         """Bytes on the wire of one token's share of a tensor, that is of one member's heads."""
@@ -77,14 +93,27 @@ class Hybrid:
 
     def shard_len(self, name: str, rank: int) -> int:
         """Tokens of a rank's shard, on the tensor's side."""
-        return sum(map(len, (self.problem.q_blocks if on_query_side(name) else self.problem.kv_blocks)[rank]))
+        return sum(
+            map(
+                len,
+                (self.problem.q_blocks if on_query_side(name) else self.problem.kv_blocks)[rank],
+            )
+        )
 
     def places(self, name: str, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Where a rank's blocks, in local order, stand in its group's shard: (block of the group, first token in it, length)."""
+        """Where a rank's blocks, in local order, stand in its group's shard: (block of the group,
+        first token in it, length).
+        """
         queries = on_query_side(name)
         own = (self.problem.q_blocks if queries else self.problem.kv_blocks)[rank]
-        runs = (self.ring.problem.q_blocks if queries else self.ring.problem.kv_blocks)[rank // self.group_size]
-        return tuple(next((i, run.index(b[0]), len(b)) for i, run in enumerate(runs) if b[0] in run) for b in own if b)
+        runs = (self.ring.problem.q_blocks if queries else self.ring.problem.kv_blocks)[
+            rank // self.group_size
+        ]
+        return tuple(
+            next((i, run.index(b[0]), len(b)) for i, run in enumerate(runs) if b[0] in run)
+            for b in own
+            if b
+        )
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
@@ -97,20 +126,32 @@ class Hybrid:
         return spread + self.group_size * self.ring.wire_bytes()
 
     def footprint(self, rank: int) -> Footprint:
-        """See `Program.footprint`: the gathered tensors are copies, and so are results before they go back."""
+        """See `Program.footprint`: the gathered tensors are copies, and so are results before they
+        go back.
+        """
         inner = self.ring.footprint(rank // self.group_size)
-        members = range(rank - rank % self.group_size, rank - rank % self.group_size + self.group_size)
+        members = range(
+            rank - rank % self.group_size, rank - rank % self.group_size + self.group_size
+        )
         # Where gradients are summed in a wider type, it is the sums that go back.
         sums = ("dq", "dk", "dv") if self.problem.input_bytes != self.problem.sum_bytes else ()
-        held = [name for name in (*self.gathered, *self.returned) if name not in ("rows", "lse", *sums)]
-        copies = sum(self.shard_len(name, member) * self.token_bytes(name) for name in held for member in members)
+        held = [
+            name for name in (*self.gathered, *self.returned) if name not in ("rows", "lse", *sums)
+        ]
+        copies = sum(
+            self.shard_len(name, member) * self.token_bytes(name)
+            for name in held
+            for member in members
+        )
         # lse and delta of the rank's own queries, before they are spread.
         own_rows = 0 if self.forward else self.shard_len("rows", rank) * self.problem.row_bytes
         return Footprint(inner.sums + own_rows, copies, inner.tile)
 
 
 class _HybridBuilder:
-    """Builds one rank's graph. "x > 2" is what goes to member 2 of the group, "x < 2" what comes from it."""
+    """Builds one rank's graph. "x > 2" is what goes to member 2 of the group, "x < 2" what comes
+    from it.
+    """
 
     def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.hybrid, self.rank = hybrid, rank
@@ -119,7 +160,10 @@ class _HybridBuilder:
         self.g = GraphBuilder(rank, hybrid.problem.world_size, lanes)
         peers = [group * size + self.number for group in range(hybrid.ring_size)]
         self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers)
-        self.local = {name: self.g.buffer(f"local {name}", initialised=True) for name in (*hybrid.gathered, *hybrid.returned)}
+        self.local = {
+            name: self.g.buffer(f"local {name}", initialised=True)
+            for name in (*hybrid.gathered, *hybrid.returned)
+        }
 
     def build(self) -> Graph:
         self.inner.agree()
@@ -134,7 +178,9 @@ class _HybridBuilder:
         return self.g.build()
 
     def _spread(self, names: tuple[str, ...], *, gather: bool) -> None:
-        """One exchange of everything between the members. gather: from tokens spread to heads spread; else back."""
+        """One exchange of everything between the members. gather: from tokens spread to heads
+        spread; else back.
+        """
         sends, recvs = [], []
         for name in names:
             whole = self._whole(name)
@@ -143,23 +189,48 @@ class _HybridBuilder:
             for member in range(self.hybrid.group_size):
                 if member == self.number:
                     if self.hybrid.shard_len(name, self.rank):
-                        self._copy("keep", name, Op("keep", (name, gather)), source, accumulates=target)
+                        self._copy(
+                            "keep", name, Op("keep", (name, gather)), source, accumulates=target
+                        )
                     continue
                 peer = self.group * self.hybrid.group_size + member
                 out_of, into = (self.rank, peer) if gather else (peer, self.rank)
-                sent, received = (self.hybrid.shard_len(name, owner) * self.hybrid.token_bytes(name) for owner in (out_of, into))
+                sent, received = (
+                    self.hybrid.shard_len(name, owner) * self.hybrid.token_bytes(name)
+                    for owner in (out_of, into)
+                )
                 if sent:
                     part = self.g.buffer(f"{name} > {member}", size_bytes=sent)[0]
-                    self._copy(f"pack {member}", name, Op("pack", (name, gather, member, part.id)), source, writes=[part])
+                    self._copy(
+                        f"pack {member}",
+                        name,
+                        Op("pack", (name, gather, member, part.id)),
+                        source,
+                        writes=[part],
+                    )
                     sends.append((part, peer))
                 if received:
-                    recvs.append((self.g.buffer(f"{name} < {member}", size_bytes=received)[0], peer))
+                    recvs.append(
+                        (self.g.buffer(f"{name} < {member}", size_bytes=received)[0], peer)
+                    )
         if sends or recvs:
-            self.g.exchange("gather" if gather else "give back", sends=sends, recvs=recvs, tag=int(not gather), reads=[self.inner.agreed])
+            self.g.exchange(
+                "gather" if gather else "give back",
+                sends=sends,
+                recvs=recvs,
+                tag=int(not gather),
+                reads=[self.inner.agreed],
+            )
         for part, peer in recvs:
             name, member = part.buffer.split(" < ")[0], peer % self.hybrid.group_size
             target = self._whole(name) if gather else [self.local[name]]
-            self._copy(f"unpack {member}", name, Op("unpack", (name, gather, member, part.id)), [part], accumulates=target)
+            self._copy(
+                f"unpack {member}",
+                name,
+                Op("unpack", (name, gather, member, part.id)),
+                [part],
+                accumulates=target,
+            )
 
     def _copy(
         self,
@@ -172,13 +243,17 @@ class _HybridBuilder:
         accumulates: Sequence[Buffer | Part] = (),
     ) -> None:
         cost = Cost(0, 2 * self.hybrid.shard_len(name, self.rank) * self.hybrid.token_bytes(name))
-        self.g.compute(f"{verb} {name}", op, reads=reads, writes=writes, accumulates=accumulates, cost=cost)
+        self.g.compute(
+            f"{verb} {name}", op, reads=reads, writes=writes, accumulates=accumulates, cost=cost
+        )
 
     def _whole(self, name: str) -> list[Buffer | Part]:
         """What the ring calls the tensor."""
         if name in ("out", "lse"):
             return [self.inner.home_sums["state"]]
-        return [(self.inner.home | self.inner.own | self.inner.home_sums | self.inner.own_sums)[name]]
+        return [
+            (self.inner.home | self.inner.own | self.inner.home_sums | self.inner.own_sums)[name]
+        ]
 
 
 @lru_cache(maxsize=64)
@@ -189,37 +264,66 @@ def forward_hybrid(problem: Problem, group_size: int) -> Hybrid:
 
 @lru_cache(maxsize=64)
 def backward_hybrid(problem: Problem, group_size: int, *, queries_travel: bool) -> Hybrid:
-    """The backward; `queries_travel` between the groups. Raises InputError where groups or heads do not divide."""
-    return Hybrid(problem, backward_ring(_inner(problem, group_size), queries_travel=queries_travel), group_size)
+    """The backward; `queries_travel` between the groups. Raises InputError where groups or heads do
+    not divide.
+    """
+    return Hybrid(
+        problem,
+        backward_ring(_inner(problem, group_size), queries_travel=queries_travel),
+        group_size,
+    )
 
 
 def _inner(problem: Problem, size: int) -> Problem:
-    """The problem that each set of members with the same number solves: groups for ranks, a part of the heads."""
+    """The problem that each set of members with the same number solves: groups for ranks, a part of
+    the heads.
+    """
     world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
     if size < 1 or world % size:
-        raise InputError(f"all-to-all: groups must divide the world, got groups of {size} of {world} ranks; name a divisor: 'hybrid:N'")
+        raise InputError(
+            f"all-to-all: groups must divide the world, got groups of {size} of {world} ranks; "
+            "name a divisor: 'hybrid:N'"
+        )
     if kv_heads % size:
         raise InputError(
-            f"all-to-all: a group's {size} ranks share the heads, so {size} must divide the kv heads, got {kv_heads} (and {heads} query "
+            f"all-to-all: a group's {size} ranks share the heads, so {size} must divide the kv "
+            f"heads, got {kv_heads} (and {heads} query "
             "heads); use smaller groups ('hybrid:N'), or a ring"
         )
     layouts = [
-        Layout(f"{layout.kind} in groups of {size}", layout.seq_len, world // size, _group_blocks(layout.blocks, size))
+        Layout(
+            f"{layout.kind} in groups of {size}",
+            layout.seq_len,
+            world // size,
+            _group_blocks(layout.blocks, size),
+        )
         for layout in (problem.q_layout, problem.kv_layout)
     ]
     q_layout, kv_layout = layouts
-    return replace(problem, q_layout=q_layout, kv_layout=kv_layout, num_heads=heads // size, num_kv_heads=kv_heads // size)
+    return replace(
+        problem,
+        q_layout=q_layout,
+        kv_layout=kv_layout,
+        num_heads=heads // size,
+        num_kv_heads=kv_heads // size,
+    )
 
 
 def _group_blocks(blocks: _Blocks, size: int) -> _Blocks:
-    """The members' blocks in order of position, joined where they touch: as few as there can be, the same number in every group.
+    """The members' blocks in order of position, joined where they touch: as few as there can be,
+    the same number in every group.
 
     Two at least where there are several groups, so that gradient sums can travel block by block.
     """
-    groups = [sorted((b for own in blocks[i : i + size] for b in own if b), key=lambda b: b.start) for i in range(0, len(blocks), size)]
+    groups = [
+        sorted((b for own in blocks[i : i + size] for b in own if b), key=lambda b: b.start)
+        for i in range(0, len(blocks), size)
+    ]
     joined = [_join(group) for group in groups]
     count = max(1 if len(groups) == 1 else 2, *map(len, joined))
-    return tuple(tuple(_cut_up(runs, group, count)) for runs, group in zip(joined, groups, strict=True))
+    return tuple(
+        tuple(_cut_up(runs, group, count)) for runs, group in zip(joined, groups, strict=True)
+    )
 
 
 def _join(blocks: list[range]) -> list[range]:
@@ -233,11 +337,17 @@ def _join(blocks: list[range]) -> list[range]:
 
 
 def _cut_up(runs: list[range], blocks: list[range], count: int) -> list[range]:
-    """Cuts the longest run between two blocks, as near its middle as there is one, until there are enough; then empty ones follow."""
+    """Cuts the longest run between two blocks, as near its middle as there is one, until there are
+    enough; then empty ones follow.
+    """
     runs = list(runs)
     while len(runs) < count:
         longest = max(runs, key=len, default=range(0))
-        cuts = [b.start for b in blocks if b.start in longest and b.start != longest.start] if longest.step == 1 else []
+        cuts = (
+            [b.start for b in blocks if b.start in longest and b.start != longest.start]
+            if longest.step == 1
+            else []
+        )
         if not cuts:
             runs.append(range(0))
             continue

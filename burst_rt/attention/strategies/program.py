@@ -1,4 +1,6 @@
-"""What a strategy makes of a problem: a program, that is the graphs of all ranks for one direction, and what they send and hold."""
+"""What a strategy makes of a problem: a program, that is the graphs of all ranks for one direction,
+and what they send and hold.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ AGREE = Op("agree")
 
 
 class Footprint(NamedTuple):
-    """What a rank holds beyond inputs, outputs and the buffers that its graph receives into, in bytes; and the largest tile.
+    """What a rank holds beyond inputs, outputs and the buffers that its graph receives into, in
+    bytes; and the largest tile.
 
-    sums: running state, gradient sums that are not outputs themselves, lse and delta. copies: of its own tensors, where they must be made.
+    sums: running state, gradient sums that are not outputs themselves, lse and delta. copies: of
+    its own tensors, where they must be made.
     """
 
     sums: int
@@ -42,10 +46,14 @@ class Program(Protocol):
 
     @property
     def ring_size(self) -> int:
-        """How many ranks, or groups of ranks, the keys of a query are spread over: 1 where all are in one place."""
+        """How many ranks, or groups of ranks, the keys of a query are spread over: 1 where all are
+        in one place.
+        """
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
-        """The graph of one rank. The lanes are those of its machine: HOST_LANES, DEVICE_LANES or NCCL_LANES."""
+        """The graph of one rank. The lanes are those of its machine: HOST_LANES, DEVICE_LANES or
+        NCCL_LANES.
+        """
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""

@@ -1,18 +1,24 @@
-"""Rings: one side of the attention stays at home, the other travels, and so do the sums that belong to it.
+"""Rings: one side of the attention stays at home, the other travels, and so do the sums that belong
+to it.
 
 One builder makes three graphs:
 
 * forward: K, V travel; a query's running state stays at home;
-* backward of `ring-kv` (RingAttention, arXiv 2310.01889): K, V travel with dK, dV; dQ stays at home;
-* backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with dQ; dK, dV stay at home.
+* backward of `ring-kv` (RingAttention, arXiv 2310.01889): K, V travel with dK, dV; dQ stays at
+  home;
+* backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with
+  dQ; dK, dV stay at home.
 
-Everything makes W-1 hops, by a `Route`: the ring of all ranks, or another way round. While the tiles of a hop run, one exchange passes the
-bundle on and receives the next into another slot. A tile is one travelling block against the whole shard at home. The owner keeps its own
-contribution at home; the first rank after it that has one starts the travelling sum; the last hop brings the sum home. Sums travel block by
-block, each as soon as its last tile is done, so that a rank's first tiles of a hop do not wait for all of the previous rank's. Shards of a
-few tokens under the full mask, to which positions mean nothing, travel as one block: half the messages and tasks.
+Everything makes W-1 hops, by a `Route`: the ring of all ranks, or another way round. While the
+tiles of a hop run, one exchange passes the bundle on and receives the next into another slot. A
+tile is one travelling block against the whole shard at home. The owner keeps its own contribution
+at home; the first rank after it that has one starts the travelling sum; the last hop brings the sum
+home. Sums travel block by block, each as soon as its last tile is done, so that a rank's first
+tiles of a hop do not wait for all of the previous rank's. Shards of a few tokens under the full
+mask, to which positions mean nothing, travel as one block: half the messages and tasks.
 
-Not sent: a block that no rank further on computes with, a sum that nobody has started, an empty block.
+Not sent: a block that no rank further on computes with, a sum that nobody has started, an empty
+block.
 """
 
 from __future__ import annotations
@@ -35,17 +41,27 @@ __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whol
 _EDGE = 512
 # Tokens of a shard that travels whole: up to here a tile takes less time than a task costs.
 _FEW_TOKENS = 64
-# Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of head_dim: 2 for each product.
-_FLOPS = {"forward": 4, "backward": 10, "scores": 2, "weigh": 2, "probabilities": 2, "score gradients": 4, "products": 4}
+# Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of
+# head_dim: 2 for each product.
+_FLOPS = {
+    "forward": 4,
+    "backward": 10,
+    "scores": 2,
+    "weigh": 2,
+    "probabilities": 2,
+    "score gradients": 4,
+    "products": 4,
+}
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One ring: what travels, what stays, and what a tile does (`op`, "forward" or "backward"; see `ring_naive` for
-    others). A `Program`.
+    """One ring: what travels, what stays, and what a tile does (`op`, "forward" or "backward"; see
+    `ring_naive` for others). A `Program`.
 
-    `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors that stay; `home_sums` what a tile adds
-    into at home. `queries_travel` tells which side is which. `route`: which way round. `whole`: a shard travels as one block.
+    `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors
+    that stay; `home_sums` what a tile adds into at home. `queries_travel` tells which side is
+    which. `route`: which way round. `whole`: a shard travels as one block.
     """
 
     problem: Problem
@@ -91,8 +107,12 @@ class Ring:
 
     @cached_property
     def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Where each travelling block stands in its owner's shard: first token and last + 1, by owner."""
-        return tuple(tuple(pairwise(accumulate(map(len, blocks), initial=0))) for blocks in self.travelling)
+        """Where each travelling block stands in its owner's shard: first token and last + 1, by
+        owner.
+        """
+        return tuple(
+            tuple(pairwise(accumulate(map(len, blocks), initial=0))) for blocks in self.travelling
+        )
 
     @cached_property
     def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -100,45 +120,65 @@ class Ring:
         return tuple(((0, sum(map(len, blocks))),) for blocks in self.resident)
 
     def pieces(self, travelling: range, rank: int) -> tuple[Piece, ...]:
-        """What a rank has to compute with a travelling block; on the side at home counted along its shard."""
+        """What a rank has to compute with a travelling block; on the side at home counted along its
+        shard.
+        """
         found: list[Piece] = []
         first = 0
         for resident in self.resident[rank]:
             q, kv = (travelling, resident) if self.queries_travel else (resident, travelling)
             for piece in self.problem.mask.pieces(q, kv):
                 here = _moved(piece, 0, first) if self.queries_travel else _moved(piece, first, 0)
-                found.append(_joined(found.pop(), here) if found and _touch(found[-1], here) else here)
+                found.append(
+                    _joined(found.pop(), here) if found and _touch(found[-1], here) else here
+                )
             first += len(resident)
         return tuple(found)
 
     @cached_property
     def wanted(self) -> tuple[tuple[frozenset[int], ...], ...]:
-        """By owner and block: the hops at which the bundle must be there, because that rank or one it passes it on to computes with it."""
+        """By owner and block: the hops at which the bundle must be there, because that rank or one
+        it passes it on to computes with it.
+        """
         return tuple(
-            tuple(self._wanted(owner, number, block) for number, block in enumerate(blocks)) for owner, blocks in enumerate(self.travelling)
+            tuple(self._wanted(owner, number, block) for number, block in enumerate(blocks))
+            for owner, blocks in enumerate(self.travelling)
         )
 
     def _wanted(self, owner: int, number: int, block: range) -> frozenset[int]:
         hops: set[int] = set()
         for hop in reversed(range(1, self.problem.world_size)):
-            if not hops.isdisjoint(self.route.onward(hop)) or self.pieces(block, self.route.holder(owner, hop, number)):
+            if not hops.isdisjoint(self.route.onward(hop)) or self.pieces(
+                block, self.route.holder(owner, hop, number)
+            ):
                 hops.add(hop)
         return frozenset(hops)
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By owner and block: the first hop at which a rank computes with it, and so starts its sum; W where none does."""
+        """By owner and block: the first hop at which a rank computes with it, and so starts its
+        sum; W where none does.
+        """
         world = self.problem.world_size
         return tuple(
             tuple(
-                next((h for h in range(1, world) if self.pieces(block, self.route.holder(owner, h, number))), world)
+                next(
+                    (
+                        h
+                        for h in range(1, world)
+                        if self.pieces(block, self.route.holder(owner, h, number))
+                    ),
+                    world,
+                )
                 for number, block in enumerate(blocks)
             )
             for owner, blocks in enumerate(self.travelling)
         )
 
     def wire_bytes(self) -> int:
-        """Bytes that all ranks together send: a bundle over the hops that want it, a sum from the first hop that adds to it to home."""
+        """Bytes that all ranks together send: a bundle over the hops that want it, a sum from the
+        first hop that adds to it to home.
+        """
         world = self.problem.world_size
         bundle, sums = sum(size for _, size in self.bundle), sum(size for _, size in self.sums)
         return sum(
@@ -148,34 +188,66 @@ class Ring:
         )
 
     def footprint(self, rank: int) -> Footprint:
-        """See `Program.footprint`. What travels must be contiguous: own blocks are copied where batch > 1 (or strided: not counted)."""
+        """See `Program.footprint`. What travels must be contiguous: own blocks are copied where
+        batch > 1 (or strided: not counted).
+        """
         problem = self.problem
-        q_len, kv_len = sum(map(len, problem.q_blocks[rank])), sum(map(len, problem.kv_blocks[rank]))
+        q_len, kv_len = (
+            sum(map(len, problem.q_blocks[rank])),
+            sum(map(len, problem.kv_blocks[rank])),
+        )
         # An output of the sums' own type is the sum itself.
         in_place = problem.input_bytes == problem.sum_bytes
         if self.forward:
             sums = q_len * (problem.row_bytes + (0 if in_place else problem.q_sum_bytes))
         else:
             needs_q, needs_k, needs_v = problem.needs_grad
-            wide = q_len * problem.q_sum_bytes * needs_q + kv_len * problem.kv_sum_bytes * (needs_k + needs_v)
+            wide = q_len * problem.q_sum_bytes * needs_q + kv_len * problem.kv_sum_bytes * (
+                needs_k + needs_v
+            )
             sums = q_len * problem.row_bytes + (0 if in_place else wide)
         bundle = sum(size for name, size in self.bundle if name != "rows")
-        copies = sum(len(block) * bundle for block, wanted in zip(self.travelling[rank], self.wanted[rank], strict=True) if wanted)
+        copies = sum(
+            len(block) * bundle
+            for block, wanted in zip(self.travelling[rank], self.wanted[rank], strict=True)
+            if wanted
+        )
         block = max(len(b) for blocks in self.travelling for b in blocks)
         lengths = (block, kv_len) if self.queries_travel else (q_len, block)
-        masked = any(piece.masked for blocks in self.travelling for b in blocks for piece in self.pieces(b, rank))
-        tile = TileShape(problem.batch, problem.num_heads, problem.num_kv_heads, problem.head_dim, *lengths, masked)
+        masked = any(
+            piece.masked
+            for blocks in self.travelling
+            for b in blocks
+            for piece in self.pieces(b, rank)
+        )
+        tile = TileShape(
+            problem.batch,
+            problem.num_heads,
+            problem.num_kv_heads,
+            problem.head_dim,
+            *lengths,
+            masked,
+        )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)
 
 
 class RingBuilder:
-    """Adds one rank's part of a ring to a graph. Buffers are named after their tensors; slots carry the slot number: k0, k1.
+    """Adds one rank's part of a ring to a graph. Buffers are named after their tensors; slots carry
+    the slot number: k0, k1.
 
-    rank: in the ring. ranks: what the ranks of the ring are in the world of the graph; None: the same. Messages' tags are from first_tag
-    up to below end_tag; buffers of the same name are shared by all rings of a graph.
+    rank: in the ring. ranks: what the ranks of the ring are in the world of the graph; None: the
+    same. Messages' tags are from first_tag up to below end_tag; buffers of the same name are shared
+    by all rings of a graph.
     """
 
-    def __init__(self, ring: Ring, rank: int, g: GraphBuilder, ranks: Sequence[int] | None = None, first_tag: int = 0) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        rank: int,
+        g: GraphBuilder,
+        ranks: Sequence[int] | None = None,
+        first_tag: int = 0,
+    ) -> None:
         problem = ring.problem
         self.ring, self.rank, self.world, self.route = ring, rank, problem.world_size, ring.route
         self.g, self.ranks = g, ranks or range(problem.world_size)
@@ -187,11 +259,21 @@ class RingBuilder:
         self.agreed = self._buffer("agreed")
         self.home = {name: self._buffer(name, initialised=True) for name in ring.home}
         self.home_sums = {name: self._buffer(name, initialised=True) for name in ring.home_sums}
-        self.own = {name: self._buffer(name, parts=len(own), size_bytes=_each(own, size), initialised=True) for name, size in ring.bundle}
-        self.own_sums = {name: self._buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums}
+        self.own = {
+            name: self._buffer(name, parts=len(own), size_bytes=_each(own, size), initialised=True)
+            for name, size in ring.bundle
+        }
+        self.own_sums = {
+            name: self._buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums
+        }
 
         def slots(tensors: tuple[tuple[str, int], ...], number: int) -> dict[str, Buffer]:
-            return {name: self._buffer(f"{name}{number}", parts=len(own), size_bytes=_each(largest, size)) for name, size in tensors}
+            return {
+                name: self._buffer(
+                    f"{name}{number}", parts=len(own), size_bytes=_each(largest, size)
+                )
+                for name, size in tensors
+            }
 
         self.slots = [slots(ring.bundle, i) for i in range(self.route.num_slots)]
         self.sum_slots = [slots(ring.sums, i) for i in range(2)]
@@ -214,11 +296,17 @@ class RingBuilder:
         """delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
         travel = self.ring.queries_travel
         rows = self.own["rows"] if travel else self.home["rows"]
-        lengths = list(map(len, self.ring.travelling[self.rank])) if travel else [sum(map(len, self.ring.resident[self.rank]))]
+        lengths = (
+            list(map(len, self.ring.travelling[self.rank]))
+            if travel
+            else [sum(map(len, self.ring.resident[self.rank]))]
+        )
         for part, length in enumerate(lengths):
             if length:
                 cost = Cost(0, 2 * length * self.ring.problem.q_token_bytes)
-                self.g.compute(f"delta {part}", Op("delta", (part,)), accumulates=[rows[part]], cost=cost)
+                self.g.compute(
+                    f"delta {part}", Op("delta", (part,)), accumulates=[rows[part]], cost=cost
+                )
 
     def go_round(self) -> None:
         """All hops, and the sums home."""
@@ -232,7 +320,9 @@ class RingBuilder:
         for block in range(len(self.ring.travelling[self.rank])):
             self._bring_home(block)
         if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
-            cost = Cost(0, sum(map(len, self.ring.resident[self.rank])) * self.ring.problem.q_sum_bytes)
+            cost = Cost(
+                0, sum(map(len, self.ring.resident[self.rank])) * self.ring.problem.q_sum_bytes
+            )
             self.g.compute("finish", Op("finish"), accumulates=[self.home_sums["state"]], cost=cost)
 
     def _owner(self, hop: int, block: int) -> int:
@@ -242,37 +332,69 @@ class RingBuilder:
         return self.slots[self.route.slot(hop)] if hop else self.own
 
     def _pass_bundle(self, hop: int, onward: int) -> None:
-        """Sends what is here at this hop to who needs it at hop `onward`, and receives what is needed here then."""
+        """Sends what is here at this hop to who needs it at hop `onward`, and receives what is
+        needed here then.
+        """
         sends, recvs = [], []
         for block in range(len(self.ring.travelling[self.rank])):
             here, coming = self._owner(hop, block), self._owner(onward, block)
             if onward in self.ring.wanted[here][block]:
                 sends += self._messages(self.ring.bundle, self._bundle_at(hop), here, block, onward)
             if onward in self.ring.wanted[coming][block]:
-                recvs += self._messages(self.ring.bundle, self._bundle_at(onward), coming, block, hop)
+                recvs += self._messages(
+                    self.ring.bundle, self._bundle_at(onward), coming, block, hop
+                )
         if sends or recvs:
             name = f"hop {hop}" if onward == hop + 1 else f"hop {hop} to {onward}"
-            self.g.exchange(name, sends=sends, recvs=recvs, tag=self.first_tag + onward * self.tags_per_hop, reads=[self.agreed])
+            self.g.exchange(
+                name,
+                sends=sends,
+                recvs=recvs,
+                tag=self.first_tag + onward * self.tags_per_hop,
+                reads=[self.agreed],
+            )
 
     def _messages(
-        self, tensors: tuple[tuple[str, int], ...], buffers: dict[str, Buffer], owner: int, block: int, peer_hop: int
+        self,
+        tensors: tuple[tuple[str, int], ...],
+        buffers: dict[str, Buffer],
+        owner: int,
+        block: int,
+        peer_hop: int,
     ) -> list[tuple[Part, int, int]]:
         """A block's tensors, to or from the rank that has it at `peer_hop`."""
-        peer, length = self.ranks[self.route.holder(owner, peer_hop, block)], len(self.ring.travelling[owner][block])
+        peer, length = (
+            self.ranks[self.route.holder(owner, peer_hop, block)],
+            len(self.ring.travelling[owner][block]),
+        )
         return [(buffers[name][block], peer, length * size) for name, size in tensors]
 
     def _started(self, owner: int, block: int, hop: int) -> bool:
-        """Whether the travelling sum of a block exists on the rank that has it at a hop, once that rank's tiles are done."""
+        """Whether the travelling sum of a block exists on the rank that has it at a hop, once that
+        rank's tiles are done.
+        """
         return self.ring.starts[owner][block] <= hop
 
     def _pass_sums(self, hop: int, block: int) -> None:
-        """Sends a block's sums on (at the last hop: home) once its tiles are done, and receives those the next hop adds to."""
+        """Sends a block's sums on (at the last hop: home) once its tiles are done, and receives
+        those the next hop adds to.
+        """
         sums, here, coming = self.ring.sums, self._owner(hop, block), self._owner(hop + 1, block)
-        sends = self._messages(sums, self.sum_slots[hop % 2], here, block, hop + 1) if self._started(here, block, hop) else []
-        recvs = self._messages(sums, self.sum_slots[(hop + 1) % 2], coming, block, hop) if self._started(coming, block, hop) else []
+        sends = (
+            self._messages(sums, self.sum_slots[hop % 2], here, block, hop + 1)
+            if self._started(here, block, hop)
+            else []
+        )
+        recvs = (
+            self._messages(sums, self.sum_slots[(hop + 1) % 2], coming, block, hop)
+            if self._started(coming, block, hop)
+            else []
+        )
         if sends or recvs:
             tag = self.first_tag + hop * self.tags_per_hop + 1 + block
-            self.g.exchange(f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=tag, reads=[self.agreed])
+            self.g.exchange(
+                f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=tag, reads=[self.agreed]
+            )
 
     def _tile(self, hop: int, block: int) -> None:
         """The tile between the travelling block here at this hop and the shard at home."""
@@ -282,11 +404,22 @@ class RingBuilder:
         if pieces is None:
             return
         bundle = self._bundle_at(hop)
-        reads = {name: bundle[name][block] for name, _ in ring.bundle} | {name: b[0] for name, b in self.home.items()}
-        adds = {name: sums[name][block] for name, _ in ring.sums} | {name: b[0] for name, b in self.home_sums.items()}
-        names = (tuple((n, p.id) for n, p in reads.items()), tuple((n, p.id) for n, p in adds.items()))
+        reads = {name: bundle[name][block] for name, _ in ring.bundle} | {
+            name: b[0] for name, b in self.home.items()
+        }
+        adds = {name: sums[name][block] for name, _ in ring.sums} | {
+            name: b[0] for name, b in self.home_sums.items()
+        }
+        names = (
+            tuple((n, p.id) for n, p in reads.items()),
+            tuple((n, p.id) for n, p in adds.items()),
+        )
         # Sums that begin with this tile: it is their first, nothing is in them yet.
-        new = [sums[name][block] for name, _ in ring.sums] if hop and ring.starts[owner][block] == hop else []
+        new = (
+            [sums[name][block] for name, _ in ring.sums]
+            if hop and ring.starts[owner][block] == hop
+            else []
+        )
         ends = ((hop, block) == next(iter(self.tiles)), (hop, block) == next(reversed(self.tiles)))
         moved, stays = f"{owner}.{block}", f"{self.rank}"
         q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
@@ -302,8 +435,14 @@ class RingBuilder:
     def _cost(self, pieces: tuple[Piece, ...], zeroed_bytes: int) -> Cost:
         problem = self.ring.problem
         per_cell = _FLOPS[self.ring.op] * problem.head_dim * problem.num_heads * problem.batch
-        rows, columns = sum(p.q_stop - p.q_start for p in pieces), sum(p.kv_stop - p.kv_start for p in pieces)
-        cells, masked = sum(p.num_cells for p in pieces), sum(p.num_cells for p in pieces if p.diagonal or p.masked)
+        rows, columns = (
+            sum(p.q_stop - p.q_start for p in pieces),
+            sum(p.kv_stop - p.kv_start for p in pieces),
+        )
+        cells, masked = (
+            sum(p.num_cells for p in pieces),
+            sum(p.num_cells for p in pieces if p.diagonal or p.masked),
+        )
         edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in pieces if p.diagonal)
         edge = sum(length * min(length, _EDGE) for length in edges)
         moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes + zeroed_bytes
@@ -316,36 +455,62 @@ class RingBuilder:
         for name, size in self.ring.sums:
             own, arrived = self.own_sums[name][block], self.sum_slots[self.world % 2][name][block]
             cost = Cost(0, 3 * len(self.ring.travelling[self.rank][block]) * size)
-            self.g.compute(f"home {name}{block}", Op("add", (own.id, arrived.id)), reads=[arrived], accumulates=[own], cost=cost)
+            self.g.compute(
+                f"home {name}{block}",
+                Op("add", (own.id, arrived.id)),
+                reads=[arrived],
+                accumulates=[own],
+                cost=cost,
+            )
 
 
 @lru_cache(maxsize=64)
 def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = False) -> Ring:
-    """K, V travel: 2 tensors of E / g elements a hop. `route`: None for the plain ring. whole: see `travels_whole`."""
+    """K, V travel: 2 tensors of E / g elements a hop. `route`: None for the plain ring. whole: see
+    `travels_whole`.
+    """
     kv = problem.kv_token_bytes
     way = route or _plain(problem, problem.kv_blocks, whole)
-    return Ring(problem, "forward", False, (("k", kv), ("v", kv)), (), ("q",), ("state",), way, whole)
+    return Ring(
+        problem, "forward", False, (("k", kv), ("v", kv)), (), ("q",), ("state",), way, whole
+    )
 
 
 @lru_cache(maxsize=128)
-def backward_ring(problem: Problem, *, queries_travel: bool, route: Route | None = None, whole: bool = False) -> Ring:
-    """The backward of `burst` (queries travel) or of `ring-kv`. Gradients that are not needed are neither summed nor sent."""
+def backward_ring(
+    problem: Problem, *, queries_travel: bool, route: Route | None = None, whole: bool = False
+) -> Ring:
+    """The backward of `burst` (queries travel) or of `ring-kv`. Gradients that are not needed are
+    neither summed nor sent.
+    """
     q, kv, rows = problem.q_token_bytes, problem.kv_token_bytes, problem.row_bytes
     q_side = (("q", q), ("dout", q), ("rows", rows))
     kv_side = (("k", kv), ("v", kv))
     needs_q, needs_k, needs_v = problem.needs_grad
     q_sums = (("dq", problem.q_sum_bytes),) if needs_q else ()
-    kv_sums = tuple((name, problem.kv_sum_bytes) for name, needed in (("dk", needs_k), ("dv", needs_v)) if needed)
+    kv_sums = tuple(
+        (name, problem.kv_sum_bytes)
+        for name, needed in (("dk", needs_k), ("dv", needs_v))
+        if needed
+    )
     way = route or _plain(problem, problem.q_blocks if queries_travel else problem.kv_blocks, whole)
     if queries_travel:
-        return Ring(problem, "backward", True, q_side, q_sums, _names(kv_side), _names(kv_sums), way, whole)
-    return Ring(problem, "backward", False, kv_side, kv_sums, _names(q_side), _names(q_sums), way, whole)
+        return Ring(
+            problem, "backward", True, q_side, q_sums, _names(kv_side), _names(kv_sums), way, whole
+        )
+    return Ring(
+        problem, "backward", False, kv_side, kv_sums, _names(q_side), _names(q_sums), way, whole
+    )
 
 
 def travels_whole(problem: Problem) -> bool:
-    """Whether a shard is better sent as one block: few tokens, and no block of them that some rank does not need."""
+    """Whether a shard is better sent as one block: few tokens, and no block of them that some rank
+    does not need.
+    """
     return isinstance(problem.mask, Full) and all(
-        sum(map(len, own)) <= _FEW_TOKENS for blocks in (problem.q_blocks, problem.kv_blocks) for own in blocks
+        sum(map(len, own)) <= _FEW_TOKENS
+        for blocks in (problem.q_blocks, problem.kv_blocks)
+        for own in blocks
     )
 
 
@@ -356,7 +521,12 @@ def _plain(problem: Problem, blocks: tuple[tuple[range, ...], ...], whole: bool)
 def _moved(piece: Piece, rows: int, columns: int) -> Piece:
     """The same piece counted from further on."""
     q_start, q_stop, kv_start, kv_stop = piece[:4]
-    return piece._replace(q_start=q_start + rows, q_stop=q_stop + rows, kv_start=kv_start + columns, kv_stop=kv_stop + columns)
+    return piece._replace(
+        q_start=q_start + rows,
+        q_stop=q_stop + rows,
+        kv_start=kv_start + columns,
+        kv_stop=kv_stop + columns,
+    )
 
 
 def _touch(a: Piece, b: Piece) -> bool:

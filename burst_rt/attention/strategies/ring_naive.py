@@ -1,10 +1,13 @@
-"""RingAttention without tiles: K goes round and each rank keeps whole rows of scores, then V goes round.
+"""RingAttention without tiles: K goes round and each rank keeps whole rows of scores, then V goes
+round.
 
-The baseline of the BurstAttention paper (arXiv 2403.09347, section 4), the ring of "Sequence Parallelism" (arXiv 2105.13120). It is here
-to be compared with: a rank holds n x N scores a head, in the type of the sums, so that memory grows with the square of the sequence.
+The baseline of the BurstAttention paper (arXiv 2403.09347, section 4), the ring of "Sequence
+Parallelism" (arXiv 2105.13120). It is here to be compared with: a rank holds n x N scores a head,
+in the type of the sums, so that memory grows with the square of the sequence.
 
 * forward: K round: scores; softmax of whole rows; V round: out. Sends K, V: 2 s E / g a hop.
-* backward: K round: the probabilities again, from lse; V round with dV: dV, and dS over the probabilities; K round with dK: dQ, dK.
+* backward: K round: the probabilities again, from lse; V round with dV: dV, and dS over the
+  probabilities; K round with dK: dQ, dK.
   Sends K, V, K, dV, dK: (3 s + 2 a) E / g a hop.
 """
 
@@ -24,8 +27,9 @@ __all__ = ["RingNaive", "ring_naive"]
 
 @dataclass(frozen=True)
 class RingNaive:
-    """A `Program`: rounds of the ring one after another, with the scores between them. Ops beside the rings' and "finish": "blank", which
-    fills the scores with no key seen, and "softmax"."""
+    """A `Program`: rounds of the ring one after another, with the scores between them. Ops beside
+    the rings' and "finish": "blank", which fills the scores with no key seen, and "softmax".
+    """
 
     problem: Problem
     forward: bool
@@ -40,7 +44,9 @@ class RingNaive:
         g = GraphBuilder(rank, self.problem.world_size, lanes)
         builders: list[RingBuilder] = []
         for ring in self.rounds:
-            builders.append(RingBuilder(ring, rank, g, first_tag=builders[-1].end_tag if builders else 0))
+            builders.append(
+                RingBuilder(ring, rank, g, first_tag=builders[-1].end_tag if builders else 0)
+            )
         first, *rest = builders
         first.agree()
         scores = first.home_sums["scores"]
@@ -52,7 +58,12 @@ class RingNaive:
         if self.forward and any(self.problem.q_blocks[rank]):
             # Read for the maximum, read and written for the exponential, read for the sum.
             cost = Cost(0, 4 * self.score_bytes(rank))
-            g.compute("softmax", Op("softmax"), accumulates=[scores, rest[0].home_sums["state"]], cost=cost)
+            g.compute(
+                "softmax",
+                Op("softmax"),
+                accumulates=[scores, rest[0].home_sums["state"]],
+                cost=cost,
+            )
         for builder in rest:
             builder.go_round()
         if self.forward and any(self.problem.q_blocks[rank]):
@@ -78,7 +89,8 @@ class RingNaive:
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`: scores of whole rows among the sums."""
-        # Of the rounds of the forward none is one, for `Ring`: the state at home is that of any forward.
+        # Of the rounds of the forward none is one, for `Ring`: the state at home is that of any
+        # forward.
         inner = self.rounds[-1].footprint(rank)
         sums = forward_ring(self.problem).footprint(rank).sums if self.forward else inner.sums
         return Footprint(sums + self.score_bytes(rank), 2 * inner.copies, inner.tile)
@@ -86,7 +98,13 @@ class RingNaive:
     def score_bytes(self, rank: int) -> int:
         """Whole rows of scores of the rank's queries."""
         problem = self.problem
-        return problem.batch * problem.num_heads * problem.q_layout.shard_len(rank) * problem.kv_layout.seq_len * problem.sum_bytes
+        return (
+            problem.batch
+            * problem.num_heads
+            * problem.q_layout.shard_len(rank)
+            * problem.kv_layout.seq_len
+            * problem.sum_bytes
+        )
 
     def __str__(self) -> str:
         return "; then ".join(map(str, self.rounds)) + "; whole rows of scores are kept"
@@ -101,10 +119,27 @@ def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
     k, v = (("k", kv),), (("v", kv),)
     if forward:
         scores = Ring(problem, "scores", False, k, (), ("q",), ("scores",), route)
-        return RingNaive(problem, True, (scores, Ring(problem, "weigh", False, v, (), ("scores",), ("state",), route)))
+        return RingNaive(
+            problem,
+            True,
+            (scores, Ring(problem, "weigh", False, v, (), ("scores",), ("state",), route)),
+        )
     dk, dv = ((("dk", kv_sum),) if needs_k else ()), ((("dv", kv_sum),) if needs_v else ())
     rounds = [Ring(problem, "probabilities", False, k, (), ("q", "rows"), ("scores",), route)]
-    rounds.append(Ring(problem, "score gradients", False, v, dv, ("dout", "rows"), ("scores",), route))
+    rounds.append(
+        Ring(problem, "score gradients", False, v, dv, ("dout", "rows"), ("scores",), route)
+    )
     if needs_k or needs_q:
-        rounds.append(Ring(problem, "products", False, k, dk, ("q", "scores"), ("dq",) if needs_q else (), route))
+        rounds.append(
+            Ring(
+                problem,
+                "products",
+                False,
+                k,
+                dk,
+                ("q", "scores"),
+                ("dq",) if needs_q else (),
+                route,
+            )
+        )
     return RingNaive(problem, False, tuple(rounds))

@@ -1,14 +1,17 @@
 """Routes: in which order a block visits the ranks, and from whom each rank gets it.
 
-A block makes W - 1 steps; at step s each rank holds one block of everybody's number b, so that every rank has a tile to do at every step.
-`holder` says who has an owner's block at a step, `owner` the inverse, `onward` to which later steps the holder passes the bundle on. The
-sums that belong to a block follow it step by step and come home after the last: at step W the holder is the owner.
+A block makes W - 1 steps; at step s each rank holds one block of everybody's number b, so that
+every rank has a tile to do at every step. `holder` says who has an owner's block at a step, `owner`
+the inverse, `onward` to which later steps the holder passes the bundle on. The sums that belong to
+a block follow it step by step and come home after the last: at step W the holder is the owner.
 
 | route | block of rank o at step s | passed on |
 |---|---|---|
 | `OneRing`, direction 1 | o + s | to the next rank |
 | `OneRing`, direction -1 | o - s | to the rank before |
-| `TwoLevel` | node + s // L, local number + s % L, of L ranks a node | inside the node; the first a node gets, also to the next node |
+| `TwoLevel`, L ranks a node | node + s // L, local number + s % L | inside the node; [1] |
+
+[1] The first block that a node gets is also passed on to the next node.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ class Route(Protocol):
         """How many slots `slot` speaks of."""
 
     def holder(self, owner: int, step: int, block: int) -> int:
-        """The rank that has block number `block` of `owner` at a step (0: the owner; W: the owner again)."""
+        """The rank that has block number `block` of `owner` at a step (0: the owner; W: the owner
+        again).
+        """
 
     def owner(self, rank: int, step: int, block: int) -> int:
         """Whose block number `block` a rank has at a step."""
@@ -46,7 +51,9 @@ class Route(Protocol):
 
 @dataclass(frozen=True)
 class OneRing:
-    """One ring of all ranks. directions: of each block, 1 (to the next rank) or -1 (to the rank before)."""
+    """One ring of all ranks. directions: of each block, 1 (to the next rank) or -1 (to the rank
+    before).
+    """
 
     world_size: int
     directions: tuple[int, ...]
@@ -70,10 +77,12 @@ class OneRing:
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """Rings inside the nodes and rings between them (the double ring of LoongTrain, arXiv 2406.18485).
+    """Rings inside the nodes and rings between them (the double ring of LoongTrain, arXiv
+    2406.18485).
 
-    A rank passes what it got from another node on to the next node at once, and has `ranks_per_node` steps until it needs the next; what
-    comes from its own node has one step. Raises InputError where the nodes are not equally large.
+    A rank passes what it got from another node on to the next node at once, and has
+    `ranks_per_node` steps until it needs the next; what comes from its own node has one step.
+    Raises InputError where the nodes are not equally large.
     """
 
     world_size: int
@@ -82,7 +91,8 @@ class TwoLevel:
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.world_size % self.ranks_per_node:
             raise InputError(
-                f"two-level: the world must be whole nodes of the same size, got {self.world_size} ranks, {self.ranks_per_node} a node; "
+                f"two-level: the world must be whole nodes of the same size, got {self.world_size} "
+                f"ranks, {self.ranks_per_node} a node; "
                 "choose another strategy, or name the size: 'two-level:N'"
             )
 

@@ -1,4 +1,5 @@
-"""The project's own tile kernels, in Triton, for NVIDIA GPUs (and, slowly, for CPU tensors under Triton's interpreter).
+"""The project's own tile kernels, in Triton, for NVIDIA GPUs (and, slowly, for CPU tensors under
+Triton's interpreter).
 
 Importing this package does not import triton: that happens with the first tile.
 """

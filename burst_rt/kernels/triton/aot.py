@@ -1,9 +1,11 @@
-"""Compiles the kernels for a chip that need not be there, and reads from the machine code what it costs.
+"""Compiles the kernels for a chip that need not be there, and reads from the machine code what it
+costs.
 
-For tuning, and for tests without a GPU: registers, spills and shared memory decide how many blocks a multiprocessor can hold, and the
-instructions tell whether the tensor cores are used. It says nothing about speed. `compile_all` is the way in; the compiling is done by a
-child process (`python -m burst_rt.kernels.triton.aot`), because in a process that interprets kernels (TRITON_INTERPRET=1) Triton cannot
-compile them.
+For tuning, and for tests without a GPU: registers, spills and shared memory decide how many blocks
+a multiprocessor can hold, and the instructions tell whether the tensor cores are used. It says
+nothing about speed. `compile_all` is the way in; the compiling is done by a child process (`python
+-m burst_rt.kernels.triton.aot`), because in a process that interprets kernels (TRITON_INTERPRET=1)
+Triton cannot compile them.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ _DEADLINE_S = 600.0
 class Request(NamedTuple):
     """One kernel (of `configs.KINDS`) for one chip (of `configs.ARCHES`).
 
-    dtype: "bf16", "fp16" or "fp32". config: None for the table's. ragged: for lengths that blocks do not divide, and the only tile of its
-    call; else for lengths they do, and a tile that loads and stores the running state.
+    dtype: "bf16", "fp16" or "fp32". config: None for the table's. ragged: for lengths that blocks
+    do not divide, and the only tile of its call; else for lengths they do, and a tile that loads
+    and stores the running state.
     """
 
     kind: str
@@ -58,10 +61,12 @@ class Request(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes on its chip. shared_bytes: of shared memory, a block; registers and stack_bytes: a thread.
+    """What a kernel takes on its chip. shared_bytes: of shared memory, a block; registers and
+    stack_bytes: a thread.
 
-    instructions: how often HMMA, HGMMA, tcgen05 (products on the tensor cores of sm_80, sm_90, sm_100), TMA (loads by the copy engine) and
-    LDL, STL (loads from and stores to local memory: spills) stand in the machine code.
+    instructions: how often HMMA, HGMMA, tcgen05 (products on the tensor cores of sm_80, sm_90,
+    sm_100), TMA (loads by the copy engine) and LDL, STL (loads from and stores to local memory:
+    spills) stand in the machine code.
     """
 
     request: Request
@@ -78,7 +83,8 @@ class Compiled(NamedTuple):
 
 
 def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) -> list[Compiled]:
-    """Compiles in a child process, blocks until it is done. Seconds a kernel the first time; then Triton's own cache has it.
+    """Compiles in a child process, blocks until it is done. Seconds a kernel the first time; then
+    Triton's own cache has it.
 
     Raises DeviceError with the child's output where Triton fails or takes longer than `timeout_s`.
     """
@@ -89,20 +95,37 @@ def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) 
     command = [sys.executable, "-P", "-m", "burst_rt.kernels.triton.aot"]
     try:
         done = subprocess.run(
-            command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            command,
+            input=json.dumps(asked),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise DeviceError(f"Triton did not compile {len(asked)} kernels within {timeout_s:g} s: {error.stderr!r}") from None
+        raise DeviceError(
+            f"Triton did not compile {len(asked)} kernels within {timeout_s:g} s: {error.stderr!r}"
+        ) from None
     if done.returncode:
-        raise DeviceError(f"Triton could not compile the kernels ahead of time:\n{done.stdout}\n{done.stderr}")
+        raise DeviceError(
+            f"Triton could not compile the kernels ahead of time:\n{done.stdout}\n{done.stderr}"
+        )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    return [Compiled(request, Config(*config), *rest) for request, (config, *rest) in zip(asked, answers, strict=True)]
+    return [
+        Compiled(request, Config(*config), *rest)
+        for request, (config, *rest) in zip(asked, answers, strict=True)
+    ]
 
 
 def _main() -> None:
-    """The child: requests as JSON on standard input; one line of JSON for each on standard output."""
+    """The child: requests as JSON on standard input; one line of JSON for each on standard
+    output.
+    """
     for kind, arch, head_dim, causal, dtype, config, ragged in json.load(sys.stdin):
-        request = Request(kind, arch, head_dim, causal, dtype, Config(*config) if config else None, ragged)
+        request = Request(
+            kind, arch, head_dim, causal, dtype, Config(*config) if config else None, ragged
+        )
         print(json.dumps(list(_compile(request))[1:]), flush=True)
 
 
@@ -111,17 +134,30 @@ def _compile(request: Request) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    config = request.config or choose(request.kind, request.arch, request.head_dim, 4 if request.dtype == "fp32" else 2)
+    config = request.config or choose(
+        request.kind, request.arch, request.head_dim, 4 if request.dtype == "fp32" else 2
+    )
     kernel = _kernel(request.kind)
     constants = _constants(request, config)
     signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
     # What a call with lengths and strides of the usual kind is specialised on.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.startswith(("p_", "stride_"))}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name.startswith(("p_", "stride_"))
+    }
     source = ASTSource(
-        fn=kernel, signature=signature, constexprs={name: constants[name] for name in kernel.arg_names if name in constants}, attrs=aligned
+        fn=kernel,
+        signature=signature,
+        constexprs={name: constants[name] for name in kernel.arg_names if name in constants},
+        attrs=aligned,
     )
     target = GPUTarget("cuda", request.arch, 32)
-    built = triton.compile(source, target=target, options={"num_warps": config.num_warps, "num_stages": config.num_stages})
+    built = triton.compile(
+        source,
+        target=target,
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(built.asm["cubin"])
@@ -138,15 +174,20 @@ def _kernel(kind: str) -> triton.runtime.JITFunction:
     from burst_rt.kernels.triton.delta import delta_kernel
     from burst_rt.kernels.triton.forward import forward_kernel
 
-    return {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "delta": delta_kernel}[kind]
+    return {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "delta": delta_kernel}[
+        kind
+    ]
 
 
 def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools
     ends, even = request.ragged, not request.ragged
     return {
-        "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "CAUSAL": request.causal, "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even, "NEED_DK": True, "NEED_DV": True,
-        "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers", "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,
+        "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "CAUSAL": request.causal, "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even,
+        "NEED_DK": True, "NEED_DV": True,
+        "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers",
+        "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,
     }  # fmt: skip
 
 
@@ -163,7 +204,9 @@ def _cuobjdump(option: str, cubin: Path) -> str:
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    return subprocess.run([str(tool), option, str(cubin)], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        [str(tool), option, str(cubin)], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 if __name__ == "__main__":

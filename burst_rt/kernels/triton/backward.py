@@ -1,7 +1,8 @@
-"""The backward tile kernels, one for dq and one for dk and dv: no atomics, so the same bits every time.
+"""The backward tile kernels, one for dq and one for dk and dv: no atomics, so the same bits every
+time.
 
-FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes: each recomputes the probabilities it needs from lse, and each program owns
-the sums it adds into.
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes: each recomputes the probabilities
+it needs from lse, and each program owns the sums it adds into.
 """
 
 from __future__ import annotations
@@ -43,11 +44,35 @@ def _add_columns(
     SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """dq of a block of rows from the columns [start, stop), unscaled; MASKED: of them a row sees those before its `b_limit`."""
+    """dq of a block of rows from the columns [start, stop), unscaled; MASKED: of them a row sees
+    those before its `b_limit`.
+    """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
-        b_k = load_block(rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
-        b_v = load_block(rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_k = load_block(
+            rows_k,
+            column,
+            stride_kt,
+            kv_len,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            EVEN,
+            DESCRIBED,
+            INTERPRET,
+        )
+        b_v = load_block(
+            rows_v,
+            column,
+            stride_vt,
+            kv_len,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            EVEN,
+            DESCRIBED,
+            INTERPRET,
+        )
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -114,11 +139,12 @@ def dq_kernel(
 
         dq <- dq + scale * sum_j p_j * (dout v_j - delta) k_j
 
-    Adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh); writes nothing where the block sees no key. lse (+inf: a row
-    without gradient) and delta `[batch, heads, q_len]` are dense.
+    Adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh); writes nothing where
+    the block sees no key. lse (+inf: a row without gradient) and delta `[batch, heads, q_len]` are
+    dense.
 
-    Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8], dout = [1]: lse = log 4, p = [1/4, 3/4], out = delta = 7, so
-    dq += 1/4 * (4 - 7) * 0 + 3/4 * (8 - 7) * log 3 = 3/4 log 3.
+    Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8], dout = [1]: lse = log 4, p
+    = [1/4, 3/4], out = delta = 7, so dq += 1/4 * (4 - 7) * 0 + 3/4 * (8 - 7) * log 3 = 3/4 log 3.
 
     Grid: as of `forward_kernel`.
     """
@@ -138,27 +164,66 @@ def dq_kernel(
     num_seen = kv_len
     if CAUSAL:
         top = position_of(row, q_first, q_split, q_second, q_step)
-        bottom = position_of(tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step)
+        bottom = position_of(
+            tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step
+        )
         num_full = count_through(top, kv_first, kv_split, kv_second, kv_step, kv_len)
         num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
         if num_seen == 0:
             return
 
-    rows_q = rows_of(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_q = load_block(rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
-    rows_dout = rows_of(p_dout + i_b * stride_db + i_h * stride_dh, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_dout = load_block(rows_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+    rows_q = rows_of(
+        p_q + i_b * stride_qb + i_h * stride_qh,
+        stride_qt,
+        q_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        DESCRIBED,
+    )
+    b_q = load_block(
+        rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
+    )
+    rows_dout = rows_of(
+        p_dout + i_b * stride_db + i_h * stride_dh,
+        stride_dt,
+        q_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        DESCRIBED,
+    )
+    b_dout = load_block(
+        rows_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
+    )
     in_row = i_bh.to(tl.int64) * q_len + o_m
     # log2(e): lse in powers of two.
     b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
     b_delta = tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
-    rows_k = rows_of(p_k + i_b * stride_kb + i_kv * stride_kh, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    rows_v = rows_of(p_v + i_b * stride_vb + i_kv * stride_vh, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    rows_k = rows_of(
+        p_k + i_b * stride_kb + i_kv * stride_kh,
+        stride_kt,
+        kv_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        DESCRIBED,
+    )
+    rows_v = rows_of(
+        p_v + i_b * stride_vb + i_kv * stride_vh,
+        stride_vt,
+        kv_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        DESCRIBED,
+    )
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     edge = num_full // BLOCK_N * BLOCK_N
     b_dq = _add_columns(
-        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
+        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge,
+        kv_len, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
@@ -167,7 +232,8 @@ def dq_kernel(
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_dq = _add_columns(
-            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
+            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge,
+            num_seen, kv_len, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
@@ -230,18 +296,22 @@ def dkdv_kernel(
     SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """One block of BLOCK_N keys of one kv head against all queries of the tile, of every head of its group.
+    """One block of BLOCK_N keys of one kv head against all queries of the tile, of every head of
+    its group.
 
     With p_i = 2^(scale_log2 * q_i k - lse_i * log2(e)) where query i sees the key (else 0):
 
         dv <- dv + sum_i p_i dout_i;    dk <- dk + scale * sum_i p_i * (dout_i v - delta_i) q_i
 
-    Adds to dk and dv `[batch, kv_len, kv_heads, HEAD_DIM]` (float32, strides x and y), to each only if needed; writes nothing where nobody
-    sees the block. lse (+inf: a row without gradient) and delta `[batch, group * kv_heads, q_len]` are dense.
+    Adds to dk and dv `[batch, kv_len, kv_heads, HEAD_DIM]` (float32, strides x and y), to each only
+    if needed; writes nothing where nobody sees the block. lse (+inf: a row without gradient) and
+    delta `[batch, group * kv_heads, q_len]` are dense.
 
-    Worked example (d = 1, scale 1), of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv += [1/4, 3/4] and dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
+    Worked example (d = 1, scale 1), of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv += [1/4, 3/4] and
+    dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
 
-    Grid: one dimension, the key blocks of a head one after another, the first (which have most to do when causal) first.
+    Grid: one dimension, the key blocks of a head one after another, the first (which have most to
+    do when causal) first.
     """
     num_blocks = tl.cdiv(kv_len, BLOCK_N)
     i_n = tl.program_id(0) % num_blocks
@@ -263,35 +333,96 @@ def dkdv_kernel(
             return
         start = start // BLOCK_M * BLOCK_M
 
-    rows_k = rows_of(p_k + i_b * stride_kb + i_kv * stride_kh, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    b_k = load_block(rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
-    rows_v = rows_of(p_v + i_b * stride_vb + i_kv * stride_vh, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    b_v = load_block(rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
+    rows_k = rows_of(
+        p_k + i_b * stride_kb + i_kv * stride_kh,
+        stride_kt,
+        kv_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        DESCRIBED,
+    )
+    b_k = load_block(
+        rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
+    )
+    rows_v = rows_of(
+        p_v + i_b * stride_vb + i_kv * stride_vh,
+        stride_vt,
+        kv_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        DESCRIBED,
+    )
+    b_v = load_block(
+        rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
+    )
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # One loop over the row blocks of all query heads of the group: the loads of the next head run ahead as those of the next block do.
+    # One loop over the row blocks of all query heads of the group: the loads of the next head run
+    # ahead as those of the next block do.
     p_q += i_b * stride_qb + i_kv * group * stride_qh
     p_dout += i_b * stride_db + i_kv * group * stride_dh
-    heads_q = heads_of(p_q, stride_qh, stride_qt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    heads_dout = heads_of(p_dout, stride_dh, stride_dt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    heads_q = heads_of(
+        p_q, stride_qh, stride_qt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED
+    )
+    heads_dout = heads_of(
+        p_dout, stride_dh, stride_dt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED
+    )
     i_g = 0
     p_lse += (i_b * kv_heads + i_kv) * group * q_len
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
     row = start
     for _ in tl.range(group * tl.cdiv(q_len - start, BLOCK_M), warp_specialize=SPECIALIZE):
         o_m = row + tl.arange(0, BLOCK_M)
-        b_q = load_of_head(heads_q, i_g, row, stride_qh, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
-        b_dout = load_of_head(heads_dout, i_g, row, stride_dh, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+        b_q = load_of_head(
+            heads_q,
+            i_g,
+            row,
+            stride_qh,
+            stride_qt,
+            q_len,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            EVEN_M,
+            DESCRIBED,
+            INTERPRET,
+        )
+        b_dout = load_of_head(
+            heads_dout,
+            i_g,
+            row,
+            stride_dh,
+            stride_dt,
+            q_len,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            EVEN_M,
+            DESCRIBED,
+            INTERPRET,
+        )
         # Rows beyond the end count for nothing: their lse is +inf.
-        b_lse = tl.load(p_lse + o_m) if EVEN_M else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
+        b_lse = (
+            tl.load(p_lse + o_m)
+            if EVEN_M
+            else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
+        )
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
         if CAUSAL:
-            b_s = tl.where((b_from - row)[:, None] <= tl.arange(0, BLOCK_M)[None, :], b_s, -float("inf"))
+            b_s = tl.where(
+                (b_from - row)[:, None] <= tl.arange(0, BLOCK_M)[None, :], b_s, -float("inf")
+            )
         b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
         if NEED_DV:
             b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
         if NEED_DK:
-            b_delta = tl.load(p_delta + o_m) if EVEN_M else tl.load(p_delta + o_m, mask=o_m < q_len, other=0.0)
+            b_delta = (
+                tl.load(p_delta + o_m)
+                if EVEN_M
+                else tl.load(p_delta + o_m, mask=o_m < q_len, other=0.0)
+            )
             b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
             b_ds = b_p * (b_dp - b_delta[None, :])
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
@@ -319,15 +450,24 @@ def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: Problem, config: Confi
     batch, q_len, heads, head_dim = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dq_kernel[grid](
-        *inputs, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), heads, heads // k.shape[2],
+        *inputs, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), heads,
+        heads // k.shape[2],
         *problem.q, *problem.kv, problem.scale, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        EVEN_M=q_len % config.block_m == 0, EVEN_N=k.shape[1] % config.block_n == 0, INTERPRET=problem.interpret,
+        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, CAUSAL=problem.causal,
+        EVEN_M=q_len % config.block_m == 0, EVEN_N=k.shape[1] % config.block_n == 0,
+        INTERPRET=problem.interpret,
         **loads_of(config, q, k, v, dout), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
-def launch_dkdv(inputs: _Inputs, dk: torch.Tensor | None, dv: torch.Tensor | None, problem: Problem, config: Config) -> None:
+def launch_dkdv(
+    inputs: _Inputs,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    problem: Problem,
+    config: Config,
+) -> None:
     """Starts `dkdv_kernel`; inputs as of `launch_dq`. One of dk and dv may be None: not needed."""
     q, k, v, dout, _, _ = inputs
     batch, kv_len, kv_heads, head_dim = k.shape
@@ -336,9 +476,13 @@ def launch_dkdv(inputs: _Inputs, dk: torch.Tensor | None, dv: torch.Tensor | Non
     # What is not needed is given a place that is never touched.
     x, y = (next(total for total in pair if total is not None) for pair in ((dk, dv), (dv, dk)))
     dkdv_kernel[grid](
-        *inputs, x, y, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(x), *strides(y), kv_heads, q.shape[2] // kv_heads,
+        *inputs, x, y, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(x),
+        *strides(y), kv_heads, q.shape[2] // kv_heads,
         *problem.q, *problem.kv, problem.scale, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0, NEED_DK=dk is not None, NEED_DV=dv is not None,
-        INTERPRET=problem.interpret, **loads_of(config, q, k, v, dout), num_warps=config.num_warps, num_stages=config.num_stages,
+        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, CAUSAL=problem.causal,
+        EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0,
+        NEED_DK=dk is not None, NEED_DV=dv is not None,
+        INTERPRET=problem.interpret, **loads_of(config, q, k, v, dout), num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip

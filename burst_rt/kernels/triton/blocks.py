@@ -1,6 +1,8 @@
-"""How kernels load and add to blocks of rows: by pointers, or through tensor descriptors made on the device, by the chip's copy engine.
+"""How kernels load and add to blocks of rows: by pointers, or through tensor descriptors made on
+the device, by the chip's copy engine.
 
-Descriptors take memory on the device while the kernel runs (kernel.py gives it), and inputs that fit them (`loads_of` of launch.py).
+Descriptors take memory on the device while the kernel runs (kernel.py gives it), and inputs that
+fit them (`loads_of` of launch.py).
 """
 
 from __future__ import annotations
@@ -23,19 +25,27 @@ def load_rows(
     EVEN: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Rows [row, row + BLOCK_R) of a matrix `[length, HEAD_DIM]` as a block `[BLOCK_R, BLOCK_D]`, 0 beyond its edges.
+    """Rows [row, row + BLOCK_R) of a matrix `[length, HEAD_DIM]` as a block `[BLOCK_R, BLOCK_D]`, 0
+    beyond its edges.
 
-    EVEN: none of these rows is beyond. The block's corner is addressed in 64 bits, what is inside it in 32.
+    EVEN: none of these rows is beyond. The block's corner is addressed in 64 bits, what is inside
+    it in 32.
     """
     o_r = tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
     pointers = pointer + tl.cast(row, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
     if EVEN:
-        block = tl.load(pointers) if HEAD_DIM == BLOCK_D else tl.load(pointers, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        block = (
+            tl.load(pointers)
+            if HEAD_DIM == BLOCK_D
+            else tl.load(pointers, mask=(o_d < HEAD_DIM)[None, :], other=0.0)
+        )
     elif HEAD_DIM == BLOCK_D:
         block = tl.load(pointers, mask=(row + o_r < length)[:, None], other=0.0)
     else:
-        block = tl.load(pointers, mask=(row + o_r < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+        block = tl.load(
+            pointers, mask=(row + o_r < length)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0
+        )
     if INTERPRET:
         # The interpreter's 16-bit arithmetic is wrong.
         block = block.to(tl.float32)
@@ -43,10 +53,22 @@ def load_rows(
 
 
 @triton.jit
-def rows_of(pointer, stride, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, DESCRIBED: tl.constexpr):
-    """What `load_block` loads blocks of a matrix `[length, HEAD_DIM]` from: if DESCRIBED a descriptor, made here, else the pointer."""
+def rows_of(
+    pointer,
+    stride,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """What `load_block` loads blocks of a matrix `[length, HEAD_DIM]` from: if DESCRIBED a
+    descriptor, made here, else the pointer.
+    """
     if DESCRIBED:
-        source = tl.make_tensor_descriptor(pointer, shape=[length, HEAD_DIM], strides=[stride, 1], block_shape=[BLOCK_R, BLOCK_D])
+        source = tl.make_tensor_descriptor(
+            pointer, shape=[length, HEAD_DIM], strides=[stride, 1], block_shape=[BLOCK_R, BLOCK_D]
+        )
     else:
         source = pointer
     return source
@@ -65,7 +87,8 @@ def load_block(
     DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Rows [row, row + BLOCK_R) of what `rows_of` gave as a block `[BLOCK_R, BLOCK_D]`, 0 beyond its edges. EVEN: none of them is beyond.
+    """Rows [row, row + BLOCK_R) of what `rows_of` gave as a block `[BLOCK_R, BLOCK_D]`, 0 beyond
+    its edges. EVEN: none of them is beyond.
 
     Through a descriptor the chip's copy engine loads, and sees to the edges by itself.
     """
@@ -92,11 +115,15 @@ def heads_of(
 ):
     """`rows_of` for matrices `[heads, length, HEAD_DIM]`.
 
-    Only where heads are gone through: Triton's Hopper compiler cannot share out among warps what is loaded as three dimensions.
+    Only where heads are gone through: Triton's Hopper compiler cannot share out among warps what is
+    loaded as three dimensions.
     """
     if DESCRIBED:
         source = tl.make_tensor_descriptor(
-            pointer, shape=[heads, length, HEAD_DIM], strides=[stride_h, stride, 1], block_shape=[1, BLOCK_R, BLOCK_D]
+            pointer,
+            shape=[heads, length, HEAD_DIM],
+            strides=[stride_h, stride, 1],
+            block_shape=[1, BLOCK_R, BLOCK_D],
         )
     else:
         source = pointer
@@ -130,7 +157,17 @@ def load_of_head(
 
 
 @triton.jit
-def _add_part(pointer, row, stride, length, part, column, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr):
+def _add_part(
+    pointer,
+    row,
+    stride,
+    length,
+    part,
+    column,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     o_r = tl.arange(0, BLOCK_R)
     o_c = column + tl.arange(0, BLOCK_C)
     pointers = pointer + tl.cast(row, tl.int64) * stride + (o_r[:, None] * stride + o_c[None, :])
@@ -139,10 +176,21 @@ def _add_part(pointer, row, stride, length, part, column, HEAD_DIM: tl.constexpr
 
 
 @triton.jit
-def add_rows(pointer, row, stride, length, block, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Adds a block `[BLOCK_R, BLOCK_D]` to the rows [row, row + BLOCK_R) of a float32 matrix `[length, HEAD_DIM]`.
+def add_rows(
+    pointer,
+    row,
+    stride,
+    length,
+    block,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Adds a block `[BLOCK_R, BLOCK_D]` to the rows [row, row + BLOCK_R) of a float32 matrix
+    `[length, HEAD_DIM]`.
 
-    One half of the columns after the other: what is loaded for all of them at once has no room in the registers beside two blocks of sums.
+    One half of the columns after the other: what is loaded for all of them at once has no room in
+    the registers beside two blocks of sums.
     """
     HALF: tl.constexpr = BLOCK_D // 2
     left, right = tl.split(tl.permute(tl.reshape(block, (BLOCK_R, 2, HALF)), (0, 2, 1)))

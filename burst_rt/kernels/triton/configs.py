@@ -1,7 +1,8 @@
-"""Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type. Data only: neither torch nor triton.
+"""Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type.
+Data only: neither torch nor triton.
 
-How they were found: compiled ahead of time for each chip (`aot.py`), the largest blocks whose registers do not spill and whose shared
-memory fits. No GPU has timed them.
+How they were found: compiled ahead of time for each chip (`aot.py`), the largest blocks whose
+registers do not spill and whose shared memory fits. No GPU has timed them.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ __all__ = ["ARCHES", "KINDS", "Config", "Loads", "arch_of", "choose", "padded"]
 # The kernels.
 KINDS = ("forward", "dq", "dkdv", "delta")
 
-# Compute capability -> bytes of shared memory a block may have (CUDA C++ Programming Guide, table of technical specifications).
+# Compute capability -> bytes of shared memory a block may have (CUDA C++ Programming Guide, table
+# of technical specifications).
 ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-# How blocks of the inputs are loaded: every thread by pointers of its own; by the copy engine of Hopper and later chips, through tensor
-# descriptors (TMA); or so, while some warps do nothing but load and the others compute (warp specialisation).
+# How blocks of the inputs are loaded: every thread by pointers of its own; by the copy engine of
+# Hopper and later chips, through tensor descriptors (TMA); or so, while some warps do nothing but
+# load and the others compute (warp specialisation).
 Loads = Literal["pointers", "descriptors", "specialized"]
 
 
 class Config(NamedTuple):
-    """How one kernel is cut: BLOCK_M queries x BLOCK_N keys, `num_warps` warps a block, loads `num_stages` deep."""
+    """How one kernel is cut: BLOCK_M queries x BLOCK_N keys, `num_warps` warps a block, loads
+    `num_stages` deep.
+    """
 
     block_m: int
     block_n: int
@@ -33,7 +38,10 @@ class Config(NamedTuple):
 
     def __str__(self) -> str:
         loads = "" if self.loads == "pointers" else f", {self.loads}"
-        return f"{self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages{loads}"
+        return (
+            f"{self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} "
+            f"stages{loads}"
+        )
 
 
 # 16-bit inputs: (kernel, chip) -> configurations for head sizes up to 64, 128, 256.
@@ -60,16 +68,25 @@ _SINGLE = {
 }
 
 # Small and unequal, so that short tests cross every kind of edge.
-_INTERPRETED = {"forward": Config(32, 16, 4, 1), "dq": Config(16, 32, 4, 1), "dkdv": Config(16, 32, 4, 1), "delta": Config(32, 1, 4, 1)}
+_INTERPRETED = {
+    "forward": Config(32, 16, 4, 1),
+    "dq": Config(16, 32, 4, 1),
+    "dkdv": Config(16, 32, 4, 1),
+    "delta": Config(32, 1, 4, 1),
+}
 
 
 def padded(head_dim: int) -> int:
-    """The columns a block has for a head: a power of two, at least 16 (the least a tensor core multiplies by)."""
+    """The columns a block has for a head: a power of two, at least 16 (the least a tensor core
+    multiplies by).
+    """
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def arch_of(capability: tuple[int, int]) -> int:
-    """The column of the table for a compute capability: the same generation's, or one that needs less shared memory."""
+    """The column of the table for a compute capability: the same generation's, or one that needs
+    less shared memory.
+    """
     major, minor = capability
     number = 10 * major + minor
     if major in (9, 10):

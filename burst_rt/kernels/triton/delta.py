@@ -41,12 +41,15 @@ def delta_kernel(
     HAS_DLSE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """BLOCK_M queries of one head: top = lse, +inf where that is -inf; delta = rowsum(dout * out) - dlse, 0 there.
+    """BLOCK_M queries of one head: top = lse, +inf where that is -inf; delta = rowsum(dout * out) -
+    dlse, 0 there.
 
-    dout, out `[batch, q_len, heads, HEAD_DIM]` and lse, dlse `[batch, heads, q_len]` may be strided; top and delta (shaped like lse) are
-    dense. A row that saw no key has no gradient whatever comes for its lse, NaN too.
+    dout, out `[batch, q_len, heads, HEAD_DIM]` and lse, dlse `[batch, heads, q_len]` may be
+    strided; top and delta (shaped like lse) are dense. A row that saw no key has no gradient
+    whatever comes for its lse, NaN too.
 
-    Worked example: dout = [1, 2], out = [3, 4], lse = 5, dlse = 6: top = 5, delta = 1 * 3 + 2 * 4 - 6 = 5.
+    Worked example: dout = [1, 2], out = [3, 4], lse = 5, dlse = 6: top = 5, delta = 1 * 3 + 2 * 4 -
+    6 = 5.
     """
     num_blocks = tl.cdiv(q_len, BLOCK_M)
     row = tl.program_id(0) % num_blocks * BLOCK_M
@@ -56,12 +59,40 @@ def delta_kernel(
     o_m = row + tl.arange(0, BLOCK_M)
     inside = o_m < q_len
 
-    b_dout = load_rows(p_dout + i_b * stride_db + i_h * stride_dh, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, False, INTERPRET)
-    b_out = load_rows(p_out + i_b * stride_ob + i_h * stride_oh, row, stride_ot, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, False, INTERPRET)
+    b_dout = load_rows(
+        p_dout + i_b * stride_db + i_h * stride_dh,
+        row,
+        stride_dt,
+        q_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        False,
+        INTERPRET,
+    )
+    b_out = load_rows(
+        p_out + i_b * stride_ob + i_h * stride_oh,
+        row,
+        stride_ot,
+        q_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        False,
+        INTERPRET,
+    )
     b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
-    b_lse = tl.load(p_lse + i_b * stride_lb + i_h * stride_lh + o_m.to(tl.int64) * stride_lt, mask=inside, other=0.0)
+    b_lse = tl.load(
+        p_lse + i_b * stride_lb + i_h * stride_lh + o_m.to(tl.int64) * stride_lt,
+        mask=inside,
+        other=0.0,
+    )
     if HAS_DLSE:
-        b_delta -= tl.load(p_dlse + i_b * stride_gb + i_h * stride_gh + o_m.to(tl.int64) * stride_gt, mask=inside, other=0.0)
+        b_delta -= tl.load(
+            p_dlse + i_b * stride_gb + i_h * stride_gh + o_m.to(tl.int64) * stride_gt,
+            mask=inside,
+            other=0.0,
+        )
     b_blind = b_lse == -float("inf")
     in_row = i_bh.to(tl.int64) * q_len + o_m
     tl.store(p_top + in_row, tl.where(b_blind, float("inf"), b_lse), mask=inside)
@@ -69,14 +100,22 @@ def delta_kernel(
 
 
 def launch_delta(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, rows: torch.Tensor, config: Config, interpret: bool
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    rows: torch.Tensor,
+    config: Config,
+    interpret: bool,
 ) -> None:
     """Starts `delta_kernel`; `rows` `[2, batch, heads, q_len]` is what it writes."""
     batch, q_len, heads, head_dim = dout.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dlse_or_lse = lse if dlse is None else dlse
     delta_kernel[grid](
-        dout, out, lse, dlse_or_lse, rows[0], rows[1], *strides(dout), *strides(out), *lse.stride(), *dlse_or_lse.stride(), heads, q_len,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, HAS_DLSE=dlse is not None, INTERPRET=interpret,
+        dout, out, lse, dlse_or_lse, rows[0], rows[1], *strides(dout), *strides(out),
+        *lse.stride(), *dlse_or_lse.stride(), heads, q_len,
+        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
+        HAS_DLSE=dlse is not None, INTERPRET=interpret,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

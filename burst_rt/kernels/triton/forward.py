@@ -1,7 +1,8 @@
-"""The forward tile kernel: folds a tile into the running state of its queries, and starts and finishes that state.
+"""The forward tile kernel: folds a tile into the running state of its queries, and starts and
+finishes that state.
 
-Online softmax (Milakov & Gimelshein 2018) with the tiling of FlashAttention-2 (arXiv 2307.08691), in powers of two: the state's m is the
-largest score so far times log2(e).
+Online softmax (Milakov & Gimelshein 2018) with the tiling of FlashAttention-2 (arXiv 2307.08691),
+in powers of two: the state's m is the largest score so far times log2(e).
 """
 
 from __future__ import annotations
@@ -43,10 +44,23 @@ def _fold(
     SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Folds the columns [start, stop) into a block of rows; MASKED: of them a row sees those before its `b_limit`."""
+    """Folds the columns [start, stop) into a block of rows; MASKED: of them a row sees those before
+    its `b_limit`.
+    """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
-        b_k = load_block(rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_k = load_block(
+            rows_k,
+            column,
+            stride_kt,
+            kv_len,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            EVEN,
+            DESCRIBED,
+            INTERPRET,
+        )
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -60,7 +74,18 @@ def _fold(
         b_old = tl.exp2(b_m - b_safe)
         b_l = b_l * b_old + tl.sum(b_p, 1)
         b_acc = b_acc * b_old[:, None]
-        b_v = load_block(rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_v = load_block(
+            rows_v,
+            column,
+            stride_vt,
+            kv_len,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            EVEN,
+            DESCRIBED,
+            INTERPRET,
+        )
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_m = b_m_new
     return b_acc, b_m, b_l
@@ -115,17 +140,20 @@ def forward_kernel(
 
     With s = scale_log2 * q k^T (unseen cells -inf) and m' = max(m, max_j s_j):
 
-        acc <- acc * 2^(m - m') + sum_j 2^(s_j - m') v_j;    l <- l * 2^(m - m') + sum_j 2^(s_j - m');    m <- m'
+        acc <- acc * 2^(m - m') + sum_j 2^(s_j - m') v_j;    l <- l * 2^(m - m') + sum_j 2^(s_j -
+        m');    m <- m'
 
-    Reads (acc, m, l) unless FIRST; writes them unless LAST; if LAST writes out = acc / l (0 where l = 0) in p_out's type and
-    lse = (m + log2 l) * log(2) (-inf there). acc, out `[batch, q_len, heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense;
-    out may be acc. DESCRIBED: loads through tensor descriptors; SPECIALIZE: some warps load while others compute.
+    Reads (acc, m, l) unless FIRST; writes them unless LAST; if LAST writes out = acc / l (0 where l
+    = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf there). acc, out `[batch, q_len,
+    heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may be acc. DESCRIBED:
+    loads through tensor descriptors; SPECIALIZE: some warps load while others compute.
 
-    Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s = [0, log2 3], m = log2 3, l = 1/3 + 1,
-    acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) * log 2 = log 4.
+    Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s =
+    [0, log2 3], m = log2 3, l = 1/3 + 1, acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) *
+    log 2 = log 4.
 
-    Grid: one dimension (it has no limit of 65,535), the row blocks of a head one after another, so that they find its keys in the cache;
-    causal ones from the last, which have most to do.
+    Grid: one dimension (it has no limit of 65,535), the row blocks of a head one after another, so
+    that they find its keys in the cache; causal ones from the last, which have most to do.
     """
     num_blocks = tl.cdiv(q_len, BLOCK_M)
     i_m = tl.program_id(0) % num_blocks
@@ -144,7 +172,9 @@ def forward_kernel(
     num_seen = kv_len
     if CAUSAL:
         top = position_of(row, q_first, q_split, q_second, q_step)
-        bottom = position_of(tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step)
+        bottom = position_of(
+            tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step
+        )
         num_full = count_through(top, kv_first, kv_split, kv_second, kv_step, kv_len)
         num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
         if not (FIRST or LAST or SPECIALIZE):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
@@ -152,9 +182,15 @@ def forward_kernel(
                 return
 
     # acc and out; m, l and lse.
-    in_rows = (i_b * q_len + row) * heads * HEAD_DIM + i_h * HEAD_DIM + (tl.arange(0, BLOCK_M)[:, None] * (heads * HEAD_DIM) + o_d[None, :])
+    in_rows = (
+        (i_b * q_len + row) * heads * HEAD_DIM
+        + i_h * HEAD_DIM
+        + (tl.arange(0, BLOCK_M)[:, None] * (heads * HEAD_DIM) + o_d[None, :])
+    )
     in_row = i_bh.to(tl.int64) * q_len + o_m
-    inside = (o_d < HEAD_DIM)[None, :] if EVEN_M else (o_m < q_len)[:, None] & (o_d < HEAD_DIM)[None, :]
+    inside = (
+        (o_d < HEAD_DIM)[None, :] if EVEN_M else (o_m < q_len)[:, None] & (o_d < HEAD_DIM)[None, :]
+    )
 
     if FIRST:
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -165,16 +201,43 @@ def forward_kernel(
         b_m = tl.load(p_m + in_row, mask=o_m < q_len, other=-float("inf"))
         b_l = tl.load(p_l + in_row, mask=o_m < q_len, other=0.0)
 
-    rows_q = rows_of(p_q + i_b * stride_qb + i_h * stride_qh, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_q = load_block(rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
-    rows_k = rows_of(p_k + i_b * stride_kb + i_kv * stride_kh, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    rows_v = rows_of(p_v + i_b * stride_vb + i_kv * stride_vh, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    rows_q = rows_of(
+        p_q + i_b * stride_qb + i_h * stride_qh,
+        stride_qt,
+        q_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        DESCRIBED,
+    )
+    b_q = load_block(
+        rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
+    )
+    rows_k = rows_of(
+        p_k + i_b * stride_kb + i_kv * stride_kh,
+        stride_kt,
+        kv_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        DESCRIBED,
+    )
+    rows_v = rows_of(
+        p_v + i_b * stride_vb + i_kv * stride_vh,
+        stride_vt,
+        kv_len,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        DESCRIBED,
+    )
     MASKED: tl.constexpr = CAUSAL or not EVEN_N
     # Triton's Hopper compiler can share out the work of one loop, not of two.
     edge = 0 if SPECIALIZE and MASKED else num_full // BLOCK_N * BLOCK_N
     if not (SPECIALIZE and MASKED):
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge, kv_len, scale_log2,
+            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge, kv_len,
+            scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
@@ -183,7 +246,8 @@ def forward_kernel(
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge, num_seen, kv_len, scale_log2,
+            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge, num_seen,
+            kv_len, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
@@ -208,17 +272,22 @@ def launch_forward(
     config: Config,
     ends: tuple[bool, bool],
 ) -> None:
-    """Starts `forward_kernel` on q `[batch, q_len, heads, head_dim]`, k, v `[batch, kv_len, kv_heads, head_dim]`.
+    """Starts `forward_kernel` on q `[batch, q_len, heads, head_dim]`, k, v `[batch, kv_len,
+    kv_heads, head_dim]`.
 
-    `out` is written in place of the state's own; ends: whether this is the first and whether it is the last tile.
+    `out` is written in place of the state's own; ends: whether this is the first and whether it is
+    the last tile.
     """
     batch, q_len, heads, head_dim = q.shape
     kv_len = k.shape[1]
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     forward_kernel[grid](
-        q, k, v, state.acc, state.m, state.l, out, state.lse, *strides(q), *strides(k), *strides(v), heads, heads // k.shape[2],
+        q, k, v, state.acc, state.m, state.l, out, state.lse, *strides(q), *strides(k),
+        *strides(v), heads, heads // k.shape[2],
         *problem.q, *problem.kv, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m, BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        FIRST=ends[0], LAST=ends[1], EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0, INTERPRET=problem.interpret,
+        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, CAUSAL=problem.causal,
+        FIRST=ends[0], LAST=ends[1], EVEN_M=q_len % config.block_m == 0,
+        EVEN_N=kv_len % config.block_n == 0, INTERPRET=problem.interpret,
         **loads_of(config, q, k, v), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""What every launcher needs: a tile as the kernels' plain arguments, strides that are fit for them, and how tensors are loaded."""
+"""What every launcher needs: a tile as the kernels' plain arguments, strides that are fit for them,
+and how tensors are loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
 
 
 class Problem(NamedTuple):
-    """A tile without its tensors. scale: of the scores; interpret: whether the kernels are run by Triton's interpreter."""
+    """A tile without its tensors. scale: of the scores; interpret: whether the kernels are run by
+    Triton's interpreter.
+    """
 
     q: Runs
     kv: Runs
@@ -28,7 +32,9 @@ class Problem(NamedTuple):
 
     @property
     def scale_log2(self) -> float:
-        """The scale of scores in powers of two; never so small that float32 makes it 0, for 0 times the -inf of unseen cells is NaN."""
+        """The scale of scores in powers of two; never so small that float32 makes it 0, for 0 times
+        the -inf of unseen cells is NaN.
+        """
         return max(self.scale * LOG2_E, torch.finfo(torch.float32).tiny)
 
 
@@ -37,18 +43,24 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
     batch, token, head, channel = x.stride()
     if channel != 1 or token > _MAX_TOKEN_STRIDE:
         raise InternalError(
-            f"the triton kernel takes tensors whose last dimension is dense and whose tokens are at most {_MAX_TOKEN_STRIDE} elements "
+            "the triton kernel takes tensors whose last dimension is dense and whose tokens are "
+            f"at most {_MAX_TOKEN_STRIDE} elements "
             f"apart, got strides {x.stride()}"
         )
     return batch, token, head
 
 
 def loads_of(config: Config, *inputs: torch.Tensor) -> dict[str, bool]:
-    """DESCRIBED and SPECIALIZE of a kernel that loads these BSHD tensors: as configured, if the copy engine can read all of them."""
+    """DESCRIBED and SPECIALIZE of a kernel that loads these BSHD tensors: as configured, if the
+    copy engine can read all of them.
+    """
     described = config.loads != "pointers" and all(map(_fits_descriptor, inputs))
     return {"DESCRIBED": described, "SPECIALIZE": described and config.loads == "specialized"}
 
 
 def _fits_descriptor(x: torch.Tensor) -> bool:
     """CUDA Driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes."""
-    return not any(number % 16 for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3])))
+    return not any(
+        number % 16
+        for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3]))
+    )

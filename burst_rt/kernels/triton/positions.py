@@ -1,8 +1,9 @@
 """Positions of rows on the device.
 
-Positions come as the scalars of `Runs` (runs.py) and grow along a side, so what a causal row sees of a tile is its first columns; how many,
-is counted with a few integer operations, once a row. A block's first and last row say which columns all of its rows see, which some, and
-which none; among those that some see, a cell is seen if its column is before its row's count.
+Positions come as the scalars of `Runs` (runs.py) and grow along a side, so what a causal row sees
+of a tile is its first columns; how many, is counted with a few integer operations, once a row. A
+block's first and last row say which columns all of its rows see, which some, and which none; among
+those that some see, a cell is seen if its column is before its row's count.
 """
 
 from __future__ import annotations
@@ -12,8 +13,20 @@ import triton.language as tl
 
 __all__ = ["POSITIONS", "count_through", "position_of"]
 
-# Kernel arguments that differ from tile to tile; specialising on their values would compile kernels over and over.
-POSITIONS = ["q_first", "q_split", "q_second", "q_step", "q_len", "kv_first", "kv_split", "kv_second", "kv_step", "kv_len"]
+# Kernel arguments that differ from tile to tile; specialising on their values would compile kernels
+# over and over.
+POSITIONS = [
+    "q_first",
+    "q_split",
+    "q_second",
+    "q_step",
+    "q_len",
+    "kv_first",
+    "kv_split",
+    "kv_second",
+    "kv_step",
+    "kv_len",
+]
 
 
 @triton.jit
@@ -24,9 +37,11 @@ def position_of(row, first, split, second, step):
 
 @triton.jit
 def count_through(position, first, split, second, step, length):
-    """How many rows of a side stand at `position` or before it; they are its first ones, since positions grow.
+    """How many rows of a side stand at `position` or before it; they are its first ones, since
+    positions grow.
 
-    Worked example: of the runs (0, 4, 12, 1, 8), positions 0 1 2 3 12 13 14 15, six are at or before 13: min(14, 4) + min(2, 4).
+    Worked example: of the runs (0, 4, 12, 1, 8), positions 0 1 2 3 12 13 14 15, six are at or
+    before 13: min(14, 4) + min(2, 4).
     """
     # Never negative before the division, which on a GPU rounds towards zero.
     in_first = tl.minimum(tl.maximum(position - first + step, 0) // step, split)

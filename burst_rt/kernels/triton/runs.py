@@ -14,7 +14,8 @@ __all__ = ["Runs", "runs_of"]
 
 
 class Runs(NamedTuple):
-    """Positions of one side of a tile, `length` of them, in at most two runs of one step, growing from row to row.
+    """Positions of one side of a tile, `length` of them, in at most two runs of one step, growing
+    from row to row.
 
     Local row i stands at `first + i * step` where i < split, else at `second + (i - split) * step`.
     """
@@ -27,9 +28,11 @@ class Runs(NamedTuple):
 
 
 def runs_of(positions: tuple[range, ...], length: int) -> Runs:
-    """The runs of a side with `length` rows. Raises InternalError where positions are not of that kind: no layout makes such.
+    """The runs of a side with `length` rows. Raises InternalError where positions are not of that
+    kind: no layout makes such.
 
-    Worked example, rank 0 of 2 in a zigzag of 16 tokens: (range(0, 4), range(12, 16)) gives Runs(0, 4, 12, 1, 8); contiguous:
+    Worked example, rank 0 of 2 in a zigzag of 16 tokens: (range(0, 4), range(12, 16)) gives Runs(0,
+    4, 12, 1, 8); contiguous:
     (range(0, 4), range(4, 8)) is a single run, Runs(0, 8, 0, 1, 8).
     """
     runs: list[range] = []
@@ -40,8 +43,17 @@ def runs_of(positions: tuple[range, ...], length: int) -> Runs:
             runs.append(run)
     steps = {run.step for run in runs if len(run) > 1} or {1}
     grows = all(a[-1] < b[0] for a, b in pairwise(runs))
-    if sum(map(len, runs)) != length or not 1 <= len(runs) <= 2 or len(steps) > 1 or min(steps) < 1 or not grows:
-        raise InternalError(f"the triton kernel takes {length} positions in one or two growing runs of one step, got {positions}")
+    if (
+        sum(map(len, runs)) != length
+        or not 1 <= len(runs) <= 2
+        or len(steps) > 1
+        or min(steps) < 1
+        or not grows
+    ):
+        raise InternalError(
+            f"the triton kernel takes {length} positions in one or two growing runs of one step, "
+            f"got {positions}"
+        )
     second = runs[1][0] if len(runs) == 2 else 0
     return Runs(runs[0][0], len(runs[0]), second, steps.pop(), length)
 

@@ -1,6 +1,8 @@
-"""Block sizes measured on this machine, which come before those of `configs.py`: `burst-rt bench tune` writes them, later jobs read them.
+"""Block sizes measured on this machine, which come before those of `configs.py`: `burst-rt bench
+tune` writes them, later jobs read them.
 
-They are kept for a chip (by name), a kernel, a head size and an input type, and for the versions of triton and of this package.
+They are kept for a chip (by name), a kernel, a head size and an input type, and for the versions of
+triton and of this package.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ _trial: dict[str, Config] = {}
 
 
 def tuned(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config | None:
-    """The configuration measured for a kernel on this chip (or the one under trial), None where there is none."""
+    """The configuration measured for a kernel on this chip (or the one under trial), None where
+    there is none.
+    """
     return _trial.get(kind) or _recalled(kind, device, head_dim, dtype)
 
 
-def keep(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype, config: Config) -> bool:
+def keep(
+    kind: str, device: torch.device, head_dim: int, dtype: torch.dtype, config: Config
+) -> bool:
     """Remembers a configuration for this chip. False where the cache folder cannot be written."""
     kept = remember(_KIND, _key(kind, device, head_dim, dtype), list(config))
     _recalled.cache_clear()
@@ -53,10 +59,11 @@ def trying(kind: str, config: Config) -> Iterator[None]:
 
 
 def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Config]:
-    """What to measure: the table's own first, then what may fit the chip's shared memory and registers, the largest blocks first.
+    """What to measure: the table's own first, then what may fit the chip's shared memory and
+    registers, the largest blocks first.
 
-    An estimate that is meant to let too many through: what does not fit after all fails to compile or to start, and is passed over. Those
-    with specialised warps come last.
+    An estimate that is meant to let too many through: what does not fit after all fails to compile
+    or to start, and is passed over. Those with specialised warps come last.
     """
     own = choose(kind, arch, head_dim, input_bytes)
     width = padded(head_dim)
@@ -65,20 +72,38 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
         for n in (128, 64, 32):
             for warps in (4, 8):
                 for stages in (3, 2, 1):
-                    # The side that is gone through is loaded `stages` deep, two tensors of it; of the other, one or two are kept.
+                    # The side that is gone through is loaded `stages` deep, two tensors of it; of
+                    # the other, one or two are kept.
                     walked, kept = (m, n) if kind == "dkdv" else (n, m)
-                    shared = width * input_bytes * (2 * walked * stages + kept * (1 if kind == "forward" else 2))
-                    # float32 sums beside the scores, in registers of 32 threads a warp; 255 a thread is the most there is.
-                    sums = kept * width * (2 if kind == "dkdv" else 1) + m * n * (1 if kind == "forward" else 2)
+                    shared = (
+                        width
+                        * input_bytes
+                        * (2 * walked * stages + kept * (1 if kind == "forward" else 2))
+                    )
+                    # float32 sums beside the scores, in registers of 32 threads a warp; 255 a
+                    # thread is the most there is.
+                    sums = kept * width * (2 if kind == "dkdv" else 1) + m * n * (
+                        1 if kind == "forward" else 2
+                    )
                     if shared > ARCHES[arch] or (input_bytes == 4 and m * n > 64 * 32):
                         continue
                     if sums / (32 * warps) <= 224:
-                        found += [Config(m, n, warps, stages, loads) for loads in _loads(arch, stages)]
+                        found += [
+                            Config(m, n, warps, stages, loads) for loads in _loads(arch, stages)
+                        ]
                     if _may_specialize(kind, arch, m, warps) and input_bytes == 2 and stages > 1:
                         specialized.append(Config(m, n, warps, stages, "specialized"))
-    found.sort(key=lambda config: (-config.block_m * config.block_n, config.loads == "pointers", -config.num_stages))
+    found.sort(
+        key=lambda config: (
+            -config.block_m * config.block_n,
+            config.loads == "pointers",
+            -config.num_stages,
+        )
+    )
     specialized.sort(key=lambda config: (-config.block_m * config.block_n, -config.num_stages))
-    return [own, *(config for config in found if config != own)][:_MOST_CANDIDATES] + specialized[:_MOST_SPECIALIZED]
+    return [own, *(config for config in found if config != own)][:_MOST_CANDIDATES] + specialized[
+        :_MOST_SPECIALIZED
+    ]
 
 
 def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
@@ -87,7 +112,9 @@ def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
 
 
 def _may_specialize(kind: str, arch: int, block_m: int, warps: int) -> bool:
-    """What Triton (3.7) compiles. On Hopper: the forward, and its warps come twice, each four with half of the rows."""
+    """What Triton (3.7) compiles. On Hopper: the forward, and its warps come twice, each four with
+    half of the rows.
+    """
     return arch == 100 or (arch == 90 and kind == "forward" and warps == 4 and block_m == 128)
 
 
@@ -99,7 +126,11 @@ def _recalled(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
     if not isinstance(found, list) or len(found) != len(Config._fields):
         return None
     *numbers, loads = found
-    return Config(*found) if loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers) else None
+    return (
+        Config(*found)
+        if loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers)
+        else None
+    )
 
 
 def _key(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, str]:

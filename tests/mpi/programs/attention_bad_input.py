@@ -1,7 +1,9 @@
-"""A table of bad calls, each with every rank in turn as the odd one out. What rank r saw goes to `args[0]`/r.json.
+"""A table of bad calls, each with every rank in turn as the odd one out. What rank r saw goes to
+`args[0]`/r.json.
 With `args[1]` and `args[2]`: so many calls drawn from the table by a seed, instead of all of it.
 
-One entry a case and odd rank: {"case", "odd", "expected", "error", "peer", "message", "elapsed_s", "bytes", "usable"}.
+One entry a case and odd rank: {"case", "odd", "expected", "error", "peer", "message", "elapsed_s",
+"bytes", "usable"}.
 """
 
 from __future__ import annotations
@@ -70,12 +72,19 @@ def neighbours(rank: int, world_size: int) -> Graph:
     """Each rank sends 8 bytes to the next."""
     g = GraphBuilder(rank, world_size)
     send = g.buffer("out", size_bytes=8, initialised=True)
-    g.exchange("pass on", sends=[(send, (rank + 1) % world_size)], recvs=[(g.buffer("in", size_bytes=8), (rank - 1) % world_size)], tag=0)
+    g.exchange(
+        "pass on",
+        sends=[(send, (rank + 1) % world_size)],
+        recvs=[(g.buffer("in", size_bytes=8), (rank - 1) % world_size)],
+        tag=0,
+    )
     return g.build()
 
 
 class Rank:
-    """What a call may use: contexts, layouts and good tensors of this rank. `strict` checks that inputs are finite."""
+    """What a call may use: contexts, layouts and good tensors of this rank. `strict` checks that
+    inputs are finite.
+    """
 
     def __init__(self, strict: Context, ctx: Context) -> None:
         self.strict, self.ctx = strict, ctx
@@ -84,15 +93,27 @@ class Rank:
         self.spoiled = self.changed_before_backward()
         self.pipe = ctx.pipeline(lambda rank: neighbours(rank, ctx.world_size))
 
-    def qkv(self, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, batch: int = 1, grad: bool = False) -> list[torch.Tensor]:
+    def qkv(
+        self,
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 8,
+        batch: int = 1,
+        grad: bool = False,
+    ) -> list[torch.Tensor]:
         shapes = [(batch, self.layout.shard_len, h, head_dim) for h in (heads, kv_heads, kv_heads)]
         return [torch.randn(shape).requires_grad_(grad) for shape in shapes]
 
-    def attend(self, tensors: list[torch.Tensor] | None = None, /, **changes: Any) -> torch.Tensor:  # anything, some of it wrong
+    def attend(
+        self, tensors: list[torch.Tensor] | None = None, /, **changes: Any
+    ) -> torch.Tensor:  # anything, some of it wrong
         """A good call, but for the changes."""
         q, k, v = tensors or self.qkv()
         arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "layout": self.layout} | changes
-        out, *_ = burst_rt.burst_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+        out, *_ = burst_rt.burst_attention(
+            arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments
+        )
         return out
 
     def good(self, *, grad: bool = False) -> torch.Tensor:
@@ -121,7 +142,9 @@ class Rank:
         return self.attend([x, x[:, :, :2], x[:, :, :2]], layout=layout)
 
     def needing(self, names: str) -> object:
-        return self.attend([x.requires_grad_(name in names) for name, x in zip("qkv", self.qkv(), strict=True)])
+        return self.attend(
+            [x.requires_grad_(name in names) for name, x in zip("qkv", self.qkv(), strict=True)]
+        )
 
     def transformed(self) -> object:
         q, k, v = self.qkv()
@@ -159,84 +182,240 @@ def fine(r: Rank) -> object:
 # Name -> what the odd rank does, while the others make a good call; words of the InputError.
 INPUT: dict[str, tuple[Call, str]] = {
     "q without heads": (lambda r: r.changed("q", lambda x: x[:, :, 0]), "q must be a dense tensor"),
-    "k with five dimensions": (lambda r: r.changed("k", lambda x: x[None]), "k must be a dense tensor"),
+    "k with five dimensions": (
+        lambda r: r.changed("k", lambda x: x[None]),
+        "k must be a dense tensor",
+    ),
     "sparse v": (lambda r: r.changed("v", lambda x: x.to_sparse()), "v must be a dense tensor"),
-    "integer q": (lambda r: r.changed("q", lambda x: x.long()), "q must be float64, float32, bfloat16 or float16, got torch.int64"),
+    "integer q": (
+        lambda r: r.changed("q", lambda x: x.long()),
+        "q must be float64, float32, bfloat16 or float16, got torch.int64",
+    ),
     "boolean v": (lambda r: r.changed("v", lambda x: x > 0), "got torch.bool"),
     "complex k": (lambda r: r.changed("k", lambda x: x.to(torch.complex64)), "got torch.complex64"),
-    "k of another type than q": (lambda r: r.changed("k", lambda x: x.double()), "k must have q's dtype torch.float32, got torch.float64"),
-    "bf16 v": (lambda r: r.changed("v", lambda x: x.bfloat16()), "v must have q's dtype torch.float32, got torch.bfloat16"),
-    "q on another device": (lambda r: r.changed("q", lambda x: x.to("meta")), "q must be on cpu, the context's device, got meta"),
+    "k of another type than q": (
+        lambda r: r.changed("k", lambda x: x.double()),
+        "k must have q's dtype torch.float32, got torch.float64",
+    ),
+    "bf16 v": (
+        lambda r: r.changed("v", lambda x: x.bfloat16()),
+        "v must have q's dtype torch.float32, got torch.bfloat16",
+    ),
+    "q on another device": (
+        lambda r: r.changed("q", lambda x: x.to("meta")),
+        "q must be on cpu, the context's device, got meta",
+    ),
     "v on another device": (lambda r: r.changed("v", lambda x: x.to("meta")), "v must be on cpu"),
     "no q": (lambda r: r.attend(q=None), "q must be a torch.Tensor, got NoneType"),
-    "a numpy k": (lambda r: r.changed("k", lambda x: x.numpy()), "k must be a torch.Tensor, got ndarray"),
-    "a list for v": (lambda r: r.changed("v", lambda x: x.tolist()), "v must be a torch.Tensor, got list"),
-    "heads that do not divide": (lambda r: r.attend(r.qkv(heads=3)), "q's heads must be a multiple of k's (grouped heads), got 3 and 2"),
-    "more kv heads than heads": (lambda r: r.attend(r.qkv(kv_heads=8)), "multiple of k's (grouped heads), got 4 and 8"),
-    "v of other heads than k": (lambda r: r.changed("v", lambda x: x[:, :, :1]), "v must have k's 2 heads, got 1"),
-    "k of another head_dim": (lambda r: r.changed("k", lambda x: x[..., :4]), "k must have q's head_dim 8, got 4"),
-    "v of another head_dim": (lambda r: r.changed("v", lambda x: x[..., :4]), "v with another head_dim than k is not supported"),
-    "zero heads": (lambda r: r.changed("q", lambda x: x[:, :, :0]), "q must have at least one batch row, one head and one head_dim"),
+    "a numpy k": (
+        lambda r: r.changed("k", lambda x: x.numpy()),
+        "k must be a torch.Tensor, got ndarray",
+    ),
+    "a list for v": (
+        lambda r: r.changed("v", lambda x: x.tolist()),
+        "v must be a torch.Tensor, got list",
+    ),
+    "heads that do not divide": (
+        lambda r: r.attend(r.qkv(heads=3)),
+        "q's heads must be a multiple of k's (grouped heads), got 3 and 2",
+    ),
+    "more kv heads than heads": (
+        lambda r: r.attend(r.qkv(kv_heads=8)),
+        "multiple of k's (grouped heads), got 4 and 8",
+    ),
+    "v of other heads than k": (
+        lambda r: r.changed("v", lambda x: x[:, :, :1]),
+        "v must have k's 2 heads, got 1",
+    ),
+    "k of another head_dim": (
+        lambda r: r.changed("k", lambda x: x[..., :4]),
+        "k must have q's head_dim 8, got 4",
+    ),
+    "v of another head_dim": (
+        lambda r: r.changed("v", lambda x: x[..., :4]),
+        "v with another head_dim than k is not supported",
+    ),
+    "zero heads": (
+        lambda r: r.changed("q", lambda x: x[:, :, :0]),
+        "q must have at least one batch row, one head and one head_dim",
+    ),
     "zero kv heads": (lambda r: r.attend(r.qkv(kv_heads=0)), "k must have at least"),
     "zero head_dim": (lambda r: r.attend(r.qkv(head_dim=0)), "q must have at least"),
     "zero batch rows": (lambda r: r.attend(r.qkv(batch=0)), "q must have at least"),
-    "k of another batch size": (lambda r: r.changed("k", lambda x: torch.cat((x, x))), "k must have q's batch size 1, got 2"),
-    "a q too long": (lambda r: r.changed("q", lambda x: torch.cat((x, x), 1)), "tokens (layout: zigzag)"),
+    "k of another batch size": (
+        lambda r: r.changed("k", lambda x: torch.cat((x, x))),
+        "k must have q's batch size 1, got 2",
+    ),
+    "a q too long": (
+        lambda r: r.changed("q", lambda x: torch.cat((x, x), 1)),
+        "tokens (layout: zigzag)",
+    ),
     "a k too short": (lambda r: r.changed("k", lambda x: x[:, 1:]), "cut it with layout.shard(k)"),
-    "the whole sequence": (lambda r: r.changed("v", lambda x: torch.zeros(1, TOKENS + 1, 2, 8)), f"got {TOKENS + 1}"),
-    "a layout of another length": (lambda r: r.attend(layout=r.ctx.layout(3 * TOKENS)), f"of {3 * TOKENS} tokens"),
-    "a kv_layout of another length": (lambda r: r.attend(kv_layout=r.ctx.layout(3 * TOKENS)), "(kv_layout: zigzag)"),
-    "a kv_layout of another context": (lambda r: r.attend(kv_layout=r.strict.layout(TOKENS)), "belong to different contexts"),
-    "no layout": (lambda r: r.attend(layout=None), "layout must come from ctx.layout(...), got NoneType"),
-    "a length for a layout": (lambda r: r.attend(layout=TOKENS), "layout must come from ctx.layout(...), got int"),
+    "the whole sequence": (
+        lambda r: r.changed("v", lambda x: torch.zeros(1, TOKENS + 1, 2, 8)),
+        f"got {TOKENS + 1}",
+    ),
+    "a layout of another length": (
+        lambda r: r.attend(layout=r.ctx.layout(3 * TOKENS)),
+        f"of {3 * TOKENS} tokens",
+    ),
+    "a kv_layout of another length": (
+        lambda r: r.attend(kv_layout=r.ctx.layout(3 * TOKENS)),
+        "(kv_layout: zigzag)",
+    ),
+    "a kv_layout of another context": (
+        lambda r: r.attend(kv_layout=r.strict.layout(TOKENS)),
+        "belong to different contexts",
+    ),
+    "no layout": (
+        lambda r: r.attend(layout=None),
+        "layout must come from ctx.layout(...), got NoneType",
+    ),
+    "a length for a layout": (
+        lambda r: r.attend(layout=TOKENS),
+        "layout must come from ctx.layout(...), got int",
+    ),
     "a word for a layout": (lambda r: r.attend(layout="zigzag"), "got str"),
-    "a word for a kv_layout": (lambda r: r.attend(kv_layout="zigzag"), "kv_layout must come from ctx.layout(...), got str"),
-    "the inner layout": (lambda r: r.attend(layout=r.layout.map), "layout must come from ctx.layout(...), got Layout"),
-    "a module without layout": (lambda r: burst_rt.BurstAttention()(*r.qkv()), "BurstAttention: no layout"),
+    "a word for a kv_layout": (
+        lambda r: r.attend(kv_layout="zigzag"),
+        "kv_layout must come from ctx.layout(...), got str",
+    ),
+    "the inner layout": (
+        lambda r: r.attend(layout=r.layout.map),
+        "layout must come from ctx.layout(...), got Layout",
+    ),
+    "a module without layout": (
+        lambda r: burst_rt.BurstAttention()(*r.qkv()),
+        "BurstAttention: no layout",
+    ),
     "an unknown kind of layout": (lambda r: r.ctx.layout(TOKENS, "spiral"), "kind must be one of"),
-    "a layout of no tokens": (lambda r: r.ctx.layout(0), "seq_len must be an integer of at least 1 token, got 0"),
-    "causal given twice": (lambda r: r.attend(causal=True, mask=Causal()), "give mask or causal=True, not both"),
-    "causal as a word": (lambda r: r.attend(causal="yes"), "causal must be True or False, got 'yes'"),
+    "a layout of no tokens": (
+        lambda r: r.ctx.layout(0),
+        "seq_len must be an integer of at least 1 token, got 0",
+    ),
+    "causal given twice": (
+        lambda r: r.attend(causal=True, mask=Causal()),
+        "give mask or causal=True, not both",
+    ),
+    "causal as a word": (
+        lambda r: r.attend(causal="yes"),
+        "causal must be True or False, got 'yes'",
+    ),
     "causal as a number": (lambda r: r.attend(causal=1), "causal must be True or False, got 1"),
-    "scale nan": (lambda r: r.attend(scale=math.nan), "scale must be None or a finite number above 0, got nan"),
+    "scale nan": (
+        lambda r: r.attend(scale=math.nan),
+        "scale must be None or a finite number above 0, got nan",
+    ),
     "scale inf": (lambda r: r.attend(scale=math.inf), "got inf"),
     "scale 0": (lambda r: r.attend(scale=0), "finite number above 0, got 0"),
     "scale below 0": (lambda r: r.attend(scale=-0.5), "finite number above 0, got -0.5"),
     "scale as a word": (lambda r: r.attend(scale="0.1"), "got '0.1'"),
     "scale as a flag": (lambda r: r.attend(scale=True), "got True"),
     "scale as a tensor": (lambda r: r.attend(scale=torch.tensor(0.1)), "got tensor(0.1"),
-    "an unknown strategy": (lambda r: r.attend(strategy="ring"), "strategy must be one of ['all-to-all', 'auto', 'bidirectional'"),
+    "an unknown strategy": (
+        lambda r: r.attend(strategy="ring"),
+        "strategy must be one of ['all-to-all', 'auto', 'bidirectional'",
+    ),
     "no strategy": (lambda r: r.attend(strategy=None), "got None"),
     "a list of strategies": (lambda r: r.attend(strategy=["burst"]), "got ['burst']"),
-    "a word for a mask": (lambda r: r.attend(mask="causal"), "mask must be a burst_rt.Mask such as burst_rt.Causal(), got str"),
+    "a word for a mask": (
+        lambda r: r.attend(mask="causal"),
+        "mask must be a burst_rt.Mask such as burst_rt.Causal(), got str",
+    ),
     "a mask's class": (lambda r: r.attend(mask=Causal), "got type"),
     "a boolean tensor for a mask": (lambda r: r.attend(mask=torch.ones(2, 2) > 0), "got Tensor"),
     "a mask without a hash": (lambda r: r.attend(mask=Unhashable()), "a mask must be hashable"),
-    "return_lse as a number": (lambda r: r.attend(return_lse=1), "return_lse must be True or False, got 1"),
+    "return_lse as a number": (
+        lambda r: r.attend(return_lse=1),
+        "return_lse must be True or False, got 1",
+    ),
     "a sequence beyond every machine": (lambda r: r.ctx.layout(2**70), "seq_len must be"),
-    "a nested q": (lambda r: r.changed("q", lambda x: torch.nested.nested_tensor([x[0], x[0, 1:]])), "q must be a dense tensor"),
-    "a mask that raises when asked": (lambda r: r.attend(mask=Broken("relation")), "Broken: relation raised RuntimeError: no answer"),
-    "a mask that raises when hashed": (lambda r: r.attend(mask=Broken("hash")), "Broken: hash() raised RuntimeError: no answer"),
-    "a mask that raises when printed": (lambda r: r.attend(mask=Broken("repr")), "Broken: repr() raised RuntimeError: no answer"),
-    "a mask that raises at positions": (lambda r: r.attend(mask=Broken("allows")), "Broken: allows raised RuntimeError: no answer"),
-    "a mask without methods": (lambda r: r.attend(mask=Silent()), "Silent: relation raised NotImplementedError"),
-    "a mask that does not say what it is": (lambda r: r.attend(mask=Mask()), "mask Mask: repr() must say everything"),
+    "a nested q": (
+        lambda r: r.changed("q", lambda x: torch.nested.nested_tensor([x[0], x[0, 1:]])),
+        "q must be a dense tensor",
+    ),
+    "a mask that raises when asked": (
+        lambda r: r.attend(mask=Broken("relation")),
+        "Broken: relation raised RuntimeError: no answer",
+    ),
+    "a mask that raises when hashed": (
+        lambda r: r.attend(mask=Broken("hash")),
+        "Broken: hash() raised RuntimeError: no answer",
+    ),
+    "a mask that raises when printed": (
+        lambda r: r.attend(mask=Broken("repr")),
+        "Broken: repr() raised RuntimeError: no answer",
+    ),
+    "a mask that raises at positions": (
+        lambda r: r.attend(mask=Broken("allows")),
+        "Broken: allows raised RuntimeError: no answer",
+    ),
+    "a mask without methods": (
+        lambda r: r.attend(mask=Silent()),
+        "Silent: relation raised NotImplementedError",
+    ),
+    "a mask that does not say what it is": (
+        lambda r: r.attend(mask=Mask()),
+        "mask Mask: repr() must say everything",
+    ),
     "a transform of torch.func": (lambda r: r.transformed(), "torch.func"),
-    "what the backward needs, changed": (lambda r: r.spoiled.sum().backward(), "modified by an inplace operation"),
-    "no layout, of another context's call": (lambda r: r.attend(layout=None), "layout must come from ctx.layout(...), got NoneType"),
-    "a layout of another context's call": (lambda r: r.attend(layout=r.ctx.layout(3 * TOKENS)), f"of {3 * TOKENS} tokens"),
-    "a bad layout, of another context's call": (lambda r: r.ctx.layout(TOKENS, "spiral"), "kind must be one of"),
-    "a pipeline without buffers": (lambda r: r.pipe.run(buffers=None, ops={}), "buffers must be a mapping"),  # type: ignore[arg-type]
-    "a pipeline without operations": (lambda r: r.pipe.run(buffers=r.buffers(), ops=None), "ops must be a mapping"),  # type: ignore[arg-type]
-    "a pipeline that sends what it receives": (lambda r: r.sent_and_received(), "in[0] and out[0] share memory"),
+    "what the backward needs, changed": (
+        lambda r: r.spoiled.sum().backward(),
+        "modified by an inplace operation",
+    ),
+    "no layout, of another context's call": (
+        lambda r: r.attend(layout=None),
+        "layout must come from ctx.layout(...), got NoneType",
+    ),
+    "a layout of another context's call": (
+        lambda r: r.attend(layout=r.ctx.layout(3 * TOKENS)),
+        f"of {3 * TOKENS} tokens",
+    ),
+    "a bad layout, of another context's call": (
+        lambda r: r.ctx.layout(TOKENS, "spiral"),
+        "kind must be one of",
+    ),
+    "a pipeline without buffers": (
+        lambda r: r.pipe.run(buffers=None, ops={}),  # type: ignore[arg-type]
+        "buffers must be a mapping",
+    ),
+    "a pipeline without operations": (
+        lambda r: r.pipe.run(buffers=r.buffers(), ops=None),  # type: ignore[arg-type]
+        "ops must be a mapping",
+    ),
+    "a pipeline that sends what it receives": (
+        lambda r: r.sent_and_received(),
+        "in[0] and out[0] share memory",
+    ),
     "all_reduce of a negative view": (lambda r: r.negative(), "a negative view"),
-    "nan in k, asked to check": (lambda r: r.not_finite("k", math.nan), "k holds values that are not finite"),
-    "inf in v, asked to check": (lambda r: r.not_finite("v", math.inf), "v holds values that are not finite"),
-    "unshard of a list": (lambda r: r.layout.unshard([1]), "layout.unshard: expected a tensor, got list"),  # type: ignore[arg-type]
-    "unshard of another length": (lambda r: r.layout.unshard(torch.zeros(1, 1)), "layout.unshard: expected"),
-    "unshard of a tensor without values": (lambda r: r.layout.unshard(r.qkv()[0].to("meta")), "dense tensor that holds values"),
-    "unshard of what needs gradients": (lambda r: r.layout.unshard(r.qkv(grad=True)[0]), "pass x.detach()"),
-    "all_reduce of bf16": (lambda r: r.ctx.all_reduce(torch.zeros(2, dtype=torch.bfloat16)), "got torch.bfloat16"),
+    "nan in k, asked to check": (
+        lambda r: r.not_finite("k", math.nan),
+        "k holds values that are not finite",
+    ),
+    "inf in v, asked to check": (
+        lambda r: r.not_finite("v", math.inf),
+        "v holds values that are not finite",
+    ),
+    "unshard of a list": (
+        lambda r: r.layout.unshard([1]),  # type: ignore[arg-type]
+        "layout.unshard: expected a tensor, got list",
+    ),
+    "unshard of another length": (
+        lambda r: r.layout.unshard(torch.zeros(1, 1)),
+        "layout.unshard: expected",
+    ),
+    "unshard of a tensor without values": (
+        lambda r: r.layout.unshard(r.qkv()[0].to("meta")),
+        "dense tensor that holds values",
+    ),
+    "unshard of what needs gradients": (
+        lambda r: r.layout.unshard(r.qkv(grad=True)[0]),
+        "pass x.detach()",
+    ),
+    "all_reduce of bf16": (
+        lambda r: r.ctx.all_reduce(torch.zeros(2, dtype=torch.bfloat16)),
+        "got torch.bfloat16",
+    ),
     "all_reduce of a number": (lambda r: r.ctx.all_reduce(3.0), "got float"),  # type: ignore[arg-type]
 }
 # Where the others do something else than a forward.
@@ -244,7 +423,8 @@ OTHERS: dict[str, Call] = {
     "what the backward needs, changed": lambda r: r.backward(),
     **{name: lambda r: r.passed_on() for name in INPUT if name.startswith("a pipeline")},
 }
-# Name -> what the odd rank does, what the others do, each good on its own; words of the ContractMismatch.
+# Name -> what the odd rank does, what the others do, each good on its own; words of the
+# ContractMismatch.
 MISMATCH: dict[str, tuple[Call, Call, str]] = {
     "another type": (lambda r: r.of(dtype=torch.float64), fine, "dtype: "),
     "another batch size": (lambda r: r.of(batch=2), fine, "batch: "),
@@ -252,37 +432,73 @@ MISMATCH: dict[str, tuple[Call, Call, str]] = {
     "fewer kv heads": (lambda r: r.of(kv_heads=1), fine, "heads: "),
     "another head_dim": (lambda r: r.of(head_dim=16), fine, "head_dim: "),
     "another length": (lambda r: r.longer(), fine, "layout: "),
-    "another layout": (lambda r: r.attend(layout=r.ctx.layout(TOKENS, "striped")), fine, "layout: "),
-    "another kv_layout": (lambda r: r.attend(kv_layout=r.ctx.layout(TOKENS, "contiguous")), fine, "kv_layout: "),
+    "another layout": (
+        lambda r: r.attend(layout=r.ctx.layout(TOKENS, "striped")),
+        fine,
+        "layout: ",
+    ),
+    "another kv_layout": (
+        lambda r: r.attend(kv_layout=r.ctx.layout(TOKENS, "contiguous")),
+        fine,
+        "kv_layout: ",
+    ),
     "another mask": (lambda r: r.attend(mask=Causal()), lambda r: r.attend(mask=Full()), "mask: "),
     "causal on one rank": (lambda r: r.attend(causal=True), fine, "mask: "),
     "another scale": (lambda r: r.attend(scale=0.5), lambda r: r.attend(scale=0.25), "scale: "),
     "a scale on one rank": (lambda r: r.attend(scale=0.5), fine, "scale: "),
-    "another strategy": (lambda r: r.attend(strategy="burst"), lambda r: r.attend(strategy="ring-kv"), "strategy: "),
+    "another strategy": (
+        lambda r: r.attend(strategy="burst"),
+        lambda r: r.attend(strategy="ring-kv"),
+        "strategy: ",
+    ),
     "lse on one rank": (lambda r: r.attend(return_lse=True), fine, "return_lse: "),
     "gradients of q on one rank": (lambda r: r.needing("q"), fine, "needs_grad (q, k, v): "),
-    "no gradient of v": (lambda r: r.needing("qk"), lambda r: r.needing("qkv"), "needs_grad (q, k, v): "),
+    "no gradient of v": (
+        lambda r: r.needing("qk"),
+        lambda r: r.needing("qkv"),
+        "needs_grad (q, k, v): ",
+    ),
     "unshard instead": (lambda r: r.layout.unshard(r.qkv()[0]), fine, "call: "),
     "all_reduce instead": (lambda r: r.ctx.all_reduce(torch.zeros(1)), fine, "call: "),
     "backward instead": (lambda r: r.backward(), fine, "call: "),
     "forward instead of backward": (fine, lambda r: r.backward(), "call: "),
-    "unshard of other shapes": (lambda r: r.layout.unshard(r.qkv(heads=6)[0]), lambda r: r.layout.unshard(r.qkv()[0]), "other dims: "),
-    "all_reduce of other shapes": (lambda r: r.ctx.all_reduce(torch.zeros(3)), lambda r: r.ctx.all_reduce(torch.zeros(2)), "shape: "),
+    "unshard of other shapes": (
+        lambda r: r.layout.unshard(r.qkv(heads=6)[0]),
+        lambda r: r.layout.unshard(r.qkv()[0]),
+        "other dims: ",
+    ),
+    "all_reduce of other shapes": (
+        lambda r: r.ctx.all_reduce(torch.zeros(3)),
+        lambda r: r.ctx.all_reduce(torch.zeros(2)),
+        "shape: ",
+    ),
 }
-# There the others call in the context that checks: the odd rank's own, or not the one that it, too, made last.
-_IN_STRICT = {name for name in INPUT if name.endswith(("asked to check", "of another context's call"))}
+# There the others call in the context that checks: the odd rank's own, or not the one that it, too,
+# made last.
+_IN_STRICT = {
+    name for name in INPUT if name.endswith(("asked to check", "of another context's call"))
+}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     entries = []
     # The context made last is the one meant where an argument that should name a context does not.
-    with burst_rt.init(timeout_s=20, check_finite=True) as strict, burst_rt.init(timeout_s=20) as ctx:
+    with (
+        burst_rt.init(timeout_s=20, check_finite=True) as strict,
+        burst_rt.init(timeout_s=20) as ctx,
+    ):
         r = Rank(strict, ctx)
-        for name, odd in drawn([(name, odd) for name in (*INPUT, *MISMATCH) for odd in range(ctx.world_size)]):
+        for name, odd in drawn(
+            [(name, odd) for name in (*INPUT, *MISMATCH) for odd in range(ctx.world_size)]
+        ):
             if name in INPUT:
                 bad, words = INPUT[name]
-                others: Call = (lambda r: r.attend(layout=r.strict.layout(TOKENS))) if name in _IN_STRICT else OTHERS.get(name, fine)
+                others: Call = (
+                    (lambda r: r.attend(layout=r.strict.layout(TOKENS)))
+                    if name in _IN_STRICT
+                    else OTHERS.get(name, fine)
+                )
                 entries.append(try_case(r, name, odd, "InputError", bad, others, words))
             else:
                 bad, others, words = MISMATCH[name]
@@ -297,16 +513,27 @@ def drawn(cases: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return random.Random(int(sys.argv[3])).choices(cases, k=int(sys.argv[2]))
 
 
-def try_case(r: Rank, name: str, odd: int, expected: str, bad: Call, others: Call, words: str) -> dict[str, object]:
+def try_case(
+    r: Rank, name: str, odd: int, expected: str, bad: Call, others: Call, words: str
+) -> dict[str, object]:
     sent = [ctx.transport.bytes_sent for ctx in (r.ctx, r.strict)]
-    entry: dict[str, object] = {"case": name, "odd": odd, "expected": expected, "error": None, "words": words}
+    entry: dict[str, object] = {
+        "case": name,
+        "odd": odd,
+        "expected": expected,
+        "error": None,
+        "words": words,
+    }
     started_s = time.perf_counter()
     try:
         (bad if r.ctx.rank == odd else others)(r)
     except BurstError as error:
         entry |= {"error": type(error).__name__, "peer": error.peer, "message": str(error)}
     entry["elapsed_s"] = time.perf_counter() - started_s
-    entry["bytes"] = [ctx.transport.bytes_sent - before for ctx, before in zip((r.ctx, r.strict), sent, strict=True)]
+    entry["bytes"] = [
+        ctx.transport.bytes_sent - before
+        for ctx, before in zip((r.ctx, r.strict), sent, strict=True)
+    ]
     entry["usable"] = bool(torch.isfinite(r.good()).all())
     return entry
 

@@ -1,4 +1,6 @@
-"""A compiled function around attention on every rank: the same bits as without the compiler, forward and backward; an unused result too."""
+"""A compiled function around attention on every rank: the same bits as without the compiler,
+forward and backward; an unused result too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def main() -> None:
 
         def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             burst_rt.burst_attention(k, q, v, layout=layout)  # nobody uses this one
-            out, lse = burst_rt.burst_attention(2 * q, k, v, causal=True, layout=layout, return_lse=True)
+            out, lse = burst_rt.burst_attention(
+                2 * q, k, v, causal=True, layout=layout, return_lse=True
+            )
             return out.sin().sum() + lse.sum()
 
         # Older compilers run the call between two graphs.
@@ -31,7 +35,9 @@ def main() -> None:
             value = function(q, k, v)
             results.append((value.detach(), *torch.autograd.grad(value, (q, k, v))))
             after = ctx.stats()
-            results[-1] += (torch.tensor([after.calls - before.calls, after.bytes_sent - before.bytes_sent]),)
+            results[-1] += (
+                torch.tensor([after.calls - before.calls, after.bytes_sent - before.bytes_sent]),
+            )
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)), results
 
         # One rank's bad input reaches all, compiled or not, and the next call works.

@@ -1,4 +1,5 @@
-"""Several contexts in one MPI job of 4: the world, two pairs (comm.Split), one rank alone, and some that fail to start.
+"""Several contexts in one MPI job of 4: the world, two pairs (comm.Split), one rank alone, and some
+that fail to start.
 
 A rank for which all went well leaves a file named after it in the folder `args[0]`.
 """
@@ -31,7 +32,11 @@ def main() -> None:
     torch.set_num_threads(1)
     job = MPI.COMM_WORLD
     halves = job.Split(job.rank // 2)
-    with burst_rt.init(job, timeout_s=60) as world, burst_rt.init(halves, timeout_s=60) as pair, burst_rt.init(MPI.COMM_SELF) as alone:
+    with (
+        burst_rt.init(job, timeout_s=60) as world,
+        burst_rt.init(halves, timeout_s=60) as pair,
+        burst_rt.init(MPI.COMM_SELF) as alone,
+    ):
         assert (world.world_size, pair.world_size, alone.world_size) == (4, 2, 1)
         for seed in range(3):
             check(world, seed)
@@ -46,7 +51,9 @@ def main() -> None:
         x = torch.zeros(1, 30, 2, 16)
         if job.rank < 2:
             with pytest.raises(ContractMismatch, match="strategy: "):
-                burst_rt.burst_attention(x, x, x, layout=pair.layout(60), strategy="burst" if job.rank else "ring-kv")
+                burst_rt.burst_attention(
+                    x, x, x, layout=pair.layout(60), strategy="burst" if job.rank else "ring-kv"
+                )
         check(pair, 1)
         check(world, 1)
         with pytest.raises(InputError, match="belong to different contexts"):
@@ -55,7 +62,8 @@ def main() -> None:
         refuse_bad_starts(job)
         check(world, 2)
 
-        # A rank leaves one pair: who stays is told, by the rank's number in that pair. The other contexts go on.
+        # A rank leaves one pair: who stays is told, by the rank's number in that pair. The other
+        # contexts go on.
         if job.rank == 2:
             pair.close()
         elif job.rank == 3:
@@ -73,7 +81,8 @@ def main() -> None:
 def refuse_bad_starts(job: MPI.Intracomm) -> None:
     for odd in range(4):
         for name, value in (("stall_s", 5.0), ("kernel", "naive"), ("check_finite", True)):
-            options: dict[str, Any] = {name: value} if job.rank == odd else {}  # the types of init's options
+            # the types of init's options
+            options: dict[str, Any] = {name: value} if job.rank == odd else {}
             with pytest.raises(ContractMismatch, match=f"{name}: .* on rank {odd}"):
                 burst_rt.init(job, timeout_s=60, **options)
     anything: Any

@@ -1,6 +1,8 @@
-"""Rank `args[2]` leaves (`args[0]`: how) while the others are in, or enter, a call (`args[1]`: when). Notes the time in ./left_at.
+"""Rank `args[2]` leaves (`args[0]`: how) while the others are in, or enter, a call (`args[1]`:
+when). Notes the time in ./left_at.
 
-when: "before" the others enter the call; while they "wait" in it for this rank to enter; "inside", from this rank's own first tile.
+when: "before" the others enter the call; while they "wait" in it for this rank to enter; "inside",
+from this rank's own first tile.
 """
 
 from __future__ import annotations

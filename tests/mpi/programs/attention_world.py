@@ -1,7 +1,8 @@
-"""Attention of many kinds on all ranks of an MPI job; over the transport `args[1]`; rank 0 writes what came of it to the JSON file
-`args[0]`.
+"""Attention of many kinds on all ranks of an MPI job; over the transport `args[1]`; rank 0 writes
+what came of it to the JSON file `args[0]`.
 
-{"errors": {case: {result: [error, torch's own error]}}, "bytes": {case: [predicted, sent]} of all ranks, "repeats": bool}
+{"errors": {case: {result: [error, torch's own error]}}, "bytes": {case: [predicted, sent]} of all
+ranks, "repeats": bool}
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ CASES = {
     "full": Case(1000, heads=2, head_dim=64, lse_grad=False),
     "causal": Case(1000, heads=2, head_dim=64, mask=Causal(), lse_grad=False),
     "63 tokens, striped": Case(63, mask=Causal(), kind="striped", strategy="burst", lse_grad=False),
-    "a prime, contiguous": Case(509, heads=4, kv_heads=2, mask=Causal(), kind="contiguous", strategy="ring-kv", lse_grad=False),
-    "one kv head, three batch rows": Case(300, heads=4, kv_heads=1, head_dim=32, batch=3, mask=Causal(), lse_grad=False),
+    "a prime, contiguous": Case(
+        509,
+        heads=4,
+        kv_heads=2,
+        mask=Causal(),
+        kind="contiguous",
+        strategy="ring-kv",
+        lse_grad=False,
+    ),
+    "one kv head, three batch rows": Case(
+        300, heads=4, kv_heads=1, head_dim=32, batch=3, mask=Causal(), lse_grad=False
+    ),
     "few queries": Case(64, kv_len=500, mask=Causal(), strategy="burst", lse_grad=False),
     "few keys": Case(500, kv_len=64, mask=Causal(), kv_kind="striped", lse_grad=False),
 }
@@ -31,7 +42,9 @@ CASES = {
 MORE_CASES = {
     "one token": Case(1, mask=Causal(), strategy="ring-kv"),
     "three tokens": Case(3, mask=Causal(), strategy="burst"),
-    "bf16": Case(200, heads=4, kv_heads=2, batch=2, dtype=torch.bfloat16, mask=Causal(), strategy="burst"),
+    "bf16": Case(
+        200, heads=4, kv_heads=2, batch=2, dtype=torch.bfloat16, mask=Causal(), strategy="burst"
+    ),
     "fp16": Case(200, dtype=torch.float16, strategy="ring-kv"),
     "fp64": Case(200, dtype=torch.float64, mask=Causal()),
     "only v": Case(100, mask=Causal(), needs_grad=(False, False, True), strategy="burst"),
@@ -52,20 +65,36 @@ def main() -> None:
             sent[name] = ctx.all_reduce(counts).tolist()
             inputs = case.inputs()
             if ctx.rank == 0:
-                truth = reference(*inputs[:4], inputs.dlse if case.lse_grad else None, mask=case.mask)
-                own = errors_of(single_process(*inputs[:4], mask=case.mask), truth) if name in CASES else {}
-                errors[name] = {field: [error, own.get(field, 0.0)] for field, error in errors_of(result, truth).items()}
+                truth = reference(
+                    *inputs[:4], inputs.dlse if case.lse_grad else None, mask=case.mask
+                )
+                own = (
+                    errors_of(single_process(*inputs[:4], mask=case.mask), truth)
+                    if name in CASES
+                    else {}
+                )
+                errors[name] = {
+                    field: [error, own.get(field, 0.0)]
+                    for field, error in errors_of(result, truth).items()
+                }
         repeats = _repeats(ctx)
         if ctx.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps({"errors": errors, "bytes": sent, "repeats": repeats}), encoding="utf-8")
+            Path(sys.argv[1]).write_text(
+                json.dumps({"errors": errors, "bytes": sent, "repeats": repeats}), encoding="utf-8"
+            )
 
 
 def _predicted(ctx: Context, case: Case) -> int:
     layout, kv_layout = case.layouts(ctx)
     inputs = case.inputs()
     sides = (layout, kv_layout, kv_layout)
-    q, k, v = (side.shard(x).requires_grad_(need) for side, x, need in zip(sides, inputs[:3], case.needs_grad, strict=True))
-    plans = burst_rt.explain(q, k, v, mask=case.mask, layout=layout, kv_layout=kv_layout, strategy=case.strategy)
+    q, k, v = (
+        side.shard(x).requires_grad_(need)
+        for side, x, need in zip(sides, inputs[:3], case.needs_grad, strict=True)
+    )
+    plans = burst_rt.explain(
+        q, k, v, mask=case.mask, layout=layout, kv_layout=kv_layout, strategy=case.strategy
+    )
     return plans.forward.bytes_sent() + (plans.backward.bytes_sent() if plans.backward else 0)
 
 
@@ -74,7 +103,11 @@ def _repeats(ctx: Context) -> bool:
     case = Case(211, heads=2, mask=Causal(), strategy="burst")
     first = attend(ctx, case)
     for _ in range(19):
-        if not all(torch.equal(x, y) for x, y in zip(first, attend(ctx, case), strict=True) if x is not None and y is not None):
+        if not all(
+            torch.equal(x, y)
+            for x, y in zip(first, attend(ctx, case), strict=True)
+            if x is not None and y is not None
+        ):
             return False
     return True
 

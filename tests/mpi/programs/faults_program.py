@@ -1,4 +1,5 @@
-"""Rank `args[2]` faults (`args[0]`: how) in a phase (`args[1]`) of a short job; see `tests/faults.py`.
+"""Rank `args[2]` faults (`args[0]`: how) in a phase (`args[1]`) of a short job; see
+`tests/faults.py`.
 
 Notes the time of the fault in ./left_at; all that comes out well prints "done". `args[3]` and
 `args[4]` are timeout_s and stall_s.
@@ -161,7 +162,11 @@ def fork() -> None:
         os.waitpid(pid, 0)
         time.sleep(_FORKED_S)
         return
-    for use in (call, lambda: ctx.all_reduce(torch.zeros(1)), lambda: layout.unshard(torch.zeros(1, layout.shard_len))):
+    for use in (
+        call,
+        lambda: ctx.all_reduce(torch.zeros(1)),
+        lambda: layout.unshard(torch.zeros(1, layout.shard_len)),
+    ):
         try:
             use()
         except (burst_rt.errors.ConfigError, burst_rt.errors.InputError) as error:

@@ -1,4 +1,6 @@
-"""Every way to spread a layer, on the ranks of an MPI job. Rank 0 writes {strategy: every rank's outcome} to the JSON file `args[0]`."""
+"""Every way to spread a layer, on the ranks of an MPI job. Rank 0 writes {strategy: every rank's
+outcome} to the JSON file `args[0]`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Rank program: the MPI transport and its control group on however many ranks it is started with. Ends with exit code 0 if all is well.
+"""Rank program: the MPI transport and its control group on however many ranks it is started with.
+Ends with exit code 0 if all is well.
 
-It prints each check that has passed. Run it under `burst-rt run`, so that a failed check on one rank ends the job.
+It prints each check that has passed. Run it under `burst-rt run`, so that a failed check on one
+rank ends the job.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _DEADLINE_S = 20.0
 
 def _transport(piece_bytes: int | None = None) -> MpiTransport:
     comm = duplicate(_WORLD, _DEADLINE_S)
-    return MpiTransport(comm) if piece_bytes is None else MpiTransport(comm, piece_bytes=piece_bytes)
+    return (
+        MpiTransport(comm) if piece_bytes is None else MpiTransport(comm, piece_bytes=piece_bytes)
+    )
 
 
 def _control(piece_bytes: int = 1 << 30) -> MpiControl:
@@ -54,18 +58,30 @@ def _payload(source: int, destination: int, number: int, size: int) -> bytes:
     return np.random.default_rng([source, destination, number]).bytes(size)
 
 
-def _all_to_all(transport: MpiTransport, sizes: list[int], *, sends_first: bool, tag_of: Callable[[int], int]) -> None:
+def _all_to_all(
+    transport: MpiTransport, sizes: list[int], *, sends_first: bool, tag_of: Callable[[int], int]
+) -> None:
     """Every rank sends every rank, itself too, a message of each size."""
-    slots = {(peer, i): memoryview(bytearray(b"?" * (size + 1))) for peer in range(_SIZE) for i, size in enumerate(sizes)}
+    slots = {
+        (peer, i): memoryview(bytearray(b"?" * (size + 1)))
+        for peer in range(_SIZE)
+        for i, size in enumerate(sizes)
+    }
     handles: list[int] = []
 
     def receive() -> None:
-        handles.extend(transport.irecv(slot[:-1], peer, tag_of(i)) for (peer, i), slot in slots.items())
+        handles.extend(
+            transport.irecv(slot[:-1], peer, tag_of(i)) for (peer, i), slot in slots.items()
+        )
 
     def send() -> None:
         for peer in range(_SIZE):
             for i, size in enumerate(sizes):
-                handles.append(transport.isend(memoryview(bytearray(_payload(_RANK, peer, i, size))), peer, tag_of(i)))
+                handles.append(
+                    transport.isend(
+                        memoryview(bytearray(_payload(_RANK, peer, i, size))), peer, tag_of(i)
+                    )
+                )
 
     before = transport.bytes_sent, transport.bytes_received
     for start in (send, receive) if sends_first else (receive, send):
@@ -73,9 +89,14 @@ def _all_to_all(transport: MpiTransport, sizes: list[int], *, sends_first: bool,
     assert len(set(handles)) == len(handles)
     _await(transport, handles)
     for (peer, i), slot in slots.items():
-        assert bytes(slot) == _payload(peer, _RANK, i, sizes[i]) + b"?", f"message {i} from rank {peer}"
+        assert bytes(slot) == _payload(peer, _RANK, i, sizes[i]) + b"?", (
+            f"message {i} from rank {peer}"
+        )
     total = _SIZE * sum(sizes)
-    assert (transport.bytes_sent - before[0], transport.bytes_received - before[1]) == (total, total)
+    assert (transport.bytes_sent - before[0], transport.bytes_received - before[1]) == (
+        total,
+        total,
+    )
     assert transport.poll() == []
 
 
@@ -100,7 +121,13 @@ def check_messages_of_one_tag_keep_their_order() -> None:
 
 
 def check_messages_in_pieces() -> None:
-    for piece_bytes, sizes in ((1, [0, 1, 2, 5]), (8, _SMALL), (7, _SMALL), (1000, _LARGE), (65_536, _LARGE)):
+    for piece_bytes, sizes in (
+        (1, [0, 1, 2, 5]),
+        (8, _SMALL),
+        (7, _SMALL),
+        (1000, _LARGE),
+        (65_536, _LARGE),
+    ):
         transport = _transport(piece_bytes)
         _all_to_all(transport, sizes, sends_first=True, tag_of=lambda i: i)
         _all_to_all(transport, sizes, sends_first=False, tag_of=lambda i: 0)
@@ -128,13 +155,18 @@ def check_starting_and_polling_never_wait_for_the_other_side() -> None:
 
 
 def _check_wrong_size(sent: int, expected: int, piece_bytes: int | None) -> None:
-    # A communicator that has seen an error is not used again, so each trial has its own, which stays open.
+    # A communicator that has seen an error is not used again, so each trial has its own, which
+    # stays open.
     transport = _transport(piece_bytes)
     if _RANK == 0:
         _await(transport, [transport.isend(memoryview(bytearray(sent)), _SIZE - 1, 0)])
     elif _RANK == _SIZE - 1:
         handle = transport.irecv(memoryview(bytearray(expected)), 0, 0)
-        told = f"expected {expected} bytes from rank 0, got {sent}" if sent < expected and piece_bytes is None else ""
+        told = (
+            f"expected {expected} bytes from rank 0, got {sent}"
+            if sent < expected and piece_bytes is None
+            else ""
+        )
         with pytest.raises(ProtocolError, match=f"rank {_RANK}: {told}") as caught:
             _await(transport, [handle])
         assert caught.value.rank == _RANK
@@ -156,7 +188,9 @@ def check_a_tag_beyond_the_librarys_limit_is_refused() -> None:
     limit = _WORLD.Get_attr(MPI.TAG_UB)
     assert limit is not None
     for start in (transport.isend, transport.irecv):
-        with pytest.raises(ConfigError, match=f"tag {limit + 1}; this MPI allows tags up to {limit}"):
+        with pytest.raises(
+            ConfigError, match=f"tag {limit + 1}; this MPI allows tags up to {limit}"
+        ):
             start(memoryview(bytearray(1)), 0, limit + 1)
     assert transport.poll() == []
     transport.close()
@@ -187,7 +221,10 @@ def check_a_part_of_the_ranks_can_have_a_transport() -> None:
     assert (transport.rank, transport.size) == (half.rank, half.size)
     slot = memoryview(bytearray(1))
     left, right = (half.rank - 1) % half.size, (half.rank + 1) % half.size
-    _await(transport, [transport.irecv(slot, left, 0), transport.isend(memoryview(bytes([_RANK])), right, 0)])
+    _await(
+        transport,
+        [transport.irecv(slot, left, 0), transport.isend(memoryview(bytes([_RANK])), right, 0)],
+    )
     expected = half.allgather(_RANK)[left]
     assert slot[0] == expected
     transport.close()
@@ -205,7 +242,9 @@ def check_cancelled_receives_take_nothing() -> None:
     again = _transport()
     other = memoryview(bytearray(b"?"))
     right = (_RANK + 1) % _SIZE
-    _await(again, [again.irecv(other, (_RANK - 1) % _SIZE, 0), again.isend(memoryview(b"x"), right, 0)])
+    _await(
+        again, [again.irecv(other, (_RANK - 1) % _SIZE, 0), again.isend(memoryview(b"x"), right, 0)]
+    )
     assert (bytes(slot), bytes(other)) == (b"?", b"x")
     again.close()
 
@@ -227,15 +266,25 @@ def _reduce(group: MpiControl) -> None:
     for dtype in ("float32", "float64", "int64"):
         for length in (1, 5, 1000, 100_001):
             array = np.empty(length, dtype)
-            inputs = [(np.random.default_rng([rank, length]).standard_normal(length) * 10.0**rank).astype(dtype) for rank in range(_SIZE)]
+            inputs = [
+                (np.random.default_rng([rank, length]).standard_normal(length) * 10.0**rank).astype(
+                    dtype
+                )
+                for rank in range(_SIZE)
+            ]
             for _ in range(2):
                 array[:] = inputs[_RANK]
                 _finish(group.allreduce_sum(array))
                 bits = group.allgather(array.tobytes())
                 _finish(bits)
                 assert set(bits.result()) == {array.tobytes()}, f"{dtype} sums differ between ranks"
-            expected = sum((x.astype(np.float64) for x in inputs[1:]), start=inputs[0].astype(np.float64))
-            scale = sum((np.abs(x.astype(np.float64)) for x in inputs[1:]), start=np.abs(inputs[0].astype(np.float64)))
+            expected = sum(
+                (x.astype(np.float64) for x in inputs[1:]), start=inputs[0].astype(np.float64)
+            )
+            scale = sum(
+                (np.abs(x.astype(np.float64)) for x in inputs[1:]),
+                start=np.abs(inputs[0].astype(np.float64)),
+            )
             assert (np.abs(array - expected) <= 1e-6 * scale).all()
     group.close()
 
@@ -255,7 +304,9 @@ def _gather(group: MpiControl) -> None:
     ):
         pending = group.allgather(_payload(_RANK, 0, 0, lengths[_RANK]))
         _finish(pending)
-        assert pending.result() == [_payload(rank, 0, 0, length) for rank, length in enumerate(lengths)]
+        assert pending.result() == [
+            _payload(rank, 0, 0, length) for rank, length in enumerate(lengths)
+        ]
     group.close()
 
 
@@ -275,7 +326,10 @@ def check_notices() -> None:
     _WORLD.Barrier()
     peers = [peer for peer in range(_SIZE) if peer != _RANK]
     # A data message with the tag that notices have must not be taken for one.
-    handles = [transport.irecv(slot := memoryview(bytearray(16)), _RANK, 1), transport.isend(memoryview(bytes(range(16))), _RANK, 1)]
+    handles = [
+        transport.irecv(slot := memoryview(bytearray(16)), _RANK, 1),
+        transport.isend(memoryview(bytes(range(16))), _RANK, 1),
+    ]
     num = 100
     for value in range(num):
         for peer in peers:
@@ -296,7 +350,9 @@ def check_notices() -> None:
     pending = group.allreduce_max([_RANK])
     _finish(pending)
     assert pending.result() == [_SIZE - 1]
-    assert sorted(_read_notices(group, len(peers))) == [Notice(peer, NoticeKind.ALIVE, 7) for peer in peers]
+    assert sorted(_read_notices(group, len(peers))) == [
+        Notice(peer, NoticeKind.ALIVE, 7) for peer in peers
+    ]
     _WORLD.Barrier()
     assert group.notices() == []
     transport.close()
@@ -318,14 +374,26 @@ def check_late_messages_find_the_memory_they_were_given() -> None:
     for let_go, write in (
         (lambda control, _: control.close(), _notify),
         (lambda *_: None, _notify),  # not even closed
-        (lambda control, _: control.allreduce_max([0] * 5), lambda control, _: _try(control.allreduce_max([_RANK] * 5))),
-        (lambda control, _: control.allgather(b"x" * 9), lambda control, _: _try(control.allgather(b"x" * 9))),
-        (_receive_from_all, lambda _, transport: _await(transport, [transport.isend(memoryview(bytes(48)), 0, 0)])),
+        (
+            lambda control, _: control.allreduce_max([0] * 5),
+            lambda control, _: _try(control.allreduce_max([_RANK] * 5)),
+        ),
+        (
+            lambda control, _: control.allgather(b"x" * 9),
+            lambda control, _: _try(control.allgather(b"x" * 9)),
+        ),
+        (
+            _receive_from_all,
+            lambda _, transport: _await(transport, [transport.isend(memoryview(bytes(48)), 0, 0)]),
+        ),
     ):
         _late(let_go, write)
 
 
-def _late(let_go: Callable[[MpiControl, MpiTransport], object], write: Callable[[MpiControl, MpiTransport], object]) -> None:
+def _late(
+    let_go: Callable[[MpiControl, MpiTransport], object],
+    write: Callable[[MpiControl, MpiTransport], object],
+) -> None:
     control, transport = _control(), _transport()
     if _RANK != 0:
         _WORLD.Barrier()
@@ -389,7 +457,9 @@ def check_duplicate_gives_up_on_a_rank_that_never_comes() -> None:
     timeout_s = 0.3
     if _RANK != 0:
         began_s = time.monotonic()
-        with pytest.raises(Stalled, match=f"rank {_RANK} of {_SIZE} waited 0.3 s in burst_rt.init") as caught:
+        with pytest.raises(
+            Stalled, match=f"rank {_RANK} of {_SIZE} waited 0.3 s in burst_rt.init"
+        ) as caught:
             duplicate(_WORLD, timeout_s)
         assert timeout_s <= time.monotonic() - began_s < _DEADLINE_S
         assert caught.value.rank == _RANK

@@ -1,5 +1,6 @@
-"""Attends for `args[1]` seconds; halfway, rank 2 or the telemetry hub is killed (`args[0]`: "rank", "hub", or "nobody"), which is noted in
-./ended_at. Says at the end whether its results are right."""
+"""Attends for `args[1]` seconds; halfway, rank 2 or the telemetry hub is killed (`args[0]`: "rank",
+"hub", or "nobody"), which is noted in ./ended_at. Says at the end whether its results are right.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +51,8 @@ with burst_rt.init() as ctx:
         if elapsed_s.item() > last_s * ctx.world_size / 2:
             kill_if_due(ctx.rank)
     whole = layout.unshard(out)
-    error = float((whole - reference(full, full, full, torch.zeros_like(full), mask=Causal()).out).abs().max())
+    error = float(
+        (whole - reference(full, full, full, torch.zeros_like(full), mask=Causal()).out).abs().max()
+    )
     if ctx.rank == 0:
         print(f"{num_calls} calls, {'right' if error < 1e-12 else 'wrong'}", flush=True)

@@ -1,4 +1,6 @@
-"""Attention round a ring, again and again, until a file is there; rank 0 reports a loss. Arguments: tokens, the file."""
+"""Attention round a ring, again and again, until a file is there; rank 0 reports a loss. Arguments:
+tokens, the file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _AT_MOST_S = 120.0
 tokens, stop = int(sys.argv[1]), Path(sys.argv[2])
 with burst_rt.init() as ctx:
     layout = ctx.layout(tokens)
-    q, k, v = (torch.randn(1, layout.shard_len, heads, 64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(1, layout.shard_len, heads, 64, requires_grad=True) for heads in (4, 2, 2)
+    )
     ends_at_s, step, stopping = time.monotonic() + _AT_MOST_S, 0, torch.zeros(1)
     while not stopping:
         began_s = time.monotonic()
@@ -25,7 +29,11 @@ with burst_rt.init() as ctx:
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         step += 1
         if ctx.rank == 0:
-            telemetry.report(step, loss=1.2 + 4.5 * 0.99**step, tokens_per_s=tokens / (time.monotonic() - began_s))
+            telemetry.report(
+                step,
+                loss=1.2 + 4.5 * 0.99**step,
+                tokens_per_s=tokens / (time.monotonic() - began_s),
+            )
         # All ranks must stop at the same step.
         stopping[0] = float(stop.exists() or time.monotonic() > ends_at_s)
         ctx.all_reduce(stopping)
