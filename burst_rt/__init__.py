@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from burst_rt.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from burst_rt import errors, telemetry
     from burst_rt.attention.api import (
@@ -24,25 +26,23 @@ if TYPE_CHECKING:
         explain,
     )
     from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
-    from burst_rt.attention.masks import Causal, Full, Mask, Relation
+    from burst_rt.attention.sharding import ContextLayout
     from burst_rt.context import Context, LocalRank, Stats, init, run_local
-    from burst_rt.pipeline import Pipeline
-    from burst_rt.sharding import ContextLayout
-
-__version__ = "0.1.0"
+    from burst_rt.planning.masks import Causal, Full, Mask, Relation
+    from burst_rt.runtime.pipeline import Pipeline
 
 _HOME = {
     "BurstAttention": "attention.api",
     "BurstAttentionFunction": "attention.autograd",
-    "Causal": "attention.masks",
+    "Causal": "planning.masks",
     "Context": "context",
-    "ContextLayout": "sharding",
+    "ContextLayout": "attention.sharding",
     "Explanation": "attention.api",
-    "Full": "attention.masks",
+    "Full": "planning.masks",
     "LocalRank": "context",
-    "Mask": "attention.masks",
-    "Pipeline": "pipeline",
-    "Relation": "attention.masks",
+    "Mask": "planning.masks",
+    "Pipeline": "runtime.pipeline",
+    "Relation": "planning.masks",
     "Stats": "context",
     "burst_attention": "attention.api",
     "call_spec": "attention.api",

@@ -28,15 +28,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from burst_rt.attention.execute import RUNS, BackwardRun, ForwardRun
-from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
-from burst_rt.attention.problem import Problem
+from burst_rt.attention.sharding import ContextLayout
 from burst_rt.contract import Agreement, CallSpec, digest_of
 from burst_rt.drivers import Backoff, BaseDriver, CudaDriver, Progress, Watch, is_out_of_memory
 from burst_rt.drivers.device import Event
 from burst_rt.drivers.watch import SharedWatch
 from burst_rt.drivers.watchdog import Watchdog
-from burst_rt.ending import end_job, mpi_takes_threads
 from burst_rt.errors import (
     BurstError,
     ConfigError,
@@ -46,13 +44,15 @@ from burst_rt.errors import (
     PeerLost,
     Stalled,
 )
-from burst_rt.flight import own_flight
-from burst_rt.joining import LocalRank, agent_key, join
+from burst_rt.job.ending import end_job, mpi_takes_threads
+from burst_rt.job.flight import own_flight
 from burst_rt.kernels import PARTIALS, sum_dtype
-from burst_rt.machine import Machine
-from burst_rt.pipeline import Pipeline
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.problem import Problem
+from burst_rt.runtime.joining import LocalRank, agent_key, join
+from burst_rt.runtime.machine import Machine
+from burst_rt.runtime.pipeline import Pipeline
 from burst_rt.scheduler import Engine, Graph, Lane, Schedule, Span, Trace, check_world, run
-from burst_rt.sharding import ContextLayout
 from burst_rt.telemetry.describe import describe
 from burst_rt.telemetry.joining import farewell, follow, leave
 from burst_rt.transport import ControlGroup, LocalTransport, LocalWorld, Memory, Pending
@@ -907,7 +907,7 @@ def _name_of(plan: Plan | None) -> str:
 @lru_cache(maxsize=256)
 def _describe(key: PlanKey, scale: float | None, return_lse: bool) -> tuple[dict[str, str], int]:
     """What the ranks compare: everything about a call but the rank's own part; and its digest."""
-    from burst_rt import __version__
+    from burst_rt.version import __version__
 
     problem = key.problem
     description = {

@@ -21,15 +21,15 @@ import torch
 
 from burst_rt import errors
 from burst_rt.attention.mask_check import check_mask
-from burst_rt.attention.masks import Mask
-from burst_rt.attention.strategies import check_name
 from burst_rt.errors import BurstError, ContractMismatch, InputError
 from burst_rt.kernels import sum_dtype
+from burst_rt.planning.masks import Mask
+from burst_rt.planning.strategies import check_name
 from burst_rt.transport import ControlGroup
 
 if TYPE_CHECKING:
+    from burst_rt.attention.sharding import ContextLayout
     from burst_rt.drivers import Watch
-    from burst_rt.sharding import ContextLayout
 
 __all__ = ["Agreement", "CallSpec", "check_call", "check_spec", "digest_of"]
 

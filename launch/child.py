@@ -26,10 +26,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from burst_rt import launched
-from burst_rt.ending import report_with
 from burst_rt.errors import BurstError
-from burst_rt.reports import (
+from burst_rt.job import launched
+from burst_rt.job.ending import report_with
+from burst_rt.job.reports import (
     RankReport,
     crash_path,
     job_folder,

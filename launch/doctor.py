@@ -421,7 +421,7 @@ def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
     if has_gpu and launcher is not None:
         rest.append(probe_device_mpi(launcher, "cuda:0", cuda.text.split("; ")[0]))
     choice = _ask_python(
-        "from burst_rt.joining import describe_choice; print(describe_choice())",
+        "from burst_rt.runtime.joining import describe_choice; print(describe_choice())",
         deadline_s=_TORCH_DEADLINE_S,
     )
     # With one GPU two ranks share it: that is what is described.

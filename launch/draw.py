@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from burst_rt.attention.strategies import check_name
+from burst_rt.planning.strategies import check_name
 from burst_rt.scheduler import Graph, Span
 
 if TYPE_CHECKING:

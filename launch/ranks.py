@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from burst_rt.reports import Waiting, read_reports, read_started, read_waiting, whereabouts
+from burst_rt.job.reports import Waiting, read_reports, read_started, read_waiting, whereabouts
 
 __all__ = ["Ranks"]
 

@@ -30,11 +30,17 @@ import click
 import psutil
 
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.job.reports import (
+    JOB_DIR_VARIABLE,
+    Waiting,
+    primary_failure,
+    read_reports,
+    read_resume,
+)
 from burst_rt.launch.ranks import Ranks
 from burst_rt.launch.stopping import ask_to_stop, listen, read_word
 from burst_rt.launch.verdict import verdict
 from burst_rt.launch.where import TERMINAL_VARIABLE, VARIABLES, machine_options, telemetry_options
-from burst_rt.reports import JOB_DIR_VARIABLE, Waiting, primary_failure, read_reports, read_resume
 from burst_rt.telemetry.starting import RunningHub, start_hub
 from burst_rt.telemetry.wire import TELEMETRY_VARIABLE, read_settings
 

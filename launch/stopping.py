@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
-from burst_rt.reports import job_folder
+from burst_rt.job.reports import job_folder
 
 __all__ = [
     "SIGNALS",

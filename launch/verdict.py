@@ -14,9 +14,9 @@ from pathlib import Path
 from textwrap import shorten
 
 from burst_rt.errors import PeerLost
-from burst_rt.flight import read_flight
+from burst_rt.job.flight import read_flight
+from burst_rt.job.reports import RankReport, Waiting, crash_path, primary_failure, read_reports
 from burst_rt.launch.ranks import Ranks
-from burst_rt.reports import RankReport, Waiting, crash_path, primary_failure, read_reports
 from burst_rt.telemetry.views import Lost
 
 __all__ = ["verdict"]

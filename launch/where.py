@@ -26,7 +26,7 @@ __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_optio
 # tell.
 TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
-# Those of burst_rt.joining, which needs torch.
+# Those of burst_rt.runtime.joining, which needs torch.
 VARIABLES = {"device": "BURST_RT_DEVICE", "transport": "BURST_RT_TRANSPORT"}
 
 _TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")

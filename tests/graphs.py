@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from burst_rt import Causal, Full, Mask, Relation
-from burst_rt.attention.layouts import KINDS, make_layout
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import Program, Ring, choose
-from burst_rt.attention.strategies.ring import travels_whole
+from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import Program, Ring, choose
+from burst_rt.planning.strategies.ring import travels_whole
 from burst_rt.scheduler import Graph
 
 __all__ = [

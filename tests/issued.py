@@ -13,7 +13,7 @@ from fake_device import FakeDevice, FakeWire, _Event
 
 from burst_rt.context import Context
 from burst_rt.errors import DeviceError
-from burst_rt.machine import Machine
+from burst_rt.runtime.machine import Machine
 from burst_rt.scheduler import CONTROL, NCCL_LANES, Graph, GraphBuilder, Op
 from burst_rt.transport import ControlGroup
 

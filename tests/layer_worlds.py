@@ -14,8 +14,8 @@ import torch
 from spec import relative_error
 
 from burst_rt import Context
-from burst_rt.layers import TENSOR_PARALLEL, LayerShape
-from burst_rt.tensor_parallel import ParallelLayer, whole_weights
+from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape
+from burst_rt.baselines.tensor_parallel import ParallelLayer, whole_weights
 
 __all__ = ["LayerCase", "Outcome", "reference", "spread"]
 

@@ -8,18 +8,17 @@ device, where `burst_rt.init` finds it; a job never probes by itself.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import socket
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "remember", "remembered"]
+from burst_rt.remembered import recall
+from burst_rt.remembered import remember as keep
 
+__all__ = ["remember", "remembered"]
+
+_KIND = "mpi-device-memory"
 _SIZES = (1, 4096, 1 << 20, 1 << 24)
 _DEADLINE_S = 20.0
 
@@ -28,50 +27,19 @@ def remembered(library: str, device: str) -> bool | None:
     """What the last probe of this host, MPI library (its version string) and device name said; None
     if there was none.
     """
-    try:
-        return bool(
-            json.loads(_path(library, device).read_text(encoding="utf-8"))["takes_device_memory"]
-        )
-    except (OSError, ValueError, KeyError):
-        return None
+    answer = recall(_KIND, _key(library, device))
+    return answer if isinstance(answer, bool) else None
 
 
 def remember(library: str, device: str, answer: bool) -> None:
     """Writes the answer down, for jobs to come. A cache folder that cannot be written is no error:
     the next doctor probes again.
     """
-    path = _path(library, device)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(
-            json.dumps(
-                {
-                    "host": socket.gethostname(),
-                    "library": library,
-                    "device": device,
-                    "takes_device_memory": answer,
-                }
-            )
-        )
-        fresh.replace(path)
-    except OSError:
-        return
+    keep(_KIND, _key(library, device), answer)
 
 
-def _path(library: str, device: str) -> Path:
-    name = hashlib.blake2b(
-        repr((socket.gethostname(), library, device)).encode(), digest_size=8
-    ).hexdigest()
-    return cache_folder() / f"mpi-device-memory-{name}.json"
-
-
-def cache_folder() -> Path:
-    """Where this user's jobs find what earlier ones have measured. It need not be there."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path(
-        os.environ.get("HOME") or tempfile.gettempdir(), ".cache"
-    )
-    return Path(root) / "burst_rt"
+def _key(library: str, device: str) -> dict[str, str]:
+    return {"host": socket.gethostname(), "library": library, "device": device}
 
 
 def _rank(device: str) -> None:

@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from burst_rt import launched, reports
 from burst_rt.errors import ConfigError, Stalled
+from burst_rt.job import launched, reports
 
 __all__ = ["start_mpi", "who_is_missing"]
 

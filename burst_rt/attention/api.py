@@ -8,12 +8,12 @@ from typing import NoReturn
 import torch
 
 from burst_rt.attention.autograd import BurstAttentionFunction, handle_of, held_handle
-from burst_rt.attention.masks import Causal, Full, Mask
 from burst_rt.attention.planner import Plan
+from burst_rt.attention.sharding import ContextLayout
 from burst_rt.context import refuse
 from burst_rt.contract import CallSpec, check_call, check_spec
 from burst_rt.errors import BurstError, ConfigError, InputError
-from burst_rt.sharding import ContextLayout
+from burst_rt.planning.masks import Causal, Full, Mask
 
 __all__ = ["BurstAttention", "Explanation", "burst_attention", "call_spec", "explain"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from burst_rt.attention.masks import Both, Causal, Full, Mask, Piece, Relation
 from burst_rt.errors import InputError
+from burst_rt.planning.masks import Both, Causal, Full, Mask, Piece, Relation
 
 __all__ = ["check_mask"]
 

@@ -17,11 +17,11 @@ from typing import NamedTuple, cast
 
 import torch
 
-from burst_rt.attention.forecast import FORECAST_UP_TO, fastest
-from burst_rt.attention.masks import Piece
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import Choice, choose
 from burst_rt.kernels import Kernel, Picked, Work, pick
+from burst_rt.planning.forecast import FORECAST_UP_TO, fastest
+from burst_rt.planning.masks import Piece
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import Choice, choose
 from burst_rt.scheduler import (
     HOST_LANES,
     Graph,

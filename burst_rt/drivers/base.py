@@ -16,7 +16,7 @@ import torch
 
 from burst_rt.drivers.watch import Backoff, Watch
 from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
-from burst_rt.flight import FlightRecord
+from burst_rt.job.flight import FlightRecord
 from burst_rt.scheduler import Event, Graph, Op, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 

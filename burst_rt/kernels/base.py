@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from burst_rt.attention.masks import Mask, Piece, Relation
-from burst_rt.attention.problem import TileShape
+from burst_rt.planning.masks import Mask, Piece, Relation
+from burst_rt.planning.problem import TileShape
 
 __all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", "sum_dtype"]
 

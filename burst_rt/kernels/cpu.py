@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from burst_rt.attention.masks import Piece, Relation
-from burst_rt.attention.problem import TileShape
 from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold, sum_dtype
 from burst_rt.kernels.naive import NaiveKernel
+from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.problem import TileShape
 
 __all__ = ["CpuKernel"]
 

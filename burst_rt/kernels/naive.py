@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import torch
 
-from burst_rt.attention.masks import Piece
-from burst_rt.attention.problem import TileShape
 from burst_rt.kernels.base import State, Tile, Work, delta_rows, sum_dtype
+from burst_rt.planning.masks import Piece
+from burst_rt.planning.problem import TileShape
 
 __all__ = ["NaiveKernel", "UntiledKernel", "dense_scores", "per_group", "per_head"]
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.attention
 
 from burst_rt.kernels.base import Kernel, State, Tile, Work, sum_dtype
-from burst_rt.kernels.remembered import alone, recall, remember
+from burst_rt.remembered import alone, recall, remember
 
 __all__ = ["KIND", "TileProblem", "Timed", "failures", "fastest", "seconds_of", "speed_key", "told"]
 
@@ -198,7 +198,7 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
 
 def speed_key(work: Work) -> dict[str, str]:
     """What a speed depends on."""
-    from burst_rt import __version__
+    from burst_rt.version import __version__
 
     return {
         "chip": torch.cuda.get_device_name(work.device),

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from burst_rt.attention.masks import Piece
-from burst_rt.attention.problem import TileShape
 from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold
+from burst_rt.planning.masks import Piece
+from burst_rt.planning.problem import TileShape
 
 __all__ = ["CudnnKernel", "FlashKernel"]
 

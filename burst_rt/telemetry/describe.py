@@ -13,7 +13,7 @@ from burst_rt.telemetry.messages import Candidate
 
 if TYPE_CHECKING:
     from burst_rt.attention.planner import Plan
-    from burst_rt.machine import Machine
+    from burst_rt.runtime.machine import Machine
     from burst_rt.telemetry.calls import Described
 
 __all__ = ["describe", "machine_like"]
@@ -74,7 +74,7 @@ def _predicted_s(plan: Plan, machine: Machine, rank: int) -> float | None:
     hardware = machine.hardware or _shipped(machine.device)
     if hardware is None:
         return None
-    from burst_rt.attention.forecast import of_choice
+    from burst_rt.planning.forecast import of_choice
 
     return of_choice(choice, hardware).time_s
 

@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--dashboard", default="", help='"1", or [HOST:]PORT')
     parser.add_argument("--metrics-port", type=int)
     options = parser.parse_args()
-    from burst_rt import __version__
+    from burst_rt.version import __version__
 
     level = os.environ.get("BURST_RT_LOG", "warning").upper()
     logging.basicConfig(

@@ -171,11 +171,11 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
 
 
 def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -> Agent:
-    from burst_rt import __version__
     from burst_rt.telemetry.agent import Agent
     from burst_rt.telemetry.jobs import readable
     from burst_rt.telemetry.messages import VERSION, Hello
     from burst_rt.telemetry.nvml import GpuId, gpu_source
+    from burst_rt.version import __version__
 
     own = wishes[place]
     here = [i for i, wished in enumerate(wishes) if wished.host == own.host]

@@ -337,8 +337,8 @@ def _strategies(
 
     options = [*shape, "--repeats", str(repeats)] + (["--out", str(out.absolute())] if out else [])
     lengths = ["--tokens", *(str(n) for n in tokens)]
-    from burst_rt.calibrated import HARDWARE_VARIABLE, calibrated_path, find_hardware
-    from burst_rt.joining import DEVICE_VARIABLE, resolve_device
+    from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path, find_hardware
+    from burst_rt.runtime.joining import DEVICE_VARIABLE, resolve_device
 
     device = resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type
     if find_hardware(device) is None:
@@ -505,8 +505,8 @@ def layer(
     """One transformer layer over MPI ranks: a ring, all-to-all, and tensor parallelism without and
     with a split sequence.
     """
+    from burst_rt.baselines.layers import LayerShape
     from burst_rt.launch.run import launch
-    from burst_rt.layers import LayerShape
 
     names = {"heads": "num_heads", "kv_heads": "num_kv_heads"}
     shape = LayerShape(**{names.get(name, name): size for name, size in sizes.items()})

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from burst_rt.attention.layouts import make_layout
-from burst_rt.attention.masks import Causal
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import choose
 from burst_rt.errors import BurstError
 from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.masks import Causal
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     Cost,
     Engine,

@@ -17,10 +17,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import burst_rt
-from burst_rt.attention.masks import Causal, Full, Mask
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, State, Tile
 from burst_rt.launch.bench.report import Cell, median, publish, save
+from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.scheduler import Span, exposed
 
 __all__ = ["PARTS", "main"]

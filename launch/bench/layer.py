@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 import burst_rt
+from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
+from burst_rt.baselines.tensor_parallel import ParallelLayer, whole_weights
 from burst_rt.errors import InputError
 from burst_rt.launch.bench.plots import draw_lines
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import progress, slowest_s
-from burst_rt.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
-from burst_rt.tensor_parallel import ParallelLayer, whole_weights
 
 __all__ = ["STRATEGIES", "allowed", "main"]
 

@@ -17,10 +17,6 @@ from typing import NamedTuple
 import torch
 
 import burst_rt
-from burst_rt.attention.forecast import CANDIDATES, fastest, forecast
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import choose
-from burst_rt.calibrated import HARDWARE_VARIABLE, calibrated_path
 from burst_rt.launch.bench.plots import draw_bars, draw_scatter
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import (
@@ -30,6 +26,10 @@ from burst_rt.launch.bench.timing import (
     progress,
     slowest_s,
 )
+from burst_rt.planning.forecast import CANDIDATES, fastest, forecast
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
+from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path
 from burst_rt.scheduler.hardware import Hardware
 
 __all__ = ["main"]

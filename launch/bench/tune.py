@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import torch
 
-from burst_rt.attention.masks import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work
-from burst_rt.kernels.remembered import forget
 from burst_rt.kernels.speed import KIND, TileProblem, failures, told
 from burst_rt.kernels.triton.configs import Config, arch_of
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying
 from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.planning.masks import Causal, Full
+from burst_rt.remembered import forget
 
 __all__ = ["Trial", "best_of", "main", "paste"]
 

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from burst_rt.attention.forecast import CANDIDATES
-from burst_rt.calibrated import calibrated_path
+from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.model import (
     MASKS,
@@ -34,7 +33,8 @@ from burst_rt.launch.plan.model import (
     tile_of,
 )
 from burst_rt.launch.where import machine_options
-from burst_rt.layers import TENSOR_PARALLEL
+from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.runtime.calibrated import calibrated_path
 from burst_rt.scheduler.hardware import Hardware, load_hardware
 
 __all__ = ["calibrate", "parse_tokens", "plan", "simulate"]
@@ -332,8 +332,8 @@ def calibrate(
     BURST_RT_HARDWARE=FILE take another.
     """
 
-    from burst_rt.joining import DEVICE_VARIABLE, resolve_device
     from burst_rt.launch.run import launch
+    from burst_rt.runtime.joining import DEVICE_VARIABLE, resolve_device
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
     sizes = [

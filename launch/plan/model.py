@@ -1,5 +1,5 @@
-"""A whole model on a machine: the forecast of one layer (`burst_rt.layers`), as often as there are
-layers. Pure Python.
+"""A whole model on a machine: the forecast of one layer, as often as there are layers. Pure
+Python. The layer: `burst_rt.baselines.layers`.
 
 What is left out: the embedding and the head (one row of logits a sequence; their weights are
 counted), the sampler, the optimizer's step. Weights of all layers and 16-bit activations; training
@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
-from burst_rt.attention.masks import Causal, Full
+from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
-from burst_rt.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
+from burst_rt.planning.masks import Causal, Full
 from burst_rt.scheduler.hardware import Hardware
 
 __all__ = [

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from burst_rt.attention.layouts import KINDS, make_layout
-from burst_rt.attention.masks import Causal
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import STRATEGIES, check_name, choose
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.masks import Causal
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import STRATEGIES, check_name, choose
 
 __all__ = [
     "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode",

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Self
 
 from burst_rt.context import Context
+from burst_rt.job.reports import say_resume
 from burst_rt.launch.train.agreement import on_first, share_bytes
 from burst_rt.launch.train.checkpoint import Checkpoint, save_checkpoint
 from burst_rt.launch.train.claim import claim
 from burst_rt.launch.train.metrics import MetricsFile, StepRecord
-from burst_rt.reports import say_resume
 
 __all__ = ["RunFolder", "resume_command"]
 

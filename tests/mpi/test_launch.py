@@ -192,7 +192,7 @@ if world.rank == 1:
     time.sleep(1)
     raise KeyError("the cause")
 import json
-from burst_rt.reports import RankReport, write_report
+from burst_rt.job.reports import RankReport, write_report
 write_report(pathlib.Path(os.environ["BURST_RT_JOB_DIR"]), RankReport(world.rank, time.time(), 69,
 kind="PeerLost", traceback="lost\\n"))
 world.recv(source=1)
@@ -225,7 +225,7 @@ def test_a_job_that_mpirun_does_not_end_is_ended_by_the_launcher(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     # The rank reports its failure and then hangs, as one does whose exit mpirun has missed.
     failure = """
-from burst_rt.reports import RankReport, write_report
+from burst_rt.job.reports import RankReport, write_report
 if world.rank == 0:
     fail_now()
     report = RankReport(0, time.time(), 7, kind="ValueError", traceback="the traceback\\n")

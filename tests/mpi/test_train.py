@@ -25,13 +25,13 @@ import torch
 import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
+from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.run import find_launcher
 from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import command as train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.evaluate import command as eval_command
 from burst_rt.launch.train.loop import train
-from burst_rt.reports import JOB_DIR_VARIABLE
 
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50

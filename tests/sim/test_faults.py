@@ -12,12 +12,12 @@ from itertools import pairwise, product
 
 import pytest
 
-from burst_rt.attention.layouts import make_layout
-from burst_rt.attention.masks import Causal, Full
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import choose
 from burst_rt.errors import InternalError, Stalled
 from burst_rt.errors import PeerLost as PeerLostError
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.masks import Causal, Full
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     DEVICE_LANES,
     HOST_LANES,

@@ -11,11 +11,11 @@ from functools import partial
 
 import pytest
 
-from burst_rt.attention.layouts import make_layout
-from burst_rt.attention.masks import Causal, Full
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import choose
 from burst_rt.errors import InternalError
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.masks import Causal, Full
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     COMPUTE,
     CONTROL,

@@ -18,11 +18,11 @@ from worlds import Case, attend, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
-from burst_rt.attention.layouts import KINDS
-from burst_rt.attention.masks import Relation
 from burst_rt.drivers import Slots
 from burst_rt.errors import InputError
 from burst_rt.kernels import sum_dtype
+from burst_rt.planning.layouts import KINDS
+from burst_rt.planning.masks import Relation
 
 _WORLDS = (1, 2, 3, 4, 5, 8)
 

@@ -21,8 +21,8 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal, Context, Mask
 from burst_rt.attention import autograd
-from burst_rt.attention.masks import Both
 from burst_rt.errors import InputError
+from burst_rt.planning.masks import Both
 
 
 @pytest.fixture

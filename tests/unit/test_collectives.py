@@ -9,8 +9,9 @@ import torch
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.collectives import all_gather, all_reduce, even_parts, reduce_scatter
+from burst_rt.baselines.tensor_parallel import Collectives
 from burst_rt.errors import ContractMismatch
+from burst_rt.runtime.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.scheduler import (
     HOST_LANES,
     NCCL_LANES,
@@ -20,7 +21,6 @@ from burst_rt.scheduler import (
     Lane,
     check_world,
 )
-from burst_rt.tensor_parallel import Collectives
 
 _WORLDS = (1, 2, 3, 4, 5)
 # Parts that are equal, that differ, and that are empty.

@@ -17,12 +17,12 @@ import torch
 
 import burst_rt
 from burst_rt import Causal, Context, Full, LocalRank, Mask
-from burst_rt.attention.masks import Relation
 from burst_rt.contract import Agreement, digest_of
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost, Stalled
-from burst_rt.flight import Flight, FlightRecord, read_flight
+from burst_rt.job.flight import Flight, FlightRecord, read_flight
 from burst_rt.kernels import KERNELS
+from burst_rt.planning.masks import Relation
 from burst_rt.transport import LocalWorld
 
 

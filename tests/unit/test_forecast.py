@@ -8,7 +8,10 @@ import pytest
 import torch
 from graphs import Window, problem
 
-from burst_rt.attention.forecast import (
+from burst_rt.errors import InputError
+from burst_rt.kernels.cpu import CpuKernel
+from burst_rt.kernels.naive import UntiledKernel
+from burst_rt.planning.forecast import (
     CANDIDATES,
     fastest,
     forecast,
@@ -16,12 +19,9 @@ from burst_rt.attention.forecast import (
     schedules_of,
     untiled_bytes,
 )
-from burst_rt.attention.masks import Causal, Mask
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import choose
-from burst_rt.errors import InputError
-from burst_rt.kernels.cpu import CpuKernel
-from burst_rt.kernels.naive import UntiledKernel
+from burst_rt.planning.masks import Causal, Mask
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
 from burst_rt.scheduler.simulate import Rotated, simulate

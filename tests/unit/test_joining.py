@@ -19,10 +19,11 @@ from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context
-from burst_rt.calibrated import fitted
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
-from burst_rt.joining import (
+from burst_rt.launch import where
+from burst_rt.runtime.calibrated import fitted
+from burst_rt.runtime.joining import (
     DEVICE_VARIABLE,
     TRANSPORT_VARIABLE,
     TRANSPORTS,
@@ -31,7 +32,6 @@ from burst_rt.joining import (
     choose_transport,
     resolve_device,
 )
-from burst_rt.launch import where
 from burst_rt.scheduler.hardware import load_hardware
 from burst_rt.scheduler.network import Network
 from burst_rt.transport import LocalWorld, staged

@@ -14,12 +14,12 @@ from spec import Attention, reference, relative_error
 from tolerances import ERROR
 
 from burst_rt import Full, Mask
-from burst_rt.attention.masks import Piece, Relation
-from burst_rt.attention.problem import TileShape
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS as ALL_KERNELS
 from burst_rt.kernels import Kernel, State, Tile, Work, pick, sum_dtype
 from burst_rt.kernels.cpu import _Part
+from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.problem import TileShape
 
 # Those that take CPU tensors and any mask; tests/interpreted has the others.
 KERNELS = {name: ALL_KERNELS[name] for name in ("cpu", "naive")}

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from burst_rt.attention.masks import Causal, Full
-from burst_rt.attention.strategies import choose
+from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
-from burst_rt.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
+from burst_rt.planning.masks import Causal, Full
+from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import NCCL_LANES, Schedule, check_world, load_hardware, simulate
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
 from burst_rt.scheduler.simulate import Rotated

@@ -7,8 +7,8 @@ import torch
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.attention.layouts import KINDS, make_layout
 from burst_rt.errors import InputError
+from burst_rt.planning.layouts import KINDS, make_layout
 
 _LENGTHS = (1, 2, 3, 7, 8, 63, 100, 1000, 1009)
 _WORLDS = (1, 2, 3, 4, 5, 8)

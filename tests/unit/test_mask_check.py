@@ -11,8 +11,8 @@ import torch
 
 from burst_rt import Causal, Full, Mask, Relation
 from burst_rt.attention.mask_check import check_mask
-from burst_rt.attention.masks import Piece
 from burst_rt.errors import InputError
+from burst_rt.planning.masks import Piece
 
 
 @dataclass(frozen=True)

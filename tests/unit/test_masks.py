@@ -11,8 +11,8 @@ import torch
 from spec import seen
 
 from burst_rt import Causal, Full, Mask
-from burst_rt.attention.masks import Both, Piece, Relation
 from burst_rt.errors import InputError
+from burst_rt.planning.masks import Both, Piece, Relation
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from burst_rt.errors import ConfigError, DeviceError, Stalled
-from burst_rt.joining import _connect, _cupy_nccl
+from burst_rt.runtime.joining import _connect, _cupy_nccl
 from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
 
 # As long as NCCL's, with every bit set somewhere and zeros inside.

@@ -224,31 +224,49 @@ def _is_standard_library(name: str) -> bool:
     return name.partition(".")[0] in sys.stdlib_module_names
 
 
-# What everything may import: they import nothing of the package but each other, and no library
-# until they are asked.
-_GROUND = {"burst_rt.errors", "burst_rt.launched", "burst_rt.reports"}
+# A module imports from floors below its own, or from rooms named before its own on the same floor.
+_FLOORS = (
+    ("errors", "version", "rotary", "remembered", "job"),
+    ("scheduler",),
+    ("transport", "planning"),
+    ("kernels", "drivers"),
+    ("runtime",),
+    ("attention",),
+    ("telemetry", "baselines"),
+    ("dashboard",),
+    ("context", ""),
+    ("launch",),
+)
+_HEIGHT = {
+    f"burst_rt.{room}".rstrip("."): (floor, place)
+    for floor, rooms in enumerate(_FLOORS, start=1)
+    for place, room in enumerate(rooms)
+}
 _NEEDS_ONLY_PYTHON = (
-    "burst_rt.attention.strategies",
-    "burst_rt.attention.layouts",
-    "burst_rt.attention.masks",
+    "burst_rt.planning.forecast",
+    "burst_rt.planning.layouts",
+    "burst_rt.planning.masks",
+    "burst_rt.planning.strategies",
 )
 
 
+def _room(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
 @pytest.mark.parametrize("name", sorted(_MODULES))
-def test_imports_point_one_way(name: str) -> None:
-    imports = _imports(name)
-    own = {module for module in imports if _within(module, "burst_rt")} - _GROUND
-    if name in _GROUND:
-        assert all(_is_standard_library(module) for module in imports - _GROUND - {"psutil"})
-    elif _within(name, "burst_rt.scheduler"):
-        assert all(_within(module, "burst_rt.scheduler") for module in own)
-        assert all(map(_is_standard_library, imports - own - {"burst_rt.errors"}))
-    elif _within(name, "burst_rt.transport"):
-        assert all(_within(module, "burst_rt.scheduler", "burst_rt.transport") for module in own)
-    elif not _within(name, "burst_rt.launch"):
-        assert not any(_within(module, "burst_rt.launch") for module in own)
-    if _within(name, *_NEEDS_ONLY_PYTHON):
-        assert not {module.partition(".")[0] for module in imports} & {"torch", "mpi4py", "numpy"}
+def test_imports_point_down(name: str) -> None:
+    """Imports for types count. `burst_rt` itself names what it hands on in `_HOME`, as text."""
+    rooms = {_room(module) for module in _imports(name) if _within(module, "burst_rt")}
+    here = _HEIGHT[_room(name)]
+    upward = {room for room in rooms - {_room(name)} if _HEIGHT[room] >= here}
+    assert not upward, f"{name} is on floor {here[0]}; above it or beside it: {sorted(upward)}"
+
+
+@pytest.mark.parametrize("name", sorted(n for n in _MODULES if _within(n, "burst_rt.planning")))
+def test_planning_imports_only_python(name: str) -> None:
+    own = {module for module in _imports(name) if _within(module, "burst_rt")}
+    assert all(map(_is_standard_library, _imports(name) - own))
 
 
 @pytest.mark.parametrize("name", _NEEDS_ONLY_PYTHON)

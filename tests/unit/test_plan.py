@@ -9,6 +9,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from burst_rt.baselines.layers import LayerShape
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.cli import parse_tokens
@@ -21,7 +22,6 @@ from burst_rt.launch.plan.model import (
     tile_of,
 )
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
-from burst_rt.layers import LayerShape
 from burst_rt.scheduler.hardware import load_hardware
 
 _LLAMA = MODELS["llama-7b"]

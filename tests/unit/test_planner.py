@@ -10,10 +10,10 @@ import torch
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
 from burst_rt.attention.execute import BackwardRun, ForwardRun
-from burst_rt.attention.layouts import make_layout
 from burst_rt.attention.planner import Plan, PlanKey, Planner
-from burst_rt.attention.problem import Problem
 from burst_rt.errors import InputError, InternalError
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.problem import Problem
 
 
 def _key(
@@ -69,7 +69,7 @@ def test_every_rank_finds_its_own_graph(world_size: int, forward: bool) -> None:
 def test_graphs_that_do_not_fit_together_are_not_run(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from burst_rt.attention.strategies.ring import Ring
+    from burst_rt.planning.strategies.ring import Ring
 
     build = Ring.graph
 

@@ -22,8 +22,8 @@ import burst_rt
 from burst_rt import Causal, Full
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, Kernel, Work, pick, speed
-from burst_rt.kernels.remembered import alone, forget, recall, remember
 from burst_rt.kernels.speed import KIND, TileProblem, fastest, told
+from burst_rt.remembered import alone, forget, recall, remember
 
 _WORK = Work(torch.device("cuda"), torch.bfloat16, 128, Causal())
 _Measure = Callable[[Work, Sequence[Kernel]], dict[str, float | str]]

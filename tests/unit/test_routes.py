@@ -10,8 +10,8 @@ import pytest
 from graphs import KIND_PAIRS, MASKS, SIZES, bytes_of, graphs_of, other_rings, problem
 
 from burst_rt import Causal
-from burst_rt.attention.strategies import check_name, choose
 from burst_rt.errors import InputError
+from burst_rt.planning.strategies import check_name, choose
 from burst_rt.scheduler import Graph, check_world
 
 

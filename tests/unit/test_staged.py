@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 
 from burst_rt import Causal, Full
-from burst_rt.attention.layouts import make_layout
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import choose
 from burst_rt.errors import ConfigError
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     DEVICE_LANES,
     Faults,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch import run, stopping
 from burst_rt.launch.stopping import (
     SIGNALS,
@@ -23,7 +24,6 @@ from burst_rt.launch.stopping import (
     listen,
     read_word,
 )
-from burst_rt.reports import JOB_DIR_VARIABLE
 
 _SILENCE = [0.0] * len(SIGNALS)
 

@@ -17,13 +17,13 @@ from spec import seen
 from tolerances import BALANCE
 
 from burst_rt import Causal
-from burst_rt.attention.layouts import KINDS
-from burst_rt.attention.masks import Piece, Relation
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import Ring, choose
-from burst_rt.attention.strategies.ring import backward_ring, forward_ring
-from burst_rt.attention.strategies.routes import OneRing
 from burst_rt.errors import InternalError
+from burst_rt.planning.layouts import KINDS
+from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import Ring, choose
+from burst_rt.planning.strategies.ring import backward_ring, forward_ring
+from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import Graph, check_world
 
 Positions = tuple[int, ...]

@@ -13,9 +13,9 @@ from tolerances import ERROR
 
 import burst_rt
 from burst_rt import Context
+from burst_rt.baselines.layers import TENSOR_PARALLEL
+from burst_rt.baselines.tensor_parallel import ParallelLayer
 from burst_rt.errors import InputError
-from burst_rt.layers import TENSOR_PARALLEL
-from burst_rt.tensor_parallel import ParallelLayer
 
 _STRATEGIES = (*TENSOR_PARALLEL, "burst", "all-to-all")
 

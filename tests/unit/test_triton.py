@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from burst_rt import Causal, Full
-from burst_rt.attention.layouts import KINDS, make_layout
-from burst_rt.attention.masks import Both
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import KERNELS, Work, pick
 from burst_rt.kernels.triton.configs import ARCHES, arch_of, choose, padded
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
 from burst_rt.kernels.triton.runs import Runs, runs_of
+from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.masks import Both
 
 _INTERPRETED = Path(__file__).resolve().parents[1] / "interpreted"
 _DEADLINE_S = 600.0

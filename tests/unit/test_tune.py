@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work, pick
-from burst_rt.kernels.remembered import recall, remember
 from burst_rt.kernels.triton import tuned as module
 from burst_rt.kernels.triton.configs import ARCHES, Config, choose, padded
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying, tuned
 from burst_rt.launch.bench.cli import command
 from burst_rt.launch.bench.tune import Trial, best_of, paste
+from burst_rt.remembered import recall, remember
 
 _CUDA = torch.device("cuda")
 

@@ -22,10 +22,10 @@ from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, Full
-from burst_rt.attention.masks import Both, Mask, Piece
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import KERNELS, State, Tile, Work
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
+from burst_rt.planning.masks import Both, Mask, Piece
 
 _16_BIT = (torch.bfloat16, torch.float16)
 _LSE = {

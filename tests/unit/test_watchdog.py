@@ -24,8 +24,8 @@ from burst_rt import Context
 from burst_rt import context as contexts
 from burst_rt.drivers.device import TorchDevice
 from burst_rt.drivers.watch import SharedWatch, Watch
-from burst_rt.ending import mpi_takes_threads
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, PeerLost, Stalled
+from burst_rt.job.ending import mpi_takes_threads
 from burst_rt.transport import LocalWorld, NoticeKind
 
 _SOON_S = 20.0
@@ -420,7 +420,7 @@ def test_the_end_of_a_job_is_a_line_and_an_exit_code() -> None:
     """Whatever the program's own thread does, and even if the device cannot be told."""
     source = """
 import threading, time
-from burst_rt.ending import end_job
+from burst_rt.job.ending import end_job
 from burst_rt.errors import Stalled
 threading.Thread(target=end_job, args=(Stalled("rank 3: call 7 (Pipeline.run) ..."),
 lambda: time.sleep(60))).start()

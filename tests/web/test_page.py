@@ -12,7 +12,7 @@ import pytest
 from dashboards import RunningCommand, command, kill_rank
 from playwright.sync_api import Browser, Page, expect
 
-from burst_rt.calibrated import HARDWARE_VARIABLE
+from burst_rt.runtime.calibrated import HARDWARE_VARIABLE
 from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
 
 _PROGRAM = Path(__file__).parent / "programs" / "ring.py"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from burst_rt.attention.execute.hybrid import HybridBackwardRun, HybridForwardRun
 from burst_rt.attention.execute.ring import BackwardRun, ForwardRun
 from burst_rt.attention.execute.ring_naive import RingNaiveBackwardRun, RingNaiveForwardRun
-from burst_rt.attention.strategies import Hybrid, Program, Ring, RingNaive
+from burst_rt.planning.strategies import Hybrid, Program, Ring, RingNaive
 
 __all__ = ["RUNS", "BackwardRun", "ForwardRun", "Runs"]
 

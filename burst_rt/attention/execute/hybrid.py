@@ -16,7 +16,7 @@ import torch
 
 from burst_rt.attention.execute.ring import BackwardRun, ForwardRun, Run, dense
 from burst_rt.attention.planner import Plan
-from burst_rt.attention.strategies import Hybrid, Ring, on_query_side
+from burst_rt.planning.strategies import Hybrid, Ring, on_query_side
 
 __all__ = ["HybridBackwardRun", "HybridForwardRun"]
 

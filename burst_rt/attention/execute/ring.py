@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan
-from burst_rt.attention.strategies import Ring, on_query_side
 from burst_rt.drivers import Slots, flat_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
-from burst_rt.machine import Machine
+from burst_rt.planning.masks import Piece
+from burst_rt.planning.strategies import Ring, on_query_side
+from burst_rt.runtime.machine import Machine
 
 __all__ = ["BackwardRun", "ForwardRun", "Names", "Run", "dense"]
 

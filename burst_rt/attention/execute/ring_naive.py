@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from burst_rt.attention.execute.ring import BackwardRun, ForwardRun, Names, Run
-from burst_rt.attention.masks import Piece
 from burst_rt.attention.planner import Plan
-from burst_rt.attention.strategies import Ring, RingNaive
 from burst_rt.kernels.naive import dense_scores, per_group, per_head
+from burst_rt.planning.masks import Piece
+from burst_rt.planning.strategies import Ring, RingNaive
 
 __all__ = ["RingNaiveBackwardRun", "RingNaiveForwardRun"]
 

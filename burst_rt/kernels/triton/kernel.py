@@ -17,14 +17,14 @@ from importlib.util import find_spec
 
 import torch
 
-from burst_rt.attention.masks import Causal, Full
-from burst_rt.attention.problem import TileShape
 from burst_rt.errors import InternalError
 from burst_rt.kernels.base import State, Tile, Work
 from burst_rt.kernels.triton.configs import Config, arch_of, choose
 from burst_rt.kernels.triton.launch import Problem
 from burst_rt.kernels.triton.runs import Runs, runs_of
 from burst_rt.kernels.triton.tuned import tuned
+from burst_rt.planning.masks import Causal, Full
+from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
 

@@ -15,8 +15,8 @@ from typing import get_args
 
 import torch
 
-from burst_rt.kernels.remembered import recall, remember
 from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, choose, padded
+from burst_rt.remembered import recall, remember
 
 __all__ = ["TUNED", "candidates", "keep", "trying", "tuned"]
 
@@ -134,7 +134,7 @@ def _recalled(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
 
 
 def _key(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, str]:
-    from burst_rt import __version__
+    from burst_rt.version import __version__
 
     return {
         "chip": torch.cuda.get_device_name(device),

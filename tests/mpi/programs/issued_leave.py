@@ -11,7 +11,7 @@ import torch
 from issued import context_of, exchange_graph
 
 import burst_rt
-from burst_rt.joining import join
+from burst_rt.runtime.joining import join
 
 how = sys.argv[1]
 machine, control, _ = join(None, "cpu", "auto", 60.0)

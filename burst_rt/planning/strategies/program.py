@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from burst_rt.attention.problem import Problem, TileShape
+from burst_rt.planning.problem import Problem, TileShape
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op
 
 __all__ = ["AGREE", "Footprint", "Program", "on_query_side"]

@@ -11,17 +11,24 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from burst_rt.transport.probe import cache_folder
-
-__all__ = ["alone", "forget", "recall", "remember"]
+__all__ = ["alone", "cache_folder", "forget", "recall", "remember"]
 
 _POLL_S = 0.05
+
+
+def cache_folder() -> Path:
+    """Where this user's jobs find what earlier ones have measured. It need not be there."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path(
+        os.environ.get("HOME") or tempfile.gettempdir(), ".cache"
+    )
+    return Path(root) / "burst_rt"
 
 
 def recall(kind: str, key: Mapping[str, str]) -> Any:  # what was given to `remember`

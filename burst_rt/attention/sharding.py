@@ -1,5 +1,5 @@
 """A layout bound to a context: cutting tensors into shards, putting them together again. Who owns
-what: `attention/layouts.py`.
+what: `planning/layouts.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_rt.attention.layouts import Layout
 from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
+from burst_rt.planning.layouts import Layout
 
 if TYPE_CHECKING:
     from burst_rt.context import Context

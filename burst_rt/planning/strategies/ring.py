@@ -29,10 +29,10 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from burst_rt.attention.masks import Full, Piece
-from burst_rt.attention.problem import Problem, TileShape
-from burst_rt.attention.strategies.program import AGREE, Footprint
-from burst_rt.attention.strategies.routes import OneRing, Route
+from burst_rt.planning.masks import Full, Piece
+from burst_rt.planning.problem import Problem, TileShape
+from burst_rt.planning.strategies.program import AGREE, Footprint
+from burst_rt.planning.strategies.routes import OneRing, Route
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from burst_rt import launched
+from burst_rt.job import launched
 
 __all__ = [
     "JOB_DIR_VARIABLE",

@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_rt.attention.layouts import Layout
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies.program import Footprint, on_query_side
-from burst_rt.attention.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
 from burst_rt.errors import InputError
+from burst_rt.planning.layouts import Layout
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies.program import Footprint, on_query_side
+from burst_rt.planning.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
 
 __all__ = ["Hybrid", "backward_hybrid", "forward_hybrid"]

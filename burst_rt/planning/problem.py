@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from burst_rt.attention.layouts import Layout
-from burst_rt.attention.masks import Mask
+from burst_rt.planning.layouts import Layout
+from burst_rt.planning.masks import Mask
 
 __all__ = ["Problem", "TileShape"]
 

@@ -19,18 +19,18 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from burst_rt import collectives
 from burst_rt.attention.api import burst_attention
-from burst_rt.collectives import even_parts
+from burst_rt.baselines.layers import HALVES, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
-from burst_rt.layers import HALVES, LayerShape, SpreadLayer
-from burst_rt.pipeline import Pipeline
 from burst_rt.rotary import rotate, rotations
+from burst_rt.runtime import collectives
+from burst_rt.runtime.collectives import even_parts
+from burst_rt.runtime.pipeline import Pipeline
 from burst_rt.scheduler import Buffer, Graph, GraphBuilder
 
 if TYPE_CHECKING:
+    from burst_rt.attention.sharding import ContextLayout
     from burst_rt.context import Context
-    from burst_rt.sharding import ContextLayout
 
 __all__ = ["Collectives", "ParallelLayer", "whole_weights"]
 

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from burst_rt import launched
-from burst_rt.reports import job_folder
+from burst_rt.job import launched
+from burst_rt.job.reports import job_folder
 
 __all__ = ["Flight", "FlightRecord", "own_flight", "read_flight"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_rt.attention.masks import Full
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import Choice, Program, Ring, choose
-from burst_rt.attention.strategies.routes import OneRing
 from burst_rt.errors import InputError
+from burst_rt.planning.masks import Full
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import Choice, Program, Ring, choose
+from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import Graph, Schedule
 from burst_rt.scheduler.hardware import Hardware
 from burst_rt.scheduler.simulate import Rotated, simulate

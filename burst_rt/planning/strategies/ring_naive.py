@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies.program import Footprint
-from burst_rt.attention.strategies.ring import Ring, RingBuilder, forward_ring
-from burst_rt.attention.strategies.routes import OneRing
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies.program import Footprint
+from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring
+from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Op
 
 __all__ = ["RingNaive", "ring_naive"]

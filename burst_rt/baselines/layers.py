@@ -29,13 +29,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from burst_rt.attention.forecast import working_bytes
-from burst_rt.attention.layouts import Layout, make_layout
-from burst_rt.attention.masks import Causal, Mask
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies import AGREE, Choice, Program, check_name, choose
-from burst_rt.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.errors import InputError
+from burst_rt.planning.forecast import working_bytes
+from burst_rt.planning.layouts import Layout, make_layout
+from burst_rt.planning.masks import Causal, Mask
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import AGREE, Choice, Program, check_name, choose
+from burst_rt.runtime.collectives import all_gather, all_reduce, even_parts, reduce_scatter
 from burst_rt.scheduler import (
     HOST_LANES,
     Buffer,

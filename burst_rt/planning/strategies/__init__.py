@@ -25,13 +25,13 @@ from collections.abc import Iterator, Mapping
 from math import gcd
 from typing import NamedTuple
 
-from burst_rt.attention.problem import Problem
-from burst_rt.attention.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
-from burst_rt.attention.strategies.program import AGREE, Footprint, Program, on_query_side
-from burst_rt.attention.strategies.ring import Ring, backward_ring, forward_ring, travels_whole
-from burst_rt.attention.strategies.ring_naive import RingNaive, ring_naive
-from burst_rt.attention.strategies.routes import OneRing, Route, TwoLevel
 from burst_rt.errors import InputError
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
+from burst_rt.planning.strategies.program import AGREE, Footprint, Program, on_query_side
+from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring, travels_whole
+from burst_rt.planning.strategies.ring_naive import RingNaive, ring_naive
+from burst_rt.planning.strategies.routes import OneRing, Route, TwoLevel
 
 __all__ = [
     "AGREE",

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from burst_rt import launched
-from burst_rt.calibrated import find_hardware, fitted
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError
-from burst_rt.machine import Machine
-from burst_rt.reports import waiting_for
+from burst_rt.job import launched
+from burst_rt.job.reports import waiting_for
+from burst_rt.runtime.calibrated import find_hardware, fitted
+from burst_rt.runtime.machine import Machine
 from burst_rt.scheduler.hardware import parse_hardware
 from burst_rt.telemetry.joining import Wish, wish
 from burst_rt.transport import ControlGroup, LocalWorld, OrderedTransport, Transport

@@ -1,0 +1,3 @@
+"""Planning: masks, layouts, problems, strategies and what they are forecast to take.
+Needs Python alone: no torch, no MPI.
+"""
