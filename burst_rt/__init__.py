@@ -18,14 +18,9 @@ from burst_rt.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from burst_rt import errors, telemetry
-    from burst_rt.attention.api import (
-        BurstAttention,
-        Explanation,
-        burst_attention,
-        call_spec,
-        explain,
-    )
-    from burst_rt.attention.autograd import BurstAttentionFunction, handle_of
+    from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, explain
+    from burst_rt.attention.autograd import BurstAttentionFunction
+    from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.sharding import ContextLayout
     from burst_rt.context import Context, LocalRank, Stats, init, run_local
     from burst_rt.planning.masks import Causal, Full, Mask, Relation
@@ -34,6 +29,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BurstAttention": "attention.api",
     "BurstAttentionFunction": "attention.autograd",
+    "Call": "attention.call",
     "Causal": "planning.masks",
     "Context": "context",
     "ContextLayout": "attention.sharding",
@@ -45,10 +41,9 @@ _HOME = {
     "Relation": "planning.masks",
     "Stats": "context",
     "burst_attention": "attention.api",
-    "call_spec": "attention.api",
     "explain": "attention.api",
-    "handle_of": "attention.autograd",
     "init": "context",
+    "make_call": "attention.call",
     "run_local": "context",
 }
 
@@ -57,11 +52,9 @@ _MODULES = ("errors", "telemetry")
 _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 
 __all__ = [
-    "BurstAttention", "BurstAttentionFunction", "Causal", "Context", "ContextLayout",
-    "Explanation", "Full", "LocalRank", "Mask",
-    "Pipeline", "Relation", "Stats", "burst_attention", "call_spec", "errors", "explain",
-    "handle_of", "init", "run_local",
-    "telemetry",
+    "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Context", "ContextLayout",
+    "Explanation", "Full", "LocalRank", "Mask", "Pipeline", "Relation", "Stats",
+    "burst_attention", "errors", "explain", "init", "make_call", "run_local", "telemetry",
 ]  # fmt: skip
 
 

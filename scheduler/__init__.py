@@ -30,6 +30,7 @@ from burst_rt.scheduler.graph import (
     Lane,
     Message,
     Op,
+    Operation,
     Part,
     Task,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "Abort", "Buffer", "BusyPart", "Cost", "Deadlock", "Driver", "EmptyPart", "Engine", "Event",
     "Faults", "Finish", "Graph",
     "GraphBuilder", "Hardware", "Idle", "Instruction", "Issue", "Lane", "Loss", "Message", "Op",
+    "Operation",
     "Part", "PeerLost", "Policy", "RankTime",
     "Rehearsal", "Rotated", "Schedule", "Simulated", "Span", "Stall", "State", "Task", "TaskDone",
     "TaskFailed", "Trace", "Wait",

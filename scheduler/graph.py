@@ -6,8 +6,8 @@ follow (read after write, write after read, write after write), as in sequential
 edges between them. Accumulations into one part form a chain in program order, which makes results
 bitwise repeatable whatever the timing.
 
-A graph holds names and numbers only: no callable, no tensor. What an `Op` means is the business of
-whoever runs the graph.
+A graph holds names and numbers only: no callable, no tensor. What an `Operation` means is the
+business of whoever runs the graph.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from burst_rt.errors import InputError
 
 __all__ = [
     "COMPUTE", "CONTROL", "DEVICE_LANES", "HOST_LANES", "NCCL_LANES", "NETWORK",
-    "Buffer", "Cost", "Graph", "GraphBuilder", "Lane", "Message", "Op", "Part", "Task",
+    "Buffer", "Cost", "Graph", "GraphBuilder", "Lane", "Message", "Op", "Operation", "Part", "Task",
 ]  # fmt: skip
 
 
@@ -43,10 +43,18 @@ class Cost(NamedTuple):
 _FREE = Cost()
 
 
-class Op(NamedTuple):
-    """What a task does: the name of an operation the driver knows, and its arguments (plain,
-    hashable data).
+class Operation(Protocol):
+    """What a compute task does: frozen, hashable data of a type that whoever runs the graph knows.
+
+    name: what telemetry shows, and what machine files rate.
     """
+
+    @property
+    def name(self) -> str: ...
+
+
+class Op(NamedTuple):
+    """An operation of a custom pipeline: its name, and its arguments (plain, hashable data)."""
 
     name: str
     args: tuple[Hashable, ...] = ()
@@ -130,7 +138,7 @@ class Task:
     id: int
     name: str
     lane: str
-    op: Op | None
+    op: Operation | None
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     accumulates: tuple[int, ...]
@@ -257,7 +265,7 @@ class GraphBuilder:
     def compute(
         self,
         name: str,
-        op: Op,
+        op: Operation,
         *,
         reads: Iterable[_Access] = (),
         writes: Iterable[_Access] = (),
@@ -376,7 +384,7 @@ class GraphBuilder:
         self,
         name: str,
         lane: str,
-        op: Op | None,
+        op: Operation | None,
         reads: tuple[int, ...],
         writes: tuple[int, ...],
         accumulates: tuple[int, ...],

@@ -54,14 +54,16 @@ def problem(
 ) -> Problem:
     layouts = make_layout(kinds[0], q_len, world_size), make_layout(kinds[1], kv_len, world_size)
     return Problem(
-        *layouts,
-        mask or Full(),
-        batch,
-        *heads,
-        head_dim,
-        input_bytes,
-        max(input_bytes, 4),
-        needs_grad,
+        q_layout=layouts[0],
+        kv_layout=layouts[1],
+        mask=mask or Full(),
+        batch=batch,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        input_bytes=input_bytes,
+        sum_bytes=max(input_bytes, 4),
+        needs_grad=needs_grad,
     )
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from fake_device import FakeDevice, FakeWire, _Event
 
+from burst_rt.attention.setup import Setup
 from burst_rt.context import Context
 from burst_rt.errors import DeviceError
 from burst_rt.runtime.machine import Machine
+from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import CONTROL, NCCL_LANES, Graph, GraphBuilder, Op
 from burst_rt.transport import ControlGroup
 
@@ -74,8 +76,9 @@ def context_of(control: ControlGroup, timeout_s: float) -> tuple[Context, HeldDe
     device = HeldDevice()
     wire = HeldWire(device, control.rank, control.size)
     machine = Machine(torch.device("cpu"), ("nccl", "a double"), None, wire, streams=device)
-    options: dict[str, Any] = {"kernel": "auto", "partials": "exact", "check_finite": False}
-    return Context(machine, control, timeout_s=timeout_s, stall_s=20.0, **options), device, wire
+    runtime = Runtime(machine, control, timeout_s=timeout_s, stall_s=20.0)
+    setup = Setup(runtime, kernel="auto", partials="exact", check_finite=False)
+    return Context(runtime, setup), device, wire
 
 
 def exchange_graph(rank: int, size: int) -> Graph:

@@ -64,11 +64,11 @@ def spread(ctx: Context, case: LayerCase) -> Outcome:
     is_whole = case.strategy == TENSOR_PARALLEL[0]
     x, dy = (each.clone() if is_whole else layout.shard(each) for each in case.inputs())
     x.requires_grad_()
-    start = ctx.transport.bytes_sent
+    start = ctx.runtime.transport.bytes_sent
     y = layer(x)
-    forward = ctx.transport.bytes_sent
+    forward = ctx.runtime.transport.bytes_sent
     y.backward(dy)
-    end = ctx.transport.bytes_sent
+    end = ctx.runtime.transport.bytes_sent
     assert x.grad is not None
     truth = reference(case)
     found = {

@@ -8,11 +8,11 @@ derived edges as everything else, and the verifier, the trace and the simulator 
 
     exchange "hop 0": send k, receive k1      becomes, for each chunk i
         d2h  "hop 0 d2h i"    reads k, writes out[i % 2]
-                              copies Op("to host", (k, offset, size, out[i % 2]))
+                              ToHost: copies k, from offset on, to out[i % 2]
         net  "hop 0 out i"    sends out[i % 2]
         net  "hop 0 in i"     receives in[i % 2]
         h2d  "hop 0 h2d i"    reads in[i % 2], writes k1
-                              copies Op("to device", (in[i % 2], k1, offset, size))
+                              ToDevice: copies in[i % 2] to k1, from offset on
 
 Parts keep their numbers; those of the chunks come after them. Chunks have tags of their own, the
 same on both sides, because both cut a message at the same places.
@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle, groupby, zip_longest
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from burst_rt.errors import ConfigError
-from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Message, Op, Part, Task
+from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Message, Part, Task
 
-__all__ = ["CHUNK_BYTES", "COPY_LANES", "staged"]
+__all__ = ["CHUNK_BYTES", "COPY_LANES", "ToDevice", "ToHost", "staged"]
 
 # Large enough for PCIe and the wire to run at full speed, small enough that a message of a few
 # dozen MiB has several.
@@ -40,6 +41,29 @@ _CHUNKS_OF_A_MESSAGE = 32
 _NUM_CHUNKS = 2
 # More chunks than all messages of a tag have: tags are tag * _TAG_ROOM + number.
 _TAG_ROOM = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToHost:
+    """Copies `size_bytes` of a part, from `offset` on, to the beginning of a chunk."""
+
+    part: int
+    offset: int
+    size_bytes: int
+    chunk: int  # part
+    name: ClassVar[str] = "to host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToDevice:
+    """Copies the beginning of a chunk to `size_bytes` of a part, from `offset` on."""
+
+    part: int
+    offset: int
+    size_bytes: int
+    chunk: int  # part
+    name: ClassVar[str] = "to device"
+
 
 COPY_LANES = (Lane("d2h", ordered=True, device=0), Lane("h2d", ordered=True, device=0))
 _HOST_COPY_LANES = (Lane("d2h"), Lane("h2d"))
@@ -141,7 +165,7 @@ class _Staging:
         ):
             if out:
                 chunk, whole, size = next(self.out), self.parts[out.part], out.size_bytes
-                op = Op("to host", (whole.id, out.offset, size, chunk.id))
+                op = ToHost(part=whole.id, offset=out.offset, size_bytes=size, chunk=chunk.id)
                 g.compute(
                     f"{task.name} d2h {i}",
                     op,
@@ -159,7 +183,7 @@ class _Staging:
                 )
             if into:
                 chunk, whole, size = next(self.into), self.parts[into.part], into.size_bytes
-                op = Op("to device", (chunk.id, whole.id, into.offset, size))
+                back = ToDevice(part=whole.id, offset=into.offset, size_bytes=size, chunk=chunk.id)
                 g.exchange(
                     f"{task.name} in {i}",
                     recvs=[(chunk, into.peer, size)],
@@ -169,7 +193,7 @@ class _Staging:
                 )
                 g.compute(
                     f"{task.name} h2d {i}",
-                    op,
+                    back,
                     reads=[chunk],
                     writes=[whole],
                     cost=Cost(0, size),

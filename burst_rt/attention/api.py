@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn, Unpack, overload
 
 import torch
 
-from burst_rt.attention.autograd import BurstAttentionFunction, handle_of, held_handle
+from burst_rt.attention.autograd import BurstAttentionFunction, forward_op, terms_of
+from burst_rt.attention.call import CAUSAL, FULL, Options, make_call, needs_of
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.sharding import ContextLayout
-from burst_rt.context import refuse
-from burst_rt.contract import CallSpec, check_call, check_spec
 from burst_rt.errors import BurstError, ConfigError, InputError
-from burst_rt.planning.masks import Causal, Full, Mask
+from burst_rt.planning.masks import Mask
+from burst_rt.runtime.refusing import refuse
 
-__all__ = ["BurstAttention", "Explanation", "burst_attention", "call_spec", "explain"]
+__all__ = ["BurstAttention", "Explanation", "burst_attention", "explain"]
 
 
+@overload
 def burst_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Mask | None = None,
-    causal: bool = False,
     layout: ContextLayout,
     kv_layout: ContextLayout | None = None,
+    mask: Mask | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    strategy: str = "auto",
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def burst_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None = None,
+    mask: Mask | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    strategy: str = "auto",
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def burst_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None = None,
+    mask: Mask | None = None,
+    causal: bool = False,
     scale: float | None = None,
     strategy: str = "auto",
     return_lse: bool = False,
@@ -58,11 +86,13 @@ def burst_attention(
     when a rank is gone or nothing moves (deadlines: `init`).
     """
     if torch.compiler.is_compiling():
-        # One opaque op, which checks the tensors itself when it runs.
-        handle = _constant_handle(
-            mask, causal, layout, kv_layout, scale, strategy, return_lse, *_needs_grad(q, k, v)
+        # One opaque op, which checks all of this when it runs.
+        _check_types(layout, kv_layout, mask)
+        chosen = mask if mask is not None else CAUSAL if causal else FULL
+        terms = terms_of(
+            layout, kv_layout or layout, chosen, scale, strategy, return_lse, needs_of(q, k, v)
         )
-        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+        out, lse = forward_op(q, k, v, *terms)
         return (out, lse) if return_lse else out
     try:
         if torch._C._are_functorch_transforms_active():
@@ -70,130 +100,42 @@ def burst_attention(
                 "burst_attention: torch.func's transforms (grad, vmap, jvp) are not supported; use "
                 "loss.backward()"
             )
-        spec = _make_spec(
-            mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v)
-        )
-        # Before torch sees them: a tensor of another device would take another way. Values are
-        # looked at once, by the op.
-        check_call(spec, q, k, v, values=False)
-        spec.layout.context.check_open()
+        call = make_call(
+            q, k, v, layout=layout, kv_layout=kv_layout, mask=mask, causal=causal, scale=scale,
+            strategy=strategy, return_lse=return_lse,
+        )  # fmt: skip
+        call.setup.runtime.check_open()
     except (InputError, ConfigError) as error:
         _refuse(error, layout, kv_layout)
-    spec, handle = held_handle(spec)
-    out, lse = BurstAttentionFunction.apply(q, k, v, handle)  # type: ignore[no-untyped-call]
+    out, lse = BurstAttentionFunction.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
 if torch.__version__ < "2.13":
-    # There the compiler takes no layout and no mask for a constant: the call runs as it is, between
+    # There the compiler takes no layout and no mask for an input: the call runs as it is, between
     # compiled parts.
     burst_attention = torch.compiler.disable(burst_attention)
 
 
-def call_spec(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: Mask | None = None,
-    causal: bool = False,
-    layout: ContextLayout,
-    kv_layout: ContextLayout | None = None,
-    scale: float | None = None,
-    strategy: str = "auto",
-    return_lse: bool = False,
-) -> CallSpec:
-    """The arguments of `burst_attention` as one checked, immutable spec. Local. Raises
-    InputError.
-    """
-    return _make_spec(
-        mask, causal, layout, kv_layout, scale, strategy, return_lse, _needs_grad(q, k, v)
-    )
-
-
-def _make_spec(
-    mask: Mask | None,
-    causal: bool,
-    layout: ContextLayout,
-    kv_layout: ContextLayout | None,
-    scale: float | None,
-    strategy: str,
-    return_lse: bool,
-    needs_grad: tuple[bool, bool, bool],
-) -> CallSpec:
-    if not isinstance(layout, ContextLayout):
-        raise InputError(
-            f"burst_attention: layout must come from ctx.layout(...), got {type(layout).__name__}"
-        )
-    if kv_layout is not None and not isinstance(kv_layout, ContextLayout):
-        raise InputError(
-            "burst_attention: kv_layout must come from ctx.layout(...), got "
-            f"{type(kv_layout).__name__}"
-        )
-    if not isinstance(causal, bool):
-        raise InputError(f"burst_attention: causal must be True or False, got {causal!r}")
-    if causal and mask is not None:
-        raise InputError(
-            "burst_attention: give mask or causal=True, not both; Causal() & mask combines them"
-        )
-    chosen = mask if mask is not None else Causal() if causal else Full()
-    spec = CallSpec(layout, kv_layout or layout, chosen, scale, strategy, return_lse, needs_grad)
-    check_spec(spec)
-    return spec
-
-
-def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool, bool, bool]:
-    wants = torch.is_grad_enabled()
-    needs_q, needs_k, needs_v = (
-        wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
-    )
-    return needs_q, needs_k, needs_v
-
-
-def _constant_handle(
-    mask: Mask | None,
-    causal: bool,
-    layout: ContextLayout,
-    kv_layout: ContextLayout | None,
-    scale: float | None,
-    strategy: str,
-    return_lse: bool,
-    needs_q: bool,
-    needs_k: bool,
-    needs_v: bool,
-) -> int:
-    """What the compiler runs once, while it traces. It guards on each argument (objects by
-    identity): others are traced anew.
-    """
-    try:
-        return handle_of(
-            _make_spec(
-                mask,
-                causal,
-                layout,
-                kv_layout,
-                scale,
-                strategy,
-                return_lse,
-                (needs_q, needs_k, needs_v),
+def _check_types(layout: object, kv_layout: object, mask: object) -> None:
+    """For the compiler, which reads numbers of these. Raises InputError."""
+    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
+        if not isinstance(given, ContextLayout) and (name == "layout" or given is not None):
+            raise InputError(
+                f"burst_attention: {name} must come from ctx.layout(...), got "
+                f"{type(given).__name__}"
             )
+    if mask is not None and not isinstance(mask, Mask):
+        raise InputError(
+            "burst_attention: mask must be a burst_rt.Mask such as burst_rt.Causal(), got "
+            f"{type(mask).__name__}"
         )
-    except InputError as error:
-        _refuse(error, layout, kv_layout)
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler, which costs a
-# second on every rank.
-_constant_handle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse(error: BurstError, *layouts: object) -> NoReturn:
     """Raises the error on every rank that waits for this rank's call."""
-    refuse(
-        "burst_attention",
-        error,
-        next((layout.context for layout in layouts if isinstance(layout, ContextLayout)), None),
-    )
+    meant = next((each.runtime for each in layouts if isinstance(each, ContextLayout)), None)
+    refuse("burst_attention", error, meant)
 
 
 @dataclass(frozen=True)
@@ -212,38 +154,15 @@ class Explanation:
 
 
 def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: Mask | None = None,
-    causal: bool = False,
-    layout: ContextLayout,
-    kv_layout: ContextLayout | None = None,
-    scale: float | None = None,
-    strategy: str = "auto",
-    return_lse: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[Options]
 ) -> Explanation:
-    """The plans `burst_attention` would run: strategy, bytes, kernel, memory. Local: nothing is
-    sent. Raises InputError.
+    """The plans `burst_attention` would run with these arguments: strategy, bytes, kernel, memory.
+    Local: nothing is sent. Raises InputError.
     """
-    spec = call_spec(
-        q,
-        k,
-        v,
-        mask=mask,
-        causal=causal,
-        layout=layout,
-        kv_layout=kv_layout,
-        scale=scale,
-        strategy=strategy,
-        return_lse=return_lse,
-    )
-    check_call(spec, q, k, v)
-    ctx = layout.context
+    call = make_call(q, k, v, **options)
+    plan = call.setup.planner.plan
     return Explanation(
-        ctx.plan(spec, q, k, forward=True),
-        ctx.plan(spec, q, k, forward=False) if any(spec.needs_grad) else None,
+        plan(call.forward_key), plan(call.backward_key) if any(call.needs_grad) else None
     )
 
 
@@ -283,19 +202,10 @@ class BurstAttention(torch.nn.Module):
                 InputError("BurstAttention: no layout; give one to the module or to the call"),
                 kv_layout,
             )
-        out = burst_attention(
-            q,
-            k,
-            v,
-            mask=self.mask,
-            causal=self.causal,
-            layout=chosen,
-            kv_layout=kv_layout,
-            scale=self.scale,
-            strategy=self.strategy,
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
+        return burst_attention(
+            q, k, v, layout=chosen, kv_layout=kv_layout, mask=self.mask, causal=self.causal,
+            scale=self.scale, strategy=self.strategy,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """For print(module)."""

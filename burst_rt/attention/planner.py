@@ -13,13 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from burst_rt.kernels import Kernel, Picked, Work, pick
 from burst_rt.planning.forecast import FORECAST_UP_TO, fastest
-from burst_rt.planning.masks import Piece
+from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, choose
 from burst_rt.scheduler import (
@@ -203,12 +203,9 @@ class Planner:
             return choice.program.graph(rank % world, self._lanes)
 
         own = graph(self._rank)
-        ops = [
-            task.op
-            for task in own.tasks
-            if task.op is not None and task.op.name in ("forward", "backward")
-        ]
-        tiles = tuple(cast(tuple[Piece, ...], op.args[2]) for op in ops)
+        tiles = tuple(
+            task.op.pieces for task in own.tasks if isinstance(task.op, (ForwardTile, BackwardTile))
+        )
         work = Work(
             key.device,
             key.dtype,

@@ -1,30 +1,38 @@
-"""A layout bound to a context: cutting tensors into shards, putting them together again. Who owns
-what: `planning/layouts.py`.
+"""A layout of one context: cutting tensors into shards, putting them together again. Who owns what:
+`planning/layouts.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 
+from burst_rt.attention.setup import Setup
 from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout
+from burst_rt.planning.numbers import Numbers
+from burst_rt.runtime.runtime import Runtime
 
-if TYPE_CHECKING:
-    from burst_rt.context import Context
-
-__all__ = ["ContextLayout"]
+__all__ = ["LAYOUTS", "ContextLayout"]
 
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """A layout of one context: which tokens this rank holds. Made by `Context.layout`."""
+    """Which tokens each rank of a context holds. Made by `Context.layout`."""
 
-    context: Context
+    setup: Setup  # of the context
     map: Layout
+    # By which compiled programs know the layout; no other object has it.
+    number: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", LAYOUTS.give(self))
+
+    @property
+    def runtime(self) -> Runtime:
+        return self.setup.runtime
 
     @property
     def kind(self) -> str:
@@ -37,19 +45,19 @@ class ContextLayout:
     @property
     def shard_len(self) -> int:
         """Tokens of this rank."""
-        return self.map.shard_len(self.context.rank)
+        return self.map.shard_len(self.runtime.rank)
 
     def positions(self, rank: int | None = None) -> torch.Tensor:
         """Global positions of a rank's tokens (default: this rank's) in local order: int64
         `[shard_len]`, on the context's device.
         """
-        owner = self.context.rank if rank is None else rank
-        if not 0 <= owner < self.context.world_size:
+        owner = self.runtime.rank if rank is None else rank
+        if not 0 <= owner < self.runtime.world_size:
             raise InputError(
-                f"layout.positions: rank must be in [0, {self.context.world_size}), got {rank}"
+                f"layout.positions: rank must be in [0, {self.runtime.world_size}), got {rank}"
             )
         parts = [
-            torch.arange(b.start, b.stop, b.step, device=self.context.device)
+            torch.arange(b.start, b.stop, b.step, device=self.runtime.device)
             for b in self.map.blocks[owner]
         ]
         return torch.cat(parts)
@@ -72,10 +80,10 @@ class ContextLayout:
         Not differentiable: a tensor that requires grad is refused (InputError, on every rank); pass
         x.detach().
         """
-        ctx = self.context
+        runtime = self.runtime
         error = self._refuses(x, dim)
         if error:
-            ctx.refuse("unshard", error)
+            runtime.refuse("unshard", error)
         others = tuple(n for i, n in enumerate(x.shape) if i != dim % x.ndim)
         about = {
             "call": "unshard",
@@ -85,8 +93,8 @@ class ContextLayout:
             "dtype": str(x.dtype),
         }
         mine = x.detach().resolve_conj().resolve_neg().movedim(dim, 0).contiguous()
-        pending = ctx.collective(
-            about, lambda: ctx.control.allgather(raw_bytes(mine.cpu()).tobytes())
+        pending = runtime.collective(
+            about, lambda: runtime.control.allgather(raw_bytes(mine.cpu()).tobytes())
         )
         full = torch.empty((self.seq_len, *mine.shape[1:]), dtype=x.dtype, device=x.device)
         for rank, raw in enumerate(pending.result()):
@@ -119,3 +127,7 @@ class ContextLayout:
         if x.requires_grad and torch.is_grad_enabled():
             return InputError(f"{where} not differentiable, and x requires grad; pass x.detach()")
         return None
+
+
+# Every layout there is, by its number.
+LAYOUTS: Numbers[ContextLayout] = Numbers(2**41)

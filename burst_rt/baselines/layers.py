@@ -223,15 +223,18 @@ class SpreadLayer:
         """
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
         heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
-        sizes = (
-            self.batch,
-            heads,
-            kv_heads,
-            self.shape.head_dim,
-            self.input_bytes,
-            max(4, self.input_bytes),
+        problem = Problem(
+            q_layout=layout,
+            kv_layout=layout,
+            mask=self.mask,
+            batch=self.batch,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=self.shape.head_dim,
+            input_bytes=self.input_bytes,
+            sum_bytes=max(4, self.input_bytes),
+            needs_grad=(True, True, True),
         )
-        problem = Problem(layout, layout, self.mask, *sizes, (True, True, True))
         strategy = "ring-kv" if self.tensor_parallel else self.strategy
         return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node)
 

@@ -25,12 +25,12 @@ from burst_rt.errors import InputError
 from burst_rt.rotary import rotate, rotations
 from burst_rt.runtime import collectives
 from burst_rt.runtime.collectives import even_parts
-from burst_rt.runtime.pipeline import Pipeline
+from burst_rt.runtime.pipeline import Pipeline, make_pipeline
+from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Buffer, Graph, GraphBuilder
 
 if TYPE_CHECKING:
     from burst_rt.attention.sharding import ContextLayout
-    from burst_rt.context import Context
 
 __all__ = ["Collectives", "ParallelLayer", "whole_weights"]
 
@@ -45,8 +45,8 @@ class Collectives:
     in its sizes.
     """
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
         self._pipeline = lru_cache(maxsize=64)(self._build)
 
     def all_gather(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Collectives:
         whole = x.new_empty(x.shape[0], sum(lengths), x.shape[2])
         # With one batch row these are parts of `whole` itself.
         parts = [part.contiguous() for part in whole.split(list(lengths), 1)]
-        parts[self.context.rank].copy_(x)
+        parts[self.runtime.rank].copy_(x)
         self._run("all_gather", parts)
         return whole if x.shape[0] == 1 else torch.cat(parts, 1)
 
@@ -64,17 +64,17 @@ class Collectives:
         """
         parts: list[torch.Tensor] = [part.contiguous() for part in x.split(list(lengths), 1)]
         self._run("reduce_scatter", parts)
-        return parts[self.context.rank]
+        return parts[self.runtime.rank]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's contiguous tensor, in place; the same bits on every rank."""
         self._run(
-            "all_reduce", list(x.view(-1).split(even_parts(x.numel(), self.context.world_size)))
+            "all_reduce", list(x.view(-1).split(even_parts(x.numel(), self.runtime.world_size)))
         )
         return x
 
     def _run(self, name: str, parts: list[torch.Tensor]) -> None:
-        if self.context.world_size == 1:
+        if self.runtime.world_size == 1:
             return
         pipeline = self._pipeline(name, tuple(part.nbytes for part in parts))
         largest = max(part.numel() for part in parts)
@@ -94,11 +94,11 @@ class Collectives:
         collective: Callable[[GraphBuilder, Buffer], int] = getattr(collectives, name)
 
         def graph(rank: int) -> Graph:
-            g = GraphBuilder(rank, self.context.world_size, self.context.lanes)
+            g = GraphBuilder(rank, self.runtime.world_size, self.runtime.machine.lanes)
             collective(g, g.buffer("whole", parts=len(sizes), size_bytes=sizes, initialised=True))
             return g.build()
 
-        return self.context.pipeline(graph)
+        return make_pipeline(self.runtime, graph)
 
 
 class _Spread:
@@ -222,13 +222,13 @@ class ParallelLayer(nn.Module):
         weights: dict[str, torch.Tensor],
     ) -> None:
         super().__init__()
-        self.layout, self.context = layout, layout.context
+        self.layout, self.runtime = layout, layout.runtime
         try:
             size = weights["qkv"].dtype.itemsize
             self.spec = SpreadLayer(
-                shape, layout.seq_len, self.context.world_size, strategy, input_bytes=size,
+                shape, layout.seq_len, self.runtime.world_size, strategy, input_bytes=size,
                 kind=layout.kind,
-                ranks_per_node=self.context.machine.ranks_per_node,
+                ranks_per_node=self.runtime.machine.ranks_per_node,
             )  # fmt: skip
             if self.spec.gathers and layout.kind != "contiguous":
                 raise InputError(
@@ -236,23 +236,23 @@ class ParallelLayer(nn.Module):
                     "ctx.layout(n, 'contiguous')"
                 )
         except InputError as error:
-            self.context.refuse("ParallelLayer", error)
-        self.ring = Collectives(self.context)
+            self.runtime.refuse("ParallelLayer", error)
+        self.ring = Collectives(self.runtime)
         self.spread = _Spread(self.spec, self.ring)
         for name, whole in weights.items():
             self.register_parameter(
-                name, nn.Parameter(self.own_part(name, whole).to(self.context.device))
+                name, nn.Parameter(self.own_part(name, whole).to(self.runtime.device))
             )
         positions = torch.cat([torch.arange(b.start, b.stop, b.step) for b in self._seen])
         rotation = (
-            part.to(weights["qkv"].dtype).to(self.context.device)
+            part.to(weights["qkv"].dtype).to(self.runtime.device)
             for part in rotations(positions, shape.head_dim, _THETA)
         )
         self.cos, self.sin = rotation
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """A rank's part of a whole weight, or of its gradient; a copy."""
-        shape, share, rank = self.spec.shape, self.spec.share, self.context.rank
+        shape, share, rank = self.spec.shape, self.spec.share, self.runtime.rank
         if share == 1 or whole.ndim == 1:
             return whole.clone()
         if name in ("out", "down"):
@@ -309,20 +309,20 @@ class ParallelLayer(nn.Module):
         return (
             (range(self.layout.seq_len),)
             if self.spec.tensor_parallel
-            else self.layout.map.blocks[self.context.rank]
+            else self.layout.map.blocks[self.runtime.rank]
         )
 
     def _check(self, x: torch.Tensor) -> None:
-        tokens = self.spec.layout.shard_len(self.context.rank % self.spec.layout.world_size)
+        tokens = self.spec.layout.shard_len(self.runtime.rank % self.spec.layout.world_size)
         right = (
             isinstance(x, torch.Tensor)
             and x.ndim == 3
             and x.shape[1:] == (tokens, self.spec.shape.dim)
         )
-        if not right or x.dtype != self.qkv.dtype or x.device != self.context.device:
+        if not right or x.dtype != self.qkv.dtype or x.device != self.runtime.device:
             expected = (
                 f"[batch, {tokens}, {self.spec.shape.dim}], {self.qkv.dtype}, on "
-                f"{self.context.device}"
+                f"{self.runtime.device}"
             )
             got = (
                 f"{list(x.shape)}, {x.dtype}, on {x.device}"
@@ -333,4 +333,4 @@ class ParallelLayer(nn.Module):
                 f"ParallelLayer ({self.spec.strategy}): x: expected {expected}, got {got}; pass "
                 "this rank's tokens"
             )
-            self.context.refuse("ParallelLayer", error)
+            self.runtime.refuse("ParallelLayer", error)

@@ -17,7 +17,7 @@ import torch
 from burst_rt.drivers.watch import Backoff, Watch
 from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
 from burst_rt.job.flight import FlightRecord
-from burst_rt.scheduler import Event, Graph, Op, Span, Task, TaskDone, TaskFailed, Trace
+from burst_rt.scheduler import Event, Graph, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
 __all__ = ["BaseDriver", "Opening", "Progress", "is_out_of_memory"]
@@ -50,17 +50,17 @@ class Opening(Protocol):
 class BaseDriver:
     """One driver performs one run of a graph.
 
-    ops: what each `Op.name` does, called with `Op.args`. memory: the bytes of each part a message
-    names. transport: for exchanges on free lanes. opening: what control tasks wait for. takes: what
-    memory the call takes, in words, for the error when a task finds none. flight: where it is
-    written down what this rank does.
+    operations: what each type of operation does, called with the task's operation. memory: the
+    bytes of each part that a message names. transport: for exchanges on free lanes. opening: what
+    control tasks wait for. takes: what memory the call takes, in words, for the error when a task
+    finds none. flight: where it is written down what this rank does.
     """
 
     def __init__(
         self,
         graph: Graph,
         *,
-        ops: Mapping[str, Callable[..., None]],
+        operations: Mapping[type, Callable[..., None]],
         memory: Mapping[int, Memory],
         transport: Transport | None,
         watch: Watch,
@@ -72,7 +72,7 @@ class BaseDriver:
         flight: FlightRecord | None = None,
     ) -> None:
         self._graph = graph
-        self._ops = ops
+        self._operations = operations
         self._memory = memory
         self._transport = transport
         self._watch = watch
@@ -129,7 +129,7 @@ class BaseDriver:
 
     def forget(self) -> None:
         """After the run: lets go of its memory; the trace stays."""
-        self._ops, self._memory = {}, {}
+        self._operations, self._memory = {}, {}
 
     def settle(self, timeout_s: float) -> None:
         """After the run: waits until its trace is complete, at most `timeout_s`."""
@@ -185,30 +185,27 @@ class BaseDriver:
                 self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)
             ] = (task, m.peer)
 
-    def _perform(self, task: Task) -> TaskFailed | None:
-        """Calls the task's operation. What it says if there is no memory for it; other errors are
-        raised.
-        """
-        op: Op | None = task.op
-        if op is None or op.name not in self._ops:
-            known = sorted(self._ops)
+    def _what_does(self, task: Task) -> Callable[..., None]:
+        """What the task's operation does; notes down that this rank is in the task."""
+        does = self._operations.get(type(task.op))
+        if does is None:
+            known = sorted(each.__name__ for each in self._operations)
             raise InternalError(
-                f"task {task.name!r} asks for operation {op and op.name!r}; this driver has "
-                f"{known}",
+                f"task {task.name!r} asks for operation {task.op!r}; this driver has {known}",
                 task=task.name,
             )
         if self._flight is not None:
             self._flight.task(task.name)
-        try:
-            self._ops[op.name](*op.args)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            rank = self._graph.rank
-            takes = f"; {self._takes()}" if self._takes else ""
-            why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
-            return TaskFailed(task.id, DeviceError(why, rank=rank, task=task.name))
-        return None
+        return does
+
+    def _no_memory(self, task: Task, error: Exception) -> TaskFailed:
+        """What there is to say where the task's operation found no memory; raises other errors."""
+        if not is_out_of_memory(error):
+            raise error
+        rank = self._graph.rank
+        takes = f"; {self._takes()}" if self._takes else ""
+        why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
+        return TaskFailed(task.id, DeviceError(why, rank=rank, task=task.name))
 
     def _poll(self) -> list[Event]:
         events = self._landed

@@ -179,7 +179,11 @@ class CudaDriver(BaseDriver):
                 )
                 self._wire.exchange(sends, recvs, self._device.handle(stream))
             else:
-                failure = self._perform(task)
+                does = self._what_does(task)
+                try:
+                    does(task.op)
+                except (MemoryError, RuntimeError) as error:
+                    failure = self._no_memory(task, error)
         self.putting = None
         if failure is not None:
             self._failed = True

@@ -58,7 +58,11 @@ class HostDriver(BaseDriver):
         task = self._queue.pop(0)
         self._running = task
         started_s = time.perf_counter()
-        failure = self._perform(task)
+        does, failure = self._what_does(task), None
+        try:
+            does(task.op)
+        except (MemoryError, RuntimeError) as error:
+            failure = self._no_memory(task, error)
         ended_s = self._finish(task, started_s)
         # Short tasks need not call `progress`, and there may be many of them.
         self._say_alive(ended_s)

@@ -1,5 +1,5 @@
-"""Ends the job from a thread that is not the program's: what it finds cannot be raised where the
-program would see it.
+"""How a process ends: exit codes, last words, and ending the job from a thread that is not the
+program's, where what it finds cannot be raised where the program would see it.
 
 Standard library only: `burst-rt run` imports it before the program.
 """
@@ -15,13 +15,27 @@ from typing import NoReturn
 
 from burst_rt.errors import BurstError
 
-__all__ = ["end_job", "mpi_takes_threads", "report_with"]
+__all__ = ["end_job", "exit_code_of", "in_words", "mpi_takes_threads", "report_with"]
 
 # Whatever holds up the end: the process is gone after so long.
 _LAST_RESORT_S = 10.0
 _ABORT_S = 0.1
 
 _report: Callable[[BurstError], None] | None = None
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that a process ends with for an error; 0 for sys.exit() without one."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return error.exit_code if isinstance(error, BurstError) else 1
+
+
+def in_words(error: BaseException | None) -> str:
+    """An error for the other ranks, in one line; "" for a program that ended well."""
+    if error is None or not exit_code_of(error):
+        return ""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def report_with(report: Callable[[BurstError], None]) -> None:

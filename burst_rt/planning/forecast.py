@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Full
+from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, Ring, choose
 from burst_rt.planning.strategies.routes import OneRing
@@ -188,6 +188,6 @@ def _all_alike(program: Program) -> bool:
     one_ring = isinstance(program, Ring) and isinstance(program.route, OneRing)
     return (
         one_ring
-        and isinstance(program.problem.mask, Full)
+        and program.problem.mask.rule is Rule.EVERYTHING
         and all(len({tuple(map(len, own)) for own in of.blocks}) == 1 for of in layouts)
     )

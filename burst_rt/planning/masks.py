@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from burst_rt.errors import InputError
+from burst_rt.planning.numbers import Numbers
 
-__all__ = ["Both", "Causal", "Full", "Mask", "Piece", "Relation"]
+__all__ = ["MASKS", "Both", "Causal", "Full", "Mask", "Piece", "Relation", "Rule"]
 
 
 class Relation(Enum):
@@ -50,10 +51,45 @@ class Piece(NamedTuple):
     num_cells: int
 
 
+class Rule(Enum):
+    """How a mask decides on every cell by the positions of query and key, for kernels that have
+    code for that.
+
+    EVERYTHING: the query sees the key. NOT_LATER: the query sees keys that stand at or before it.
+    OWN: only the mask itself can tell.
+    """
+
+    EVERYTHING = "everything"
+    NOT_LATER = "not later"
+    OWN = "own"
+
+
 class Mask:
     """Which (query, key) pairs attend. Immutable, hashable, comparable; `a & b` allows what both
     allow.
+
+    rule: which code of the kernels' own gives this mask; what a class does not say itself, it does
+    not inherit. number: by which compiled programs know the mask; no other object has it.
     """
+
+    # The number stands beside what a mask is made of: it takes no part in comparing masks, nor in
+    # copying or sending them.
+    __slots__ = ("__dict__", "__weakref__", "number")
+
+    rule: ClassVar[Rule] = Rule.OWN
+    number: int
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        mask = super().__new__(cls)
+        object.__setattr__(mask, "number", MASKS.give(mask))
+        return mask
+
+    def __getstate__(self) -> object:
+        return self.__dict__.copy()
+
+    def __init_subclass__(cls) -> None:
+        if "rule" not in cls.__dict__:
+            cls.rule = Rule.OWN
 
     def relation(self, q: range, kv: range) -> Relation:
         """EMPTY, PARTIAL or FULL for two non-empty ranges of positions. FULL and EMPTY must be
@@ -91,6 +127,8 @@ class Mask:
 class Full(Mask):
     """Every query sees every key."""
 
+    rule = Rule.EVERYTHING
+
     def relation(self, q: range, kv: range) -> Relation:
         """Always FULL."""
         return Relation.FULL
@@ -103,6 +141,8 @@ class Full(Mask):
 @dataclass(frozen=True)
 class Causal(Mask):
     """A query sees the keys at its own position and before."""
+
+    rule = Rule.NOT_LATER
 
     def relation(self, q: range, kv: range) -> Relation:
         """By the first and last positions."""
@@ -167,3 +207,7 @@ class Both(Mask):
         return self.first.allows(q_position, kv_position) & self.second.allows(
             q_position, kv_position
         )
+
+
+# Every mask there is, by its number.
+MASKS: Numbers[Mask] = Numbers(2**40)

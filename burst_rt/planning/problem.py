@@ -28,7 +28,7 @@ class TileShape(NamedTuple):
     masked: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Global shapes and placement.
 

@@ -30,7 +30,6 @@ from burst_rt.job.reports import waiting_for
 from burst_rt.runtime.calibrated import find_hardware, fitted
 from burst_rt.runtime.machine import Machine
 from burst_rt.scheduler.hardware import parse_hardware
-from burst_rt.telemetry.joining import Wish, wish
 from burst_rt.transport import ControlGroup, LocalWorld, OrderedTransport, Transport
 from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
 from burst_rt.transport.probe import remembered
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "LocalRank", "Taken",
-    "agent_key", "choose_transport",
-    "describe_choice", "join", "ranks_per_node", "resolve_device",
+    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "Joined", "LocalRank",
+    "Presence", "Taken", "choose_transport", "describe_choice", "join", "ranks_per_node",
+    "resolve_device",
 ]  # fmt: skip
 
 TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
@@ -88,16 +87,36 @@ class Taken(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """Where a rank is, for who looks on."""
+
+    thread: object  # tells apart the ranks that are threads of one process; None: a process
+    job_rank: int  # in the whole job, of which the group may be a part
+    job_size: int
+    host: str
+    device: str  # "cpu", "cuda:N"
+    gpu: str  # its UUID, "" on a CPU
+    pci: str  # its address, "" on a CPU
+
+
+class Joined(NamedTuple):
+    """A rank that has joined a group."""
+
+    machine: Machine
+    control: ControlGroup
+    presence: Presence
+
+
 def join(
     comm: MPI.Comm | LocalRank | None,
     device: str,
     transport: str,
     join_s: float,
-    telemetry: bool | None = None,
     wrong: BurstError | None = None,
-) -> tuple[Machine, ControlGroup, list[Wish]]:
-    """This rank's machine and control group, and what all ranks wish of telemetry. Collective over
-    `comm`; blocks at most `join_s` for each step.
+) -> Joined:
+    """Joins the group: this rank's machine and control group. Collective over `comm`; blocks at
+    most `join_s` for each step.
 
     wrong: what this rank has to complain of already; every rank raises it. Raises InputError,
     ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
@@ -108,7 +127,7 @@ def join(
         device = os.environ.get(DEVICE_VARIABLE, "auto")
     host, control = _ends(comm, join_s)
     try:
-        return _decide(comm, host, control, device, transport, join_s, telemetry, wrong)
+        return _decide(comm, host, control, device, transport, join_s, wrong)
     except BurstError:
         host.close()
         control.close()
@@ -117,9 +136,8 @@ def join(
 
 def _decide(
     comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str,
-    transport: str, join_s: float,
-    telemetry: bool | None, wrong: BurstError | None,
-) -> tuple[Machine, ControlGroup, list[Wish]]:  # fmt: skip
+    transport: str, join_s: float, wrong: BurstError | None,
+) -> Joined:  # fmt: skip
     """`join`, once the ranks can talk to each other."""
     where, mine = torch.device("cpu"), {}
     try:
@@ -131,16 +149,7 @@ def _decide(
             )
         where = resolve_device(device)
         facts = _facts(where, threads=isinstance(comm, LocalRank))
-        wished = wish(
-            telemetry,
-            agent_key(comm),
-            _place_in_job(comm),
-            facts.host,
-            str(where),
-            facts.gpu,
-            _pci_address(where),
-        )
-        mine = asdict(facts) | {"asked": transport, "telemetry": asdict(wished)}
+        mine = asdict(facts) | {"asked": transport}
         # One machine file for all, or they would plan differently.
         planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
         mine["hardware"] = planned.to_toml() if planned else ""
@@ -166,7 +175,6 @@ def _decide(
             f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask "
             "for the same"
         )
-    wishes = [Wish(**word.pop("telemetry")) for word in said]
     ranks = [Facts(**word) for word in said]
     taken, per_node = (
         choose_transport(transport, ranks),
@@ -178,12 +186,19 @@ def _decide(
         if hardware is None or taken.name == "staged"
         else fitted(hardware, per_node, control.size)
     )
+    job_rank, job_size = _place_in_job(comm)
+    presence = Presence(
+        thread=(id(comm.world), comm.rank) if isinstance(comm, LocalRank) else None,
+        job_rank=job_rank,
+        job_size=job_size,
+        host=ranks[control.rank].host,
+        device=str(where),
+        gpu=ranks[control.rank].gpu,
+        pci=_pci_address(where),
+    )
     if taken.name != "nccl":
-        return (
-            Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware),
-            control,
-            wishes,
-        )
+        machine = Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware)
+        return Joined(machine, control, presence)
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
     Watch(control).wait_for(pending, join_s, "init")
@@ -197,11 +212,8 @@ def _decide(
         partial(_connect, where),
     )
     host.close()
-    return (
-        Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware),
-        control,
-        wishes,
-    )
+    machine = Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware)
+    return Joined(machine, control, presence)
 
 
 def _connect(device: torch.device, wire: OrderedTransport) -> None:
@@ -212,11 +224,6 @@ def _connect(device: torch.device, wire: OrderedTransport) -> None:
     for to, source in first_pairs(wire.rank, wire.size):
         wire.exchange([(byte[:1], to)], [(byte[1:], source)], stream.cuda_stream)
     stream.synchronize()
-
-
-def agent_key(comm: MPI.Comm | LocalRank | None) -> object:
-    """Whose telemetry agent it is: this process's, or that of a rank that is a thread of it."""
-    return (id(comm.world), comm.rank) if isinstance(comm, LocalRank) else None
 
 
 def _place_in_job(comm: MPI.Comm | LocalRank | None) -> tuple[int, int]:

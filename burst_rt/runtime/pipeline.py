@@ -5,19 +5,26 @@ examples/pipeline.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, ConfigError, InputError
-from burst_rt.scheduler import Graph, Schedule, Trace
+from burst_rt.runtime.agreement import digest_of
+from burst_rt.runtime.runtime import Runtime
+from burst_rt.scheduler import Graph, Op, Schedule, Trace, check_world
 from burst_rt.transport import Memory
 
-if TYPE_CHECKING:
-    from burst_rt.context import Context
+__all__ = ["Pipeline", "make_pipeline"]
 
-__all__ = ["Pipeline"]
+
+def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
+    """See `Context.pipeline`. Local."""
+    graphs = [build(rank) for rank in range(runtime.world_size)]
+    check_world(graphs)
+    fingerprint = format(digest_of({"tasks": repr([graph.tasks for graph in graphs])}), "x")
+    return Pipeline(runtime, Schedule.of(graphs[runtime.rank]), fingerprint)
 
 
 class Pipeline:
@@ -27,8 +34,8 @@ class Pipeline:
     ranks hear that this one is alive.
     """
 
-    def __init__(self, context: Context, schedule: Schedule, fingerprint: str) -> None:
-        self.context = context
+    def __init__(self, runtime: Runtime, schedule: Schedule, fingerprint: str) -> None:
+        self.runtime = runtime
         self.schedule = schedule
         self.fingerprint = fingerprint  # of all ranks' graphs; ranks compare it when they run
         self.progress = Progress()
@@ -62,7 +69,7 @@ class Pipeline:
                     f"Pipeline.run: {name} must be a mapping of {of}, got {type(given).__name__}"
                 )
         if error is not None:
-            self.context.refuse("Pipeline.run", error)
+            self.runtime.refuse("Pipeline.run", error)
         largest: dict[int, int] = {}
         bound_to: dict[int, torch.Tensor] = {}
         for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
@@ -72,7 +79,7 @@ class Pipeline:
             tensor = _bound(buffers, part.buffer, part.index)
             error = error or self._refuses(part.name, tensor, size)
             if error is None:
-                memory[part_id] = self.context.machine.memory(tensor)
+                memory[part_id] = self.runtime.machine.memory(tensor)
                 bound_to[part_id] = tensor
         error = error or self._overlap(bound_to)
         missing = sorted(
@@ -81,8 +88,18 @@ class Pipeline:
         )
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")
-        self.context.agree({"call": "Pipeline.run", "graphs": self.fingerprint}, error)
-        return self.context.run_pipeline(self.schedule, ops, memory, self.progress)
+        terms = {"call": "Pipeline.run", "graphs": self.fingerprint}
+        # Before anything else: a graph of the user's own need not open with an agreement.
+        self.runtime.agree(terms, error)
+
+        def named(op: Op) -> None:
+            ops[op.name](*op.args)
+
+        driver, _ = self.runtime.perform(
+            "Pipeline.run", self.schedule, {Op: named}, memory,
+            description=terms, digest=digest_of(terms), progress=self.progress, agreed=True,
+        )  # fmt: skip
+        return driver.trace
 
     def _overlap(self, bound_to: Mapping[int, torch.Tensor]) -> BurstError | None:
         """Why messages would meet in memory: a part that is received into shares it with another
@@ -102,20 +119,20 @@ class Pipeline:
 
     def _refuses(self, name: str, tensor: object, size: int) -> BurstError | None:
         """Why a tensor cannot be a part of which messages take up to `size` bytes, or None."""
-        where, device = f"Pipeline.run: {name}", self.context.device
+        where, device = f"Pipeline.run: {name}", self.runtime.device
         if not isinstance(tensor, torch.Tensor):
             return InputError(
                 f"{where} must be a tensor, got "
                 f"{'nothing' if tensor is None else type(tensor).__name__}"
             )
-        if tensor.device.type != "cpu" and self.context.machine.transport_name == "staged":
+        if tensor.device.type != "cpu" and self.runtime.machine.transport_name == "staged":
             # Plans of attention are lowered to copies and chunks; a custom graph is run as it is.
             return ConfigError(
                 f"{where} is on {tensor.device}, and custom pipelines are not staged; use NCCL or "
                 "an MPI that takes device memory "
                 "(`burst-rt doctor`), or buffers on the CPU"
             )
-        on_host = self.context.machine.wire is None and tensor.device.type == "cpu"
+        on_host = self.runtime.machine.wire is None and tensor.device.type == "cpu"
         if tensor.device != device and not on_host:
             return InputError(
                 f"{where} must be on {device}, the context's device, got {tensor.device}"

@@ -104,7 +104,18 @@ def main(out: Path | None) -> None:
 
 def _plan_row(world: int, forward: bool) -> dict[str, Cell]:
     layout = make_layout("zigzag", 8192 * world, world)
-    problem = Problem(layout, layout, Causal(), 1, 32, 8, 128, 2, 4, (True, True, True))
+    problem = Problem(
+        q_layout=layout,
+        kv_layout=layout,
+        mask=Causal(),
+        batch=1,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        input_bytes=2,
+        sum_bytes=4,
+        needs_grad=(True, True, True),
+    )
 
     def plan() -> None:
         ring = choose(problem, "ring-kv", forward=forward).program

@@ -145,7 +145,7 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
         times = []
         for _ in range(repeats + 1):
             torch.cuda.synchronize()
-            ctx.agree({"call": "all are here"})
+            ctx.runtime.agree({"call": "all are here"})
             start = time.perf_counter()
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout)
             assert isinstance(out, torch.Tensor)
@@ -155,8 +155,8 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
             torch.cuda.synchronize()
             times.append((middle - start, time.perf_counter() - middle))
         if ctx.rank == 0:
-            ctx.last_run[1].settle(60)  # type: ignore[index]  # something has run
-            gaps.extend(_gaps(list(ctx.last_run[1].trace)))  # type: ignore[index]
+            ctx.runtime.last_run[1].settle(60)  # type: ignore[index]  # something has run
+            gaps.extend(_gaps(list(ctx.runtime.last_run[1].trace)))  # type: ignore[index]
         return times[1:]
 
     ranks = burst_rt.run_local(world_size, rank, device="cuda", kernel="triton")

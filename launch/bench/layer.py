@@ -53,7 +53,7 @@ class _Side:
 
     def run(self) -> None:
         """Both directions once, timed."""
-        before = self.ctx.transport.bytes_sent
+        before = self.ctx.runtime.transport.bytes_sent
         made: list[torch.Tensor] = []
         forward_s = slowest_s(self.ctx, lambda: made.append(self.layer(self.x)))
         backward_s = slowest_s(
@@ -61,7 +61,7 @@ class _Side:
             lambda: torch.autograd.grad(made[0], (self.x, *self.layer.parameters()), self.dy),
         )
         self.times.append((forward_s, backward_s))
-        self.sent = self.ctx.transport.bytes_sent - before
+        self.sent = self.ctx.runtime.transport.bytes_sent - before
 
     def row(self, tokens: int) -> dict[str, Cell]:
         """Medians of all but the first run, which made the plans."""

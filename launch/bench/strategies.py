@@ -115,7 +115,7 @@ class Bench:
                     self.problem(point),
                     strategy,
                     forward=forward,
-                    ranks_per_node=self.ctx.machine.ranks_per_node,
+                    ranks_per_node=self.ctx.runtime.machine.ranks_per_node,
                 )
                 for forward in (True, False)
             )
@@ -129,7 +129,7 @@ class Bench:
     @property
     def hardware(self) -> Hardware:
         """The machine file this job plans with. Raises ConfigError where there is none."""
-        found = self.ctx.machine.hardware
+        found = self.ctx.runtime.machine.hardware
         if found is None:
             raise burst_rt.errors.ConfigError(
                 f"no machine file: {calibrated_path(self.ctx.device.type)} is not there; run "
@@ -143,23 +143,23 @@ class Bench:
         layout = self.ctx.layout(point.tokens).map
         mask = burst_rt.Causal() if point.causal else burst_rt.Full()
         return Problem(
-            layout,
-            layout,
-            mask,
-            1,
-            point.heads,
-            point.kv_heads,
-            point.head_dim,
-            4,
-            4,
-            (True, True, True),
+            q_layout=layout,
+            kv_layout=layout,
+            mask=mask,
+            batch=1,
+            num_heads=point.heads,
+            num_kv_heads=point.kv_heads,
+            head_dim=point.head_dim,
+            input_bytes=4,
+            sum_bytes=4,
+            needs_grad=(True, True, True),
         )
 
     def predict(
         self, points: Sequence[Point], step: Callable[[str], None]
     ) -> Iterator[dict[str, Cell]]:
         """Forecast beside measured, one row a strategy, point and direction."""
-        per_node, hardware = self.ctx.machine.ranks_per_node, self.hardware
+        per_node, hardware = self.ctx.runtime.machine.ranks_per_node, self.hardware
         takes = {
             (point, name): forecast(
                 self.problem(point), name, hardware, forward=False, ranks_per_node=per_node
@@ -234,7 +234,7 @@ class Bench:
 
     def _taken(self, point: Point, forward: bool) -> str:
         """What `auto` takes, by the name it is measured under."""
-        problem, per_node = self.problem(point), self.ctx.machine.ranks_per_node
+        problem, per_node = self.problem(point), self.ctx.runtime.machine.ranks_per_node
         program = fastest(problem, self.hardware, forward=forward, ranks_per_node=per_node).program
         for name in CANDIDATES:
             try:

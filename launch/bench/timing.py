@@ -45,7 +45,7 @@ def have_memory(ctx: burst_rt.Context, size_bytes: int) -> None:
     system whenever freed pieces do not fit. At most half of a rank's share of what is free.
     Collective.
     """
-    share = psutil.virtual_memory().available // (2 * ctx.machine.ranks_per_node)
+    share = psutil.virtual_memory().available // (2 * ctx.runtime.machine.ranks_per_node)
     ctx.all_reduce(torch.zeros(1))  # all have looked
     if ctx.device.type == "cpu":
         torch.empty(min(size_bytes, share), dtype=torch.uint8).fill_(0)

@@ -73,7 +73,7 @@ class Calibration:
         self.ctx = ctx
         self.max_tokens = max_tokens
         self.heads, self.head_dim, self.dtype, self.repeats = heads, head_dim, dtype, repeats
-        self.per_node = ctx.machine.ranks_per_node
+        self.per_node = ctx.runtime.machine.ranks_per_node
         self.samples: list[Sample] = []
         self._busy = BusyCores()
 
@@ -176,7 +176,9 @@ class Calibration:
         def seconds(size_bytes: int) -> float:
             pipeline = self.ctx.pipeline(lambda r: _exchange(r, self.ctx, step, ring, size_bytes))
             # Pipelines are not staged; the way between the hosts is the same from host memory.
-            where = "cpu" if self.ctx.machine.transport_name == "staged" else self.ctx.device
+            where = (
+                "cpu" if self.ctx.runtime.machine.transport_name == "staged" else self.ctx.device
+            )
             buffers = {
                 name: torch.empty(size_bytes, dtype=torch.uint8, device=where)
                 for name in ("out", "in")
@@ -204,7 +206,7 @@ class Calibration:
         )
         return (
             f"{chip}, measured with {self.ctx.world_size} ranks over "
-            f"{self.ctx.machine.transport_name}"
+            f"{self.ctx.runtime.machine.transport_name}"
         )
 
     def _memory_bytes(self) -> int:

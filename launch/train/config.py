@@ -179,13 +179,20 @@ class TrainConfig:
     def _check_division(self, context_size: int) -> None:
         """Raise ConfigError where heads or ranks do not divide as the strategy wants."""
         layout = make_layout(self.layout, self.seq_len, context_size)
-        sizes = (1, self.heads, self.kv_heads, self.model.head_dim, 4, 4)
+        problem = Problem(
+            q_layout=layout,
+            kv_layout=layout,
+            mask=Causal(),
+            batch=1,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.model.head_dim,
+            input_bytes=4,
+            sum_bytes=4,
+            needs_grad=(True, True, True),
+        )
         try:
-            choose(
-                Problem(layout, layout, Causal(), *sizes, (True, True, True)),
-                self.strategy,
-                forward=True,
-            )
+            choose(problem, self.strategy, forward=True)
         except InputError as error:
             raise ConfigError(f"--strategy: {error.message}") from error
 

@@ -71,11 +71,11 @@ def test_nccl_with_one_rank() -> None:
         assert ctx.why_transport.startswith("nccl")
         found = attend(ctx, case, inputs)
         # From a thread of its own the watchdog sees that both calls have ended.
-        assert ctx._watchdog is not None
+        assert ctx.runtime._watchdog is not None
         end_s = time.monotonic() + 20
-        while ctx._watchdog._calls and time.monotonic() < end_s:
+        while ctx.runtime._watchdog._calls and time.monotonic() < end_s:
             time.sleep(0.01)
-        assert not ctx._watchdog._calls
+        assert not ctx.runtime._watchdog._calls
     for field, error in errors_of(found, reference(*inputs, mask=case.mask)).items():
         assert error < ERROR[torch.float32 if field == "lse" else case.dtype], (field, error)
 

@@ -218,7 +218,7 @@ import os, pathlib, time
 import burst_rt
 ctx = burst_rt.init()
 pathlib.Path(f"pid-{ctx.rank}").write_text(str(os.getpid()))
-ctx.agree({"call": "ready"})
+ctx.runtime.agree({"call": "ready"})
 time.sleep(600)
 """
 

@@ -11,12 +11,11 @@ from functools import cache
 from itertools import pairwise, product
 
 import pytest
+from graphs import problem
 
 from burst_rt.errors import InternalError, Stalled
 from burst_rt.errors import PeerLost as PeerLostError
-from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal, Full
-from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     DEVICE_LANES,
@@ -77,12 +76,10 @@ class _World:
 
 @cache
 def _world(world_size: int, direction: str, machine: str, causal: bool = False) -> _World:
-    layout = make_layout("zigzag", 4 * world_size - 1, world_size)
-    problem = Problem(
-        layout, layout, Causal() if causal else Full(), 1, 2, 1, 4, 4, 4, (True, True, True)
-    )
+    length, mask = 4 * world_size - 1, Causal() if causal else Full()
+    small = problem(length, length, world_size, mask=mask, heads=(2, 1), head_dim=4)
     strategy, forward = _DIRECTIONS[direction]
-    ring = choose(problem, strategy, forward=forward).program
+    ring = choose(small, strategy, forward=forward).program
     graphs = tuple(_MACHINES[machine](ring.graph(rank)) for rank in range(world_size))
     # Without hardware nothing but the seed decides how long things take; with it messages also
     # share links.

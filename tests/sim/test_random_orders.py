@@ -10,11 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from graphs import problem
 
 from burst_rt.errors import InternalError
-from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks import Causal, Full
-from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     COMPUTE,
@@ -230,9 +229,10 @@ def _rings(world_size: int, direction: str) -> Iterator[list[Graph]]:
     strategy, forward = _DIRECTIONS[direction]
     for mask in (Full(), Causal()):
         for kind in ("zigzag", "striped", "contiguous"):
-            layout = make_layout(kind, 31, world_size)
-            problem = Problem(layout, layout, mask, 1, 2, 1, 4, 4, 4, (True, True, True))
-            ring = choose(problem, strategy, forward=forward).program
+            small = problem(
+                31, 31, world_size, mask=mask, kinds=(kind, kind), heads=(2, 1), head_dim=4
+            )
+            ring = choose(small, strategy, forward=forward).program
             yield [ring.graph(rank) for rank in range(world_size)]
 
 

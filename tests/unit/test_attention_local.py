@@ -424,13 +424,13 @@ def test_memory_is_poisoned_in_these_tests() -> None:
     def forward(ctx: Context) -> tuple[bool, bool]:
         layout = ctx.layout(20)
         x = torch.zeros(1, 10, 1, 16)
-        spec = burst_rt.call_spec(x, x, x, layout=layout)
+        spec = burst_rt.make_call(x, x, x, layout=layout)
         run = ForwardRun(
-            ctx.plan(spec, x, x, forward=True),
-            ctx.machine,
+            ctx.setup.planner.plan(spec.forward_key),
+            ctx.runtime.machine,
             None,
             lambda: None,
-            ctx._poison,
+            ctx.setup.poison,
             (x, x, x),
         )
         slots = [slot.view(torch.float32) for slot in run.storage.values()]
@@ -472,7 +472,7 @@ def test_what_is_sent_is_what_the_plan_says(
             )
             assert isinstance(out, torch.Tensor)
             between = ctx.stats()
-            assert ctx.transport.bytes_sent == between.bytes_sent
+            assert ctx.runtime.transport.bytes_sent == between.bytes_sent
             assert between.bytes_sent - before.bytes_sent == explanation.forward.bytes_sent()
             out.sum().backward()
             after = ctx.stats()
@@ -493,7 +493,7 @@ def test_explain_says_what_was_chosen_and_why() -> None:
         said = []
         for kv in (q, k):
             explanation = burst_rt.explain(q, kv, kv, layout=layout)
-            assert ctx.transport.bytes_sent == 0
+            assert ctx.runtime.transport.bytes_sent == 0
             assert explanation.backward is not None
             assert explanation.backward.choice.strategy == ("burst" if kv is q else "ring-kv")
             said.append(str(explanation))
@@ -535,19 +535,14 @@ def test_the_module_is_the_function() -> None:
 
 
 def test_a_custom_spec_goes_through_the_function() -> None:
-    """`BurstAttentionFunction`, `call_spec` and `handle_of` are public: what `burst_attention`
-    itself calls.
-    """
+    """`BurstAttentionFunction` and `make_call` are public: what `burst_attention` itself calls."""
 
     def run(ctx: Context) -> None:
         layout = ctx.layout(40)
         q = torch.randn(1, 20, 2, 16, requires_grad=True)
-        spec = burst_rt.call_spec(q, q, q, causal=True, layout=layout)
-        handle = burst_rt.handle_of(spec)
-        assert handle == burst_rt.handle_of(
-            burst_rt.call_spec(q, q, q, mask=Causal(), layout=layout)
-        )
-        out, lse = burst_rt.BurstAttentionFunction.apply(q, q, q, handle)  # type: ignore[no-untyped-call]
+        call = burst_rt.make_call(q, q, q, causal=True, layout=layout)
+        assert call == burst_rt.make_call(q, q, q, mask=Causal(), layout=layout)
+        out, lse = burst_rt.BurstAttentionFunction.apply(q, q, q, call)  # type: ignore[no-untyped-call]
         expected = burst_rt.burst_attention(q, q, q, causal=True, layout=layout, return_lse=True)
         assert torch.equal(out, expected[0])
         assert torch.equal(lse, expected[1])

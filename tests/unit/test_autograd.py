@@ -21,8 +21,9 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal, Context, Mask
 from burst_rt.attention import autograd
+from burst_rt.attention.sharding import LAYOUTS
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Both
+from burst_rt.planning.masks import MASKS, Both
 
 
 @pytest.fixture
@@ -60,15 +61,16 @@ def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> 
         x.detach().requires_grad_(name in needs)
         for name, x in zip("qkv", _qkv(ctx, dtype=dtype), strict=True)
     )
-    handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, causal=True, layout=layout))
-    opcheck(torch.ops.burst_rt.attention_forward.default, (q, k, v, handle))
+    call = burst_rt.make_call(q, k, v, causal=True, layout=layout)
+    terms = autograd.terms_of_call(call)
+    opcheck(torch.ops.burst_rt.attention_forward.default, (q, k, v, *terms))
     with torch.no_grad():
-        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+        out, lse = torch.ops.burst_rt.attention_forward(q, k, v, *terms)
     tensors = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
         opcheck(
             torch.ops.burst_rt.attention_backward.default,
-            (torch.randn_like(out), dlse, *tensors, handle),
+            (torch.randn_like(out), dlse, *tensors, *terms),
         )
 
 
@@ -213,8 +215,8 @@ def test_a_second_derivative_is_refused(ctx: Context) -> None:
     with pytest.raises(InputError, match="second derivatives"):
         dq.sum().backward()
     # The op on its own, which the compiler sees, refuses too.
-    handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, layout=ctx.layout(16)))
-    out, _ = torch.ops.burst_rt.attention_forward(q, k, v, handle)
+    call = burst_rt.make_call(q, k, v, layout=ctx.layout(16))
+    out, _ = torch.ops.burst_rt.attention_forward(q, k, v, *autograd.terms_of_call(call))
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(InputError, match="second derivatives"):
         dq.sum().backward()
@@ -385,10 +387,10 @@ def test_ops_of_a_meta_world_need_no_rank() -> None:
     with burst_rt.init() as ctx:
         layout = ctx.layout(16)
         q, k, v = _qkv(ctx)
-        handle = burst_rt.handle_of(burst_rt.call_spec(q, k, v, layout=layout))
+        call = burst_rt.make_call(q, k, v, layout=layout)
         before = ctx.stats().calls
         out, lse = torch.ops.burst_rt.attention_forward(
-            *(x.detach().to("meta") for x in (q, k, v)), handle
+            *(x.detach().to("meta") for x in (q, k, v)), *autograd.terms_of_call(call)
         )
         assert (out.shape, lse.shape, ctx.stats().calls) == (q.shape, (2, 4, 16), before)
 
@@ -398,28 +400,37 @@ def _call_and_close(seq_len: int) -> weakref.ref[Context]:
         layout = ctx.layout(seq_len)
         q = torch.ones(1, seq_len, 1, 8, requires_grad=True)
         out = burst_rt.burst_attention(q, q, q, layout=layout)
-        assert isinstance(out, torch.Tensor)
         out.sum().backward()
-        # What a program has asked for by number stays until its context is closed.
-        burst_rt.handle_of(burst_rt.call_spec(q, q, q, layout=layout))
+        # A compiled program, or a mode, would ask for the layout by its number.
+        call = burst_rt.make_call(q, q, q, layout=layout)
+        torch.ops.burst_rt.attention_forward(q, q, q, *autograd.terms_of_call(call))
         return weakref.ref(ctx)
+
+
+def _left_more_than(before: tuple[int, int]) -> list[int]:
+    gc.collect()
+    now = (len(LAYOUTS._objects), len(MASKS._objects))
+    return [count for count, most in zip(now, before, strict=True) if count > most]
 
 
 def test_contexts_and_lengths_of_the_past_leave_nothing_behind() -> None:
     gc.collect()
-    before = len(autograd._specs)
+    before = len(LAYOUTS._objects), len(MASKS._objects)
     with burst_rt.init() as ctx:
         q = torch.zeros(1, 8, 1, 8)
         layout = ctx.layout(8)
         for scale in range(1, 10_001):
-            autograd.held_handle(burst_rt.call_spec(q, q, q, layout=layout, scale=scale))
+            burst_rt.make_call(q, q, q, layout=layout, scale=scale)
+        assert len(ctx.setup.calls) <= 256
         for seq_len in range(1, 301):
             q = torch.zeros(1, seq_len, 1, 8)
             burst_rt.burst_attention(q, q, q, layout=ctx.layout(seq_len))
-    assert len(autograd._specs) == before
+    del layout
+    gc.collect()
+    assert _left_more_than(before) == []
     contexts = [_call_and_close(8) for _ in range(1000)]
     gc.collect()
-    assert len(autograd._specs) == len(autograd._handles) == before
+    assert _left_more_than(before) == []
     assert [reference for reference in contexts if reference() is not None] == []
 
 

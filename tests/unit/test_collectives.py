@@ -77,7 +77,7 @@ def test_values_over_ranks(world: int, kind: str) -> None:
     ).double()
 
     def call(ctx: Context) -> None:
-        ring = Collectives(ctx)
+        ring = Collectives(ctx.runtime)
         for batch in (1, 2):
             mine = terms[ctx.rank, :batch]
             own = mine.split(lengths, 1)[ctx.rank]
@@ -98,7 +98,7 @@ def test_an_all_reduce_gives_the_same_bits_everywhere_and_every_time() -> None:
     noise = torch.randn(4, 1001, generator=torch.Generator().manual_seed(0))
 
     def call(ctx: Context) -> list[torch.Tensor]:
-        ring = Collectives(ctx)
+        ring = Collectives(ctx.runtime)
         return [ring.all_reduce(noise[ctx.rank].clone()) for _ in range(3)]
 
     first, *others = [found for rank in burst_rt.run_local(4, call) for found in rank]
@@ -108,8 +108,8 @@ def test_an_all_reduce_gives_the_same_bits_everywhere_and_every_time() -> None:
 def test_ranks_with_other_sizes_are_told_before_anything_is_sent() -> None:
     def call(ctx: Context) -> int:
         with pytest.raises(ContractMismatch, match="graphs"):
-            Collectives(ctx).all_reduce(torch.zeros(8 + ctx.rank))
-        return ctx.transport.bytes_sent
+            Collectives(ctx.runtime).all_reduce(torch.zeros(8 + ctx.rank))
+        return ctx.runtime.transport.bytes_sent
 
     assert burst_rt.run_local(3, call) == [0, 0, 0]
 

@@ -17,12 +17,12 @@ import torch
 
 import burst_rt
 from burst_rt import Causal, Context, Full, LocalRank, Mask
-from burst_rt.contract import Agreement, digest_of
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError, PeerLost, Stalled
 from burst_rt.job.flight import Flight, FlightRecord, read_flight
 from burst_rt.kernels import KERNELS
 from burst_rt.planning.masks import Relation
+from burst_rt.runtime.agreement import Agreement, digest_of
 from burst_rt.transport import LocalWorld
 
 
@@ -219,8 +219,8 @@ def test_ranks_that_left_are_known_to_the_next_call() -> None:
             return
         # The farewell is on its way.
         deadline_s = time.monotonic() + 5
-        while 1 not in ctx.watch.left and time.monotonic() < deadline_s:
-            ctx.watch.look()
+        while 1 not in ctx.runtime.watch.left and time.monotonic() < deadline_s:
+            ctx.runtime.watch.look()
         with pytest.raises(
             PeerLost, match=r"rank 1 closed its context or ended normally"
         ) as caught:
@@ -246,7 +246,7 @@ def test_a_rank_that_never_comes_is_waited_for_until_timeout_s() -> None:
                 _good(ctx)
             assert 0.3 <= time.monotonic() - started_s < 5
             assert caught.value.exit_code == 75
-            assert ctx.transport.bytes_sent == 0
+            assert ctx.runtime.transport.bytes_sent == 0
             with pytest.raises(PeerLost, match="broke in an earlier call"):
                 _good(ctx)
         stalled.wait(20)
@@ -290,7 +290,7 @@ def test_one_call_at_a_time() -> None:
 
         def second() -> None:
             assert entered.wait(20)
-            while not ctx._busy.locked():
+            while not ctx.runtime._busy.locked():
                 time.sleep(0.001)
             for call in (
                 lambda: _good(ctx),
@@ -611,7 +611,7 @@ def test_a_rank_that_is_interrupted_in_a_collective_says_so(
 
     def run(ctx: Context) -> None:
         if ctx.rank == 0:
-            monkeypatch.setattr(ctx.watch, "look", _interrupt)
+            monkeypatch.setattr(ctx.runtime.watch, "look", _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 call(ctx)
             assert heard.wait(20)
@@ -650,8 +650,8 @@ def test_how_a_context_is_left_is_told(stop: BaseException, code: int) -> None:
                 told.set()
             return
         assert told.wait(20)
-        ctx.watch.look()
-        assert [left for _, left, _ in ctx.watch.left.values()] == [code]
+        ctx.runtime.watch.look()
+        assert [left for _, left, _ in ctx.runtime.watch.left.values()] == [code]
 
     burst_rt.run_local(2, run)
 
@@ -662,9 +662,9 @@ def test_a_closed_context_holds_nothing() -> None:
         return ctx
 
     for ctx in burst_rt.run_local(2, run):
-        assert ctx.last_run is None
-        assert not ctx.planner._plans
-        assert not ctx.machine._pool._idle
+        assert ctx.runtime.last_run is None
+        assert not ctx.setup.planner._plans
+        assert not ctx.runtime.machine._pool._idle
 
 
 def test_ranks_that_make_different_calls_are_told() -> None:
@@ -703,7 +703,7 @@ def test_what_a_rank_was_doing_stands_in_its_flight_record(
 ) -> None:
     record = FlightRecord(tmp_path / "rank-0.flight")
     with burst_rt.init() as ctx:
-        monkeypatch.setattr(ctx, "_flight", record)
+        monkeypatch.setattr(ctx.runtime, "_flight", record)
         layout = ctx.layout(12)
         q, k, v = _qkv(ctx)
         seen: list[Flight | None] = []
@@ -729,7 +729,7 @@ def test_a_refused_call_is_no_call_that_a_rank_was_in(
 ) -> None:
     def run(ctx: Context) -> None:
         record = FlightRecord(tmp_path / f"rank-{ctx.rank}.flight")
-        monkeypatch.setattr(ctx, "_flight", record)
+        monkeypatch.setattr(ctx.runtime, "_flight", record)
         _good(ctx)
         assert read_flight(tmp_path, ctx.rank) is None
         with pytest.raises(ContractMismatch):

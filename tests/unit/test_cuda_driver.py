@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,11 +98,14 @@ def drive(device: FakeDevice, graph: Graph, **options: Any) -> CudaDriver:  # Cu
     """One run of the graph, its parts being the same memory for every run on this device."""
     schedule = Schedule.of(graph)
     polls = device.random.randint(0, 5)
+    ops: dict[str, Callable[..., None]] = {
+        "work": lambda reads, changed: device.use(reads, changed)
+    } | options.pop("ops", {})
     driver = CudaDriver(
         schedule,
         device=device,
         wire=options.pop("wire", None) or FakeWire(device),
-        ops={"work": lambda reads, changed: device.use(reads, changed)} | options.pop("ops", {}),
+        operations={Op: lambda op: ops[op.name](*op.args)},
         memory={part.id: Part(part.id) for part in graph.parts},
         transport=FakeMessages(device),
         watch=options.pop("watch", None) or Watch(LocalWorld(3).control(0)),

@@ -214,4 +214,4 @@ def test_a_closed_context_is_not_used() -> None:
     ctx = burst_rt.init()
     ctx.close()
     with pytest.raises(ConfigError, match="closed"):
-        ctx.agree({"call": "anything"})
+        ctx.runtime.agree({"call": "anything"})

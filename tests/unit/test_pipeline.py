@@ -84,7 +84,7 @@ def failure(ctx: Context, *, odd: bool) -> BurstError:
         pipeline.run(
             buffers={"here": torch.zeros(16), "there": there}, ops={"add": lambda name: None}
         )
-    assert ctx.transport.bytes_sent == 0
+    assert ctx.runtime.transport.bytes_sent == 0
     run(ctx)
     return caught.value
 
@@ -183,7 +183,7 @@ def test_a_mismatch_inside_a_run_breaks_the_context() -> None:
 def test_device_memory_is_not_staged() -> None:
     def call(ctx: Context) -> str:
         pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
-        ctx.machine.transport_name = "staged"
+        ctx.runtime.machine.transport_name = "staged"
         # "meta" stands for a GPU: it is no CPU either.
         buffers = {
             name: torch.zeros(16, device="meta" if ctx.rank else "cpu")

@@ -4,8 +4,11 @@ run takes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from graphs import problem
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
@@ -13,7 +16,6 @@ from burst_rt.attention.execute import BackwardRun, ForwardRun
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.errors import InputError, InternalError
 from burst_rt.planning.layouts import make_layout
-from burst_rt.planning.problem import Problem
 
 
 def _key(
@@ -24,8 +26,7 @@ def _key(
     mask: Mask | None = None,
     kernel: str = "auto",
 ) -> PlanKey:
-    layout = make_layout("zigzag", seq_len, world_size)
-    p = Problem(layout, layout, mask or Causal(), 1, 2, 2, 16, 4, 4, (True, True, True))
+    p = problem(seq_len, seq_len, world_size, mask=mask or Causal())
     return PlanKey(forward, p, "auto", kernel, torch.float32, torch.device("cpu"))
 
 
@@ -77,15 +78,8 @@ def test_graphs_that_do_not_fit_together_are_not_run(
         layout = make_layout(
             "zigzag", ring.problem.q_layout.seq_len + 2 * world_size * (rank == 1), world_size
         )
-        other = Problem(
-            layout,
-            layout,
-            *(getattr(ring.problem, name) for name in list(Problem.__dataclass_fields__)[2:]),
-        )
-        return build(
-            Ring(other, *(getattr(ring, name) for name in list(Ring.__dataclass_fields__)[1:])),
-            rank,
-        )
+        other = replace(ring.problem, q_layout=layout, kv_layout=layout)
+        return build(replace(ring, problem=other), rank)
 
     monkeypatch.setattr(Ring, "graph", off_by_one)
     with pytest.raises(InternalError, match=r"sends .* bytes|expects"):
@@ -114,13 +108,13 @@ def _runs(
     q, k, v = (
         torch.zeros(batch, 64, heads, 32, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
     )
-    spec = burst_rt.call_spec(q, k, v, causal=True, layout=layout, strategy=strategy)
+    call = burst_rt.make_call(q, k, v, causal=True, layout=layout, strategy=strategy)
     q, k, v = (x.detach() for x in (q, k, v))
-    forward, backward = (ctx.plan(spec, q, k, forward=direction) for direction in (True, False))
-    first = ForwardRun(forward, ctx.machine, None, lambda: None, False, (q, k, v))
+    forward, backward = map(ctx.setup.planner.plan, (call.forward_key, call.backward_key))
+    first = ForwardRun(forward, ctx.runtime.machine, None, lambda: None, False, (q, k, v))
     second = BackwardRun(
         backward,
-        ctx.machine,
+        ctx.runtime.machine,
         None,
         lambda: None,
         False,

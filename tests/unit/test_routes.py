@@ -11,6 +11,7 @@ from graphs import KIND_PAIRS, MASKS, SIZES, bytes_of, graphs_of, other_rings, p
 
 from burst_rt import Causal
 from burst_rt.errors import InputError
+from burst_rt.planning.operations import ForwardTile
 from burst_rt.planning.strategies import check_name, choose
 from burst_rt.scheduler import Graph, check_world
 
@@ -150,8 +151,8 @@ def test_one_group_is_one_tile() -> None:
     for kind in ("contiguous", "zigzag"):
         p = problem(64, 64, 4, kinds=(kind, kind), heads=(4, 4), mask=Causal())
         for graph in graphs_of(choose(p, "all-to-all", forward=True).program):
-            ops = [t.op for t in graph.tasks if t.op and t.op.name == "forward"]
-            assert [len(op.args[2]) for op in ops] == [1]  # type: ignore[arg-type]
+            tiles = [t.op for t in graph.tasks if isinstance(t.op, ForwardTile)]
+            assert [len(tile.pieces) for tile in tiles] == [1]
 
 
 def test_what_does_not_divide_is_refused_by_name() -> None:

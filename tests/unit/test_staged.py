@@ -5,11 +5,10 @@ the verifier reads them too.
 from __future__ import annotations
 
 import pytest
+from graphs import problem
 
 from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
-from burst_rt.planning.layouts import make_layout
-from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     DEVICE_LANES,
@@ -21,7 +20,7 @@ from burst_rt.scheduler import (
     reference,
     rehearse,
 )
-from burst_rt.transport.staged import staged
+from burst_rt.transport.staged import ToDevice, ToHost, staged
 
 _CHUNK = 1000
 
@@ -29,11 +28,9 @@ _CHUNK = 1000
 def graphs(
     world_size: int, strategy: str, *, forward: bool, causal: bool = False, device: bool = True
 ) -> list[Graph]:
-    layout = make_layout("zigzag", 61 * world_size, world_size)
-    problem = Problem(
-        layout, layout, Causal() if causal else Full(), 1, 2, 2, 16, 4, 4, (True, True, True)
-    )
-    program = choose(problem, strategy, forward=forward).program
+    mask = Causal() if causal else Full()
+    problem_ = problem(61 * world_size, 61 * world_size, world_size, mask=mask)
+    program = choose(problem_, strategy, forward=forward).program
     return [program.graph(rank, *([DEVICE_LANES] if device else [])) for rank in range(world_size)]
 
 
@@ -62,11 +59,9 @@ def test_every_byte_goes_once_through_a_chunk(
             # byte to its last.
             copied: dict[int, list[tuple[int, int]]] = {}
             for task in after.tasks:
-                if task.op and task.op.name == ("to host" if way == "sends" else "to device"):
-                    args = task.op.args if way == "sends" else (*task.op.args[1:], task.op.args[0])
-                    part, offset, size, chunk = args
-                    assert chunk in chunks
-                    copied.setdefault(part, []).append((offset, size))  # type: ignore[arg-type]  # arguments of an Op are plain objects
+                if isinstance(task.op, ToHost if way == "sends" else ToDevice):
+                    assert task.op.chunk in chunks
+                    copied.setdefault(task.op.part, []).append((task.op.offset, task.op.size_bytes))
             for part in {m.part for m in messages}:
                 wanted = [
                     (at, min(_CHUNK, m.size_bytes - at))

@@ -8,7 +8,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from burst_rt import Causal
 from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Ring, choose
 from burst_rt.planning.strategies.ring import backward_ring, forward_ring
@@ -41,8 +41,8 @@ def tiles(
 ) -> Iterator[tuple[Positions, Positions, tuple[Piece, ...], int]]:
     """(positions of the rows, of the columns, pieces, flops) of every tile task."""
     for task in graph.tasks:
-        if task.op and task.op.name in ("forward", "backward"):
-            owner, block, pieces = cast(tuple[int, int, tuple[Piece, ...]], task.op.args[:3])
+        if isinstance(task.op, (ForwardTile, BackwardTile)):
+            owner, block, pieces = task.op.owner, task.op.block, task.op.pieces
             blocks = ring.problem.q_blocks if ring.queries_travel else ring.problem.kv_blocks
             moving = tuple(itertools.chain(*blocks[owner]) if ring.whole else blocks[owner][block])
             home = tuple(itertools.chain(*ring.resident[graph.rank]))

@@ -25,6 +25,7 @@ from burst_rt.errors import ConfigError, InputError, ProtocolError
 from burst_rt.telemetry import joining
 from burst_rt.telemetry.agent import Agent
 from burst_rt.telemetry.calls import CallLog, Totals
+from burst_rt.telemetry.following import Teller
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
 from burst_rt.telemetry.starting import RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.viewer import Viewer
@@ -108,7 +109,7 @@ def test_ranks_that_are_threads_show_calls_and_leave(
 
 def test_telemetry_is_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BURST_RT_TELEMETRY", raising=False)
-    assert burst_rt.run_local(2, lambda ctx: ctx.log) == [None, None]
+    assert burst_rt.run_local(2, lambda ctx: ctx.runtime.observer) == [None, None]
     assert read_settings({}) == read_settings({"BURST_RT_TELEMETRY": "0", "BURST_RT_RECORD": "x"})
     assert read_settings({"BURST_RT_RECORD": "x"}).asked
     settings = read_settings(
@@ -435,7 +436,7 @@ def test_a_hub_that_cannot_start_is_no_failure(
     with pytest.raises(ConfigError, match="did not start"):
         start_hub(one_host=True)
     monkeypatch.setenv("BURST_RT_TELEMETRY", "1")
-    assert burst_rt.run_local(2, lambda ctx: ctx.log) == [None, None]
+    assert burst_rt.run_local(2, lambda ctx: ctx.runtime.observer) == [None, None]
     assert "no telemetry" in caplog.text
 
 
@@ -468,10 +469,11 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
     """The agent does not come to take the calls: their spans are bounded, the counts go on."""
     totals = Totals()
     with burst_rt.init() as ctx:
-        ctx.log = log = CallLog(Group("0-0", [0], "local", ""), totals)
+        log = CallLog(Group("0-0", [0], "local", ""), totals)
+        ctx.runtime.observer = Teller(log, ctx.runtime, None)
         _attend(ctx, 200)
         counted = totals.message(log.num_dropped)
-        ctx.log = None
+        ctx.runtime.observer = None
         spans = ctx.stats()
     assert (counted.calls, counted.dropped) == (400, 144)
     graph_tasks = 2 * 200

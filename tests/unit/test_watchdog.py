@@ -21,11 +21,11 @@ from issued import HeldDevice, HeldWire, context_of, exchange_graph
 
 import burst_rt
 from burst_rt import Context
-from burst_rt import context as contexts
 from burst_rt.drivers.device import TorchDevice
 from burst_rt.drivers.watch import SharedWatch, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, PeerLost, Stalled
 from burst_rt.job.ending import mpi_takes_threads
+from burst_rt.runtime.process import process
 from burst_rt.transport import LocalWorld, NoticeKind
 
 _SOON_S = 20.0
@@ -82,7 +82,7 @@ class World:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     ends = Ends()
-    monkeypatch.setattr(contexts, "end_job", ends)
+    monkeypatch.setattr("burst_rt.runtime.end_job", ends)
     return ends
 
 
@@ -106,10 +106,10 @@ def _world(timeout_s: float) -> Iterator[World]:
         device.held.clear()
         wire.inside.set()
         ctx.close()
-        contexts._live.discard(ctx)
-        assert ctx._watchdog is not None
-        ctx._watchdog.stop()
-        assert ctx._watchdog._thread is None or not ctx._watchdog._thread.is_alive()
+        process.open.discard(ctx.runtime)
+        assert ctx.runtime._watchdog is not None
+        ctx.runtime._watchdog.stop()
+        assert ctx.runtime._watchdog._thread is None or not ctx.runtime._watchdog._thread.is_alive()
 
 
 def _about(error: BurstError, task: str, why: str) -> None:
@@ -353,8 +353,8 @@ def test_the_thread_does_not_disturb_a_capture_of_the_programs(
 
 def test_host_contexts_have_neither_thread_nor_lock() -> None:
     with burst_rt.init(device="cpu") as ctx:
-        assert ctx._watchdog is None
-        assert type(ctx.watch) is Watch
+        assert ctx.runtime._watchdog is None
+        assert type(ctx.runtime.watch) is Watch
 
 
 def test_notices_are_read_by_one_thread_at_a_time() -> None:

@@ -1,5 +1,5 @@
-"""Running a plan on tensors: the op binds a call's tensors to the plan's parts, and says what each
-operation of the graph does to them.
+"""Running a plan on tensors: a call's tensors are bound to the plan's parts, and each type of
+operation is told what to do to them.
 
 One class a direction. Memory is taken when the call starts and let go when it ends, nothing in
 between: the slots, the sums, the rows.
@@ -15,13 +15,23 @@ import torch
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Slots, flat_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
-from burst_rt.planning.masks import Piece
-from burst_rt.planning.strategies import Ring, on_query_side
+from burst_rt.planning.operations import (
+    Add,
+    BackwardTile,
+    Delta,
+    Finish,
+    ForwardTile,
+    Tensors,
+    TileOperation,
+)
+from burst_rt.planning.roles import Role
+from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine
+from burst_rt.transport.staged import ToDevice, ToHost
 
-__all__ = ["BackwardRun", "ForwardRun", "Names", "Run", "dense"]
+__all__ = ["BackwardRun", "ForwardRun", "Run", "dense"]
 
-Names = tuple[tuple[str, int], ...]
+GRADIENTS = (Role.DQ, Role.DK, Role.DV)
 
 
 class Run:
@@ -48,10 +58,10 @@ class Run:
         self.progress = progress
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
-        # What each operation does; a direction adds its own.
-        self.ops: dict[str, Callable[..., None]] = {
-            "to host": self._to_host,
-            "to device": self._to_device,
+        # What each type of operation does; a direction adds its own.
+        self.operations: dict[type, Callable[..., None]] = {
+            ToHost: self._to_host,
+            ToDevice: self._to_device,
         }
         self._poison = poison
         self._machine = machine
@@ -91,26 +101,26 @@ class Run:
         new = torch.empty(shape, dtype=dtype, device=self._device)
         return new.fill_(torch.nan) if self._poison else new
 
-    def part_id(self, buffer: str, index: int) -> int:
+    def part_id(self, role: Role, index: int) -> int:
         """The number of a part."""
-        return self.plan.part_ids[buffer, index]
+        return self.plan.part_ids[role, index]
 
-    def bind_input(self, name: str, whole: torch.Tensor) -> None:
+    def bind_input(self, role: Role, whole: torch.Tensor) -> None:
         """Binds q, k, v or dout of this call."""
-        self.bind(name, dense(whole))
+        self.bind(role, dense(whole))
 
-    def bind(self, name: str, whole: torch.Tensor) -> None:
-        """Binds a tensor of the shard to the buffer `name`: cut into blocks (along the tokens, dim
-        1) where they travel.
+    def bind(self, role: Role, whole: torch.Tensor) -> None:
+        """Binds a tensor of the shard to its buffer: cut into blocks (along the tokens, dim 1)
+        where they travel.
         """
-        for index, (start, stop) in enumerate(self.bounds(queries=on_query_side(name))):
+        for index, (start, stop) in enumerate(self.bounds(queries=role.queries)):
             self.bind_part(
-                name, index, whole if stop - start == whole.shape[1] else whole[:, start:stop]
+                role, index, whole if stop - start == whole.shape[1] else whole[:, start:stop]
             )
 
-    def bind_part(self, name: str, index: int, block: torch.Tensor) -> None:
+    def bind_part(self, role: Role, index: int, block: torch.Tensor) -> None:
         """Binds one part; what travels must be contiguous, and is copied if it is not."""
-        part = self.part_id(name, index)
+        part = self.part_id(role, index)
         if part in self.plan.program_graph.sent:
             block = block.contiguous()
             if self.plan.chunks:
@@ -126,66 +136,79 @@ class Run:
             self.rank
         ]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of this rank's shard."""
-        problem, queries = self.problem, on_query_side(name)
-        length = sum(map(len, (problem.q_blocks if queries else problem.kv_blocks)[self.rank]))
-        heads = problem.num_heads if queries else problem.num_kv_heads
-        return (
-            (problem.batch, heads, length)
-            if name == "lse"
-            else (problem.batch, length, heads, problem.head_dim)
+    def shape(self, role: Role) -> tuple[int, ...]:
+        """The shape of a tensor of this rank's shard."""
+        problem = self.problem
+        blocks = problem.q_blocks if role.queries else problem.kv_blocks
+        length = sum(map(len, blocks[self.rank]))
+        heads = problem.num_heads if role.queries else problem.num_kv_heads
+        if role is Role.LSE:
+            return (problem.batch, heads, length)
+        return (problem.batch, length, heads, problem.head_dim)
+
+    def tile(self, op: TileOperation) -> Tile:
+        """The tile of a travelling block and the shard at home."""
+        moved, stays = (self.ring.travelling[op.owner][op.block],), self.ring.resident[self.rank]
+        q, kv = (moved, stays) if self.ring.queries_travel else (stays, moved)
+        return Tile(
+            pieces=op.pieces,
+            q_positions=q,
+            kv_positions=kv,
+            mask=self.problem.mask,
+            scale=self.scale,
+            progress=self.progress,
+            first=op.first,
+            last=op.last,
         )
 
-    def tile(self, owner: int, block: int, pieces: tuple[Piece, ...]) -> Tile:
-        """The tile of a travelling block and the shard at home."""
-        moved, stays = (self.ring.travelling[owner][block],), self.ring.resident[self.rank]
-        q, kv = (moved, stays) if self.ring.queries_travel else (stays, moved)
-        return Tile(pieces, q, kv, self.problem.mask, self.scale, self.progress)
-
-    def at(self, names: Names, owner: int, block: int) -> dict[str, torch.Tensor]:
+    def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:
         """The tensors an operation names: bound ones as they are, slots as what their present
         owner's block looks like.
         """
         found = {}
-        for name, part in names:
+        for role, part in tensors:
             bound = self.tensors.get(part)
-            found[name] = self._view(name, part, owner, block) if bound is None else bound
+            found[role] = self._view(role, part, op.owner, op.block) if bound is None else bound
         return found
 
-    def sums_at(self, names: Names, owner: int, block: int, new: bool) -> dict[str, torch.Tensor]:
-        """The sums a tile adds to. new: those that travel begin with it."""
-        found = self.at(names, owner, block)
-        if new:
-            for name, part in names:
+    def reads(self, op: TileOperation) -> dict[Role, torch.Tensor]:
+        """The tensors a tile reads."""
+        return self.at(op.reads, op)
+
+    def sums_at(self, op: TileOperation) -> dict[Role, torch.Tensor]:
+        """The sums a tile adds to; those that travel begin with it, if it says so."""
+        found = self.at(op.adds, op)
+        if op.starts_sums:
+            for role, part in op.adds:
                 if part not in self.tensors:
-                    found[name].zero_()
+                    found[role].zero_()
         return found
 
-    def _view(self, name: str, part: int, owner: int, block: int) -> torch.Tensor:
+    def _view(self, role: Role, part: int, owner: int, block: int) -> torch.Tensor:
         view = self.slots.views.get((part, owner))
         if view is None:
             problem = self.problem
             length = len(self.ring.travelling[owner][block])
-            dtype = self.wide if name in ("rows", "dq", "dk", "dv") else self.plan.key.dtype
+            wide = role in (Role.ROWS, Role.DQ, Role.DK, Role.DV)
+            dtype = self.wide if wide else self.plan.key.dtype
             heads = problem.num_heads if self.ring.queries_travel else problem.num_kv_heads
             shape = (
-                (problem.batch, length, heads, problem.head_dim)
-                if name != "rows"
-                else (2, problem.batch, heads, length)
+                (2, problem.batch, heads, length)
+                if role is Role.ROWS
+                else (problem.batch, length, heads, problem.head_dim)
             )
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             self.slots.views[part, owner] = view
         return view
 
-    def _to_host(self, part: int, offset: int, size_bytes: int, chunk: int) -> None:
-        self.storage[chunk][:size_bytes].copy_(
-            self.storage[part][offset : offset + size_bytes], non_blocking=True
+    def _to_host(self, op: ToHost) -> None:
+        self.storage[op.chunk][: op.size_bytes].copy_(
+            self.storage[op.part][op.offset : op.offset + op.size_bytes], non_blocking=True
         )
 
-    def _to_device(self, chunk: int, part: int, offset: int, size_bytes: int) -> None:
-        self.storage[part][offset : offset + size_bytes].copy_(
-            self.storage[chunk][:size_bytes], non_blocking=True
+    def _to_device(self, op: ToDevice) -> None:
+        self.storage[op.part][op.offset : op.offset + op.size_bytes].copy_(
+            self.storage[op.chunk][: op.size_bytes], non_blocking=True
         )
 
 
@@ -204,31 +227,21 @@ class ForwardRun(Run):
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         super().__init__(plan, machine, scale, progress, poison)
-        for name, x in zip(("q", "k", "v"), tensors, strict=True):
-            self.bind_input(name, x)
+        for role, x in zip((Role.Q, Role.K, Role.V), tensors, strict=True):
+            self.bind_input(role, x)
         dtype = plan.key.dtype
-        out = self.fresh(*self.shape("q"), dtype=dtype)
-        acc = out if dtype == self.wide else self.fresh(*self.shape("q"), dtype=self.wide)
-        m, total, lse = (self.fresh(*self.shape("lse"), dtype=self.wide) for _ in range(3))
+        out = self.fresh(*self.shape(Role.Q), dtype=dtype)
+        acc = out if dtype == self.wide else self.fresh(*self.shape(Role.Q), dtype=self.wide)
+        m, total, lse = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(3))
         self.state = State(acc, m, total, out, lse)
         self.out, self.lse = out, lse
-        self.ops |= {"forward": self._forward, "finish": self._finish}
+        self.operations |= {ForwardTile: self._forward, Finish: self._finish}
 
-    def _forward(
-        self,
-        owner: int,
-        block: int,
-        pieces: tuple[Piece, ...],
-        first: bool,
-        last: bool,
-        reads: Names,
-        _: Names,
-    ) -> None:
-        x = self.at(reads, owner, block)
-        tile = self.tile(owner, block, pieces)._replace(first=first, last=last)
-        self.plan.kernel.forward(x["q"], x["k"], x["v"], tile, self.state)
+    def _forward(self, op: ForwardTile) -> None:
+        x = self.reads(op)
+        self.plan.kernel.forward(x[Role.Q], x[Role.K], x[Role.V], self.tile(op), self.state)
 
-    def _finish(self) -> None:
+    def _finish(self, _: Finish) -> None:
         """No tile at all: these queries see no key."""
         self.state.start()
         self.state.finish()
@@ -253,19 +266,29 @@ class BackwardRun(Run):
         super().__init__(plan, machine, scale, progress, poison)
         q, k, v, out, lse = tensors
         self._dout, self._out, self._lse, self._dlse = dense(dout), out, lse, dlse
-        for name, x in (("q", q), ("dout", self._dout), ("k", k), ("v", v)):
-            self.bind_input(name, x)
+        for role, x in (
+            (Role.Q, q),
+            (Role.DOUT, self._dout),
+            (Role.K, k),
+            (Role.V, v),
+        ):
+            self.bind_input(role, x)
         batch, heads = self.problem.batch, self.problem.num_heads
         for part, (start, stop) in enumerate(self.bounds(queries=True)):
-            self.bind_part("rows", part, self.fresh(2, batch, heads, stop - start, dtype=self.wide))
-        self.sums: dict[str, torch.Tensor] = {}
-        for name, needed in zip(("dq", "dk", "dv"), self.problem.needs_grad, strict=True):
+            rows = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
+            self.bind_part(Role.ROWS, part, rows)
+        self.sums: dict[Role, torch.Tensor] = {}
+        for role, needed in zip(GRADIENTS, self.problem.needs_grad, strict=True):
             if needed:
-                self.sums[name] = torch.zeros(
-                    self.shape(name), dtype=self.wide, device=self._device
+                self.sums[role] = torch.zeros(
+                    self.shape(role), dtype=self.wide, device=self._device
                 )
-                self.bind(name, self.sums[name])
-        self.ops |= {"backward": self._backward, "delta": self.make_delta, "add": self._add}
+                self.bind(role, self.sums[role])
+        self.operations |= {
+            BackwardTile: self._backward,
+            Delta: self.make_delta,
+            Add: self._add,
+        }
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """dq, dk, dv; the slots are let go first, and each sum as its gradient is cast."""
@@ -275,32 +298,22 @@ class BackwardRun(Run):
         self.tensors.clear()
         dtype = self.plan.key.dtype
         dq, dk, dv = (
-            self.sums.pop(name).to(dtype) if name in self.sums else None
-            for name in ("dq", "dk", "dv")
+            self.sums.pop(role).to(dtype) if role in self.sums else None for role in GRADIENTS
         )
         return dq, dk, dv
 
-    def _backward(
-        self,
-        owner: int,
-        block: int,
-        pieces: tuple[Piece, ...],
-        new: bool,
-        reads: Names,
-        adds: Names,
-    ) -> None:
-        x, sums = self.at(reads, owner, block), self.sums_at(adds, owner, block, new)
-        lse, delta = x["rows"]
-        tile = self.tile(owner, block, pieces)
+    def _backward(self, op: BackwardTile) -> None:
+        x, sums = self.reads(op), self.sums_at(op)
+        lse, delta = x[Role.ROWS]
         self.plan.kernel.backward(
-            x["q"], x["k"], x["v"], x["dout"], lse, delta, tile, sums.get("dq"), sums.get("dk"),
-            sums.get("dv")
+            x[Role.Q], x[Role.K], x[Role.V], x[Role.DOUT], lse, delta, self.tile(op),
+            *map(sums.get, GRADIENTS),
         )  # fmt: skip
 
-    def make_delta(self, part: int) -> None:
+    def make_delta(self, op: Delta) -> None:
         """What the backward needs of one part of this rank's queries, into its rows."""
-        start, stop = self.bounds(queries=True)[part]
-        self.delta(start, stop, self.tensors[self.part_id("rows", part)])
+        start, stop = self.bounds(queries=True)[op.part]
+        self.delta(start, stop, self.tensors[self.part_id(Role.ROWS, op.part)])
 
     def delta(self, start: int, stop: int, rows: torch.Tensor) -> None:
         """lse and delta of some of this rank's queries into `rows`."""
@@ -313,13 +326,10 @@ class BackwardRun(Run):
             rows,
         )
 
-    def _add(self, own: int, arrived: int) -> None:
-        total = self.tensors[own]
-        total += (
-            self.storage[arrived][: total.numel() * total.itemsize]
-            .view(total.dtype)
-            .view(total.shape)
-        )
+    def _add(self, op: Add) -> None:
+        total = self.tensors[op.own]
+        arrived = self.storage[op.arrived][: total.numel() * total.itemsize]
+        total += arrived.view(total.dtype).view(total.shape)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from burst_rt.kernels.triton.configs import Config, arch_of, choose
 from burst_rt.kernels.triton.launch import Problem
 from burst_rt.kernels.triton.runs import Runs, runs_of
 from burst_rt.kernels.triton.tuned import tuned
-from burst_rt.planning.masks import Causal, Full
+from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
@@ -69,7 +69,7 @@ class TritonKernel:
                 f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got "
                 f"{work.head_dim}"
             )
-        if type(work.mask) not in (Full, Causal):
+        if work.mask.rule is Rule.OWN:
             return f"the triton kernel has code for the masks Full and Causal, got {work.mask!r}"
         return None
 
@@ -177,7 +177,7 @@ def _interpreting() -> bool:
 
 
 def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Problem:
-    causal = isinstance(tile.mask, Causal)
+    causal = tile.mask.rule is Rule.NOT_LATER
     q_len, kv_len = q.shape[1], k.shape[1]
     if causal:
         q_runs, kv_runs = runs_of(tile.q_positions, q_len), runs_of(tile.kv_positions, kv_len)

@@ -27,10 +27,12 @@ from functools import lru_cache
 
 from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout
+from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies.program import Footprint, on_query_side
+from burst_rt.planning.roles import Role
+from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
-from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
 __all__ = ["Hybrid", "backward_hybrid", "forward_hybrid"]
 
@@ -70,45 +72,43 @@ class Hybrid:
         )
 
     @property
-    def gathered(self) -> tuple[str, ...]:
+    def gathered(self) -> tuple[Role, ...]:
         """What goes from tokens spread to heads spread."""
-        return ("q", "k", "v") if self.forward else ("q", "dout", "rows", "k", "v")
+        if self.forward:
+            return (Role.Q, Role.K, Role.V)
+        return (Role.Q, Role.DOUT, Role.ROWS, Role.K, Role.V)
 
     @property
-    def returned(self) -> tuple[str, ...]:
+    def returned(self) -> tuple[Role, ...]:
         """What goes back."""
         if self.forward:
-            return ("out", "lse")
+            return (Role.OUT, Role.LSE)
         return tuple(
-            name
-            for name, needed in zip(("dq", "dk", "dv"), self.problem.needs_grad, strict=True)
+            role
+            for role, needed in zip(
+                (Role.DQ, Role.DK, Role.DV), self.problem.needs_grad, strict=True
+            )
             if needed
         )
 
-    def token_bytes(self, name: str) -> int:
+    def token_bytes(self, role: Role) -> int:
         """Bytes on the wire of one token's share of a tensor, that is of one member's heads."""
         inner = self.ring.problem
-        sizes = {"lse": inner.row_bytes // 2, "rows": inner.row_bytes}
-        return sizes.get(name, inner.q_token_bytes if on_query_side(name) else inner.kv_token_bytes)
+        sizes = {Role.LSE: inner.row_bytes // 2, Role.ROWS: inner.row_bytes}
+        return sizes.get(role, inner.q_token_bytes if role.queries else inner.kv_token_bytes)
 
-    def shard_len(self, name: str, rank: int) -> int:
+    def shard_len(self, role: Role, rank: int) -> int:
         """Tokens of a rank's shard, on the tensor's side."""
-        return sum(
-            map(
-                len,
-                (self.problem.q_blocks if on_query_side(name) else self.problem.kv_blocks)[rank],
-            )
-        )
+        blocks = self.problem.q_blocks if role.queries else self.problem.kv_blocks
+        return sum(map(len, blocks[rank]))
 
-    def places(self, name: str, rank: int) -> tuple[tuple[int, int, int], ...]:
+    def places(self, role: Role, rank: int) -> tuple[tuple[int, int, int], ...]:
         """Where a rank's blocks, in local order, stand in its group's shard: (block of the group,
         first token in it, length).
         """
-        queries = on_query_side(name)
-        own = (self.problem.q_blocks if queries else self.problem.kv_blocks)[rank]
-        runs = (self.ring.problem.q_blocks if queries else self.ring.problem.kv_blocks)[
-            rank // self.group_size
-        ]
+        inner, group = self.ring.problem, rank // self.group_size
+        own = (self.problem.q_blocks if role.queries else self.problem.kv_blocks)[rank]
+        runs = (inner.q_blocks if role.queries else inner.kv_blocks)[group]
         return tuple(
             next((i, run.index(b[0]), len(b)) for i, run in enumerate(runs) if b[0] in run)
             for b in own
@@ -119,8 +119,8 @@ class Hybrid:
         """Bytes that all ranks together send."""
         others = self.group_size - 1
         spread = sum(
-            others * self.shard_len(name, rank) * self.token_bytes(name)
-            for name in (*self.gathered, *self.returned)
+            others * self.shard_len(role, rank) * self.token_bytes(role)
+            for role in (*self.gathered, *self.returned)
             for rank in range(self.problem.world_size)
         )
         return spread + self.group_size * self.ring.wire_bytes()
@@ -134,17 +134,16 @@ class Hybrid:
             rank - rank % self.group_size, rank - rank % self.group_size + self.group_size
         )
         # Where gradients are summed in a wider type, it is the sums that go back.
-        sums = ("dq", "dk", "dv") if self.problem.input_bytes != self.problem.sum_bytes else ()
-        held = [
-            name for name in (*self.gathered, *self.returned) if name not in ("rows", "lse", *sums)
-        ]
+        wider = self.problem.input_bytes != self.problem.sum_bytes
+        sums = (Role.DQ, Role.DK, Role.DV) if wider else ()
+        held = set(self.gathered + self.returned) - {Role.ROWS, Role.LSE, *sums}
         copies = sum(
-            self.shard_len(name, member) * self.token_bytes(name)
-            for name in held
+            self.shard_len(role, member) * self.token_bytes(role)
+            for role in held
             for member in members
         )
         # lse and delta of the rank's own queries, before they are spread.
-        own_rows = 0 if self.forward else self.shard_len("rows", rank) * self.problem.row_bytes
+        own_rows = 0 if self.forward else self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
         return Footprint(inner.sums + own_rows, copies, inner.tile)
 
 
@@ -161,58 +160,55 @@ class _HybridBuilder:
         peers = [group * size + self.number for group in range(hybrid.ring_size)]
         self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers)
         self.local = {
-            name: self.g.buffer(f"local {name}", initialised=True)
-            for name in (*hybrid.gathered, *hybrid.returned)
+            role: self.g.buffer(f"local {role}", initialised=True)
+            for role in (*hybrid.gathered, *hybrid.returned)
         }
 
     def build(self) -> Graph:
         self.inner.agree()
-        rows = 0 if self.hybrid.forward else self.hybrid.shard_len("rows", self.rank)
+        rows = 0 if self.hybrid.forward else self.hybrid.shard_len(Role.ROWS, self.rank)
         if rows:
             cost = Cost(0, 2 * rows * self.hybrid.problem.q_token_bytes)
-            self.g.compute("delta", Op("delta", (0,)), accumulates=[self.local["rows"]], cost=cost)
+            self.g.compute("delta", Delta(0), accumulates=[self.local[Role.ROWS]], cost=cost)
         # Tags 0 and 1; the ring's own begin at its `tags_per_hop`, which is more.
         self._spread(self.hybrid.gathered, gather=True)
         self.inner.go_round()
         self._spread(self.hybrid.returned, gather=False)
         return self.g.build()
 
-    def _spread(self, names: tuple[str, ...], *, gather: bool) -> None:
+    def _spread(self, roles: tuple[Role, ...], *, gather: bool) -> None:
         """One exchange of everything between the members. gather: from tokens spread to heads
         spread; else back.
         """
-        sends, recvs = [], []
-        for name in names:
-            whole = self._whole(name)
-            source, target = ([self.local[name]], whole) if gather else (whole, [self.local[name]])
+        hybrid, first = self.hybrid, self.group * self.hybrid.group_size
+        sends: list[tuple[Part, int]] = []
+        recvs: list[tuple[Part, int]] = []
+        arrived: list[tuple[Unpack, Part]] = []
+        for role in roles:
+            whole: list[Buffer | Part] = self._whole(role)
+            local: list[Buffer | Part] = [self.local[role]]
+            source, target = (local, whole) if gather else (whole, local)
             # Both sides of a pair hold as many tokens as the one whose tokens they are.
-            for member in range(self.hybrid.group_size):
+            for member in range(hybrid.group_size):
                 if member == self.number:
-                    if self.hybrid.shard_len(name, self.rank):
-                        self._copy(
-                            "keep", name, Op("keep", (name, gather)), source, accumulates=target
-                        )
+                    if hybrid.shard_len(role, self.rank):
+                        self._copy("keep", Keep(role, gather), source, accumulates=target)
                     continue
-                peer = self.group * self.hybrid.group_size + member
+                peer = first + member
                 out_of, into = (self.rank, peer) if gather else (peer, self.rank)
                 sent, received = (
-                    self.hybrid.shard_len(name, owner) * self.hybrid.token_bytes(name)
+                    hybrid.shard_len(role, owner) * hybrid.token_bytes(role)
                     for owner in (out_of, into)
                 )
                 if sent:
-                    part = self.g.buffer(f"{name} > {member}", size_bytes=sent)[0]
-                    self._copy(
-                        f"pack {member}",
-                        name,
-                        Op("pack", (name, gather, member, part.id)),
-                        source,
-                        writes=[part],
-                    )
+                    part = self.g.buffer(f"{role} > {member}", size_bytes=sent)[0]
+                    pack = Pack(role, gather, member, part.id)
+                    self._copy(f"pack {member}", pack, source, writes=[part])
                     sends.append((part, peer))
                 if received:
-                    recvs.append(
-                        (self.g.buffer(f"{name} < {member}", size_bytes=received)[0], peer)
-                    )
+                    part = self.g.buffer(f"{role} < {member}", size_bytes=received)[0]
+                    recvs.append((part, peer))
+                    arrived.append((Unpack(role, gather, member, part.id), part))
         if sends or recvs:
             self.g.exchange(
                 "gather" if gather else "give back",
@@ -221,39 +217,36 @@ class _HybridBuilder:
                 tag=int(not gather),
                 reads=[self.inner.agreed],
             )
-        for part, peer in recvs:
-            name, member = part.buffer.split(" < ")[0], peer % self.hybrid.group_size
-            target = self._whole(name) if gather else [self.local[name]]
-            self._copy(
-                f"unpack {member}",
-                name,
-                Op("unpack", (name, gather, member, part.id)),
-                [part],
-                accumulates=target,
-            )
+        for unpack, part in arrived:
+            target = self._whole(unpack.tensor) if gather else [self.local[unpack.tensor]]
+            self._copy(f"unpack {unpack.member}", unpack, [part], accumulates=target)
 
     def _copy(
         self,
         verb: str,
-        name: str,
-        op: Op,
+        operation: Keep | Pack | Unpack,
         reads: Sequence[Buffer | Part],
         *,
         writes: Sequence[Buffer | Part] = (),
         accumulates: Sequence[Buffer | Part] = (),
     ) -> None:
-        cost = Cost(0, 2 * self.hybrid.shard_len(name, self.rank) * self.hybrid.token_bytes(name))
+        role = operation.tensor
+        cost = Cost(0, 2 * self.hybrid.shard_len(role, self.rank) * self.hybrid.token_bytes(role))
         self.g.compute(
-            f"{verb} {name}", op, reads=reads, writes=writes, accumulates=accumulates, cost=cost
+            f"{verb} {role}",
+            operation,
+            reads=reads,
+            writes=writes,
+            accumulates=accumulates,
+            cost=cost,
         )
 
-    def _whole(self, name: str) -> list[Buffer | Part]:
+    def _whole(self, role: Role) -> list[Buffer | Part]:
         """What the ring calls the tensor."""
-        if name in ("out", "lse"):
-            return [self.inner.home_sums["state"]]
-        return [
-            (self.inner.home | self.inner.own | self.inner.home_sums | self.inner.own_sums)[name]
-        ]
+        ring = self.inner
+        if role in (Role.OUT, Role.LSE):
+            return [ring.home_sums[Role.STATE]]
+        return [(ring.home | ring.own | ring.home_sums | ring.own_sums)[role]]
 
 
 @lru_cache(maxsize=64)

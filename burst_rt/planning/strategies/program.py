@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from burst_rt.planning.problem import Problem, TileShape
 from burst_rt.scheduler import HOST_LANES, Graph, Lane, Op
 
-__all__ = ["AGREE", "Footprint", "Program", "on_query_side"]
+__all__ = ["AGREE", "Footprint", "Program"]
 
 # Every graph opens with this task; nothing is sent before it is done.
 AGREE = Op("agree")
@@ -26,11 +26,6 @@ class Footprint(NamedTuple):
     sums: int
     copies: int
     tile: TileShape
-
-
-def on_query_side(name: str) -> bool:
-    """Whether a tensor has a row for each query (else for each key)."""
-    return name in ("q", "dout", "rows", "out", "lse", "dq")
 
 
 class Program(Protocol):

@@ -29,11 +29,25 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from burst_rt.planning.masks import Full, Piece
+from burst_rt.planning.masks import Piece, Rule
+from burst_rt.planning.operations import (
+    Add,
+    BackwardTile,
+    Delta,
+    Finish,
+    ForwardTile,
+    Probabilities,
+    Products,
+    ScoreGradients,
+    Scores,
+    TileOperation,
+    Weigh,
+)
 from burst_rt.planning.problem import Problem, TileShape
+from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies.program import AGREE, Footprint
 from burst_rt.planning.strategies.routes import OneRing, Route
-from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Op, Part
+from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
 
@@ -43,36 +57,30 @@ _EDGE = 512
 _FEW_TOKENS = 64
 # Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of
 # head_dim: 2 for each product.
-_FLOPS = {
-    "forward": 4,
-    "backward": 10,
-    "scores": 2,
-    "weigh": 2,
-    "probabilities": 2,
-    "score gradients": 4,
-    "products": 4,
+_FLOPS: dict[type[TileOperation], int] = {
+    ForwardTile: 4,
+    BackwardTile: 10,
+    Scores: 2,
+    Weigh: 2,
+    Probabilities: 2,
+    ScoreGradients: 4,
+    Products: 4,
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One ring: what travels, what stays, and what a tile does (`op`, "forward" or "backward"; see
-    `ring_naive` for others). A `Program`.
-
-    `bundle` and `sums` are the travelling tensors, as (name, bytes a token); `home` the tensors
-    that stay; `home_sums` what a tile adds into at home. `queries_travel` tells which side is
-    which. `route`: which way round. `whole`: a shard travels as one block.
-    """
+    """One ring: what travels, what stays, and what a tile does. A `Program`."""
 
     problem: Problem
-    op: str
-    queries_travel: bool
-    bundle: tuple[tuple[str, int], ...]
-    sums: tuple[tuple[str, int], ...]
-    home: tuple[str, ...]
-    home_sums: tuple[str, ...]
-    route: Route
-    whole: bool = False
+    operation: type[TileOperation]  # on a tile
+    queries_travel: bool  # else keys and values do
+    bundle: tuple[tuple[Role, int], ...]  # the tensors that travel, with their bytes a token
+    sums: tuple[tuple[Role, int], ...] = ()  # the sums that travel, likewise
+    home: tuple[Role, ...]  # the tensors that stay
+    home_sums: tuple[Role, ...]  # what a tile adds to at home
+    route: Route  # which way round
+    whole: bool = False  # whether a shard travels as one block
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
         """See `Program.graph`."""
@@ -88,11 +96,11 @@ class Ring:
         return self.problem.world_size
 
     def __str__(self) -> str:
-        return ", ".join(_names((*self.bundle, *self.sums))) + " travel"
+        return ", ".join(_roles((*self.bundle, *self.sums))) + " travel"
 
     @property
     def forward(self) -> bool:
-        return self.op == "forward"
+        return self.operation is ForwardTile
 
     @cached_property
     def travelling(self) -> tuple[tuple[range, ...], ...]:
@@ -206,7 +214,7 @@ class Ring:
                 needs_k + needs_v
             )
             sums = q_len * problem.row_bytes + (0 if in_place else wide)
-        bundle = sum(size for name, size in self.bundle if name != "rows")
+        bundle = sum(size for role, size in self.bundle if role is not Role.ROWS)
         copies = sum(
             len(block) * bundle
             for block, wanted in zip(self.travelling[rank], self.wanted[rank], strict=True)
@@ -267,7 +275,7 @@ class RingBuilder:
             name: self._buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums
         }
 
-        def slots(tensors: tuple[tuple[str, int], ...], number: int) -> dict[str, Buffer]:
+        def slots(tensors: tuple[tuple[Role, int], ...], number: int) -> dict[Role, Buffer]:
             return {
                 name: self._buffer(
                     f"{name}{number}", parts=len(own), size_bytes=_each(largest, size)
@@ -295,7 +303,7 @@ class RingBuilder:
     def deltas(self) -> None:
         """delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
         travel = self.ring.queries_travel
-        rows = self.own["rows"] if travel else self.home["rows"]
+        rows = self.own[Role.ROWS] if travel else self.home[Role.ROWS]
         lengths = (
             list(map(len, self.ring.travelling[self.rank]))
             if travel
@@ -304,9 +312,7 @@ class RingBuilder:
         for part, length in enumerate(lengths):
             if length:
                 cost = Cost(0, 2 * length * self.ring.problem.q_token_bytes)
-                self.g.compute(
-                    f"delta {part}", Op("delta", (part,)), accumulates=[rows[part]], cost=cost
-                )
+                self.g.compute(f"delta {part}", Delta(part), accumulates=[rows[part]], cost=cost)
 
     def go_round(self) -> None:
         """All hops, and the sums home."""
@@ -323,12 +329,12 @@ class RingBuilder:
             cost = Cost(
                 0, sum(map(len, self.ring.resident[self.rank])) * self.ring.problem.q_sum_bytes
             )
-            self.g.compute("finish", Op("finish"), accumulates=[self.home_sums["state"]], cost=cost)
+            self.g.compute("finish", Finish(), accumulates=[self.home_sums[Role.STATE]], cost=cost)
 
     def _owner(self, hop: int, block: int) -> int:
         return self.route.owner(self.rank, hop, block)
 
-    def _bundle_at(self, hop: int) -> dict[str, Buffer]:
+    def _bundle_at(self, hop: int) -> dict[Role, Buffer]:
         return self.slots[self.route.slot(hop)] if hop else self.own
 
     def _pass_bundle(self, hop: int, onward: int) -> None:
@@ -356,8 +362,8 @@ class RingBuilder:
 
     def _messages(
         self,
-        tensors: tuple[tuple[str, int], ...],
-        buffers: dict[str, Buffer],
+        tensors: tuple[tuple[Role, int], ...],
+        buffers: dict[Role, Buffer],
         owner: int,
         block: int,
         peer_hop: int,
@@ -410,22 +416,27 @@ class RingBuilder:
         adds = {name: sums[name][block] for name, _ in ring.sums} | {
             name: b[0] for name, b in self.home_sums.items()
         }
-        names = (
-            tuple((n, p.id) for n, p in reads.items()),
-            tuple((n, p.id) for n, p in adds.items()),
-        )
         # Sums that begin with this tile: it is their first, nothing is in them yet.
         new = (
             [sums[name][block] for name, _ in ring.sums]
             if hop and ring.starts[owner][block] == hop
             else []
         )
-        ends = ((hop, block) == next(iter(self.tiles)), (hop, block) == next(reversed(self.tiles)))
+        operation = ring.operation(
+            owner=owner,
+            block=block,
+            pieces=pieces,
+            reads=tuple((role, part.id) for role, part in reads.items()),
+            adds=tuple((role, part.id) for role, part in adds.items()),
+            starts_sums=bool(new),
+            first=(hop, block) == next(iter(self.tiles)),
+            last=(hop, block) == next(reversed(self.tiles)),
+        )
         moved, stays = f"{owner}.{block}", f"{self.rank}"
         q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
         self.g.compute(
             f"hop {hop} q{q} kv{kv}",
-            Op(ring.op, (owner, block, pieces, *(ends if ring.forward else (bool(new),)), *names)),
+            operation,
             reads=reads.values(),
             writes=new,
             accumulates=[part for part in adds.values() if part not in new],
@@ -434,7 +445,9 @@ class RingBuilder:
 
     def _cost(self, pieces: tuple[Piece, ...], zeroed_bytes: int) -> Cost:
         problem = self.ring.problem
-        per_cell = _FLOPS[self.ring.op] * problem.head_dim * problem.num_heads * problem.batch
+        per_cell = (
+            _FLOPS[self.ring.operation] * problem.head_dim * problem.num_heads * problem.batch
+        )
         rows, columns = (
             sum(p.q_stop - p.q_start for p in pieces),
             sum(p.kv_stop - p.kv_start for p in pieces),
@@ -457,7 +470,7 @@ class RingBuilder:
             cost = Cost(0, 3 * len(self.ring.travelling[self.rank][block]) * size)
             self.g.compute(
                 f"home {name}{block}",
-                Op("add", (own.id, arrived.id)),
+                Add(own.id, arrived.id),
                 reads=[arrived],
                 accumulates=[own],
                 cost=cost,
@@ -470,9 +483,15 @@ def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = 
     `travels_whole`.
     """
     kv = problem.kv_token_bytes
-    way = route or _plain(problem, problem.kv_blocks, whole)
     return Ring(
-        problem, "forward", False, (("k", kv), ("v", kv)), (), ("q",), ("state",), way, whole
+        problem=problem,
+        operation=ForwardTile,
+        queries_travel=False,
+        bundle=((Role.K, kv), (Role.V, kv)),
+        home=(Role.Q,),
+        home_sums=(Role.STATE,),
+        route=route or _plain(problem, problem.kv_blocks, whole),
+        whole=whole,
     )
 
 
@@ -484,22 +503,30 @@ def backward_ring(
     neither summed nor sent.
     """
     q, kv, rows = problem.q_token_bytes, problem.kv_token_bytes, problem.row_bytes
-    q_side = (("q", q), ("dout", q), ("rows", rows))
-    kv_side = (("k", kv), ("v", kv))
-    needs_q, needs_k, needs_v = problem.needs_grad
-    q_sums = (("dq", problem.q_sum_bytes),) if needs_q else ()
-    kv_sums = tuple(
-        (name, problem.kv_sum_bytes)
-        for name, needed in (("dk", needs_k), ("dv", needs_v))
+    q_side = ((Role.Q, q), (Role.DOUT, q), (Role.ROWS, rows))
+    kv_side = ((Role.K, kv), (Role.V, kv))
+    sizes = (problem.q_sum_bytes, problem.kv_sum_bytes, problem.kv_sum_bytes)
+    sums = tuple(
+        (role, size)
+        for role, size, needed in zip(
+            (Role.DQ, Role.DK, Role.DV), sizes, problem.needs_grad, strict=True
+        )
         if needed
     )
-    way = route or _plain(problem, problem.q_blocks if queries_travel else problem.kv_blocks, whole)
-    if queries_travel:
-        return Ring(
-            problem, "backward", True, q_side, q_sums, _names(kv_side), _names(kv_sums), way, whole
-        )
+    q_sums = tuple(each for each in sums if each[0].queries)
+    kv_sums = tuple(each for each in sums if not each[0].queries)
+    travels, stays = ((q_side, q_sums), (kv_side, kv_sums))[:: 1 if queries_travel else -1]
+    blocks = problem.q_blocks if queries_travel else problem.kv_blocks
     return Ring(
-        problem, "backward", False, kv_side, kv_sums, _names(q_side), _names(q_sums), way, whole
+        problem=problem,
+        operation=BackwardTile,
+        queries_travel=queries_travel,
+        bundle=travels[0],
+        sums=travels[1],
+        home=_roles(stays[0]),
+        home_sums=_roles(stays[1]),
+        route=route or _plain(problem, blocks, whole),
+        whole=whole,
     )
 
 
@@ -507,7 +534,7 @@ def travels_whole(problem: Problem) -> bool:
     """Whether a shard is better sent as one block: few tokens, and no block of them that some rank
     does not need.
     """
-    return isinstance(problem.mask, Full) and all(
+    return problem.mask.rule is Rule.EVERYTHING and all(
         sum(map(len, own)) <= _FEW_TOKENS
         for blocks in (problem.q_blocks, problem.kv_blocks)
         for own in blocks
@@ -542,8 +569,8 @@ def _joined(a: Piece, b: Piece) -> Piece:
     return a._replace(q_stop=b.q_stop, kv_stop=b.kv_stop, num_cells=a.num_cells + b.num_cells)
 
 
-def _names(tensors: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    return tuple(name for name, _ in tensors)
+def _roles(tensors: Iterable[tuple[Role, int]]) -> tuple[Role, ...]:
+    return tuple(role for role, _ in tensors)
 
 
 def _each(lengths: list[int], token_bytes: int) -> list[int]:

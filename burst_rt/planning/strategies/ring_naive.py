@@ -14,22 +14,31 @@ in the type of the sums, so that memory grows with the square of the sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
+from burst_rt.planning.operations import (
+    Blank,
+    Finish,
+    Probabilities,
+    Products,
+    ScoreGradients,
+    Scores,
+    Softmax,
+    Weigh,
+)
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring
 from burst_rt.planning.strategies.routes import OneRing
-from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane, Op
+from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
 
 __all__ = ["RingNaive", "ring_naive"]
 
 
 @dataclass(frozen=True)
 class RingNaive:
-    """A `Program`: rounds of the ring one after another, with the scores between them. Ops beside
-    the rings' and "finish": "blank", which fills the scores with no key seen, and "softmax".
-    """
+    """A `Program`: rounds of the ring one after another, with the scores between them."""
 
     problem: Problem
     forward: bool
@@ -49,26 +58,26 @@ class RingNaive:
             )
         first, *rest = builders
         first.agree()
-        scores = first.home_sums["scores"]
+        scores = first.home_sums[Role.SCORES]
         if any(self.problem.q_blocks[rank]):
             if not self.forward:
                 first.deltas()
-            g.compute("blank", Op("blank"), writes=[scores], cost=Cost(0, self.score_bytes(rank)))
+            g.compute("blank", Blank(), writes=[scores], cost=Cost(0, self.score_bytes(rank)))
         first.go_round()
         if self.forward and any(self.problem.q_blocks[rank]):
             # Read for the maximum, read and written for the exponential, read for the sum.
             cost = Cost(0, 4 * self.score_bytes(rank))
             g.compute(
                 "softmax",
-                Op("softmax"),
-                accumulates=[scores, rest[0].home_sums["state"]],
+                Softmax(),
+                accumulates=[scores, rest[0].home_sums[Role.STATE]],
                 cost=cost,
             )
         for builder in rest:
             builder.go_round()
         if self.forward and any(self.problem.q_blocks[rank]):
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.q_sum_bytes)
-            g.compute("finish", Op("finish"), accumulates=[rest[0].home_sums["state"]], cost=cost)
+            g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
         return g.build()
 
     def wire_bytes(self) -> int:
@@ -116,30 +125,37 @@ def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
     kv, kv_sum = problem.kv_token_bytes, problem.kv_sum_bytes
     needs_q, needs_k, needs_v = problem.needs_grad
     route = OneRing(problem.world_size, (1,) * len(problem.kv_blocks[0]))
-    k, v = (("k", kv),), (("v", kv),)
+    k, v = ((Role.K, kv),), ((Role.V, kv),)
+    keys_travel = partial(Ring, problem=problem, queries_travel=False, route=route)
     if forward:
-        scores = Ring(problem, "scores", False, k, (), ("q",), ("scores",), route)
-        return RingNaive(
-            problem,
-            True,
-            (scores, Ring(problem, "weigh", False, v, (), ("scores",), ("state",), route)),
-        )
-    dk, dv = ((("dk", kv_sum),) if needs_k else ()), ((("dv", kv_sum),) if needs_v else ())
-    rounds = [Ring(problem, "probabilities", False, k, (), ("q", "rows"), ("scores",), route)]
-    rounds.append(
-        Ring(problem, "score gradients", False, v, dv, ("dout", "rows"), ("scores",), route)
-    )
+        rounds = [
+            keys_travel(operation=Scores, bundle=k, home=(Role.Q,), home_sums=(Role.SCORES,)),
+            keys_travel(operation=Weigh, bundle=v, home=(Role.SCORES,), home_sums=(Role.STATE,)),
+        ]
+        return RingNaive(problem, True, tuple(rounds))
+    rounds = [
+        keys_travel(
+            operation=Probabilities,
+            bundle=k,
+            home=(Role.Q, Role.ROWS),
+            home_sums=(Role.SCORES,),
+        ),
+        keys_travel(
+            operation=ScoreGradients,
+            bundle=v,
+            sums=((Role.DV, kv_sum),) if needs_v else (),
+            home=(Role.DOUT, Role.ROWS),
+            home_sums=(Role.SCORES,),
+        ),
+    ]
     if needs_k or needs_q:
         rounds.append(
-            Ring(
-                problem,
-                "products",
-                False,
-                k,
-                dk,
-                ("q", "scores"),
-                ("dq",) if needs_q else (),
-                route,
+            keys_travel(
+                operation=Products,
+                bundle=k,
+                sums=((Role.DK, kv_sum),) if needs_k else (),
+                home=(Role.Q, Role.SCORES),
+                home_sums=(Role.DQ,) if needs_q else (),
             )
         )
     return RingNaive(problem, False, tuple(rounds))

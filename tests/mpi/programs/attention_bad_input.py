@@ -516,7 +516,7 @@ def drawn(cases: list[tuple[str, int]]) -> list[tuple[str, int]]:
 def try_case(
     r: Rank, name: str, odd: int, expected: str, bad: Call, others: Call, words: str
 ) -> dict[str, object]:
-    sent = [ctx.transport.bytes_sent for ctx in (r.ctx, r.strict)]
+    sent = [ctx.runtime.transport.bytes_sent for ctx in (r.ctx, r.strict)]
     entry: dict[str, object] = {
         "case": name,
         "odd": odd,
@@ -531,7 +531,7 @@ def try_case(
         entry |= {"error": type(error).__name__, "peer": error.peer, "message": str(error)}
     entry["elapsed_s"] = time.perf_counter() - started_s
     entry["bytes"] = [
-        ctx.transport.bytes_sent - before
+        ctx.runtime.transport.bytes_sent - before
         for ctx, before in zip((r.ctx, r.strict), sent, strict=True)
     ]
     entry["usable"] = bool(torch.isfinite(r.good()).all())

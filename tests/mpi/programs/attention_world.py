@@ -59,9 +59,11 @@ def main() -> None:
     staged.CHUNK_BYTES = 10_007
     with burst_rt.init(timeout_s=60, transport=sys.argv[2]) as ctx:
         for name, case in (CASES | MORE_CASES).items():
-            before = ctx.transport.bytes_sent
+            before = ctx.runtime.transport.bytes_sent
             result = attend(ctx, case)
-            counts = torch.tensor([_predicted(ctx, case), ctx.transport.bytes_sent - before])
+            counts = torch.tensor(
+                [_predicted(ctx, case), ctx.runtime.transport.bytes_sent - before]
+            )
             sent[name] = ctx.all_reduce(counts).tolist()
             inputs = case.inputs()
             if ctx.rank == 0:

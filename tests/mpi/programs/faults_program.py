@@ -136,7 +136,7 @@ def watch_tiles() -> None:
 
 def watch_sums() -> None:
     """The same of every sum over the ranks, which they have agreed on by then."""
-    control: Any = ctx.control
+    control: Any = ctx.runtime.control
     allreduce_sum = control.allreduce_sum
 
     def watched(*args: Any) -> Any:

@@ -22,7 +22,9 @@ def main() -> None:
     with burst_rt.init(timeout_s=60) as ctx:
         for strategy in (*TENSOR_PARALLEL, "burst", "all-to-all"):
             mine = json.dumps(spread(ctx, LayerCase(strategy))).encode()
-            pending = ctx.collective({"call": "outcomes"}, partial(ctx.control.allgather, mine))
+            pending = ctx.runtime.collective(
+                {"call": "outcomes"}, partial(ctx.runtime.control.allgather, mine)
+            )
             found[strategy] = [json.loads(outcome) for outcome in pending.result()]
         if ctx.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

@@ -1,0 +1,344 @@
+"""One attention call: everything about it but the tensors' values, checked once.
+
+A `Call` is immutable. All that comes after the checks (plan, agreement, backward) goes by it, and
+looks at no argument again. Calls of the same kind get the same `Call` from the context's setup, so
+a training loop checks its first step only; which memory the tensors are in changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NotRequired, TypedDict
+
+import torch
+
+from burst_rt.attention.mask_check import check_mask
+from burst_rt.attention.planner import PlanKey
+from burst_rt.attention.setup import Setup
+from burst_rt.attention.sharding import ContextLayout
+from burst_rt.errors import InputError
+from burst_rt.kernels import sum_dtype
+from burst_rt.planning.masks import Causal, Full, Mask
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import check_name
+from burst_rt.runtime.agreement import digest_of
+from burst_rt.version import __version__
+
+__all__ = ["CAUSAL", "FULL", "Call", "Options", "make_call", "needs_of"]
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Kinds of calls whose checks are remembered.
+_KNOWN_CALLS = 256
+# Where a call names none. The compiler reads their numbers, and makes no mask of its own.
+FULL, CAUSAL = Full(), Causal()
+
+
+class Options(TypedDict):
+    """The arguments of `burst_attention` that are not tensors; that function says what they are."""
+
+    layout: ContextLayout
+    kv_layout: NotRequired[ContextLayout | None]
+    mask: NotRequired[Mask | None]
+    causal: NotRequired[bool]
+    scale: NotRequired[float | None]
+    strategy: NotRequired[str]
+    return_lse: NotRequired[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of one attention call, and the shape and type of its tensors on this rank."""
+
+    layout: ContextLayout
+    kv_layout: ContextLayout
+    mask: Mask
+    scale: float | None
+    strategy: str
+    return_lse: bool
+    needs_grad: tuple[bool, bool, bool]  # of q, k, v
+    dtype: torch.dtype
+    batch: int
+    num_heads: int  # of queries
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def setup(self) -> Setup:
+        """The context's."""
+        return self.layout.setup
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is to be computed over all ranks, as plain numbers."""
+        return Problem(
+            q_layout=self.layout.map,
+            kv_layout=self.kv_layout.map,
+            mask=self.mask,
+            batch=self.batch,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            input_bytes=self.dtype.itemsize,
+            sum_bytes=sum_dtype(self.dtype).itemsize,
+            needs_grad=self.needs_grad,
+        )
+
+    @cached_property
+    def forward_key(self) -> PlanKey:
+        """What the plan of the forward depends on."""
+        return self._key(forward=True)
+
+    @cached_property
+    def backward_key(self) -> PlanKey:
+        """What the plan of the backward depends on."""
+        return self._key(forward=False)
+
+    @cached_property
+    def forward_terms(self) -> tuple[dict[str, str], int]:
+        """What the ranks compare before the forward, in words, and the digest of it."""
+        return self._terms("burst_attention")
+
+    @cached_property
+    def backward_terms(self) -> tuple[dict[str, str], int]:
+        """What the ranks compare before the backward, in words, and the digest of it."""
+        return self._terms("backward of burst_attention")
+
+    def _key(self, *, forward: bool) -> PlanKey:
+        setup = self.setup
+        return PlanKey(
+            forward=forward,
+            problem=self.problem,
+            strategy=self.strategy,
+            kernel=setup.kernel,
+            dtype=self.dtype,
+            device=setup.runtime.device,
+            partials=setup.partials,
+        )
+
+    def _terms(self, name: str) -> tuple[dict[str, str], int]:
+        """Everything about the call but the rank's own part."""
+        terms = {
+            "call": name,
+            "layout": f"{self.layout.kind} {self.layout.seq_len}",
+            "kv_layout": f"{self.kv_layout.kind} {self.kv_layout.seq_len}",
+            "mask": repr(self.mask),
+            "batch": str(self.batch),
+            "heads": f"{self.num_heads} and {self.num_kv_heads} kv",
+            "head_dim": str(self.head_dim),
+            "dtype": str(self.dtype),
+            "needs_grad (q, k, v)": str(self.needs_grad),
+            "scale": "default" if self.scale is None else repr(float(self.scale)),
+            "strategy": self.strategy,
+            "return_lse": str(self.return_lse),
+            "version": __version__,
+        }
+        return terms, digest_of(terms)
+
+
+def make_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None = None,
+    mask: Mask | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    strategy: str = "auto",
+    return_lse: bool = False,
+    needs_grad: tuple[bool, bool, bool] | None = None,
+) -> Call:
+    """The call of `burst_attention` with these arguments. Local; does not block.
+
+    needs_grad: whether q, k and v need gradients; None: as the tensors say. Raises InputError that
+    names the argument, what was expected and what came.
+    """
+    if type(layout) is not ContextLayout:
+        raise InputError(
+            f"burst_attention: layout must come from ctx.layout(...), got {type(layout).__name__}"
+        )
+    setup = layout.setup
+    if needs_grad is None:
+        needs_grad = needs_of(q, k, v)
+    try:
+        kind: object = (
+            layout, kv_layout, id(mask), causal, type(causal), scale, type(scale), strategy,
+            return_lse, type(return_lse), needs_grad,
+            q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
+            v.shape, v.dtype, v.device, v.layout,
+        )  # fmt: skip
+        call = setup.calls.get(kind)
+    except (AttributeError, RuntimeError, TypeError):
+        kind = call = None  # an argument that is none: which one, the checks say
+    if call is None:
+        chosen = _chosen_mask(mask, causal)
+        _check_arguments(layout, kv_layout, chosen, scale, strategy, return_lse)
+        kv_layout = kv_layout or layout
+        _check_tensors(q, k, v, layout, kv_layout, scale)
+        call = Call(
+            layout=layout,
+            kv_layout=kv_layout,
+            mask=chosen,
+            scale=scale,
+            strategy=strategy,
+            return_lse=return_lse,
+            needs_grad=needs_grad,
+            dtype=q.dtype,
+            batch=q.shape[0],
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+        )
+        if kind is not None:
+            # The call keeps the mask, so that its id stays its own.
+            while len(setup.calls) >= _KNOWN_CALLS:
+                setup.calls.pop(next(iter(setup.calls)), None)
+            setup.calls[kind] = call
+    if setup.check_finite:
+        _check_values(q, k, v)
+    return call
+
+
+def needs_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool, bool, bool]:
+    """Whether q, k and v need gradients, as the tensors say."""
+    wants = torch.is_grad_enabled()
+    needs_q, needs_k, needs_v = (
+        wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
+    )
+    return needs_q, needs_k, needs_v
+
+
+def _chosen_mask(mask: Mask | None, causal: bool) -> Mask:
+    if not isinstance(causal, bool):
+        raise InputError(f"burst_attention: causal must be True or False, got {causal!r}")
+    if causal and mask is not None:
+        raise InputError(
+            "burst_attention: give mask or causal=True, not both; Causal() & mask combines them"
+        )
+    return mask if mask is not None else CAUSAL if causal else FULL
+
+
+def _check_arguments(
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None,
+    mask: Mask,
+    scale: float | None,
+    strategy: str,
+    return_lse: bool,
+) -> None:
+    """Checks everything but tensors. Raises InputError."""
+    where = "burst_attention"
+    if kv_layout is not None and not isinstance(kv_layout, ContextLayout):
+        raise InputError(
+            f"{where}: kv_layout must come from ctx.layout(...), got {type(kv_layout).__name__}"
+        )
+    kv_layout = kv_layout or layout
+    if layout.setup is not kv_layout.setup:
+        raise InputError(
+            f"{where}: layout and kv_layout belong to different contexts; make both with the same "
+            "ctx.layout(...)"
+        )
+    if not isinstance(mask, Mask):
+        raise InputError(
+            f"{where}: mask must be a burst_rt.Mask such as burst_rt.Causal(), got "
+            f"{type(mask).__name__}"
+        )
+    shared = layout.runtime.world_size > 1
+    check_mask(mask, layout.seq_len, kv_layout.seq_len, shared=shared)
+    check_name(strategy)
+    if scale is not None and not _is_positive(scale):
+        raise InputError(f"{where}: scale must be None or a finite number above 0, got {scale!r}")
+    if not isinstance(return_lse, bool):
+        raise InputError(f"{where}: return_lse must be True or False, got {return_lse!r}")
+
+
+def _is_positive(scale: object) -> bool:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        return False
+    try:
+        # Fused kernels mask by adding -inf and then scale: 0 and less would make NaN of what is
+        # masked.
+        return scale > 0 and math.isfinite(scale)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: ContextLayout,
+    kv_layout: ContextLayout,
+    scale: float | None,
+) -> None:
+    """Checks this rank's tensors. Raises InputError."""
+    device = layout.runtime.device
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        where = f"burst_attention: {name}"
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"{where} must be a torch.Tensor, got {type(x).__name__}")
+        expected = f"{where} must be a dense tensor [batch, tokens, heads, head_dim], got"
+        if x.is_nested:
+            raise InputError(f"{expected} a nested one")
+        if x.layout != torch.strided or x.ndim != 4:
+            raise InputError(f"{expected} {x.layout} of shape {tuple(x.shape)}")
+        if x.device != device:
+            raise InputError(
+                f"{where} must be on {device}, the context's device, got {x.device}; move it with "
+                f"{name}.to(ctx.device)"
+            )
+        if x.dtype not in _DTYPES:
+            raise InputError(
+                f"{where} must be float64, float32, bfloat16 or float16, got {x.dtype}"
+            )
+        if 0 in (x.shape[0], x.shape[2], x.shape[3]):
+            raise InputError(
+                f"{where} must have at least one batch row, one head and one head_dim, got shape "
+                f"{tuple(x.shape)}"
+            )
+        own, argument = (layout, "layout") if name == "q" else (kv_layout, "kv_layout")
+        if own is layout:
+            argument = "layout"
+        if x.shape[1] != own.shard_len:
+            raise InputError(
+                f"{where} must hold this rank's {own.shard_len} of {own.seq_len} tokens "
+                f"({argument}: {own.kind}), got {x.shape[1]}; cut it with {argument}.shard({name})"
+            )
+        if x.dtype != q.dtype:
+            raise InputError(f"{where} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.shape[0] != q.shape[0]:
+            raise InputError(f"{where} must have q's batch size {q.shape[0]}, got {x.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise InputError(
+            f"burst_attention: k must have q's head_dim {q.shape[3]}, got {k.shape[3]}"
+        )
+    if v.shape[3] != k.shape[3]:
+        raise InputError(
+            "burst_attention: v with another head_dim than k is not supported: k has "
+            f"{k.shape[3]}, v {v.shape[3]}"
+        )
+    if v.shape[2] != k.shape[2]:
+        raise InputError(f"burst_attention: v must have k's {k.shape[2]} heads, got {v.shape[2]}")
+    wide = sum_dtype(q.dtype)
+    if scale is not None and not 0 < torch.tensor(scale, dtype=wide).item() < math.inf:
+        # Fused kernels would make NaN of what is masked.
+        raise InputError(
+            f"burst_attention: scale {scale!r} is 0 or infinite in {wide}, in which scores are "
+            "computed"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise InputError(
+            "burst_attention: q's heads must be a multiple of k's (grouped heads), got "
+            f"{q.shape[2]} and {k.shape[2]}"
+        )
+
+
+def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not bool(torch.isfinite(x).all()):
+            raise InputError(
+                f"burst_attention: {name} holds values that are not finite (check_finite is on)"
+            )

@@ -1,0 +1,116 @@
+"""A checked call on its way: the plan, the call's tensors bound to it, the runtime, the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from burst_rt.attention.call import Call
+from burst_rt.attention.execute import RUNS
+from burst_rt.attention.planner import Plan
+from burst_rt.drivers import Progress, is_out_of_memory
+from burst_rt.errors import DeviceError, InputError
+from burst_rt.runtime.runtime import Runtime
+
+__all__ = ["run_backward", "run_forward"]
+
+
+def run_forward(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of this rank's queries; see `burst_attention`. Collective."""
+    if torch.is_autocast_enabled(q.device.type):
+        # Sums are kept in the type they are meant to be in.
+        with torch.autocast(q.device.type, enabled=False):
+            return run_forward(call, q, k, v)
+    setup, name = call.setup, "burst_attention"
+    runtime = setup.runtime
+    try:
+        plan = setup.planner.plan(call.forward_key)
+    except InputError as error:
+        runtime.refuse(name, error)
+    progress = Progress()
+    with _enough_memory(runtime, name, plan):
+        inputs = (q.detach(), k.detach(), v.detach())
+        run = RUNS[type(plan.choice.program)].forward(
+            plan, runtime.machine, call.scale, progress, setup.poison, inputs
+        )
+    started_s = time.perf_counter()
+    sent, received = runtime.transport.bytes_sent, runtime.transport.bytes_received
+    description, digest = call.forward_terms
+    driver, free = runtime.perform(
+        name, plan.schedule, run.operations, run.memory,
+        description=description, digest=digest, progress=progress, subject=plan,
+        takes=partial(_takes, plan),
+    )  # fmt: skip
+    runtime.machine.give_back(plan, run.slots, free)
+    runtime.count(driver, started_s, sent, received)
+    return run.out, run.lse
+
+
+def run_backward(
+    call: Call,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """dq, dk and dv of this rank's tokens; None where the call does not need one. Collective."""
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return run_backward(call, dout, dlse, q, k, v, out, lse)
+    setup, name = call.setup, "backward of burst_attention"
+    runtime = setup.runtime
+    try:
+        plan = setup.planner.plan(call.backward_key)
+    except InputError as error:
+        runtime.refuse(name, error)
+    progress = Progress()
+    with _enough_memory(runtime, name, plan):
+        saved = (q.detach(), k.detach(), v.detach(), out.detach(), lse.detach())
+        run = RUNS[type(plan.choice.program)].backward(
+            plan, runtime.machine, call.scale, progress, setup.poison, saved,
+            dout.detach(), None if dlse is None else dlse.detach(),
+        )  # fmt: skip
+    started_s = time.perf_counter()
+    sent, received = runtime.transport.bytes_sent, runtime.transport.bytes_received
+    description, digest = call.backward_terms
+    driver, free = runtime.perform(
+        name, plan.schedule, run.operations, run.memory,
+        description=description, digest=digest, progress=progress, subject=plan,
+        takes=partial(_takes, plan),
+    )  # fmt: skip
+    runtime.machine.give_back(plan, run.slots, free)
+    runtime.count(driver, started_s, sent, received)
+    return run.grads()
+
+
+@contextmanager
+def _enough_memory(runtime: Runtime, name: str, plan: Plan) -> Iterator[None]:
+    """Binding a call takes its memory, all but the tiles' scratch, before anything is sent: if that
+    fails every rank hears of it.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"out of memory on {runtime.device}: {_takes(plan)}"
+        runtime.refuse(name, DeviceError(message, rank=runtime.rank))
+
+
+def _takes(plan: Plan) -> str:
+    """What memory a call takes, by the plan's formula, and what to do if it is too much."""
+    need = plan.memory()
+    formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
+    return (
+        f"this call takes {need.total:,} bytes beyond its inputs and outputs ({formula}). Use more "
+        "ranks, fewer tokens or heads a call, or free what else is there"
+    )

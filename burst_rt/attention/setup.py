@@ -1,0 +1,55 @@
+"""What the attention calls of one context share: the runtime that performs them, the options they
+are made with, and the plans that were made for them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from burst_rt.attention.planner import Planner
+from burst_rt.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from burst_rt.attention.call import Call
+
+__all__ = ["Setup"]
+
+_HELD = 4096
+
+
+class Setup:
+    """See the module. One per context.
+
+    kernel, partials, check_finite: as `burst_rt.init` takes them.
+    """
+
+    def __init__(self, runtime: Runtime, *, kernel: str, partials: str, check_finite: bool) -> None:
+        machine = runtime.machine
+        self.runtime = runtime
+        self.kernel = kernel
+        self.partials = partials
+        self.check_finite = check_finite
+        self.planner = Planner(
+            runtime.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware
+        )
+        # Calls that have been checked, by what was checked of them; see `call.make_call`.
+        self.calls: dict[object, Call] = {}
+        # Layouts and masks of calls that went through the dispatcher: a compiled program knows only
+        # their numbers, and asks for them again in its backward. The latest ones are kept.
+        self._held: dict[int, object] = {}
+        # Fresh memory is filled with NaN: what is read before it is written then shows.
+        self.poison = os.environ.get("BURST_RT_POISON") == "1"
+
+    def hold(self, number: int, thing: object) -> None:
+        """Keeps a layout or a mask until `_HELD` others have been used."""
+        self._held.pop(number, None)
+        self._held[number] = thing
+        while len(self._held) > _HELD:
+            self._held.pop(next(iter(self._held)), None)
+
+    def close(self) -> None:
+        """Lets go of all plans and calls."""
+        self.planner.forget()
+        self.calls.clear()
+        self._held.clear()

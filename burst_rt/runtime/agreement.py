@@ -1,0 +1,126 @@
+"""How the ranks agree on a call before it sends anything, and how they find out that they do not.
+
+One small non-blocking allreduce opens every call. If a rank brings an error or a different
+description, a second round tells all ranks, and every rank raises the same class. Nothing has been
+sent then, and the runtime stays usable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from burst_rt import errors
+from burst_rt.errors import BurstError, ContractMismatch
+from burst_rt.transport import ControlGroup
+
+if TYPE_CHECKING:
+    from burst_rt.drivers import Watch
+
+__all__ = ["Agreement", "digest_of"]
+
+
+def digest_of(description: Mapping[str, str]) -> int:
+    """A 62-bit digest of a description, the same on every rank and in every process."""
+    text = repr(sorted(description.items())).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+
+
+class Agreement:
+    """One rank's side of agreeing on a call. `description` says in words what the call is; `error`
+    is what this rank has to complain of.
+
+    Serves as the `Opening` of a driver: `start`, `test`, `failure`. When it fails, `settle`
+    (collective) raises the common error.
+    """
+
+    def __init__(
+        self,
+        control: ControlGroup,
+        number: int,
+        description: Mapping[str, str],
+        digest: int,
+        error: BurstError | None = None,
+    ) -> None:
+        self._control = control
+        self.number = number
+        self._description = description
+        self._digest = digest
+        self._error = error
+        self._verdict: list[int] | None = None
+
+    def start(self) -> None:
+        """Begins the allreduce. Never blocks."""
+        code = 1 if self._error else 0
+        self._pending = self._control.allreduce_max(
+            [code, self.number, -self.number, self._digest, -self._digest]
+        )
+
+    def test(self) -> bool:
+        """True once all ranks have entered. Never blocks."""
+        if self._verdict is None and self._pending.test():
+            self._verdict = self._pending.result()
+        return self._verdict is not None
+
+    def failure(self) -> BurstError | None:
+        """After `test`: a ContractMismatch if the ranks do not agree (`settle` finds out more), or
+        None.
+        """
+        assert self._verdict is not None
+        code, high_number, low_number, high_digest, low_digest = self._verdict
+        if code == 0 and high_number == -low_number and high_digest == -low_digest:
+            return None
+        return ContractMismatch("the ranks do not agree on this call", rank=self._control.rank)
+
+    def settle(self, watch: Watch, timeout_s: float) -> BurstError:
+        """Collective, after `failure` on every rank: what every rank is to raise. Blocks at most
+        `timeout_s`.
+        """
+        mine = {
+            "error": None
+            if self._error is None
+            else [type(self._error).__name__, self._error.message],
+            "number": self.number,
+            "call": dict(self._description),
+        }
+        pending = self._control.allgather(json.dumps(mine).encode())
+        watch.wait_for(pending, timeout_s, "the comparison of their calls")
+        return _common_error([json.loads(text) for text in pending.result()], self._control.rank)
+
+
+def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
+    """The error all ranks raise: the first one a rank brought, else what differs and where."""
+    for peer, word in enumerate(said):
+        brought = word["error"]
+        if isinstance(brought, list):
+            error: BurstError = getattr(errors, brought[0])(
+                f"rank {peer}: {brought[1]}", rank=rank, peer=peer
+            )
+            return error
+    calls = [dict(call) if isinstance(call := word["call"], dict) else {} for word in said]
+    for call, word in zip(calls, said, strict=True):
+        call["number of the call"] = str(word["number"])
+    differences = []
+    odd: set[int] = set()
+    for field in sorted({name for call in calls for name in call}):
+        values = [call.get(field, "nothing") for call in calls]
+        if len(set(values)) > 1:
+            common, count = Counter(values).most_common(1)[0]
+            others = [r for r, value in enumerate(values) if value != common]
+            odd.update(others)
+            # Where there is no majority every rank's value is told.
+            has_majority = 2 * count > len(values)
+            told = ", ".join(
+                f"{values[r]} on rank {r}" for r in (others if has_majority else range(len(values)))
+            )
+            differences.append(
+                f"{field}: {common} on most ranks, {told}" if has_majority else f"{field}: {told}"
+            )
+    message = (
+        f"the ranks entered one call with different arguments ({'; '.join(differences)}). "
+        "Every rank must pass the same"
+    )
+    return ContractMismatch(message, rank=rank, peer=min(odd, default=None))

@@ -1,0 +1,131 @@
+"""What this process knows of its runtimes: which are open, which ones a thread has made, and what
+happens to them when the program ends.
+
+A rank that leaves must say so, or the others wait for it until their deadlines. So the exit hooks
+say farewell for every open runtime. They end the job (MPI_Abort) if a runtime is broken or the
+program failed: messages that are under way cannot be recalled, and MPI_Finalize would wait for
+messages that never come. `burst_rt.init` installs the hooks; importing does not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from burst_rt.errors import PeerLost, Stalled
+from burst_rt.job.ending import exit_code_of, in_words
+
+__all__ = ["Member", "Process", "process"]
+
+_log = logging.getLogger("burst_rt")
+# The other ranks have heard by then that this rank has failed by itself, and have said so.
+_HEARD_AFTER_S = 1.3
+
+
+class Member(Protocol):
+    """A runtime, as its process knows it."""
+
+    rank: int
+    broken: BaseException | None
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left the group."""
+
+    def close(self, code: int = 0, error: str = "") -> None:
+        """Leaves the group; says so to the other ranks."""
+
+
+class Process:
+    """The runtimes of this process. One object: `process`."""
+
+    def __init__(self) -> None:
+        # Runtimes among processes stay here until they are closed, and broken ones for good: the
+        # other ranks count on them even where the program has let go of them.
+        self.open: set[Member] = set()
+        self._here = threading.local()
+        self._farewells: list[Callable[[int, BaseException | None], None]] = []
+        self._uncaught: list[BaseException] = []
+        self._print_uncaught = sys.excepthook
+        self._installed_in: int | None = None
+
+    def install_exit_hooks(self) -> None:
+        """From now on an uncaught error is noted, and the end of the interpreter is the end of all
+        open runtimes. Calls after the first do nothing.
+        """
+        if self._installed_in is None:
+            self._installed_in = os.getpid()
+            self._print_uncaught, sys.excepthook = sys.excepthook, self._note_uncaught
+            atexit.register(self._leave)
+
+    def say_at_end(self, farewell: Callable[[int, BaseException | None], None]) -> None:
+        """`farewell(exit code, error or None)` is called when the interpreter exits, once."""
+        if farewell not in self._farewells:
+            self._farewells.append(farewell)
+
+    def add_here(self, member: Member) -> None:
+        """This thread has made a runtime."""
+        self._references().append(weakref.ref(member))
+
+    def made_here(self) -> list[Member]:
+        """The open runtimes that this thread has made, the last one last."""
+        references = self._references()
+        references[:] = [r for r in references if (made := r()) is not None and not made.closed]
+        return [made for r in references if (made := r()) is not None]
+
+    def close_here(self, code: int, error: str) -> None:
+        """Closes the runtimes that this thread has made and not closed."""
+        for made in self.made_here():
+            made.close(code, error)
+
+    def _references(self) -> list[weakref.ref[Member]]:
+        references: list[weakref.ref[Member]] | None = getattr(self._here, "made", None)
+        if references is None:
+            references = self._here.made = []
+        return references
+
+    def _note_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # Others call the hook too, for errors they have handled; and at a prompt the program goes
+        # on.
+        if getattr(sys, "last_value", None) is error and not hasattr(sys, "ps1"):
+            self._uncaught.append(error)
+        self._print_uncaught(kind, error, trace)
+
+    def _leave(self) -> None:
+        if os.getpid() != self._installed_in:
+            return  # a child that was forked: MPI is its parent's
+        members = list(self.open)
+        failure = next(
+            (member.broken for member in members if member.broken),
+            self._uncaught[-1] if self._uncaught else None,
+        )
+        code = 0 if failure is None else exit_code_of(failure) or 1
+        mpi = sys.modules.get("mpi4py.MPI")
+        # A program may have finalized MPI itself: nobody can be told anything then.
+        running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+        for member in members if running else ():
+            try:
+                member.close(code, in_words(failure))
+            except Exception:  # noqa: BLE001  (whatever a library raises: the others are to hear of the end all the same)
+                _log.warning("rank %d: closing a context failed", member.rank, exc_info=True)
+        for farewell in self._farewells:
+            farewell(code, failure)
+        if failure is not None and mpi is not None and running and mpi.COMM_WORLD.size > 1:
+            if members and not isinstance(failure, (PeerLost, Stalled)):
+                time.sleep(_HEARD_AFTER_S)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(code)
+
+
+process = Process()

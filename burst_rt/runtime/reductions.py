@@ -1,0 +1,67 @@
+"""Collectives of a few numbers over the control group, and what the ranks' last runs did.
+
+Not for: tensors of a training step; those go by `collectives.py`, or by a library.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from burst_rt.errors import InputError
+from burst_rt.runtime.runtime import Runtime
+from burst_rt.scheduler import Graph, Span
+
+__all__ = ["all_reduce", "gather_last_run"]
+
+_SUMMED = (torch.float32, torch.float64, torch.int64)
+
+
+def all_reduce(runtime: Runtime, x: torch.Tensor) -> torch.Tensor:
+    """See `Context.all_reduce`."""
+    error = _refuses(x)
+    if error is not None:
+        runtime.refuse("all_reduce", error)
+    about = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
+    host = x.detach().cpu()  # x itself where it is there already
+    runtime.collective(about, lambda: runtime.control.allreduce_sum(host.numpy()))
+    if x.device.type != "cpu":
+        x.detach().copy_(host)
+    else:
+        # what was written through numpy autograd did not see
+        torch.autograd.graph.increment_version(x)
+    return x
+
+
+def _refuses(x: object) -> InputError | None:
+    """Why `all_reduce` cannot take this rank's tensor, or None."""
+    where = (
+        "all_reduce: expected a contiguous tensor of float32, float64 or int64 on a CPU or GPU, got"
+    )
+    if not isinstance(x, torch.Tensor):
+        return InputError(f"{where} {type(x).__name__}")
+    dense = x.layout == torch.strided and x.is_contiguous()
+    if x.dtype in _SUMMED and dense and x.device.type in ("cpu", "cuda") and not x.is_neg():
+        return None
+    view = ", a negative view" if x.is_neg() else ""
+    return InputError(
+        f"{where} {x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout}{view})"
+    )
+
+
+def gather_last_run(runtime: Runtime) -> list[tuple[Graph, list[Span]]]:
+    """See `Context.gather_last_run`."""
+    if runtime.last_run is None:
+        runtime.refuse(
+            "gather_last_run", InputError("gather_last_run: nothing has run on this context yet")
+        )
+    graph, driver = runtime.last_run
+    driver.settle(runtime.timeout_s)
+    # Pickled by this package's own ranks, received from them on a communicator of their own.
+    payload = pickle.dumps((graph, list(driver.trace)))
+    pending = runtime.collective(
+        {"call": "gather_last_run"}, lambda: runtime.control.allgather(payload)
+    )
+    gathered: list[tuple[Graph, list[Span]]] = [pickle.loads(raw) for raw in pending.result()]
+    return gathered
