@@ -400,6 +400,9 @@ def _lock(path: Path, descriptor: int, kind: int) -> None:
 
 
 def _check(path: Path, *, resume: bool) -> None:
+    """Raise ConfigError unless the folder holds checkpoints to resume, or no run where a new one is
+    to begin.
+    """
     if resume and not _steps(path / "checkpoints"):
         raise ConfigError(
             f"--resume: expected a complete checkpoint in {path}/checkpoints/step-N, found none. "

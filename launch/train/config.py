@@ -32,23 +32,24 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
-# What a number must, and the test that says whether it does. NaN passes neither.
+# What the value of an option must, and how that is checked. NaN passes neither check.
 _LIMITS: dict[str, Callable[[float], bool]] = {
     "be positive": lambda value: value > 0,
     "not be negative": lambda value: value >= 0,
 }
 
 
-def _option(text: str) -> dict[str, str]:
-    return {"help": text, "must": ""}
+def _option(text: str, must: str = "") -> dict[str, str]:
+    """Metadata of a field: its option's help, and what its value must (of _LIMITS)."""
+    return {"help": text, "must": must}
 
 
 def _positive(text: str) -> dict[str, str]:
-    return {"help": text, "must": "be positive"}
+    return _option(text, "be positive")
 
 
 def _not_negative(text: str) -> dict[str, str]:
-    return {"help": text, "must": "not be negative"}
+    return _option(text, "not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
