@@ -20,10 +20,10 @@ __all__ = ["cli", "main"]
 _COMMANDS = {
     "run": ("burst_rt.launch.run:command", "Run a Python program on several ranks under MPI."),
     "train": (
-        "burst_rt.launch.train.cli:command",
+        "burst_rt.launch.train.cli:train_command",
         "Train a byte-level language model with the sequence split over ranks.",
     ),
-    "eval": ("burst_rt.launch.train.evaluate:command", "Measure the perplexity of a checkpoint."),
+    "eval": ("burst_rt.launch.train.cli:eval_command", "Measure the perplexity of a checkpoint."),
     "draw": (
         "burst_rt.launch.draw:command",
         "Draw the ring and a timeline of this machine's ranks.",

@@ -1,3 +1,3 @@
-"""The main job: train a small language model on real text with the sequence split over ranks, and
-measure a checkpoint.
+"""The demonstration job: train a small language model on real text with the sequence split over
+ranks, and measure a checkpoint.
 """

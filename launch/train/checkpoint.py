@@ -1,28 +1,38 @@
-"""Checkpoints: weights and optimizer state as safetensors, everything else as JSON, in a folder
-that is either complete or ignored.
+"""A run's folder on disk: its checkpoints, and the lock that gives it to one live run at a time.
 
-For: one writer (rank 0) that may be killed at any instant. A checkpoint is written under a hidden
-name, synced to the disk and only then renamed. Its `SHA256SUMS` covers its other files, as
-`sha256sum -c` reads it, so damage that comes later is noticed. What its manifest says must be of
-the right types besides, and the manifest's step that of the folder's name.
-Not for: sharded states; every rank holds all weights, so rank 0's are the checkpoint.
+A checkpoint is a folder: weights and optimizer state as safetensors, everything else as JSON. One
+writer (rank 0) may be killed at any instant, so a checkpoint is written under a hidden name, synced
+to the disk and only then renamed: it is complete or ignored. Its `SHA256SUMS` covers its other
+files, as `sha256sum -c` reads it, so later damage is noticed. Its manifest must also have the right
+types, and the step of the folder's name. Every rank holds all weights, so rank 0's are the
+checkpoint.
 
-torch comes in where tensors are read or written: the launching process looks at checkpoints too,
-and is not to wait for it.
+The lock is `flock` on the folder's `.lock`, which the kernel takes back however the process ends.
+Over NFS it keeps hosts apart if the server locks. Where the file system cannot lock (Lustre without
+`-o flock`), a warning says so and the run goes on. A file system that locks within each host only
+(Lustre with `-o localflock`) does not tell, so there runs of two hosts are not kept apart.
+
+torch is imported only where tensors are read or written: the launching process looks at folders
+too, and must not wait for torch.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import io
 import json
 import logging
 import os
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -36,15 +46,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Checkpoint",
-    "Manifest",
-    "copy_tensors",
-    "find_checkpoint",
-    "find_manifest",
-    "has_checkpoints",
-    "load_checkpoint",
-    "save_checkpoint",
-]
+    "Checkpoint", "Claim", "Manifest", "claim", "copy_tensors", "find_checkpoint", "find_manifest",
+    "load_checkpoint", "look", "save_checkpoint",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -56,19 +60,24 @@ _MANIFEST = "config.json"
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _SUMS = "SHA256SUMS"
-# Of a path that leads to nothing. Any other error is the disk's, and says nothing about the
+# Errors of a path that leads to nothing. Any other error is the disk's, and says nothing about the
 # checkpoint.
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+_LOCK = ".lock"
+_CANNOT_LOCK = frozenset({errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK})
+# What is read of the holder's name, in bytes.
+_LONGEST_NAME = 300
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself: steps done, the run's configuration, the text it was
-    trained on.
-    """
+    """What a checkpoint says about itself."""
 
+    # Steps done.
     step: Annotated[int, msgspec.Meta(ge=1)]
     config: TrainConfig
+    # Fingerprint of the text it was trained on.
     corpus: str
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
@@ -83,28 +92,25 @@ class Manifest:
             )
         return config
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, document: object) -> Manifest:
-        """What `to_json` gave. Raises msgspec.ValidationError for a wrong type, or fields that are
-        not those of this version.
+        """The manifest whose `asdict` is `document`. Raises msgspec.ValidationError for a wrong
+        type, or fields that are not those of this version.
         """
         manifest = msgspec.convert(document, cls)
-        if manifest.to_json() != document:
+        if asdict(manifest) != document:
             raise msgspec.ValidationError("its fields are not those of this version")
         return manifest
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory: tensors by parameter name (`optimizer`: moment, a dot, parameter
-    name).
-    """
+    """A checkpoint in memory."""
 
     manifest: Manifest
+    # By parameter name.
     weights: dict[str, Tensor]
+    # By moment, a dot, parameter name.
     optimizer: dict[str, Tensor]
 
 
@@ -123,20 +129,20 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     try:
         save_file(checkpoint.weights, temporary / _WEIGHTS)
         save_file(checkpoint.optimizer, temporary / _OPTIMIZER)
-        manifest = {"format": FORMAT, **checkpoint.manifest.to_json()}
+        manifest = {"format": FORMAT, **asdict(checkpoint.manifest)}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         (temporary / _SUMS).write_text("".join(_sums(temporary)))
         for name in (_WEIGHTS, _OPTIMIZER):
-            # safetensors makes its files for this user alone; they are for whom the rest of the run
-            # is for.
+            # safetensors makes its files readable by this user alone; whoever may read the rest of
+            # the run may read them too.
             shutil.copymode(temporary / _MANIFEST, temporary / name)
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
     except (OSError, SafetensorError) as error:
-        # A disk that is full is to have room for the log.
+        # A full disk needs room for the log.
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"{final} could not be written: {error}") from error
-    # Only a damaged one can be here: a run continues from the newest that is whole.
+    # Only a damaged checkpoint can be here: a run continues from the newest whole one.
     _remove(final)
     os.replace(temporary, final)
     _sync(parent)
@@ -145,8 +151,8 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint whole. Raises ConfigError when it is incomplete or damaged, OSError for a
-    disk that does not answer.
+    """Read a whole checkpoint. Raises ConfigError when it is incomplete or damaged, OSError when
+    the disk does not answer.
     """
     from safetensors.torch import load_file
 
@@ -158,14 +164,15 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Copy each tensor of `source` into the one of that name in `target`. Raises ConfigError when
-    names, types or shapes differ.
+    """Copy each tensor of `source` into the tensor of that name in `target`. Raises ConfigError
+    when names, types or shapes differ.
     """
-    expected, got = _kinds(target), _kinds(source)
+    expected, got = (
+        {(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (target, source)
+    )
     if expected != got:
-        odd = sorted(
-            name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name)
-        )
+        odd = sorted({name for name, *_ in expected ^ got})
         raise ConfigError(
             f"checkpoint: {', '.join(odd[:4])} do not fit its own configuration; it was not "
             "written by this program."
@@ -175,10 +182,10 @@ def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> 
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
-    """The checkpoint meant by `path`, and its folder: that one, or the newest whole one of the run;
-    warns of newer ones that are not.
+    """The checkpoint meant by `path`, and its folder: `path` itself, or the newest whole checkpoint
+    of the run. Warns of newer ones that are damaged.
 
-    Raises ConfigError when there is none, OSError where one cannot be read.
+    Raises ConfigError when there is none, OSError when the disk does not answer.
     """
     folder, checkpoint, passed_over = _newest(path, load_checkpoint)
     for reason in passed_over:
@@ -210,16 +217,9 @@ def _newest(path: Path, read: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
     )
 
 
-def has_checkpoints(run: Path) -> bool:
-    """Whether there is any checkpoint in a run's folder, whole or not. Needs neither torch nor the
-    time to read one.
-    """
-    return bool(_steps(run / "checkpoints"))
-
-
 def _read_manifest(folder: Path) -> Manifest:
-    """Read and verify; every way in which a checkpoint can be broken ends in one ConfigError. A
-    disk that does not answer is none.
+    """Read and verify. Every way in which a checkpoint can be broken ends in one ConfigError; a
+    disk that does not answer is no such way, and raises OSError.
     """
     try:
         said, found = _text(folder / _SUMS).splitlines(keepends=True), _sums(folder)
@@ -249,8 +249,7 @@ def _incomplete(folder: Path, missing: str) -> ConfigError:
     if missing == _SUMS and (folder / _MANIFEST).exists():
         return ConfigError(
             f"checkpoint {folder} has no {_SUMS}: it is incomplete, or of format 1, which this "
-            "version does not read. Go on with the "
-            "version that wrote it, or start a new run."
+            "version does not read. Go on with the version that wrote it, or start a new run."
         )
     return ConfigError(
         f"checkpoint {folder} is incomplete: {missing} is missing; delete it or use an older one."
@@ -259,10 +258,6 @@ def _incomplete(folder: Path, missing: str) -> ConfigError:
 
 def _damaged(folder: Path, how: str) -> ConfigError:
     return ConfigError(f"checkpoint {folder} is damaged: {how}; delete it or use an older one.")
-
-
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[object, ...]]:
-    return {name: (tensor.dtype, *tensor.shape) for name, tensor in tensors.items()}
 
 
 def _folder_name(step: int) -> str:
@@ -284,7 +279,7 @@ def _text(path: Path) -> str:
 
 
 def _open(path: Path) -> io.BufferedReader:
-    """Open a file for reading. What is there but no file, which might not even answer (a pipe),
+    """Open a file for reading. Something else in its place, which might not even answer (a pipe),
     counts as nothing there.
     """
     if not stat.S_ISREG(path.stat().st_mode):
@@ -300,7 +295,9 @@ def _steps(parent: Path) -> list[tuple[int, Path]]:
 
 
 def _prune(parent: Path, *, newest: int, keep: int) -> None:
-    """Keep the last `keep` up to `newest`; later ones belong to a future that was given up."""
+    """Keep the last `keep` checkpoints up to `newest`. Later ones belong to a future that was given
+    up.
+    """
     steps = _steps(parent)
     kept = [folder for step, folder in steps if step <= newest][-keep:]
     for _, folder in steps:
@@ -309,9 +306,7 @@ def _prune(parent: Path, *, newest: int, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is there, if anything: where a folder is expected, damage may have left something
-    else.
-    """
+    """Remove what is there, if anything. Damage may have left something else than a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -324,3 +319,110 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclass
+class Claim:
+    """The folder `path`, which this process holds until `release`, or until the process ends."""
+
+    path: Path
+    _descriptor: int = field(repr=False)
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+def claim(out: Path | None, *, resume: bool) -> Claim:
+    """Take a run's folder, and make it where need be (None: a new runs/train-TIME). A folder that
+    holds a run already is taken only to `resume` that run.
+
+    Never waits. Raises ConfigError when another run has the folder, or when it does not fit
+    `resume`; OSError as the file system says it.
+    """
+    path = (
+        _new_folder(Path("runs", f"train-{datetime.now():%Y%m%d-%H%M%S}")) if out is None else out
+    )
+    if resume:
+        _check(path, resume=True)
+    path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as undone:
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        undone.callback(os.close, descriptor)
+        _lock(path, descriptor, fcntl.LOCK_EX)
+        # Checked under the lock: until here another run could have begun in the folder, or gone on.
+        _check(path, resume=resume)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        undone.pop_all()
+    return Claim(path, descriptor)
+
+
+def look(out: Path, *, resume: bool) -> None:
+    """Raise what `claim` would raise now, and change nothing."""
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not place.is_dir():
+        raise ConfigError(f"--out: {place} is not a folder; name a new one, or a run's.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--out: {place} may not be written to by this user; choose another folder."
+        )
+    if (out / _LOCK).exists():
+        descriptor = os.open(out / _LOCK, os.O_RDONLY)
+        try:
+            # A shared lock: two processes that look do not disturb each other.
+            _lock(out, descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+    _check(out, resume=resume)
+
+
+def _lock(path: Path, descriptor: int, kind: int) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = (
+            os.pread(descriptor, _LONGEST_NAME, 0).decode(errors="replace").strip()
+            or "another process"
+        )
+        raise ConfigError(
+            f"--out: {path} is in use by a run that has not ended ({holder}); wait for it or stop "
+            "it, or choose another folder."
+        ) from error
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
+        if kind == fcntl.LOCK_EX:
+            _log.warning(
+                "burst-rt: %s cannot be locked (%s): see to it that no second run writes there",
+                path,
+                error.strerror,
+            )
+
+
+def _check(path: Path, *, resume: bool) -> None:
+    """Raise ConfigError unless the folder holds checkpoints to resume, or no run where a new one is
+    to begin.
+    """
+    if resume and not _steps(path / "checkpoints"):
+        raise ConfigError(
+            f"--resume: expected a complete checkpoint in {path}/checkpoints/step-N, found none. "
+            "Train with --out first."
+        )
+    if not resume and any((path / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        raise ConfigError(
+            f"--out: {path} already holds a run; add --resume to continue it, or choose another "
+            "folder."
+        )
+
+
+def _new_folder(path: Path) -> Path:
+    """Make that folder, or one named after it: another run may have begun in the same second."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(2):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            path = path.with_name(f"{path.name.partition('_')[0]}_{number}")
+        else:
+            break
+    return path

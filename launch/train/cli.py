@@ -1,36 +1,44 @@
-"""`burst-rt train`: the options of a training run. For: people and job scripts; the run itself is
-loop.py.
+"""`burst-rt train` and `burst-rt eval`: their options, and how they start themselves on ranks.
 
-With `-n` the command launches itself on that many ranks; without it, it is one rank of whatever
-started it (mpirun, srun, nothing).
+With `-n` a command launches itself on that many ranks, unless it can be seen without them that it
+cannot run: ranks take seconds to start, and check everything again, together. Without `-n` a
+command is one rank of whatever started it (mpirun, srun, nothing). Only ranks need torch; help and
+the launching process do without.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import ctypes
 import json
+import os
+import shutil
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from burst_rt.launch.train.checkpoint import find_manifest
-from burst_rt.launch.train.claim import look
+from burst_rt.errors import ConfigError
+from burst_rt.launch.run import launch, one_host
+from burst_rt.launch.train.checkpoint import find_manifest, look
 from burst_rt.launch.train.config import (
     DTYPES,
     LAYOUTS,
-    STRATEGIES,
     ProgressMode,
     RunOptions,
     TrainConfig,
+    option_name,
     require_text,
 )
-from burst_rt.launch.train.relaunch import before_ranks, chosen_options, relaunch
-from burst_rt.launch.where import machine_options, telemetry_options
+from burst_rt.launch.where import VARIABLES, machine_options, telemetry_options
 
-__all__ = ["command"]
+__all__ = ["before_ranks", "eval_command", "train_command"]
 
-_EPILOG = """\b
+_TRAIN_EPILOG = """\b
 Examples:
   burst-rt train -n 2                           the default job on 2 ranks
   burst-rt train -n 4 --context-parallel 2 --batch 2
@@ -43,100 +51,47 @@ Ranks see the same files (their content is compared). Rank 0 writes DIR/metrics.
 step), DIR/loss.png and DIR/checkpoints/step-N/ (safetensors and JSON). Measure a checkpoint with
 `burst-rt eval --checkpoint DIR`."""
 
-_D = TrainConfig()
+_EVAL_EPILOG = """\b
+Examples:
+  burst-rt eval --checkpoint runs/book                  the run's newest checkpoint, on one rank
+  burst-rt eval --checkpoint runs/book -n 4 --eval-sequences 0
+                                                        on all of its held-out text, on four ranks
+  burst-rt eval --checkpoint runs/book/checkpoints/step-00000060 --seq-len 65536 -n 2
+  mpirun -n 4 burst-rt eval --checkpoint runs/book      under an MPI launcher, srun likewise"""
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-@click.command(
-    "train", epilog=_EPILOG, context_settings={"show_default": True, "max_content_width": 120}
-)
-@click.option(
+_SHOW_CURSOR = "\x1b[?25h"
+# How both commands show their help.
+_SHOWN = {"show_default": True, "max_content_width": 120}
+_TEXT = click.Path(path_type=str, resolve_path=True)
+_num_ranks_option = click.option(
     "-n",
     "num_ranks",
     type=click.IntRange(min=1),
     metavar="N",
     help="Launch on N ranks here. Without it: be one rank.",
 )
-@click.option(
-    "--data",
-    type=click.Path(path_type=str, resolve_path=True),
-    help="Text file or folder of them. [default: Python's own library]",
-)
-@click.option(
-    "--seq-len",
-    type=int,
-    default=_D.seq_len,
-    help="Bytes of a sequence, split over the ranks of a context group.",
-)
-@click.option("--steps", type=int, default=_D.steps, help="Optimizer steps in all.")
-@click.option(
-    "--batch", type=int, default=_D.batch, help="Sequences of a step, over all ranks together."
-)
-@click.option("--layers", type=int, default=_D.layers, help="Layers of the model.")
-@click.option("--dim", type=int, default=_D.dim, help="Width of the model.")
-@click.option("--heads", type=int, default=_D.heads, help="Attention heads; must divide --dim.")
-@click.option(
-    "--kv-heads", type=int, default=_D.kv_heads, help="Key/value heads; must divide --heads."
-)
-@click.option(
-    "--lr", type=float, default=_D.lr, help="Peak learning rate (AdamW); ends at a tenth of it."
-)
-@click.option(
-    "--warmup", type=int, default=_D.warmup, help="Steps of linear warm-up before the cosine."
-)
-@click.option(
-    "--weight-decay", type=float, default=_D.weight_decay, help="Weight decay of matrices."
-)
-@click.option("--clip", type=float, default=_D.clip, help="Largest global norm of the gradients.")
-@click.option(
-    "--seed", type=int, default=_D.seed, help="Seed of weights and of the choice of sequences."
-)
-@click.option(
-    "--context-parallel",
-    type=int,
-    help="Ranks that share a sequence; must divide the ranks. [default: all]",
-)
-@click.option(
-    "--layout",
-    default=_D.layout,
-    metavar="NAME",
-    help=f"How a sequence is split: {', '.join(LAYOUTS)}.",
-)
-@click.option(
-    "--strategy",
-    default=_D.strategy,
-    metavar="NAME",
-    help=(
-        f"How attention is spread over ranks: {', '.join(STRATEGIES)}. hybrid:N and two-level:N: "
-        "in groups of N ranks."
-    ),
-)
-@click.option(
-    "--dtype",
-    default=_D.dtype,
-    metavar="NAME",
-    help=f"Of products and attention: {', '.join(DTYPES)}. Weights are float32.",
-)
-@click.option(
-    "--eval-every",
-    type=int,
-    default=_D.eval_every,
-    help="Steps between measurements on held-out text; 0: at the end only.",
-)
-@click.option(
-    "--eval-sequences",
-    type=int,
-    default=_D.eval_sequences,
-    help="Held-out sequences of a measurement; 0: all.",
-)
-@click.option(
-    "--checkpoint-every",
-    type=int,
-    default=_D.checkpoint_every,
-    help="Steps between checkpoints; 0: at the end only.",
-)
-@click.option(
-    "--keep-checkpoints", type=int, default=_D.keep_checkpoints, help="Checkpoints to keep."
-)
+
+
+def _config_options(command: _F) -> _F:
+    """Adds an option for every field of TrainConfig."""
+    types = {"data": _TEXT, "context_parallel": int}
+    for entry in reversed(fields(TrainConfig)):
+        add = click.option(
+            option_name(entry.name),
+            type=types.get(entry.name, type(entry.default)),
+            default=entry.default,
+            metavar="NAME" if isinstance(entry.default, str) else None,
+            help=entry.metadata["help"],
+        )
+        command = add(command)
+    return command
+
+
+@click.command("train", epilog=_TRAIN_EPILOG, context_settings=_SHOWN)
+@_num_ranks_option
+@_config_options
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -160,7 +115,7 @@ _D = TrainConfig()
     "--json", "as_json", is_flag=True, help="Print nothing but the summary, as one JSON object."
 )
 @click.pass_context
-def command(
+def train_command(
     context: click.Context,
     /,
     num_ranks: int | None,
@@ -178,8 +133,7 @@ def command(
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
     config = TrainConfig(**values)  # type: ignore[arg-type]  # the options above are its fields
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    chosen = {name: value for name, value in chosen_options(context).items() if name in fields}
+    chosen = {name: value for name, value in _chosen_options(context).items() if name in values}
     if num_ranks is not None:
         with before_ranks():
             if out is not None:
@@ -187,15 +141,150 @@ def command(
             begun = find_manifest(out).resumed(chosen) if resume and out is not None else config
             begun.validate(num_ranks)
             require_text(begun.data_path)
-        extra = (
-            [] if progress != "auto" else ["--progress", "bar" if sys.stdout.isatty() else "lines"]
-        )
-        sys.exit(relaunch(context, "burst_rt.launch.train", num_ranks, extra))
-    # Only ranks need torch; help and the launching process do without.
+        shown = "bar" if sys.stdout.isatty() else "lines"
+        extra = ["--progress", shown] if progress == "auto" else []
+        sys.exit(_relaunch(context, num_ranks, extra))
     from burst_rt.launch.train.loop import train
-    from burst_rt.launch.train.session import job_world
+    from burst_rt.launch.train.world import job_world
 
     with job_world() as world:
         summary = train(world, config, options, chosen)
     if summary is not None and as_json:
-        print(json.dumps(summary.to_json()), flush=True)
+        print(json.dumps(asdict(summary)), flush=True)
+
+
+@click.command("eval", epilog=_EVAL_EPILOG, context_settings=_SHOWN)
+@click.option(
+    "--checkpoint",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder of a run (its newest checkpoint) or of one checkpoint.",
+)
+@_num_ranks_option
+@click.option(
+    "--data",
+    type=_TEXT,
+    help="Text file or folder, split as for training. [default: that of training]",
+)
+@click.option("--seq-len", type=int, help="Bytes of a sequence. [default: as in training]")
+@click.option(
+    "--eval-sequences",
+    type=int,
+    help="Held-out sequences to measure on; 0: all. [default: as in training]",
+)
+@click.option(
+    "--context-parallel",
+    type=int,
+    help="Ranks that share a sequence; must divide the ranks. [default: all]",
+)
+@click.option("--layout", metavar="NAME", help=f"{', '.join(LAYOUTS)}. [default: as in training]")
+@click.option("--dtype", metavar="NAME", help=f"{', '.join(DTYPES)}. [default: as in training]")
+@machine_options
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@click.pass_context
+def eval_command(
+    context: click.Context,
+    /,
+    checkpoint: Path,
+    num_ranks: int | None,
+    as_json: bool,
+    **values: object,
+) -> None:
+    """Measure the perplexity of a checkpoint on held-out text.
+
+    A checkpoint of any world is measured on any other: the number is the same up to rounding.
+    """
+    chosen = {name: value for name, value in _chosen_options(context).items() if name in values}
+    if num_ranks is not None:
+        with before_ranks():
+            config = find_manifest(checkpoint).config.evaluated(chosen, num_ranks)
+            require_text(config.data_path)
+        sys.exit(_relaunch(context, num_ranks))
+    from burst_rt.launch.train.loop import evaluate
+    from burst_rt.launch.train.report import show_evaluation
+    from burst_rt.launch.train.world import job_world
+
+    with job_world() as world:
+        evaluation = evaluate(world, checkpoint, chosen)
+    if evaluation is None:
+        return
+    if as_json:
+        print(json.dumps(asdict(evaluation)), flush=True)
+    else:
+        show_evaluation(evaluation)
+
+
+def _chosen_options(context: click.Context) -> dict[str, object]:
+    """The options that stand on the command line, by parameter name, without the defaults."""
+    return {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+
+
+@contextmanager
+def before_ranks() -> Iterator[None]:
+    """Surrounds the launching process's checks. --device is checked first, and what the file
+    system refuses is a ConfigError, as on ranks.
+    """
+    try:
+        _check_device(os.environ.get(VARIABLES["device"], "auto"))
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error}; make the file or folder accessible, then run again."
+        ) from error
+
+
+def _relaunch(context: click.Context, num_ranks: int, extra: Sequence[str] = ()) -> int:
+    """Run this command on `num_ranks` ranks with its options but `-n`, and `extra`; return the
+    job's exit code. Blocks.
+    """
+    if sys.stdout.isatty():
+        # A rank's stdout is a pipe of mpirun's, which has no width.
+        os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+    chosen = _chosen_options(context)
+    # __main__.py says which words it takes.
+    arguments = ["eval"] if context.command is eval_command else []
+    for parameter in context.command.params:
+        if parameter.name not in chosen or parameter.name == "num_ranks":
+            continue
+        value = chosen[parameter.name]
+        arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+    code = launch(["-m", "burst_rt.launch.train", *arguments, *extra], num_ranks=num_ranks)
+    if sys.stdout.isatty():
+        # A rank that was killed has hidden the cursor for its progress bar.
+        sys.stdout.write(_SHOW_CURSOR)
+    return code
+
+
+def _check_device(name: str) -> None:
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (
+        index and not (kind == "cuda" and index.isdecimal())
+    ):
+        raise ConfigError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}.")
+    # Other hosts of an allocation may have GPUs that this host lacks.
+    if kind == "cuda" and one_host(()):
+        count = _num_gpus()
+        if int(index or 0) >= count:
+            found = "a GPU" if count == 1 else f"{count or 'no'} GPUs"
+            raise ConfigError(
+                f"--device: {name} was asked for, and the CUDA driver finds {found} here; use "
+                "--device cpu, or see burst-rt doctor."
+            )
+
+
+def _num_gpus() -> int:
+    """GPUs of this host that may be used. The driver is asked: torch takes seconds to load."""
+    count = ctypes.c_int(0)
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    return (
+        count.value
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+        else 0
+    )

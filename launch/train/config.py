@@ -1,16 +1,16 @@
-"""What a training run is: every number that decides its losses, checked before anything is sent.
+"""What a training run is: every number that decides its losses, with its option's help and limits.
 
-For: one flat record that options fill in, checkpoints store and resumed runs start from. Needs no
-torch, so that `--help` and the launching process are quick. Not for: where output goes.
+One flat record: options fill it in, checkpoints store it and resumed runs start from it. It is
+checked before anything is sent. Needs no torch, so that `--help` and the launching process are
+quick.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,17 +21,35 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import STRATEGIES, check_name, choose
 
 __all__ = [
-    "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "STRATEGIES", "ModelConfig", "ProgressMode",
-    "RunOptions", "ShardingOptions", "TrainConfig",
-    "mesh_shape", "require_text",
+    "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "ModelConfig", "ProgressMode", "RunOptions",
+    "TrainConfig", "mesh_shape", "option_name", "require_text",
 ]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = tuple(sorted(KINDS))
-# Of the folders in a run's `checkpoints`.
+# The names of the folders in a run's `checkpoints`.
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
 ProgressMode = Literal["auto", "bar", "lines", "none"]
+
+# What the value of an option must, and how that is checked. NaN passes neither check.
+_LIMITS: dict[str, Callable[[float], bool]] = {
+    "be positive": lambda value: value > 0,
+    "not be negative": lambda value: value >= 0,
+}
+
+
+def _option(text: str, must: str = "") -> dict[str, str]:
+    """Metadata of a field: its option's help, and what its value must (of _LIMITS)."""
+    return {"help": text, "must": must}
+
+
+def _positive(text: str) -> dict[str, str]:
+    return _option(text, "be positive")
+
+
+def _not_negative(text: str) -> dict[str, str]:
+    return _option(text, "not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +75,10 @@ class ModelConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for a model that cannot be built."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
             if value <= 0:
-                raise ConfigError(f"model: {field.name} must be positive, got {value}.")
+                raise ConfigError(f"model: {entry.name} must be positive, got {value}.")
         if self.dim % self.heads:
             raise ConfigError(
                 f"model: dim ({self.dim}) must be a multiple of heads ({self.heads}); change --dim "
@@ -79,42 +97,67 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingOptions:
-    """How sequences are split and computed; none of it is part of the model."""
-
-    seq_len: int
-    layout: str
-    strategy: str
-    dtype: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run; the defaults are the job that `burst-rt train` shows itself with. `batch`
-    counts sequences of a global step.
+    """A training run. A field is an option of `burst-rt train`; its metadata hold the option's help
+    and what its value must. The defaults are the job that the command shows itself with.
     """
 
-    data: str | None = None
-    seq_len: int = 2048
-    steps: int = 320
-    batch: int = 1
-    layers: int = 4
-    dim: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    lr: float = 3e-3
-    warmup: int = 20
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    context_parallel: int | None = None
-    layout: str = "zigzag"
-    strategy: str = "auto"
-    dtype: str = "float32"
-    eval_every: int = 40
-    eval_sequences: int = 8
-    checkpoint_every: int = 80
-    keep_checkpoints: int = 2
+    data: str | None = field(
+        default=None,
+        metadata=_option("Text file or folder of them. [default: Python's own library]"),
+    )
+    seq_len: int = field(
+        default=2048,
+        metadata=_positive("Bytes of a sequence, split over the ranks of a context group."),
+    )
+    steps: int = field(default=320, metadata=_positive("Optimizer steps in all."))
+    batch: int = field(
+        default=1, metadata=_positive("Sequences of a step, over all ranks together.")
+    )
+    layers: int = field(default=4, metadata=_option("Layers of the model."))
+    dim: int = field(default=128, metadata=_option("Width of the model."))
+    heads: int = field(default=4, metadata=_option("Attention heads; must divide --dim."))
+    kv_heads: int = field(default=2, metadata=_option("Key/value heads; must divide --heads."))
+    lr: float = field(
+        default=3e-3, metadata=_positive("Peak learning rate (AdamW); ends at a tenth of it.")
+    )
+    warmup: int = field(
+        default=20, metadata=_not_negative("Steps of linear warm-up before the cosine.")
+    )
+    weight_decay: float = field(default=0.1, metadata=_not_negative("Weight decay of matrices."))
+    clip: float = field(default=1.0, metadata=_positive("Largest global norm of the gradients."))
+    seed: int = field(
+        default=0, metadata=_not_negative("Seed of weights and of the choice of sequences.")
+    )
+    context_parallel: int | None = field(
+        default=None,
+        metadata=_option("Ranks that share a sequence; must divide the ranks. [default: all]"),
+    )
+    layout: str = field(
+        default="zigzag", metadata=_option(f"How a sequence is split: {', '.join(LAYOUTS)}.")
+    )
+    strategy: str = field(
+        default="auto",
+        metadata=_option(
+            f"How attention is spread over ranks: {', '.join(STRATEGIES)}. hybrid:N and "
+            "two-level:N: in groups of N ranks."
+        ),
+    )
+    dtype: str = field(
+        default="float32",
+        metadata=_option(f"Of products and attention: {', '.join(DTYPES)}. Weights are float32."),
+    )
+    eval_every: int = field(
+        default=40,
+        metadata=_not_negative("Steps between measurements on held-out text; 0: at the end only."),
+    )
+    eval_sequences: int = field(
+        default=8, metadata=_not_negative("Held-out sequences of a measurement; 0: all.")
+    )
+    checkpoint_every: int = field(
+        default=80, metadata=_not_negative("Steps between checkpoints; 0: at the end only.")
+    )
+    keep_checkpoints: int = field(default=2, metadata=_positive("Checkpoints to keep."))
 
     @property
     def model(self) -> ModelConfig:
@@ -123,36 +166,18 @@ class TrainConfig:
         )
 
     @property
-    def sharding(self) -> ShardingOptions:
-        return ShardingOptions(
-            seq_len=self.seq_len, layout=self.layout, strategy=self.strategy, dtype=self.dtype
-        )
-
-    @property
     def data_path(self) -> Path | None:
         return None if self.data is None else Path(self.data)
 
     def validate(self, world_size: int) -> None:
-        """Raise ConfigError for what cannot run on `world_size` ranks; a pure function, so it says
-        the same on every rank.
+        """Raise ConfigError for what cannot run on `world_size` ranks. The check is a pure
+        function, so it says the same on every rank.
         """
-        for name in ("seq_len", "steps", "batch", "lr", "clip", "keep_checkpoints"):
-            if not getattr(self, name) > 0:  # NaN is not
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}."
-                )
-        for name in (
-            "warmup",
-            "weight_decay",
-            "seed",
-            "eval_every",
-            "eval_sequences",
-            "checkpoint_every",
-        ):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}."
-                )
+        for must, fits in _LIMITS.items():
+            for entry in fields(self):
+                value = getattr(self, entry.name)
+                if entry.metadata["must"] == must and not fits(value):
+                    raise ConfigError(f"{option_name(entry.name)} must {must}, got {value}.")
         if self.seed >= 2**63:
             raise ConfigError(f"--seed must be below 2**63, got {self.seed}.")
         for name, known in (("layout", LAYOUTS), ("dtype", DTYPES)):
@@ -161,7 +186,7 @@ class TrainConfig:
                     f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}."
                 )
         try:
-            check_name(self.strategy)
+            strategy, number = check_name(self.strategy)
         except InputError as error:
             raise ConfigError(f"--strategy: {error.message}") from error
         self.model.validate()
@@ -169,11 +194,9 @@ class TrainConfig:
         if self.batch % data_size:
             raise ConfigError(
                 f"--batch: {self.batch} sequences cannot be shared by {data_size} data-parallel "
-                f"groups; choose a multiple of {data_size}, "
-                f"or a larger --context-parallel."
+                f"groups; choose a multiple of {data_size}, or a larger --context-parallel."
             )
-        name, number = check_name(self.strategy)
-        if name == "all-to-all" or number is not None:
+        if strategy == "all-to-all" or number is not None:
             self._check_division(context_size)
 
     def _check_division(self, context_size: int) -> None:
@@ -200,12 +223,11 @@ class TrainConfig:
         """This run with the options that were chosen anew. Raises ConfigError when the model would
         be another one.
         """
-        after = dataclasses.replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
+        after = replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
         if after.model != self.model:
             raise ConfigError(
                 f"--resume: the checkpoint holds another model; expected {self.model}, got "
-                f"{after.model}. "
-                "Leave the model's options out, or start a new run."
+                f"{after.model}. Leave the model's options out, or start a new run."
             )
         return after
 
@@ -213,18 +235,19 @@ class TrainConfig:
         """What a checkpoint of this run is measured with on `world_size` ranks. Raises ConfigError
         for what cannot be.
         """
-        # What suited the ranks of the training need not suit these.
+        # What suited the ranks of the training need not suit these ranks.
         config = self.resumed({"context_parallel": None, "strategy": "auto", **chosen})
-        # The batch is training's; here every group takes whole sequences one by one.
-        config = dataclasses.replace(config, batch=world_size)
+        # Training's batch has no meaning here: every group takes whole sequences one by one.
+        config = replace(config, batch=world_size)
         config.validate(world_size)
         return config
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where a run's output goes; decides no loss. `out` None: a new folder under runs/."""
+    """Where a run's output goes, which decides no loss."""
 
+    # None: a new folder under runs/.
     out: Path | None = None
     resume: bool = False
     progress: ProgressMode = "auto"
@@ -234,10 +257,15 @@ class RunOptions:
         if self.resume and self.out is None:
             raise ConfigError("--resume continues the run in --out DIR; name its folder.")
         if self.out is not None and CHECKPOINT_NAME.fullmatch(self.out.name):
-            # A run inside of a checkpoint would go when the checkpoint goes.
+            # A run inside a checkpoint would be deleted with the checkpoint.
             raise ConfigError(
                 f"--out: {self.out} is named like a checkpoint; name its run's folder."
             )
+
+
+def option_name(name: str) -> str:
+    """The command line's name of a field of TrainConfig."""
+    return f"--{name.replace('_', '-')}"
 
 
 def require_text(path: Path | None) -> None:

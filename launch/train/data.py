@@ -1,9 +1,8 @@
-"""Text for the main job: read documents, hold some out, cut sequences; all of it a pure function of
-files and numbers.
+"""Text: read documents, hold some out, cut sequences. All of it is a pure function of files and
+numbers.
 
-For: byte-level training, where a token is a byte and byte 0 separates documents.
-Not for: corpora larger than memory. Every rank holds the whole text (one byte a byte) and picks its
-sequences by arithmetic, so no rank ever tells another what to read.
+A token is a byte, and byte 0 separates documents. Every rank holds the whole text in memory and
+picks its sequences by arithmetic, so no rank ever tells another what to read.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ SEPARATOR = b"\0"
 HELDOUT_PERCENT = 5
 # With fewer documents than this, holding out whole ones could take most of the text or none of it.
 _FEW_DOCUMENTS = 20
-# Chance decides which documents are held out; where it decides badly, it is not asked.
+# Chance decides which documents are held out, unless their share of the bytes is outside these.
 _LEAST_HELDOUT, _MOST_HELDOUT = 0.02, 0.2
-# Of the standard library: tests, which not every machine has, and tables of code points, which are
-# no text.
+# Folders of the standard library that are left out: tests, which not every machine has, and tables
+# of code points, which are no text.
 _NOT_SOURCES = frozenset(
     {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -40,16 +39,15 @@ _NOT_SOURCES = frozenset(
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Text split into a training and a held-out stream; `fingerprint` tells two different corpora
-    apart.
-    """
+    """Text split into a training and a held-out stream."""
 
     name: str
     num_documents: int
     train: Bytes
     heldout: Bytes
+    # Tells two different corpora apart.
     fingerprint: str
 
     @property
@@ -72,17 +70,16 @@ def load_corpus(path: Path | None) -> Corpus:
     """Read a text file, a folder of them, or (None) the Python standard library's own source files.
 
     In a folder every regular file counts, in sorted order, except hidden ones and those that are
-    not UTF-8 text. Of 20 documents or more, those whose path hashes below 5 % are held out; of
-    fewer, and where those are less than 2 % or more than 20 % of the bytes, the last 5 % of each.
-    Raises ConfigError when there is nothing to read; OSError as the file system says it.
+    not UTF-8 text. Of 20 documents or more, those whose path hashes below 5 % are held out. Of
+    fewer documents, and where those held out are less than 2 % or more than 20 % of the bytes, the
+    last 5 % of each document are held out. Raises ConfigError when there is nothing to read,
+    OSError as the file system says it.
     """
+    require_text(path)
     if path is None:
-        name, documents = (
-            "the Python standard library",
-            list(_read(Path(sysconfig.get_path("stdlib")), suffix=".py", skip=_NOT_SOURCES)),
-        )
+        name, root = "the Python standard library", Path(sysconfig.get_path("stdlib"))
+        documents = list(_read(root, suffix=".py", skip=_NOT_SOURCES))
     else:
-        require_text(path)
         name, documents = str(path), list(_read(path))
     heldout = [text for relative, text in documents if _is_heldout(relative)]
     train = [text for relative, text in documents if not _is_heldout(relative)]
@@ -100,7 +97,13 @@ def load_corpus(path: Path | None) -> Corpus:
         b"".join(hashlib.sha256(stream).digest() for stream in streams)
     ).hexdigest()
     train_bytes, heldout_bytes = (np.frombuffer(stream, dtype=np.uint8) for stream in streams)
-    return Corpus(name, len(documents), train_bytes, heldout_bytes, fingerprint)
+    return Corpus(
+        name=name,
+        num_documents=len(documents),
+        train=train_bytes,
+        heldout=heldout_bytes,
+        fingerprint=fingerprint,
+    )
 
 
 def training_starts(
@@ -125,13 +128,9 @@ def sequences_at(stream: Bytes, starts: Sequence[int], seq_len: int) -> tuple[Te
     """Tokens and labels, int64 [len(starts), seq_len] each, on the CPU; a label is the byte after
     its token.
     """
-    if not starts:
-        return torch.empty(0, seq_len, dtype=torch.int64), torch.empty(
-            0, seq_len, dtype=torch.int64
-        )
-    whole = torch.from_numpy(
-        np.stack([stream[start : start + seq_len + 1] for start in starts]).astype(np.int64)
-    )
+    rows = [stream[start : start + seq_len + 1] for start in starts]
+    # The shape is given for the sake of no rows at all.
+    whole = torch.from_numpy(np.array(rows, dtype=np.int64).reshape(len(starts), seq_len + 1))
     return whole[:, :-1], whole[:, 1:]
 
 
@@ -178,6 +177,5 @@ def _is_heldout(relative: str) -> bool:
 def _number(key: str) -> int:
     """A hash that is the same on every machine and every version of every library."""
     # Names of files need not be UTF-8.
-    return int.from_bytes(
-        hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest(), "big"
-    )
+    content = key.encode(errors="surrogateescape")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

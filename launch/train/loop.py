@@ -1,31 +1,56 @@
-"""A training run from its options to its last checkpoint, on every rank.
+"""A training run from its options to its last checkpoint, and the measurement of a checkpoint.
 
-For: the walk around the steps: what to resume, when to measure, record and save.
-Not for: options (cli.py), a step (trainer.py), or what is shown (report.py).
+Both run on every rank of a world. Every rank ends a step with the same weights, bit for bit, and
+the loss on held-out text is the same number for a world of any size, up to rounding.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+
+from burst_rt import telemetry
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.stopping import StopRequests
-from burst_rt.launch.train.agreement import same_everywhere, together
+from burst_rt.launch.train.checkpoint import Checkpoint, Manifest
 from burst_rt.launch.train.config import RunOptions, TrainConfig
-from burst_rt.launch.train.data import Corpus, load_corpus
-from burst_rt.launch.train.folder import RunFolder
-from burst_rt.launch.train.mesh import Mesh, open_mesh
-from burst_rt.launch.train.report import LAST_STEPS, Report, Summary, choose_mode
-from burst_rt.launch.train.restore import SharedCheckpoint, read_shared
-from burst_rt.launch.train.session import Stopped
-from burst_rt.launch.train.trainer import Trainer
+from burst_rt.launch.train.data import (
+    Bytes,
+    Corpus,
+    heldout_starts,
+    load_corpus,
+    sequences_at,
+    training_starts,
+)
+from burst_rt.launch.train.model import (
+    MOMENTS,
+    Decoder,
+    FlatGradients,
+    ShardedDecoder,
+    learning_rate,
+    make_optimizer,
+)
+from burst_rt.launch.train.report import LAST_STEPS, Evaluation, Report, StepRecord, Summary
+from burst_rt.launch.train.world import (
+    Mesh,
+    RunFolder,
+    SharedCheckpoint,
+    Stopped,
+    open_mesh,
+    read_shared,
+    same_everywhere,
+    together,
+)
 
-__all__ = ["train"]
+__all__ = ["evaluate", "train"]
 
 
 def train(
@@ -33,9 +58,9 @@ def train(
 ) -> Summary | None:
     """Train to the end; return the summary on rank 0, None elsewhere. Collective over `world`.
 
-    `chosen` are the entries of `config` that the user named: they alone override those of a run
-    that is resumed. Raises ConfigError or InputError, the same on every rank, for what cannot run,
-    and Stopped where a signal said so.
+    `chosen` holds the entries of `config` that the user named: they alone override the options of a
+    run that is resumed. Raises ConfigError or InputError, the same on every rank, for what cannot
+    run, and Stopped where a signal said so.
     """
     started_s = time.monotonic()
     options.validate()
@@ -44,62 +69,239 @@ def train(
         def take_folder() -> RunFolder:
             return held.enter_context(RunFolder(world, options.out, resume=options.resume))
 
-        # What is resumed is this run's before it is read; a new folder is made when all else is
+        def resolve() -> TrainConfig:
+            resolved = shared.manifest.resumed(chosen) if shared else config
+            resolved.validate(world.world_size)
+            return resolved
+
+        # A run that is resumed is held before it is read; a new folder is made once all else is
         # well.
         resumed = take_folder() if options.resume else None
         shared = read_shared(world, resumed.path) if resumed else None
-        config = together(world, lambda: _resolve(config, shared, chosen, world.world_size))
-        corpus = _load_same_corpus(world, config, shared)
+        config = together(world, resolve)
+        corpus = _load_same_corpus(world, config)
+        if shared is not None and shared.manifest.corpus != corpus.fingerprint:
+            raise ConfigError(
+                f"--resume: {corpus.name} is not the text that {shared.folder} was trained on; "
+                "point --data at the same files."
+            )
         folder = resumed or take_folder()
-        return _train_in(folder, world, config, options, corpus, shared, started_s)
 
-
-def _train_in(
-    folder: RunFolder,
-    world: Context,
-    config: TrainConfig,
-    options: RunOptions,
-    corpus: Corpus,
-    shared: SharedCheckpoint | None,
-    started_s: float,
-) -> Summary | None:
-    """`train`, once all is known to be well."""
-    done = shared.manifest.step if shared else 0
-    mode = choose_mode(options.progress, world.world_size) if world.rank == 0 else "none"
-    with (
-        open_mesh(world, config.context_parallel) as mesh,
-        Report(mode, steps=config.steps, done=done) as report,
-    ):
+        mesh = held.enter_context(open_mesh(world, config.context_parallel))
+        done = shared.manifest.step if shared else 0
+        mode = options.progress if world.rank == 0 else "none"
+        report = held.enter_context(
+            Report(mode, steps=config.steps, done=done, world_size=world.world_size)
+        )
         trainer = Trainer(config, mesh, corpus)
         if shared is not None:
             trainer.restore(shared)
         folder.open_metrics(after_step=done)
-        report.say(_heading(config, mesh, corpus, trainer, folder, done))
+        report.say(_heading(trainer, folder, done))
         with StopRequests(offer=world.rank == 0) as requests:
             for step in range(done + 1, config.steps + 1):
-                _advance(step, config, trainer, folder, report, requests)
+                _advance(step, trainer, folder, report, requests)
         folder.plot(
             f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} bytes a "
             f"sequence, {world.world_size} ranks"
         )
         if world.rank != 0:
             return None
-        summary = _summarise(mesh, trainer, folder, done, time.monotonic() - started_s)
+        summary = _summarise(trainer, folder, done, time.monotonic() - started_s)
         report.conclude(summary)
         return summary
 
 
+def evaluate(world: Context, path: Path, chosen: Mapping[str, object]) -> Evaluation | None:
+    """Measure the checkpoint that `path` means, its configuration changed by the options that were
+    `chosen`; the result on rank 0, None elsewhere.
+
+    Collective. Raises ConfigError or InputError, the same on every rank.
+    """
+    started_s = time.monotonic()
+    shared = read_shared(world, path)
+    config = together(world, lambda: shared.manifest.config.evaluated(chosen, world.world_size))
+    corpus = _load_same_corpus(world, config)
+    with open_mesh(world, config.context_parallel) as mesh:
+        decoder = Decoder(config.model, seed=config.seed).to(world.device)
+        weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+        shared.fill(world, weights)
+        model = ShardedDecoder(decoder, mesh.context, config)
+        heldout = _measure_heldout(model, mesh, corpus.heldout, config)
+    if world.rank != 0:
+        return None
+    return Evaluation(
+        checkpoint=str(shared.folder),
+        step=shared.manifest.step,
+        world_size=world.world_size,
+        data=corpus.name,
+        same_text=corpus.fingerprint == shared.manifest.corpus,
+        seq_len=config.seq_len,
+        num_tokens=heldout.num_tokens,
+        loss=heldout.loss,
+        perplexity=heldout.perplexity,
+        bits_per_byte=heldout.loss / math.log(2),
+        elapsed_s=time.monotonic() - started_s,
+    )
+
+
+class Trainer:
+    """Model, optimizer and gradients of one rank: takes steps, and holds a checkpoint's state."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, corpus: Corpus) -> None:
+        """Build the state of step 0."""
+        self.config = config
+        self.mesh = mesh
+        self.corpus = corpus
+        self._decoder = Decoder(config.model, seed=config.seed).to(mesh.world.device)
+        self._model = ShardedDecoder(self._decoder, mesh.context, config)
+        self._gradients = FlatGradients(self._decoder)
+        self._optimizer = make_optimizer(self._decoder, weight_decay=config.weight_decay)
+
+    @property
+    def num_parameters(self) -> int:
+        return self._decoder.num_parameters()
+
+    def run_step(self, step: int, votes: Sequence[float]) -> tuple[StepRecord, list[float]]:
+        """Take step `step` (from 1); return its record, and the sum of all ranks' `votes`, which
+        travels with the loss.
+
+        Collective; raises ConfigError on every rank when the loss is no longer finite.
+        """
+        config, mesh, text = self.config, self.mesh, self.corpus.train
+        started_s = time.monotonic()
+        before = mesh.context.stats()
+        indices = mesh.share_of(config.batch)
+        starts = training_starts(text, config.seq_len, seed=config.seed, step=step, indices=indices)
+        self._gradients.zero()
+        local_loss = self._model(*sequences_at(text, starts, config.seq_len))
+        num_tokens = config.batch * config.seq_len
+        (local_loss / num_tokens).backward()
+        mesh.world.all_reduce(self._gradients.flat)
+        grad_norm = self._gradients.clip(config.clip).item()
+        lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+
+        after = mesh.context.stats()
+        waited_s, sent = after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent
+        local = [local_loss.item(), waited_s, sent, *votes]
+        sums = torch.tensor(local, dtype=torch.float64, device=mesh.world.device)
+        mesh.world.all_reduce(sums)
+        loss_sum, wait_s, bytes_sent, *voted = sums.tolist()
+        loss = loss_sum / num_tokens
+        if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
+            raise _diverged(step, f"loss {loss}, gradients {grad_norm}")
+        step_s = time.monotonic() - started_s
+        record = StepRecord(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            step_s=step_s,
+            tokens_per_s=num_tokens / step_s,
+            wait_fraction=wait_s / mesh.world.world_size / step_s,
+            bytes_sent=round(bytes_sent),
+        )
+        if mesh.world.rank == 0:
+            telemetry.report(
+                step,
+                loss=loss,
+                tokens_per_s=record.tokens_per_s,
+                grad_norm=grad_norm,
+                step_s=step_s,
+            )
+        return record, voted
+
+    def measure_heldout(self, step: int) -> HeldoutLoss:
+        """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when
+        the loss is no number to show.
+        """
+        found = _measure_heldout(self._model, self.mesh, self.corpus.heldout, self.config)
+        if not math.isfinite(found.perplexity):
+            raise _diverged(step, f"held-out loss {found.loss}")
+        if self.mesh.world.rank == 0:
+            telemetry.report(step, heldout_loss=found.loss)
+        return found
+
+    def check_finite(self, step: int) -> None:
+        """Raise ConfigError, on every rank, when the weights after a step are no longer finite. The
+        loss would tell only a step later.
+        """
+        if not all(bool(torch.isfinite(weight).all()) for weight in self._decoder.parameters()):
+            raise _diverged(step, "weights that are not finite")
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        """The state after `step` steps. Its tensors are the live ones, to be written before the
+        next step.
+        """
+        named = list(self._decoder.named_parameters())
+        weights = {name: parameter.detach() for name, parameter in named}
+        moments = {
+            f"{moment}.{name}": self._optimizer.state[parameter][moment]
+            for name, parameter in named
+            for moment in MOMENTS
+        }
+        return Checkpoint(Manifest(step, self.config, self.corpus.fingerprint), weights, moments)
+
+    def restore(self, shared: SharedCheckpoint) -> None:
+        """Continue from a checkpoint. Collective; raises ConfigError on every rank when its tensors
+        do not fit.
+        """
+        step = shared.manifest.step
+        live = self.checkpoint(step)
+        shared.fill(self.mesh.world, live.weights, live.optimizer)
+        for state in self._optimizer.state.values():
+            state["step"].fill_(step)
+
+
+@dataclass(frozen=True)
+class HeldoutLoss:
+    """Mean cross-entropy of a byte, in nats, over `num_tokens` bytes."""
+
+    loss: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+@torch.no_grad()
+def _measure_heldout(
+    model: ShardedDecoder, mesh: Mesh, stream: Bytes, config: TrainConfig
+) -> HeldoutLoss:
+    """Loss over at most `config.eval_sequences` (0: all) sequences of the held-out stream, which
+    holds at least one. Collective over the mesh's world.
+    """
+    starts = heldout_starts(stream, config.seq_len, config.eval_sequences)
+    total = torch.zeros(1, dtype=torch.float64, device=mesh.world.device)
+    for index in mesh.share_of(len(starts)):
+        total += model(*sequences_at(stream, [starts[index]], config.seq_len))
+    mesh.world.all_reduce(total)
+    num_tokens = len(starts) * config.seq_len
+    return HeldoutLoss(total.item() / num_tokens, num_tokens)
+
+
+def _load_same_corpus(world: Context, config: TrainConfig) -> Corpus:
+    """The text of `config`, which is long enough and the same on every rank."""
+    corpus = together(world, lambda: load_corpus(config.data_path))
+    same_everywhere(world, "the text that --data names", corpus.fingerprint)
+    corpus.check_length(config.seq_len)
+    return corpus
+
+
 def _advance(
-    step: int,
-    config: TrainConfig,
-    trainer: Trainer,
-    folder: RunFolder,
-    report: Report,
-    requests: StopRequests,
+    step: int, trainer: Trainer, folder: RunFolder, report: Report, requests: StopRequests
 ) -> None:
-    """Take one step, and what is due after it. Raises Stopped, with a checkpoint of this step,
+    """Take one step, and do what is due after it. Raises Stopped, with a checkpoint of this step,
     where any rank was asked to stop.
     """
+    config = trainer.config
 
     def due(every: int) -> bool:
         return step == config.steps or (every > 0 and step % every == 0)
@@ -118,54 +320,26 @@ def _advance(
         raise Stopped(stop, step, folder.path)
 
 
-def _resolve(
-    config: TrainConfig,
-    shared: SharedCheckpoint | None,
-    chosen: Mapping[str, object],
-    world_size: int,
-) -> TrainConfig:
-    """The configuration that runs, checked."""
-    if shared is not None:
-        config = shared.manifest.resumed(chosen)
-    config.validate(world_size)
-    return config
+def _diverged(step: int, how: str) -> ConfigError:
+    return ConfigError(f"step {step}: training diverged ({how}); choose a smaller --lr.")
 
 
-def _load_same_corpus(
-    world: Context, config: TrainConfig, shared: SharedCheckpoint | None
-) -> Corpus:
-    corpus = together(world, lambda: load_corpus(config.data_path))
-    same_everywhere(world, "the text that --data names", corpus.fingerprint)
-    corpus.check_length(config.seq_len)
-    if shared is not None and shared.manifest.corpus != corpus.fingerprint:
-        raise ConfigError(
-            f"--resume: {corpus.name} is not the text that {shared.folder} was trained on; point "
-            "--data at the same files."
-        )
-    return corpus
-
-
-def _heading(
-    config: TrainConfig, mesh: Mesh, corpus: Corpus, trainer: Trainer, folder: RunFolder, done: int
-) -> str:
-    context_size = mesh.context.world_size
+def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
+    config, mesh, corpus = trainer.config, trainer.mesh, trainer.corpus
     return (
-        f"{'resuming after step ' + str(done) if done else 'training'}: "
+        f"{f'resuming after step {done}' if done else 'training'}: "
         f"{trainer.num_parameters / 1e6:.2f} M parameters, "
         f"{config.batch} x {config.seq_len:,} bytes a step, {config.dtype}\n"
-        f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {context_size} context), layout "
-        f"{config.layout}, on {mesh.world.device}\n"
+        f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {mesh.context.world_size} "
+        f"context), layout {config.layout}, on {mesh.world.device}\n"
         f"text: {corpus.name}, {corpus.num_documents:,} documents, {corpus.size_bytes / 1e6:.1f} "
-        "MB, "
-        f"of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
+        f"MB, of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
         f"out: {folder.path}"
     )
 
 
-def _summarise(
-    mesh: Mesh, trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float
-) -> Summary:
-    records = folder.history
+def _summarise(trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float) -> Summary:
+    mesh, records = trainer.mesh, folder.history
     last, recent = records[-1], [record for record in records if record.step > done]
     assert last.heldout_loss is not None
     assert last.heldout_perplexity is not None

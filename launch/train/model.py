@@ -1,10 +1,10 @@
-"""A small byte-level language model in the shape of Llama: RMSNorm, rotary positions, SwiGLU,
-grouped key/value heads.
+"""The model: a small byte-level language model, split over ranks, and how its weights move.
 
-For: the main job and its tests. Plain torch modules, nothing of MPI: the attention comes in as a
-function, and positions come in as global positions, so the same module runs on a whole sequence or
-on any rank's part of one.
-Not for: serving (no cache of keys and values), or speed records.
+The model has the shape of Llama: RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
+`Decoder` is a plain torch module that knows nothing of ranks. It takes attention as a function and
+positions as global positions, so the same module runs on a whole sequence or on any rank's part of
+one. `ShardedDecoder` joins it to a layout and `burst_attention`. Every rank holds all weights and
+updates them alike; there is no sharded optimizer state, and no cache of keys and values.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burst_rt.launch.train.config import ModelConfig
+from burst_rt import burst_attention
+from burst_rt.context import Context
+from burst_rt.launch.train.config import ModelConfig, TrainConfig
 from burst_rt.rotary import rotate, rotations
 
-__all__ = ["Attend", "Decoder"]
+__all__ = [
+    "MOMENTS", "Attend", "Decoder", "FlatGradients", "ShardedDecoder", "learning_rate",
+    "make_optimizer",
+]  # fmt: skip
 
 # Takes q, k, v as [batch, tokens, heads, head_dim] (k and v may have fewer heads), returns the
 # output in q's shape.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# The tensors of AdamW's state: one of each for every parameter.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# The learning rate ends at this part of its peak.
+_FLOOR = 0.1
 
 
 class Decoder(nn.Module):
@@ -72,8 +81,8 @@ class Decoder(nn.Module):
         """Standard deviation of a matrix's first weights."""
         if name == "embed.weight":
             return 0.5
-        # What adds to the residual stream starts smaller, so that its variance does not grow with
-        # the depth.
+        # Matrices that add to the residual stream start smaller, so that the stream's variance does
+        # not grow with the depth.
         writes_residual = name.endswith(("out.weight", "down.weight"))
         return 1 / math.sqrt(fan_in * (2 * self.config.layers if writes_residual else 1))
 
@@ -120,3 +129,100 @@ class _Block(nn.Module):
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_SF, sin_SF, attend)
         y_BSD: Tensor = x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD))
         return y_BSD
+
+
+class ShardedDecoder(nn.Module):
+    """A decoder over the ranks of `context`; each rank holds all weights and a part of each
+    sequence.
+    """
+
+    def __init__(self, decoder: Decoder, context: Context, config: TrainConfig) -> None:
+        """Lay sequences of `config.seq_len` tokens over the ranks."""
+        super().__init__()
+        self.decoder = decoder
+        self._context = context
+        self._config = config
+        self._layout = context.layout(config.seq_len, kind=config.layout)
+        self._positions = self._layout.positions().to(context.device)
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Sum (fp64 scalar, differentiable) of the cross-entropies of this rank's tokens, in nats.
+
+        Takes whole sequences on the CPU, int64, the same on every rank of the context. Labels are
+        already shifted, which must happen before the sequence is split. Blocks as `burst_attention`
+        does, and raises what `burst_attention` raises.
+        """
+        device = self._context.device
+        tokens = self._layout.shard(tokens_BS, dim=1).to(device)
+        labels = self._layout.shard(labels_BS, dim=1).to(device)
+        with torch.autocast(
+            device.type, dtype=torch.bfloat16, enabled=self._config.dtype == "bfloat16"
+        ):
+            scores_BSV = self.decoder(tokens, self._positions, self._attend)
+        losses = functional.cross_entropy(
+            scores_BSV.float().flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        # Summed in fp64, so that the loss does not show how ranks share the tokens.
+        return losses.double().sum()
+
+    def _attend(self, q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:
+        out_BSHE = burst_attention(
+            q_BSHE, k_BSGE, v_BSGE,
+            causal=True, layout=self._layout, strategy=self._config.strategy,
+        )  # fmt: skip
+        assert isinstance(out_BSHE, Tensor)  # lse was not asked for
+        return out_BSHE
+
+
+def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
+    """Rate of step `step` (from 0): linear to `peak` over `warmup` steps, then half a cosine down
+    to a tenth of it.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model: nn.Module, *, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW (0.9, 0.95). Only matrices decay; each step sets its own learning rate."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    # The state is made now, not at the first step, so that every rank has tensors to receive a
+    # checkpoint into.
+    for parameter in (*matrices, *vectors):
+        moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    return optimizer
+
+
+class FlatGradients:
+    """All gradients of a model as one fp32 tensor, `flat`, so that one reduction carries them.
+
+    Each parameter's `.grad` is a view into `flat`, and backward adds to it in place. So never set a
+    gradient to None; call `zero()`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        self.flat = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device
+        )
+        offset = 0
+        for parameter in parameters:
+            parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+
+    def zero(self) -> None:
+        self.flat.zero_()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""
+        norm: Tensor = torch.linalg.vector_norm(self.flat)
+        self.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm

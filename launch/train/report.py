@@ -1,46 +1,160 @@
-"""What a person sees of a run: a heading, progress, a table at the end. For: rank 0's terminal or
-log. Not for: files.
+"""What a run tells: its metrics and loss curve as files, and what a person sees in a terminal.
+
+`metrics.jsonl` has one line of JSON a step and outlives the run; `loss.png` is drawn from it. Rank
+0's terminal or log gets a heading, progress, and a table at the end. Live views are the
+dashboard's.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import ProgressMode
-from burst_rt.launch.train.metrics import StepRecord
 
-__all__ = ["LAST_STEPS", "Report", "Summary", "choose_mode"]
+__all__ = [
+    "LAST_STEPS", "Evaluation", "MetricsFile", "Report", "StepRecord", "Summary", "plot_loss",
+    "show_evaluation",
+]  # fmt: skip
 
+# The training loss of a run is the mean over this many steps at its end.
 LAST_STEPS = 10
 _LINE_EVERY = 10
 _LOG_WIDTH = 100
+# Colours of the loss curve, and the part of the average that a step leaves as it was.
+_RAW, _SMOOTH, _HELDOUT, _TEXT = "#b8c4d6", "#1f4e8c", "#c8501e", "#444444"
+_SMOOTHING = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of a run; a line of metrics.jsonl."""
+
+    # From 1.
+    step: int
+    # Nats a byte, over the global batch.
+    loss: float
+    lr: float
+    grad_norm: float
+    step_s: float
+    # Of the whole world.
+    tokens_per_s: float
+    # The part of the step that compute stood idle for a transfer of attention, averaged over ranks.
+    wait_fraction: float
+    # Sent by attention, all ranks together.
+    bytes_sent: int
+    # None where held-out text was not measured at this step.
+    heldout_loss: float | None = None
+    heldout_perplexity: float | None = None
+
+
+class MetricsFile:
+    """Appends records to `path`. `history` holds the records kept of an earlier run and those
+    appended since.
+    """
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        """Keep the file's records up to `after_step`: an interrupted run may have gone further than
+        its checkpoint. Raises OSError, and ConfigError when the file holds something else.
+        """
+        self._path = path
+        self.history = [record for record in _read(path) if record.step <= after_step]
+        temporary = path.with_name(f".writing-{path.name}")
+        temporary.write_text("".join(_line(record) for record in self.history))
+        os.replace(temporary, path)
+
+    def append(self, record: StepRecord) -> None:
+        self.history.append(record)
+        # Opened anew for each line: a step takes far longer, and a killed run leaves at most its
+        # last line short.
+        with self._path.open("a") as file:
+            file.write(_line(record))
+
+
+def _line(record: StepRecord) -> str:
+    return json.dumps(asdict(record)) + "\n"
+
+
+def _read(path: Path) -> list[StepRecord]:
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    try:
+        return [msgspec.convert(json.loads(line), StepRecord) for line in whole]
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not the record of a run: {error}; move it away, then run again."
+        ) from error
+
+
+def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str) -> None:
+    """Write training and held-out loss over steps as a PNG. Raises OSError; needs no display."""
+    # matplotlib takes a while to load, and only the rank that draws needs it.
+    from matplotlib.figure import Figure
+
+    steps = [record.step for record in records]
+    heldout = [
+        (record.step, record.heldout_loss) for record in records if record.heldout_loss is not None
+    ]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    losses = [record.loss for record in records]
+    axes.plot(steps, losses, color=_RAW, linewidth=1, label="training, each step")
+    axes.plot(steps, _smoothed(losses), color=_SMOOTH, linewidth=2, label="training, smoothed")
+    if heldout:
+        points = zip(*heldout, strict=True)
+        axes.plot(*points, "o-", color=_HELDOUT, linewidth=1, markersize=6, label="held-out")
+    axes.set_title(title, loc="left", fontsize=11, color=_TEXT)
+    axes.set_xlabel("step", color=_TEXT)
+    axes.set_ylabel("loss (nats per byte)", color=_TEXT)
+    axes.tick_params(colors=_TEXT)
+    axes.grid(axis="y", color="#e6e6e6")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, labelcolor=_TEXT)
+    figure.savefig(path, dpi=150)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Exponential moving average, corrected at its start: the first point is the first value."""
+    average, weight, smoothed = 0.0, 0.0, []
+    for value in values:
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * value
+        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+        smoothed.append(average / weight)
+    return smoothed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A finished run. Losses in nats a byte: of the first step, and the mean of the last ten.
-
-    `resumed_after` is the step it was continued after, 0 where it was not: speed, communication and
-    time are since then.
-    """
+    """A finished run, as the table and `--json` tell it. Losses are in nats a byte."""
 
     world_size: int
     data_parallel: int
     context_parallel: int
     num_parameters: int
     steps: int
+    # The step after which the run was continued, 0 where it was not. Speed, communication and time
+    # are counted since then.
     resumed_after: int
+    # Of the first step.
     loss_first: float
+    # The mean of the last ten steps.
     loss_last: float
     heldout_loss: float
     heldout_perplexity: float
@@ -50,17 +164,49 @@ class Summary:
     elapsed_s: float
     out: str
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A checkpoint measured on held-out text, as the table and `--json` tell it."""
+
+    checkpoint: str
+    step: int
+    world_size: int
+    data: str
+    # Whether training held out the very same text.
+    same_text: bool
+    seq_len: int
+    num_tokens: int
+    # Nats a byte.
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    elapsed_s: float
 
 
-def choose_mode(mode: ProgressMode, world_size: int) -> ProgressMode:
-    """Resolve "auto". Under mpirun every rank's stdout looks like a terminal, even into a file, so
-    only one process may believe it.
-    """
-    if mode != "auto":
-        return mode
-    return "bar" if world_size == 1 and sys.stdout.isatty() else "lines"
+def show_evaluation(evaluation: Evaluation) -> None:
+    """Print the table of a measurement."""
+    note = "" if evaluation.same_text else "; not the text it was trained on"
+    rows = {
+        "checkpoint": f"{evaluation.checkpoint} (step {evaluation.step})",
+        "text": f"{evaluation.data}{note}",
+        "measured": (
+            f"{evaluation.num_tokens:,} bytes in sequences of {evaluation.seq_len:,}, on "
+            f"{evaluation.world_size} ranks"
+        ),
+        "loss": f"{evaluation.loss:.6f} nats per byte ({evaluation.bits_per_byte:.4f} bits)",
+        "perplexity": f"{evaluation.perplexity:.5f}",
+        "time": f"{evaluation.elapsed_s:.1f} s",
+    }
+    # Under mpirun stdout looks like a terminal even where it is a file, so no colours.
+    Console(color_system=None, highlight=False).print(_table("held-out text", rows))
+
+
+def _table(title: str, rows: Mapping[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, text in rows.items():
+        table.add_row(name, escape(text))
+    return table
 
 
 class Report:
@@ -68,31 +214,34 @@ class Report:
     manager.
     """
 
-    def __init__(self, mode: ProgressMode, *, steps: int, done: int) -> None:
+    def __init__(self, mode: ProgressMode, *, steps: int, done: int, world_size: int = 1) -> None:
+        if mode == "auto":
+            # Under mpirun every rank's stdout looks like a terminal even where it is a file, so
+            # only a process on its own may believe it.
+            mode = "bar" if world_size == 1 and sys.stdout.isatty() else "lines"
         self._mode = mode
         self._steps = steps
         self._first = done
         self._started_s = time.monotonic()
-        # Said outright, not detected: under mpirun stdout looks like a terminal even where it is a
-        # file.
         shown = mode == "bar"
         self._console = Console(
+            # Said outright, not detected, for the same reason.
             force_terminal=shown,
             color_system="auto" if shown else None,
             width=None if shown else _LOG_WIDTH,
             quiet=mode == "none",
             highlight=False,
         )
-        news = TextColumn("{task.fields[news]}", markup=False)
-        columns = (
+        self._bar = Progress(
             TextColumn("step"),
             BarColumn(),
             MofNCompleteColumn(),
-            news,
+            TextColumn("{task.fields[news]}", markup=False),
             TextColumn("eta"),
             TimeRemainingColumn(),
+            console=self._console,
+            disable=not shown,
         )
-        self._bar = Progress(*columns, console=self._console, disable=mode != "bar")
         self._task = self._bar.add_task("step", total=steps, completed=done, news="")
 
     def say(self, text: str) -> None:
@@ -109,9 +258,10 @@ class Report:
         if self._mode == "lines" and (
             record.step % _LINE_EVERY == 0 or record.step in (self._first + 1, self._steps)
         ):
-            self.say(
-                f"{place}  {news}  eta {timedelta(seconds=round(self._remaining_s(record.step)))}"
-            )
+            taken = record.step - self._first
+            elapsed_s = time.monotonic() - self._started_s
+            remaining_s = elapsed_s / max(1, taken) * (self._steps - record.step)
+            self.say(f"{place}  {news}  eta {timedelta(seconds=round(remaining_s))}")
         if record.heldout_loss is not None:
             self.say(
                 f"{place}  held-out loss {record.heldout_loss:.3f}, perplexity "
@@ -119,45 +269,35 @@ class Report:
             )
 
     def conclude(self, summary: Summary) -> None:
-        """Draw the table of a finished run."""
-        since = f" since step {summary.resumed_after}" if summary.resumed_after else ""
-        now = (
-            f", {summary.steps - summary.resumed_after} of them now"
-            if summary.resumed_after
-            else ""
-        )
-        table = Table(title="training finished", title_justify="left", show_header=False)
-        table.add_row(
-            "ranks",
-            f"{summary.world_size} ({summary.data_parallel} data x {summary.context_parallel} "
-            "context)",
-        )
-        table.add_row("steps", f"{summary.steps}{now}")
-        table.add_row(
-            "training loss",
-            f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} over the last "
-            f"{LAST_STEPS}",
-        )
-        table.add_row(
-            "held-out",
-            f"loss {summary.heldout_loss:.4f} nats per byte, perplexity "
-            f"{summary.heldout_perplexity:.3f}",
-        )
-        table.add_row(f"speed{since}", f"{summary.tokens_per_s:,.0f} tokens/s")
-        table.add_row(
-            f"communication{since}",
-            f"{summary.bytes_sent / 1e6:,.1f} MB sent by attention; compute waited "
-            f"{summary.wait_fraction:.2%} of the time",
-        )
-        table.add_row(f"time{since}", f"{summary.elapsed_s:.1f} s")
-        table.add_row("written", escape(f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/)"))
+        """Print the table of a finished run."""
+        since = now = ""
+        if summary.resumed_after:
+            since = f" since step {summary.resumed_after}"
+            now = f", {summary.steps - summary.resumed_after} of them now"
+        rows = {
+            "ranks": (
+                f"{summary.world_size} ({summary.data_parallel} data x {summary.context_parallel} "
+                "context)"
+            ),
+            "steps": f"{summary.steps}{now}",
+            "training loss": (
+                f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} over the "
+                f"last {LAST_STEPS}"
+            ),
+            "held-out": (
+                f"loss {summary.heldout_loss:.4f} nats per byte, perplexity "
+                f"{summary.heldout_perplexity:.3f}"
+            ),
+            f"speed{since}": f"{summary.tokens_per_s:,.0f} tokens/s",
+            f"communication{since}": (
+                f"{summary.bytes_sent / 1e6:,.1f} MB sent by attention; compute waited "
+                f"{summary.wait_fraction:.2%} of the time"
+            ),
+            f"time{since}": f"{summary.elapsed_s:.1f} s",
+            "written": f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/)",
+        }
         self._bar.stop()
-        self._console.print(table)
-
-    def _remaining_s(self, step: int) -> float:
-        return (
-            (time.monotonic() - self._started_s) / max(1, step - self._first) * (self._steps - step)
-        )
+        self._console.print(_table("training finished", rows))
 
     def __enter__(self) -> Self:
         return self

@@ -28,9 +28,8 @@ from burst_rt.errors import ConfigError
 from burst_rt.job.reports import JOB_DIR_VARIABLE
 from burst_rt.launch.run import find_launcher
 from burst_rt.launch.train.checkpoint import find_checkpoint
-from burst_rt.launch.train.cli import command as train_command
+from burst_rt.launch.train.cli import eval_command, train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
-from burst_rt.launch.train.evaluate import command as eval_command
 from burst_rt.launch.train.loop import train
 
 _JOB_DEADLINE_S = 90.0

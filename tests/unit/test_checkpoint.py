@@ -24,7 +24,6 @@ import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train import checkpoint as module
-from burst_rt.launch.train.agreement import on_first, same_everywhere, share_bytes, together
 from burst_rt.launch.train.checkpoint import (
     Checkpoint,
     Manifest,
@@ -35,8 +34,14 @@ from burst_rt.launch.train.checkpoint import (
 )
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
-from burst_rt.launch.train.metrics import MetricsFile, StepRecord
-from burst_rt.launch.train.restore import read_shared
+from burst_rt.launch.train.report import MetricsFile, StepRecord
+from burst_rt.launch.train.world import (
+    on_first,
+    read_shared,
+    same_everywhere,
+    share_bytes,
+    together,
+)
 
 _FILES = ("SHA256SUMS", "config.json", "model.safetensors", "optimizer.safetensors")
 

@@ -15,8 +15,13 @@ from torch.nn import functional
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import ModelConfig, TrainConfig, mesh_shape
-from burst_rt.launch.train.model import Attend, Decoder
-from burst_rt.launch.train.optim import FlatGradients, learning_rate, make_optimizer
+from burst_rt.launch.train.model import (
+    Attend,
+    Decoder,
+    FlatGradients,
+    learning_rate,
+    make_optimizer,
+)
 
 _CONFIG = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
 _TOKENS = 37

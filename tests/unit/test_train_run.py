@@ -11,11 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 import burst_rt
-from burst_rt.launch.train.cli import command
+from burst_rt.launch.train.cli import train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
-from burst_rt.launch.train.metrics import StepRecord
-from burst_rt.launch.train.report import Report, Summary
+from burst_rt.launch.train.report import Report, StepRecord, Summary
 
 
 def _train(tmp_path: Path, steps: int, *, resume: bool = False) -> Summary:
@@ -102,5 +101,5 @@ def test_telemetry_hears_the_held_out_loss(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_help_names_strategies_with_a_number() -> None:
-    help_text = " ".join(CliRunner().invoke(command, ["--help"]).output.split())
+    help_text = " ".join(CliRunner().invoke(train_command, ["--help"]).output.split())
     assert "hybrid:N and two-level:N: in groups of N ranks" in help_text

@@ -18,8 +18,8 @@ import torch
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, save_checkpoint
+from burst_rt.launch.train.cli import before_ranks
 from burst_rt.launch.train.config import TrainConfig
-from burst_rt.launch.train.relaunch import before_ranks
 
 # Against hanging: refusing takes less than a second.
 _DEADLINE_S = 30.0
