@@ -1,27 +1,22 @@
 """The hub: one process per job that all ranks are connected to. It feeds the model (`state`), keeps
 the record, and answers viewers.
 
-`python -m burst_rt.telemetry.hub`, started by `starting.start_hub`; settings come by environment
-and arguments, the address goes out as one line on its standard output. It ends with the job: when
-its last rank has gone, and whoever started it too. A rank whose connection ends without a `Bye` is
-lost, and the hub knows within milliseconds.
+The hub ends with the job: when its last rank has gone, and whoever started the hub has gone too. A
+rank whose connection ends without a `Bye` is lost, and the hub knows that within milliseconds. The
+process around it, which may serve a dashboard too, is `dashboard.hub_process`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hmac
 import logging
 import os
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -44,12 +39,9 @@ from burst_rt.telemetry.messages import (
 from burst_rt.telemetry.record import Recorder
 from burst_rt.telemetry.state import State
 from burst_rt.telemetry.views import EventView, Lost, SeriesView, Snapshot, TimelineView
-from burst_rt.telemetry.wire import MAX_FRAME_BYTES, SECRET_VARIABLE, Frames, frame, until_beat_s
+from burst_rt.telemetry.wire import MAX_FRAME_BYTES, Frames, frame, until_beat_s
 
-if TYPE_CHECKING:
-    from burst_rt.dashboard.server import Served
-
-__all__ = ["Hub", "main"]
+__all__ = ["Hub", "Shown", "serve"]
 
 # A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking
 # serves both.
@@ -66,8 +58,6 @@ _STRANGER_BYTES = 64 << 10
 _MAX_STRANGERS = 1024
 _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
-# The path of a Unix socket has room for 107 bytes.
-_MAX_FOLDER_BYTES = 100
 # For viewers to be told that the job has ended.
 _CLOSING_S = 1.5
 
@@ -168,6 +158,20 @@ class Hub:
             if number != event.rank:
                 self.ranks[number].send(Notice(event.severity, event.line))
                 return
+
+
+class Shown(Protocol):
+    """What a hub serves to people while it runs: a dashboard."""
+
+    told: list[str]  # lines for the person who started the job
+
+    async def run(self) -> None:
+        """Serves until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Ends serving; `run` returns soon after."""
+        ...
 
 
 class _Connection(asyncio.Protocol):
@@ -276,15 +280,13 @@ class _Connection(asyncio.Protocol):
 
 
 async def serve(
-    hub: Hub,
-    listen: str,
-    folder: Path,
-    held: bool,
-    dashboard: str = "",
-    metrics_port: int | None = None,
+    hub: Hub, listen: str, folder: Path, *, held: bool, shown: Shown | None = None
 ) -> None:
-    """Serves until the job has ended. held: whoever started the hub holds its standard input open,
-    and the hub stays while it does.
+    """Serves until the job has ended; the address goes out as one line on standard output.
+
+    listen: "unix" (a socket in `folder`), or the address to listen on with TCP. held: whoever
+    started the hub holds its standard input open, and the hub stays while that is so. shown: what
+    the hub serves beside its viewers.
     """
     loop = asyncio.get_running_loop()
     if listen == "unix":
@@ -303,7 +305,6 @@ async def serve(
         loop.add_reader(0, released.set)
     else:
         released.set()
-    shown = _show(hub, dashboard, metrics_port)
     showing = asyncio.create_task(shown.run()) if shown is not None else None
     announced = _announce(address, hub)
     # One line, told to whoever started the hub.
@@ -327,20 +328,6 @@ async def serve(
         await asyncio.wait([showing], timeout=_CLOSING_S)
 
 
-def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
-    """The dashboard, where it is asked for; without it telemetry goes on."""
-    if not dashboard and metrics_port is None:
-        return None
-    from burst_rt.dashboard.reader import StateReader
-    from burst_rt.dashboard.server import Served, Where
-
-    try:
-        return Served(StateReader(hub.state, hub.now_s), Where.parse(dashboard, metrics_port))
-    except BurstError as error:
-        _log.error("no dashboard: %s", error)
-        return None
-
-
 def _announce(address: str, hub: Hub) -> Path | None:
     try:
         return announce(address, hub.secret)
@@ -354,55 +341,3 @@ def _over(hub: Hub, released: bool, held: bool) -> bool:
     # Viewers hold up nobody, but may come before the first rank.
     there = hub.ranks if held or hub.ever else hub.connections
     return released and not there and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
-
-
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(
-        description="The telemetry hub of one job; started by burst_rt itself."
-    )
-    parser.add_argument(
-        "--listen", default="unix", help='"unix", or the address to listen on with TCP'
-    )
-    parser.add_argument("--record", default="")
-    parser.add_argument("--held", action="store_true", help="stay while standard input is open")
-    parser.add_argument(
-        "--log",
-        action="store_true",
-        help="log to standard error; else warnings go to the first rank's log",
-    )
-    parser.add_argument("--dashboard", default="", help='"1", or [HOST:]PORT')
-    parser.add_argument("--metrics-port", type=int)
-    options = parser.parse_args()
-    from burst_rt.version import __version__
-
-    level = os.environ.get("BURST_RT_LOG", "warning").upper()
-    logging.basicConfig(
-        format="burst-rt: %(message)s", level=level if options.log else logging.CRITICAL
-    )
-    hub = Hub(os.environ.pop(SECRET_VARIABLE, ""), None, options.record, notify=not options.log)
-    if options.record:
-        try:
-            hub.recorder = Recorder(Path(options.record), hub.state.began_at_s, __version__)
-        except OSError as error:
-            _log.error("0.000 s job record: cannot write %s: %s", options.record, error)
-            hub.state.record = ""
-    folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
-    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-", dir="/tmp"))
-    try:
-        asyncio.run(
-            serve(
-                hub, options.listen, folder, options.held, options.dashboard, options.metrics_port
-            )
-        )
-    finally:
-        if hub.recorder is not None:
-            hub.recorder.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()
-    sys.exit(0)

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from burst_rt.telemetry.viewer import Viewer
     from burst_rt.telemetry.views import Lost
 
-__all__ = ["RunningHub", "scrubbed", "start_hub"]
+__all__ = ["HUB_MODULE", "RunningHub", "scrubbed", "start_hub"]
 
+# The program of the hub's process. It stands above telemetry, where the dashboard is known, and is
+# started by its name.
+HUB_MODULE = "burst_rt.dashboard.hub_process"
 _READY_DEADLINE_S = 15.0
 _END_DEADLINE_S = 3.0
 # To connect, and again for the answer: the launcher asks when a person waits for the job to end.
@@ -149,7 +152,7 @@ def start_hub(
         sys.executable,
         "-P",
         "-m",
-        "burst_rt.telemetry.hub",
+        HUB_MODULE,
         "--listen",
         "unix" if one_host else "0.0.0.0",
     ]

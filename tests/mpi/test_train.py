@@ -32,6 +32,7 @@ from burst_rt.launch.train.cli import command as train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.evaluate import command as eval_command
 from burst_rt.launch.train.loop import train
+from burst_rt.telemetry.starting import HUB_MODULE
 
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50
@@ -341,8 +342,7 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ranks = [
         child
         for child in children
-        if child.cmdline()[:1] == [sys.executable]
-        and "burst_rt.telemetry.hub" not in child.cmdline()
+        if child.cmdline()[:1] == [sys.executable] and HUB_MODULE not in child.cmdline()
     ]
     assert len(ranks) == 2
     return ranks

@@ -26,7 +26,7 @@ from burst_rt.telemetry import joining
 from burst_rt.telemetry.agent import Agent
 from burst_rt.telemetry.calls import CallLog, Totals
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
-from burst_rt.telemetry.starting import RunningHub, scrubbed, start_hub
+from burst_rt.telemetry.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.viewer import Viewer
 from burst_rt.telemetry.views import Snapshot
 from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
@@ -133,7 +133,7 @@ def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(
 
 
 def _listens(process: psutil.Process, address: str) -> bool:
-    if "burst_rt.telemetry.hub" not in (process.info["cmdline"] or []):
+    if HUB_MODULE not in (process.info["cmdline"] or []):
         return False
     return any(
         str(c.laddr) == address.removeprefix("unix:") for c in process.net_connections("unix")
