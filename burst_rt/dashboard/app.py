@@ -48,18 +48,16 @@ _MAX_NAMES = 256
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
-class Present(msgspec.Struct):
-    """What the page is told twice a second. events: those it has not had; plans: how many there are
-    (`/api/plans` has them).
-    """
+class Present(msgspec.Struct, kw_only=True):
+    """What the page is told twice a second."""
 
     job: JobView
     progress: ProgressView
     ranks: list[RankView]
     sources: list[SourceView]
     links: list[LinkView]
-    plans: int
-    events: list[EventView]
+    plans: int  # how many there are; `/api/plans` has them
+    events: list[EventView]  # those that the page has not had
 
 
 class Dashboard:
@@ -121,13 +119,13 @@ class Dashboard:
 
     def _event(self, snapshot: Snapshot, links: list[LinkView], events: list[EventView]) -> bytes:
         view = Present(
-            snapshot.job,
-            snapshot.progress,
-            snapshot.ranks,
-            snapshot.sources,
-            links,
-            len(snapshot.plans),
-            events,
+            job=snapshot.job,
+            progress=snapshot.progress,
+            ranks=snapshot.ranks,
+            sources=snapshot.sources,
+            links=links,
+            plans=len(snapshot.plans),
+            events=events,
         )
         return b"data: " + msgspec.json.encode(view) + b"\n\n"
 

@@ -45,10 +45,10 @@ def main() -> None:
     hub = Hub(os.environ.pop(SECRET_VARIABLE, ""), None, options.record, notify=not options.log)
     if options.record:
         try:
-            hub.recorder = Recorder(Path(options.record), hub.state.began_at_s, __version__)
+            hub.recorder = Recorder(Path(options.record), hub.model.began_at_s, __version__)
         except OSError as error:
             _log.error("0.000 s job record: cannot write %s: %s", options.record, error)
-            hub.state.record = ""
+            hub.model.record = ""
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
         folder.rmdir()
@@ -86,11 +86,11 @@ def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
     if not dashboard and metrics_port is None:
         return None
     # A hub without a dashboard starts sooner without a web server, and takes less memory.
-    from burst_rt.dashboard.reader import StateReader
+    from burst_rt.dashboard.reader import ModelReader
     from burst_rt.dashboard.server import Served, Where
 
     try:
-        return Served(StateReader(hub.state, hub.now_s), Where.parse(dashboard, metrics_port))
+        return Served(ModelReader(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
     except BurstError as error:
         _log.error("no dashboard: %s", error)
         return None

@@ -28,18 +28,15 @@ _MAX_LINKS = 4096
 _FLOOR_S = 1e-6
 
 
-class LinkView(msgspec.Struct):
-    """From rank `sender` to `receiver`. bytes_per_s: now; moving_bytes_per_s: while messages were
-    on the wire, None where no spans say.
-
-    state: "ok", "slow" (its messages move at under a third of the median link's speed), "silent"
-    (an end is lost, silent or stuck).
-    """
+class LinkView(msgspec.Struct, kw_only=True):
+    """The link from rank `sender` to rank `receiver`."""
 
     sender: int
     receiver: int
-    bytes_per_s: float
-    moving_bytes_per_s: float | None
+    bytes_per_s: float  # now
+    moving_bytes_per_s: float | None  # while messages were on the wire; None where no spans say it
+    # "ok"; "slow": the link's messages move at under a third of the median link's speed; "silent":
+    # an end is lost, silent or stuck.
     state: str
 
 
@@ -115,11 +112,11 @@ class Links:
             )
             views.append(
                 LinkView(
-                    sender,
-                    receiver,
-                    rate,
-                    moved.speed if moved else None,
-                    "silent" if silent else "slow" if slow else "ok",
+                    sender=sender,
+                    receiver=receiver,
+                    bytes_per_s=rate,
+                    moving_bytes_per_s=moved.speed if moved else None,
+                    state="silent" if silent else "slow" if slow else "ok",
                 )
             )
         return views
@@ -142,10 +139,10 @@ def _moved(recent: TimelineView) -> dict[tuple[int, int], _Moved]:
             posted.get((flow.receiver, flow.group, flow.call, flow.receive_task), flow.sent_s),
         )
         messages[flow.sender, flow.receiver].append((begun_s, flow.received_s, flow.size_bytes))
-    return {link: _together(some) for link, some in messages.items()}
+    return {link: _moved_by(some) for link, some in messages.items()}
 
 
-def _together(messages: list[tuple[float, float, int]]) -> _Moved:
+def _moved_by(messages: list[tuple[float, float, int]]) -> _Moved:
     moving_s, until_s = 0.0, -math.inf
     for begun_s, ended_s, _ in sorted(messages):
         moving_s += max(0.0, ended_s - max(begun_s, until_s))

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from burst_rt.telemetry.state import State
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.viewer import Viewer
 from burst_rt.telemetry.views import SeriesView, Snapshot, TimelineView
 
-__all__ = ["HubReader", "Reader", "StateReader"]
+__all__ = ["HubReader", "ModelReader", "Reader"]
 
 
 class Reader(Protocol):
@@ -39,13 +39,13 @@ class Reader(Protocol):
         ...
 
 
-class StateReader:
-    """Reads a State of this process. now: the hub's clock; None for a replay, where time stands
+class ModelReader:
+    """Reads a JobModel of this process. now: the hub's clock; None for a replay, where time stands
     still.
     """
 
-    def __init__(self, state: State, now: Callable[[], float] | None = None) -> None:
-        self._state = state
+    def __init__(self, model: JobModel, now: Callable[[], float] | None = None) -> None:
+        self._model = model
         self._now = now
 
     async def snapshot(self) -> Snapshot:
@@ -54,21 +54,21 @@ class StateReader:
     async def series(
         self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
     ) -> list[SeriesView]:
-        state = self._current()
+        model = self._current()
         known = (
-            [name for name in sources if name in state.sources] if sources else list(state.sources)
+            [name for name in sources if name in model.sources] if sources else list(model.sources)
         )
-        return [state.series(name, metrics, since_s, None, limit) for name in known]
+        return [model.series(name, metrics, since_s, None, limit) for name in known]
 
     async def timeline(
         self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
     ) -> TimelineView:
         return self._current().timeline(since_s, until_s, ranks, limit)
 
-    def _current(self) -> State:
+    def _current(self) -> JobModel:
         if self._now is not None:
-            self._state.advance(self._now())
-        return self._state
+            self._model.advance(self._now())
+        return self._model
 
 
 class HubReader:

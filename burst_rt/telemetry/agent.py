@@ -23,16 +23,16 @@ from burst_rt.telemetry.calls import CallLog, Totals
 from burst_rt.telemetry.host import HostSampler, ProcessSampler
 from burst_rt.telemetry.messages import (
     Bye,
-    Call,
+    EndedCall,
     FromRank,
     Group,
     Heartbeat,
     Hello,
-    Notice,
+    JobReport,
+    LogLine,
     Ping,
-    Plan,
+    PlanSummary,
     Pong,
-    Report,
     Severity,
     ToRank,
 )
@@ -123,7 +123,7 @@ class Agent:
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """Something the job says of itself."""
-        self.put(Report(time.perf_counter(), step, values))
+        self.put(JobReport(time.perf_counter(), step, values))
 
     def put(self, message: FromRank) -> None:
         """Queues a message; drops it where there is no room."""
@@ -248,12 +248,20 @@ class Agent:
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
-        group, doing = "", (-1, "", 0.0)
+        group, (call, doing, since_s) = "", (-1, "", 0.0)
         for log in self._logs:
             here = log.doing()
             if here[0] >= 0:
-                group, doing = log.group.name, here
-        return Heartbeat(now_s, offset_s, rtt_s, group, *doing)
+                group, (call, doing, since_s) = log.group.name, here
+        return Heartbeat(
+            sent_s=now_s,
+            offset_s=offset_s,
+            rtt_s=rtt_s,
+            group=group,
+            call=call,
+            doing=doing,
+            since_s=since_s,
+        )
 
     def _receive(self) -> None:
         try:
@@ -276,7 +284,7 @@ class Agent:
                         message.sent_s,
                     )
                 )
-            elif isinstance(message, Notice):
+            elif isinstance(message, LogLine):
                 _log.log(_LEVELS[message.severity], "%s", message.text)
 
     def _gather(self) -> None:
@@ -307,8 +315,8 @@ class Agent:
                 self.num_dropped += log.num_dropped
 
     def _queue(self, message: FromRank | Ping) -> None:
-        limit = _SPANS_UP_TO_BYTES if isinstance(message, Call) else _UP_TO_BYTES
-        if self._unsent_bytes > limit and not isinstance(message, (Plan, Group, Bye)):
+        limit = _SPANS_UP_TO_BYTES if isinstance(message, EndedCall) else _UP_TO_BYTES
+        if self._unsent_bytes > limit and not isinstance(message, (PlanSummary, Group, Bye)):
             self.num_dropped += 1
             return
         data = frame(self._encoder.encode(message))

@@ -12,16 +12,19 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from burst_rt.scheduler import Graph, Schedule, overlap
 from burst_rt.telemetry.messages import (
-    Call,
     Candidate,
     Counters,
+    EndedCall,
     Group,
     LaneCounters,
-    Plan,
+    PlanSummary,
     TaskInfo,
     hop_of,
 )
@@ -38,8 +41,9 @@ _MAX_KNOWN = 256
 _PACK = struct.Struct("<Ifff").pack  # timeline.SPAN
 
 
-class Described(NamedTuple):
-    """What a `Plan` says beside its tasks; see there."""
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a `PlanSummary` says beside its tasks; see there."""
 
     kind: str
     explain: str
@@ -71,8 +75,9 @@ class _Known:
             )
 
 
-class _Ended(NamedTuple):
-    """A call whose spans wait to be sent; `describe` for a plan that has not been sent yet."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ended:
+    """A call whose spans wait to be sent."""
 
     number: int
     known: _Known
@@ -80,23 +85,18 @@ class _Ended(NamedTuple):
     driver: BaseDriver
     started_s: float
     ended_s: float
-    # Of its computing time and its waiting: a device knows better when it has ended.
+    # The computing and the waiting that have been counted. On a device both are known only later,
+    # when the call has ended there too; the rest is counted then.
     counted_s: float
     waited_s: float
-    describe: Callable[[], Described]
+    describe: Callable[[], Described]  # for a plan that has not been sent yet
 
 
 class Totals:
-    """Counts of a rank over all its contexts."""
+    """What a rank counts over all its contexts."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.traced_calls = 0
-        self.compute_s = 0.0
-        self.wait_s = 0.0
-        self.total_s = 0.0
-        self.transfer_s = 0.0
-        self.overlap_s = 0.0
+        self.counts = Counters()  # but for time, lanes and dropped messages: `message` adds them
         self.num_known = 0
         self._known: list[_Known] = []
         self._gone: dict[str, LaneCounters] = {}  # of plans that are no more
@@ -116,11 +116,9 @@ class Totals:
         lanes = dict(self._gone)
         for known in list(self._known):
             known.add_to(lanes)
-        return Counters(
-            time.perf_counter(), self.calls, self.traced_calls, self.compute_s, self.wait_s,
-            self.total_s, self.transfer_s, self.overlap_s,
-            lanes, dropped,
-        )  # fmt: skip
+        return msgspec.structs.replace(
+            self.counts, at_s=time.perf_counter(), lanes=lanes, dropped=dropped
+        )
 
 
 class CallLog:
@@ -159,26 +157,26 @@ class CallLog:
         known = self._known.get(id(schedule))
         if known is None or known.alive() is not schedule:
             known = self._first_run(schedule)
-        totals = self.totals
         known.calls += 1
-        totals.calls += 1
-        totals.compute_s += driver.compute_s
-        totals.wait_s += driver.wait_s
-        totals.total_s += now_s - self._started_s
+        counts = self.totals.counts
+        counts.calls += 1
+        counts.compute_s += driver.compute_s
+        counts.wait_s += driver.wait_s
+        counts.total_s += now_s - self._started_s
         if self._stopped:
             return
         if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(
                 _Ended(
-                    number,
-                    known,
-                    schedule.graph,
-                    driver,
-                    self._started_s,
-                    now_s,
-                    driver.compute_s,
-                    driver.wait_s,
-                    describe,
+                    number=number,
+                    known=known,
+                    graph=schedule.graph,
+                    driver=driver,
+                    started_s=self._started_s,
+                    ended_s=now_s,
+                    counted_s=driver.compute_s,
+                    waited_s=driver.wait_s,
+                    describe=describe,
                 )
             )
         else:
@@ -197,14 +195,14 @@ class CallLog:
         number, driver = current
         return (number, *(driver.doing() or ("", self._started_s)))
 
-    def take(self) -> list[Plan | Call]:
+    def take(self) -> list[PlanSummary | EndedCall]:
         """One call that has ended, with its plan if that is new; none: nothing has, or a device has
         yet to end it.
         """
         if not self._waiting or not self._waiting[0].driver.settled():
             return []
         ended = self._waiting.popleft()
-        messages: list[Plan | Call] = []
+        messages: list[PlanSummary | EndedCall] = []
         if ended.known.number not in self._described:
             self._described.add(ended.known.number)
             messages.append(self._plan(ended))
@@ -219,48 +217,59 @@ class CallLog:
         known = self._known[id(schedule)] = self.totals.add(schedule)
         return known
 
-    def _plan(self, ended: _Ended) -> Plan:
+    def _plan(self, ended: _Ended) -> PlanSummary:
         graph = ended.graph
         lanes = graph.lanes
         tasks = [
             TaskInfo(
-                task.name, task.lane, task.op.name if task.op else "exchange", hop_of(task.name),
-                task.cost.size_bytes, task.cost.flops,
-                lanes[task.lane].ordered, [(m.peer, m.tag, m.size_bytes) for m in task.sends],
-                [(m.peer, m.tag, m.size_bytes) for m in task.recvs],
+                name=task.name,
+                lane=task.lane,
+                op=task.op.name if task.op else "exchange",
+                hop=hop_of(task.name),
+                size_bytes=task.cost.size_bytes,
+                flops=task.cost.flops,
+                ordered=lanes[task.lane].ordered,
+                sends=[(m.peer, m.tag, m.size_bytes) for m in task.sends],
+                recvs=[(m.peer, m.tag, m.size_bytes) for m in task.recvs],
             )
             for task in graph.tasks
-        ]  # fmt: skip
+        ]
         told = ended.describe()
-        return Plan(
-            ended.known.number, self.group.name, told.kind, tasks, told.explain, told.predicted_s,
-            told.problem, told.strategy,
-            list(told.candidates),
-        )  # fmt: skip
+        return PlanSummary(
+            number=ended.known.number,
+            group=self.group.name,
+            kind=told.kind,
+            tasks=tasks,
+            explain=told.explain,
+            predicted_s=told.predicted_s,
+            problem=told.problem,
+            strategy=told.strategy,
+            candidates=list(told.candidates),
+        )
 
-    def _call(self, ended: _Ended) -> Call:
+    def _call(self, ended: _Ended) -> EndedCall:
         trace = list(ended.driver.trace)
         start = ended.started_s
         transfer_s, hidden_s = overlap(trace)
-        totals = self.totals
-        totals.traced_calls += 1
-        totals.compute_s += ended.driver.compute_s - ended.counted_s
-        totals.wait_s += ended.driver.wait_s - ended.waited_s
-        totals.transfer_s += transfer_s
-        totals.overlap_s += hidden_s
+        counts = self.totals.counts
+        counts.traced_calls += 1
+        counts.compute_s += ended.driver.compute_s - ended.counted_s
+        counts.wait_s += ended.driver.wait_s - ended.waited_s
+        counts.transfer_s += transfer_s
+        counts.overlap_s += hidden_s
         spans = b"".join(
             [
                 _PACK(s.task, s.issued_s - start, s.started_s - start, s.ended_s - start)
                 for s in trace
             ]
         )
-        return Call(
-            self.group.name,
-            ended.number,
-            ended.known.number,
-            start,
-            ended.ended_s,
-            ended.driver.compute_s,
-            ended.driver.wait_s,
-            spans,
+        return EndedCall(
+            group=self.group.name,
+            number=ended.number,
+            plan=ended.known.number,
+            started_s=start,
+            ended_s=ended.ended_s,
+            compute_s=ended.driver.compute_s,
+            wait_s=ended.driver.wait_s,
+            spans=spans,
         )

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 from burst_rt.errors import InputError
-from burst_rt.telemetry.messages import Heartbeat, Hello, Report, Sample, Source
+from burst_rt.telemetry.messages import Heartbeat, Hello, JobReport, Sample, Source
 from burst_rt.telemetry.reading import CallOfAll, calls_of
 from burst_rt.telemetry.record import Record, replay
 from burst_rt.telemetry.timeline import spans_of
 
 __all__ = ["write_trace"]
 
-_Event: TypeAlias = dict[str, object]
+_TraceEvent: TypeAlias = dict[str, object]
 # Threads of a rank's process, in the order they are shown; each lane has room for so many rows.
 _LANES = ("control", "compute", "waits", "network", "d2h", "h2d")
 _ROWS = 16
@@ -56,14 +56,14 @@ def write_trace(record: Record, path: Path) -> int:
     return num_events
 
 
-def _events(record: Record) -> Iterator[_Event]:
+def _events(record: Record) -> Iterator[_TraceEvent]:
     yield from _samples(record)
     rows = _Rows()
     for number, call in enumerate(calls_of(record)):
         yield from _call(call, rows, number)
     for event in replay(record).events:
         about = {"text": event.text, "severity": str(event.severity)}
-        place: _Event = {"s": "g"} if event.rank < 0 else {"s": "p", "pid": event.rank}
+        place: _TraceEvent = {"s": "g"} if event.rank < 0 else {"s": "p", "pid": event.rank}
         yield {
             "ph": "i",
             "name": event.kind,
@@ -91,7 +91,7 @@ class _Rows:
         ends[row] = ended_s
         return _thread(lane, row)
 
-    def names(self) -> Iterator[_Event]:
+    def names(self) -> Iterator[_TraceEvent]:
         """The threads' names."""
         for (rank, lane), ends in self._ends.items():
             for row in range(len(ends)):
@@ -118,7 +118,7 @@ def _thread(lane: str, row: int) -> int:
     return first * _ROWS + row + 1
 
 
-def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
+def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:
     threads: dict[tuple[int, int], int] = {}
     ends: dict[tuple[int, int], tuple[float, float]] = {}
     for rank, (plan, kept) in call.ranks.items():
@@ -128,7 +128,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
                 rank, span.lane, span.started_s, span.ended_s
             )
             ends[rank, span.task] = (span.started_s, span.ended_s)
-            about: _Event = {
+            about: _TraceEvent = {
                 "call": f"{call.kind} {call.number}",
                 "op": task.op,
                 "bytes": span.size_bytes,
@@ -155,7 +155,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
             (call.members[source.rank], source.task),
             (call.members[end.rank], end.task),
         )
-        flow: _Event = {"cat": "message", "name": "message", "id": f"{serial}.{number}"}
+        flow: _TraceEvent = {"cat": "message", "name": "message", "id": f"{serial}.{number}"}
         # Inside the slices they belong to.
         sent_s, received_s = ends[sender][0], max(ends[receiver][0], ends[receiver][1] - 1e-7)
         yield flow | {"ph": "s", "pid": sender[0], "tid": threads[sender], "ts": sent_s * 1e6}
@@ -175,8 +175,8 @@ def _slice(
     category: str,
     started_s: float,
     ended_s: float,
-    about: _Event,
-) -> _Event:
+    about: _TraceEvent,
+) -> _TraceEvent:
     times = {"ts": started_s * 1e6, "dur": max(0.0, ended_s - started_s) * 1e6}
     return {
         "ph": "X",
@@ -188,7 +188,7 @@ def _slice(
     } | times
 
 
-def _samples(record: Record) -> Iterator[_Event]:
+def _samples(record: Record) -> Iterator[_TraceEvent]:
     """Names of ranks and sources, and counters."""
     offsets: dict[int, float] = {}
     processes: dict[str, int] = {}
@@ -208,17 +208,17 @@ def _samples(record: Record) -> Iterator[_Event]:
             yield from _counters(
                 process, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
             )
-        elif isinstance(message, Report):
+        elif isinstance(message, JobReport):
             yield from _counters(
                 rank, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
             )
 
 
-def _process(number: int, name: str) -> _Event:
+def _process(number: int, name: str) -> _TraceEvent:
     return {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
 
 
-def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_Event]:
+def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_TraceEvent]:
     for name in _COUNTERS:
         if math.isfinite(values.get(name, math.nan)):  # JSON has no others
             yield {

@@ -48,7 +48,7 @@ def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
     from burst_rt.telemetry.calls import Described
 
     if plan is None:
-        return Described("pipeline", "custom task graph")
+        return Described(kind="pipeline", explain="custom task graph")
     problem, choice, seconds = plan.key.problem, plan.choice, plan.choice.seconds or {}
     about = (
         f"layout {problem.q_layout.kind}, {problem.q_layout.seq_len:,} tokens, {problem.num_heads} "
@@ -60,7 +60,12 @@ def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
     )
     kind = "forward" if plan.key.forward else "backward"
     return Described(
-        kind, plan.explain(), _predicted_s(plan, machine, rank), about, choice.strategy, candidates
+        kind=kind,
+        explain=plan.explain(),
+        predicted_s=_predicted_s(plan, machine, rank),
+        problem=about,
+        strategy=choice.strategy,
+        candidates=candidates,
     )
 
 

@@ -36,7 +36,7 @@ class HostSampler:
             "net_tx_bytes_per_s",
             "net_rx_bytes_per_s",
         ]
-        return Source(self._name, "host", self._host, metrics, about)
+        return Source(name=self._name, kind="host", host=self._host, metrics=metrics, about=about)
 
     def sample(self) -> Sample:
         """Since the last one. Does not block."""

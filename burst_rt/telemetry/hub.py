@@ -1,5 +1,5 @@
-"""The hub: one process per job that all ranks are connected to. It feeds the model (`state`), keeps
-the record, and answers viewers.
+"""The hub: one process per job that all ranks are connected to. It feeds the model (`job_model`),
+keeps the record, and answers viewers.
 
 The hub ends with the job: when its last rank has gone, and whoever started the hub has gone too. A
 rank whose connection ends without a `Bye` is lost, and the hub knows that within milliseconds. The
@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.jobs import announce
 from burst_rt.telemetry.messages import (
     VERSION,
@@ -28,7 +29,7 @@ from burst_rt.telemetry.messages import (
     Bye,
     FromRank,
     Hello,
-    Notice,
+    LogLine,
     Ping,
     Pong,
     Presence,
@@ -37,7 +38,6 @@ from burst_rt.telemetry.messages import (
     ToRank,
 )
 from burst_rt.telemetry.record import Recorder
-from burst_rt.telemetry.state import State
 from burst_rt.telemetry.views import EventView, Lost, SeriesView, Snapshot, TimelineView
 from burst_rt.telemetry.wire import MAX_FRAME_BYTES, Frames, frame, until_beat_s
 
@@ -77,7 +77,7 @@ class Hub:
     def __init__(
         self, secret: str, recorder: Recorder | None, record: str = "", *, notify: bool = False
     ) -> None:
-        self.state = State(time.time(), record=record)
+        self.model = JobModel(time.time(), record=record)
         self.recorder = recorder
         self.notify = notify
         self._began_s = time.perf_counter()
@@ -100,7 +100,7 @@ class Hub:
     def apply(self, rank: int, message: FromRank | Presence, payload: bytes | None = None) -> None:
         """One message into the model, the record and the log."""
         now_s = self.now_s()
-        self.state.apply(now_s, rank, message)
+        self.model.apply(now_s, rank, message)
         if self.recorder is not None:
             if isinstance(message, Hello):
                 # The secret is nobody's business later.
@@ -113,20 +113,20 @@ class Hub:
 
     def answer(self, ask: Ask) -> Snapshot | Lost | TimelineView | list[SeriesView] | None:
         """What a viewer asked for. Raises ProtocolError for what there is not."""
-        state = self.state
+        model = self.model
         self._advance()
         match ask.what:
             case "snapshot":
-                return state.snapshot()
+                return model.snapshot()
             case "first_lost":
-                return state.first_lost
+                return model.first_lost
             case "series":
                 return [
-                    state.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit)
-                    for name in ask.sources or state.sources
+                    model.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit)
+                    for name in ask.sources or model.sources
                 ]
             case "timeline":
-                return state.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
+                return model.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
         raise ProtocolError(
             f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, first_lost, series "
             "and timeline"
@@ -142,12 +142,12 @@ class Hub:
     def _advance(self) -> None:
         now_s = self.now_s()
         if now_s - self._advanced_s > _STOOD_S:
-            self.state.excuse(now_s - self._advanced_s)
+            self.model.excuse(now_s - self._advanced_s)
         self._advanced_s = now_s
-        self.state.advance(now_s)
+        self.model.advance(now_s)
 
     def _log_events(self) -> None:
-        for event in self.state.events_after(self._logged):
+        for event in self.model.events_after(self._logged):
             self._logged = event.number
             _log.log(_LEVELS[event.severity], "%s", event.line)
             if self.notify and event.severity is not Severity.INFO:
@@ -156,7 +156,7 @@ class Hub:
     def _tell(self, event: EventView) -> None:
         for number in sorted(self.ranks):
             if number != event.rank:
-                self.ranks[number].send(Notice(event.severity, event.line))
+                self.ranks[number].send(LogLine(event.severity, event.line))
                 return
 
 

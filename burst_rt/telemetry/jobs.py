@@ -20,16 +20,14 @@ from burst_rt.errors import ConfigError
 __all__ = ["RunningJob", "announce", "find_job", "readable", "running_jobs"]
 
 
-class RunningJob(msgspec.Struct, frozen=True):
-    """pid: of the hub, by which people name the job. started_s: of that process, since the epoch.
-    command: of whoever started it.
-    """
+class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, as its hub's file tells it."""
 
-    pid: int
-    started_s: float
+    pid: int  # of the hub, by which people name the job
+    started_s: float  # when the hub's process started, since the epoch
     address: str
     secret: str
-    command: str
+    command: str  # of the process that started the hub
 
 
 def announce(address: str, secret: str) -> Path:
@@ -41,7 +39,9 @@ def announce(address: str, secret: str) -> Path:
     command = readable(" ".join(parent.cmdline())[:500]) if parent is not None else ""
     folder = _folder()
     path, unfinished = folder / f"{own.pid}.json", folder / f"{own.pid}.new"
-    job = RunningJob(own.pid, own.create_time(), address, secret, command)
+    job = RunningJob(
+        pid=own.pid, started_s=own.create_time(), address=address, secret=secret, command=command
+    )
     with os.fdopen(
         os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
     ) as file:

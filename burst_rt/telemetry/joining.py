@@ -32,21 +32,18 @@ _agents: dict[object, Agent] = {}
 _current = threading.local()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a rank brings to the question. rank, world_size: in the job. address: of a hub that it
-    knows. device: "cpu", "cuda:N";
-    gpu, pci: "" on a CPU.
-    """
+    """What a rank brings to the question whether there is telemetry."""
 
     asked: bool
-    address: str
-    rank: int
-    world_size: int
+    address: str  # of a hub that the rank knows, else ""
+    rank: int  # in the job
+    world_size: int  # of the job
     host: str
-    device: str
-    gpu: str
-    pci: str
+    device: str  # "cpu" or "cuda:N"
+    gpu: str  # UUID, "" on a CPU
+    pci: str  # address, "" on a CPU
 
 
 def wish(
@@ -65,7 +62,17 @@ def wish(
     agent = _agents.get(key)
     address = agent.address if agent is not None and agent.alive else settings.address
     wanted = settings.asked if asked is None else asked
-    return Wish(wanted, address if wanted else "", *place, host, device, gpu, pci)
+    rank, world_size = place
+    return Wish(
+        asked=wanted,
+        address=address if wanted else "",
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        device=device,
+        gpu=gpu,
+        pci=pci,
+    )
 
 
 def follow(
@@ -180,10 +187,19 @@ def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -
     own = wishes[place]
     here = [i for i, wished in enumerate(wishes) if wished.host == own.host]
     hello = Hello(
-        VERSION, secret, own.rank, own.world_size, here.index(place), own.host, os.getpid(),
-        own.device, gpu_source(own.gpu),
-        readable(" ".join(sys.argv)[:500]), __version__, _SAMPLE_HZ,
-    )  # fmt: skip
+        version=VERSION,
+        secret=secret,
+        rank=own.rank,
+        world_size=own.world_size,
+        local_rank=here.index(place),
+        host=own.host,
+        pid=os.getpid(),
+        device=own.device,
+        gpu=gpu_source(own.gpu),
+        command=readable(" ".join(sys.argv)[:500]),
+        package=__version__,
+        sample_hz=_SAMPLE_HZ,
+    )
     gpus = [GpuId(wishes[i].gpu, wishes[i].pci) for i in here if wishes[i].gpu]
     return Agent(address, hello, list(dict.fromkeys(gpus)) if here[0] == place else None)
 

@@ -349,7 +349,15 @@ class NvmlSampler:
             if gpu.total_bytes != float("inf"):
                 about["memory_bytes"] = str(int(gpu.total_bytes))
             self.gpus.append(gpu)
-            self.sources.append(Source(name, "gpu", host, sorted(gpu.sensible(gpu.read())), about))
+            self.sources.append(
+                Source(
+                    name=name,
+                    kind="gpu",
+                    host=host,
+                    metrics=sorted(gpu.sensible(gpu.read())),
+                    about=about,
+                )
+            )
 
     def sample(self) -> list[Sample | Note]:
         """Every GPU once, and what is worth an event. Blocks as long as NVML does."""

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from burst_rt.errors import InputError, ProtocolError
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import VERSION, Item, Recorded, RecordHeader
-from burst_rt.telemetry.state import State
 from burst_rt.telemetry.wire import Frames, frame
 
 __all__ = ["Record", "Recorder", "replay"]
@@ -128,13 +128,13 @@ class Record:
                 yield from frames.feed(data)
 
 
-def replay(record: Record, until_s: float | None = None) -> State:
+def replay(record: Record, until_s: float | None = None) -> JobModel:
     """The state as it was `until_s` seconds after the hub began (None: at the end)."""
-    state = State(record.header.began_at_s, record=str(record.path), replayed=True)
+    model = JobModel(record.header.began_at_s, record=str(record.path), replayed=True)
     for entry in record:
         if until_s is not None and entry.at_s > until_s:
-            state.advance(until_s)
+            model.advance(until_s)
             break
-        state.advance(entry.at_s)
-        state.apply(entry.at_s, entry.rank, entry.message)
-    return state
+        model.advance(entry.at_s)
+        model.apply(entry.at_s, entry.rank, entry.message)
+    return model

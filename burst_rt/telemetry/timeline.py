@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +30,18 @@ from burst_rt.scheduler import (
     waits,
 )
 from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.messages import Plan
+from burst_rt.telemetry.messages import PlanSummary
 
-__all__ = ["KEPT_S", "SPAN", "Kept", "Recent", "Together", "match_plans", "spans_of", "together"]
+__all__ = [
+    "KEPT_S",
+    "SPAN",
+    "KeptCall",
+    "Recent",
+    "WholeCall",
+    "match_plans",
+    "spans_of",
+    "whole_call",
+]
 
 KEPT_S = 60.0
 # Seconds after the call's start: exact to 0.1 us in a call of a second, to 10 us in one of a minute
@@ -41,8 +51,9 @@ SPAN = np.dtype([("task", "<u4"), ("issued", "<f4"), ("started", "<f4"), ("ended
 _CALL_BYTES = 400
 
 
-class Kept(NamedTuple):
-    """A call of one rank, in the hub's time. See `messages.Call`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptCall:
+    """A call of one rank, in the hub's time. See `messages.EndedCall`."""
 
     group: str
     number: int
@@ -65,10 +76,10 @@ class Recent:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
-        self._calls: deque[Kept] = deque()
-        self._by_key: dict[tuple[str, int], Kept] = {}
+        self._calls: deque[KeptCall] = deque()
+        self._by_key: dict[tuple[str, int], KeptCall] = {}
 
-    def add(self, call: Kept) -> None:
+    def add(self, call: KeptCall) -> None:
         """Appends a call and forgets those too old."""
         self._calls.append(call)
         self._by_key[call.group, call.number] = call
@@ -80,11 +91,11 @@ class Recent:
             if not self._calls:
                 return
 
-    def get(self, group: str, number: int) -> Kept | None:
+    def get(self, group: str, number: int) -> KeptCall | None:
         """The call of that number, if it is still here."""
         return self._by_key.get((group, number))
 
-    def newest_first(self, since_s: float, until_s: float) -> Iterator[Kept]:
+    def newest_first(self, since_s: float, until_s: float) -> Iterator[KeptCall]:
         """Calls that have a part in the window."""
         for call in reversed(self._calls):
             if call.ended_s < since_s:
@@ -93,18 +104,18 @@ class Recent:
                 yield call
 
 
-class Together(NamedTuple):
+class WholeCall(NamedTuple):
     """One call on all ranks of its group. matched: each receive's send. plans, traces, waits: by
     rank of the group.
     """
 
     matched: Mapping[Endpoint, Endpoint]
-    plans: Sequence[Plan]
+    plans: Sequence[PlanSummary]
     traces: Sequence[Sequence[Span]]
     waits: Sequence[Sequence[Wait]]
 
 
-def match_plans(plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
+def match_plans(plans: Sequence[PlanSummary]) -> Mapping[Endpoint, Endpoint] | None:
     """Each receive's send in the plans of all ranks of a group, in their order; None where they do
     not fit each other.
     """
@@ -114,7 +125,7 @@ def match_plans(plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
         return None
 
 
-def _graph(plan: Plan, place: int, world_size: int) -> Graph:
+def _graph(plan: PlanSummary, place: int, world_size: int) -> Graph:
     """A graph with the tasks of a plan, as far as telemetry knows them: no memory, no edges."""
     tasks = tuple(
         Task(
@@ -128,7 +139,7 @@ def _graph(plan: Plan, place: int, world_size: int) -> Graph:
     return Graph(place, world_size, lanes, (), tasks, (), ())
 
 
-def spans_of(plan: Plan, call: Kept) -> list[Span]:
+def spans_of(plan: PlanSummary, call: KeptCall) -> list[Span]:
     """A call's spans, in the hub's time. What is on a stream counts as issued when the device comes
     to it.
     """
@@ -157,9 +168,9 @@ def _unpack(raw: bytes) -> npt.NDArray[np.void]:
     return np.frombuffer(raw[: len(raw) // SPAN.itemsize * SPAN.itemsize], SPAN)
 
 
-def together(
-    plans: Sequence[Plan], calls: Sequence[Kept], matched: Mapping[Endpoint, Endpoint]
-) -> Together | None:
+def whole_call(
+    plans: Sequence[PlanSummary], calls: Sequence[KeptCall], matched: Mapping[Endpoint, Endpoint]
+) -> WholeCall | None:
     """A call of all ranks of a group, in their order, whose messages are `matched`; None where
     spans are missing.
     """
@@ -169,4 +180,4 @@ def together(
         for plan, trace in zip(plans, traces, strict=True)
     ):
         return None
-    return Together(matched, plans, traces, waits(traces, matched))
+    return WholeCall(matched, plans, traces, waits(traces, matched))

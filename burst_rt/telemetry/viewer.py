@@ -1,5 +1,5 @@
 """A viewer in a process of its own: asks a running hub, over its socket. One in the hub's process
-asks its `State` itself.
+asks its `JobModel` itself.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Viewer:
             self._socket = None
 
     def snapshot(self) -> Snapshot:
-        """See `State.snapshot`."""
+        """See `JobModel.snapshot`."""
         return self._ask("snapshot", Snapshot)
 
     def first_lost(self) -> Lost | None:
-        """See `State.first_lost`."""
+        """See `JobModel.first_lost`."""
         return self._ask("first_lost", Lost | None)  # type: ignore[arg-type]  # a union is no type to mypy
 
     def stopping(self, signal_name: str) -> None:
@@ -72,7 +72,7 @@ class Viewer:
         since_s: float = -600.0,
         limit: int = 2000,
     ) -> list[SeriesView]:
-        """See `State.series`; of several sources (none named: all)."""
+        """See `JobModel.series`; of several sources (none named: all)."""
         return self._ask(
             "series",
             list[SeriesView],
@@ -89,7 +89,7 @@ class Viewer:
         ranks: Sequence[int] = (),
         limit: int = 2000,
     ) -> TimelineView:
-        """See `State.timeline`."""
+        """See `JobModel.timeline`."""
         return self._ask(
             "timeline",
             TimelineView,
@@ -113,7 +113,7 @@ class Viewer:
         return self._socket
 
     def _ask(self, what: str, kind: type[_View], **options: Any) -> _View:  # those of Ask
-        return self._exchange(Ask(self._secret, what, **options), kind)
+        return self._exchange(Ask(secret=self._secret, what=what, **options), kind)
 
     def _exchange(self, question: Ask | Stopping, kind: type[_View]) -> _View:
         peer = self._connect()

@@ -44,16 +44,14 @@ _LENGTH = 4
 MAX_FRAME_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """asked: telemetry is wanted. address, secret: of a hub that runs, else "". record: a file,
-    else "". dashboard, metrics_port: as in the environment, else "".
-    """
+    """What the environment asks for; "" stands for nothing."""
 
-    asked: bool
-    address: str = ""
-    secret: str = ""
-    record: str = ""
+    asked: bool  # telemetry is wanted
+    address: str = ""  # of a hub that runs already
+    secret: str = ""  # of that hub
+    record: str = ""  # a file
     dashboard: str = ""
     metrics_port: str = ""
 
@@ -63,9 +61,16 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     word, record = environment.get(TELEMETRY_VARIABLE, ""), environment.get(RECORD_VARIABLE, "")
     shown, port = environment.get(DASHBOARD_VARIABLE, ""), environment.get(METRICS_VARIABLE, "")
     if word in ("0", "off", "no") or not (word or record or shown or port):
-        return Settings(False)
+        return Settings(asked=False)
     address = word if word.startswith(("unix:", "tcp:")) else ""
-    return Settings(True, address, environment.get(SECRET_VARIABLE, ""), record, shown, port)
+    return Settings(
+        asked=True,
+        address=address,
+        secret=environment.get(SECRET_VARIABLE, ""),
+        record=record,
+        dashboard=shown,
+        metrics_port=port,
+    )
 
 
 def frame(payload: bytes) -> bytes:

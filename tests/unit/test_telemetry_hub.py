@@ -478,10 +478,10 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
     assert counted.lanes["control"].tasks == graph_tasks
     assert counted.compute_s == pytest.approx(spans.compute_s)
     assert log.doing() == (-1, "", 0.0)
-    assert [type(message).__name__ for message in log.take()] == ["Plan", "Call"]
+    assert [type(message).__name__ for message in log.take()] == ["PlanSummary", "EndedCall"]
     # the first backward
     assert [type(message).__name__ for message in log.take()] == [
-        "Plan",
-        "Call",
+        "PlanSummary",
+        "EndedCall",
     ]
-    assert [type(message).__name__ for message in log.take()] == ["Call"]
+    assert [type(message).__name__ for message in log.take()] == ["EndedCall"]

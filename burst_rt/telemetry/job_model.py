@@ -2,7 +2,7 @@
 by every viewer.
 
 `apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer, in the types
-of `views`. Nothing here waits, starts threads or touches a socket; one thread uses a State at a
+of `views`. Nothing here waits, starts threads or touches a socket; one thread uses a JobModel at a
 time. Its size is bounded (see `history` and `timeline`): what is older is only in a record.
 """
 
@@ -24,23 +24,30 @@ from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.history import History
 from burst_rt.telemetry.messages import (
     Bye,
-    Call,
     Counters,
+    EndedCall,
     FromRank,
     Group,
     Heartbeat,
     Hello,
     Item,
+    JobReport,
     Note,
-    Plan,
+    PlanSummary,
     Presence,
-    Report,
     Sample,
     Severity,
     Source,
     hop_of,
 )
-from burst_rt.telemetry.timeline import Kept, Recent, Together, match_plans, spans_of, together
+from burst_rt.telemetry.timeline import (
+    KeptCall,
+    Recent,
+    WholeCall,
+    match_plans,
+    spans_of,
+    whole_call,
+)
 from burst_rt.telemetry.views import (
     EventView,
     FlowView,
@@ -57,7 +64,7 @@ from burst_rt.telemetry.views import (
     WaitView,
 )
 
-__all__ = ["SILENT_S", "State"]
+__all__ = ["SILENT_S", "JobModel"]
 
 # Four heartbeats missed.
 SILENT_S = 2.0
@@ -88,10 +95,10 @@ _WORTH_SAYING_S = 0.05
 # What a rank says that fails because of another one: "PeerLost: ...".
 _SECONDARY = ("PeerLost:", "Stalled:")
 # Of a rank in no call.
-_NOWHERE = Heartbeat(0.0, 0.0, -1.0, "", -1, "", 0.0)
+_NOWHERE = Heartbeat(sent_s=0.0, offset_s=0.0, rtt_s=-1.0, group="", call=-1, doing="", since_s=0.0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Rank:
     """What is known of one rank."""
 
@@ -102,9 +109,7 @@ class _Rank:
     heard_s: float = 0.0
     offset_s: float | None = None
     beat: Heartbeat = _NOWHERE
-    counters: Counters = field(
-        default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0)
-    )
+    counters: Counters = field(default_factory=Counters)
     # What rates count from, oldest first: counts as they were when a call had ended.
     counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))
     rates: dict[str, float] = field(default_factory=dict)
@@ -127,7 +132,7 @@ class _Rank:
         return f"rank:{self.hello.rank}"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Source:
     """What is known of something sampled."""
 
@@ -146,7 +151,7 @@ class _Joint(NamedTuple):
     flows: list[FlowView]
 
 
-class State:
+class JobModel:
     """See the module. began_at_s: when the hub began (epoch). record: where it is recorded, for
     viewers. replayed: it is being replayed.
     """
@@ -166,7 +171,7 @@ class State:
         self._num_events = 0
         self._progress = ProgressView(None, 0, {})
         self._not_finite: set[str] = set()  # what the job reports and is no number now
-        self._decoded: OrderedDict[tuple[int, int], Plan] = OrderedDict()
+        self._decoded: OrderedDict[tuple[int, int], PlanSummary] = OrderedDict()
         self._matched: OrderedDict[
             tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None
         ] = OrderedDict()
@@ -223,22 +228,30 @@ class State:
         ranks = [self._rank_view(number, self.ranks[number]) for number in sorted(self.ranks)]
         first = next(iter(self.ranks.values()), None)
         job = JobView(
-            self.began_at_s,
-            self.now_s,
-            first.hello.world_size if first else 0,
-            first.hello.command if first else "",
-            first.hello.package if first else "",
-            self.record,
-            sum(rank.dropped for rank in ranks),
-            self.replayed,
-            self.first_lost.rank if self.first_lost is not None else -1,
+            began_at_s=self.began_at_s,
+            now_s=self.now_s,
+            world_size=first.hello.world_size if first else 0,
+            command=first.hello.command if first else "",
+            package=first.hello.package if first else "",
+            record=self.record,
+            dropped=sum(rank.dropped for rank in ranks),
+            replayed=self.replayed,
+            first_lost=self.first_lost.rank if self.first_lost is not None else -1,
         )
         sources = [self._source_view(source) for source in self.sources.values()]
         plans = [
             view for number in sorted(self.ranks) for view, _ in self.ranks[number].plans.values()
         ]
         events = list(islice(self.events, max(0, len(self.events) - _SHOWN_EVENTS), None))
-        return Snapshot(self.revision, job, self._progress, ranks, sources, plans, events)
+        return Snapshot(
+            revision=self.revision,
+            job=job,
+            progress=self._progress,
+            ranks=ranks,
+            sources=sources,
+            plans=plans,
+            events=events,
+        )
 
     def series(
         self,
@@ -280,7 +293,7 @@ class State:
             *(self._newest_first(number, since, until) for number in wanted),
             key=lambda item: item[:2],
         )
-        view = TimelineView(since, until, [], [], [], 0, 0)
+        view = TimelineView(since_s=since, until_s=until)
         seen: dict[tuple[str, int], _Joint | None] = {}
         self._joint_spans = 0
         for _, number, call in calls:
@@ -307,11 +320,11 @@ class State:
 
     def _newest_first(
         self, number: int, since_s: float, until_s: float
-    ) -> Iterator[tuple[float, int, Kept]]:
+    ) -> Iterator[tuple[float, int, KeptCall]]:
         for call in self.ranks[number].recent.newest_first(since_s, until_s):
             yield -call.ended_s, number, call
 
-    def plan(self, rank: int, number: int) -> Plan | None:
+    def plan(self, rank: int, number: int) -> PlanSummary | None:
         """A rank's plan with its tasks, if it is known."""
         key = (rank, number)
         plan = self._decoded.get(key)
@@ -319,7 +332,9 @@ class State:
             known = self.ranks[rank].plans.get(number) if rank in self.ranks else None
             if known is None:
                 return None
-            plan = self._decoded[key] = msgspec.msgpack.decode(zlib.decompress(known[1]), type=Plan)
+            plan = self._decoded[key] = msgspec.msgpack.decode(
+                zlib.decompress(known[1]), type=PlanSummary
+            )
             if len(self._decoded) > _DECODED_PLANS + 2 * len(self.ranks):
                 self._decoded.popitem(last=False)
         else:
@@ -345,7 +360,7 @@ class State:
         plans = [self.plan(rank, call.plan) for rank, call in zip(members, here, strict=True)]
         known = [plan for plan in plans if plan is not None]
         matched = self._match(members, known) if len(known) == len(plans) else None
-        whole = together(known, here, matched) if matched is not None else None
+        whole = whole_call(known, here, matched) if matched is not None else None
         joint = self._joint[key] = _join(group, members, number, whole)
         self._num_joint += 1 + len(joint.waits) + len(joint.flows)
         while self._num_joint > _JOINT_ENTRIES:
@@ -354,7 +369,7 @@ class State:
         return joint
 
     def _match(
-        self, members: Sequence[int], plans: Sequence[Plan]
+        self, members: Sequence[int], plans: Sequence[PlanSummary]
     ) -> Mapping[Endpoint, Endpoint] | None:
         key = tuple((rank, plan.number) for rank, plan in zip(members, plans, strict=True))
         if key not in self._matched:
@@ -370,12 +385,18 @@ class State:
             self.first_lost = None  # it is back
         limit = _SPAN_BYTES // max(1, hello.world_size, len(self.ranks))
         rank = self.ranks[hello.rank] = _Rank(
-            hello, Recent(limit), status_since_s=at_s, heard_s=at_s
+            hello=hello, recent=Recent(limit), status_since_s=at_s, heard_s=at_s
         )
         for number in [key for key in self._decoded if key[0] == hello.rank]:
             del self._decoded[number]
-        source = Source(rank.source, "process", hello.host, [], {"pid": str(hello.pid)})
-        self.sources[rank.source] = _Source(source, History(hello.sample_hz))
+        source = Source(
+            name=rank.source,
+            kind="process",
+            host=hello.host,
+            metrics=[],
+            about={"pid": str(hello.pid)},
+        )
+        self.sources[rank.source] = _Source(info=source, history=History(hello.sample_hz))
         self._event(
             hello.rank,
             Severity.INFO,
@@ -404,35 +425,37 @@ class State:
                 rank.offset_s = message.offset_s if message.rtt_s >= 0 else at_s - message.sent_s
             case Sample():
                 self._sample(rank, message)
-            case Call():
+            case EndedCall():
                 start, end = rank.at(message.started_s), rank.at(message.ended_s)
                 if message.plan in rank.plans:
                     rank.plans.move_to_end(message.plan)  # those that run stay
                 rank.ended_call = (message.group, message.number)
                 rank.recent.add(
-                    Kept(
-                        message.group,
-                        message.number,
-                        message.plan,
-                        start,
-                        end,
-                        message.wait_s,
-                        message.spans,
+                    KeptCall(
+                        group=message.group,
+                        number=message.number,
+                        plan=message.plan,
+                        started_s=start,
+                        ended_s=end,
+                        wait_s=message.wait_s,
+                        spans=message.spans,
                     )
                 )
             case Counters():
                 self._count(rank, message)
-            case Plan():
+            case PlanSummary():
                 self._add_plan(rank, message)
             case Group():
                 self.groups[message.name] = message
             case Source():
                 known = self.sources.get(message.name)
                 if known is None:
-                    self.sources[message.name] = _Source(message, History(rank.hello.sample_hz))
+                    self.sources[message.name] = _Source(
+                        info=message, history=History(rank.hello.sample_hz)
+                    )
                 else:
                     known.info = message
-            case Report():
+            case JobReport():
                 self._report(rank, message)
             case Note():
                 self._event(number, message.severity, message.kind, message.text)
@@ -502,13 +525,20 @@ class State:
                 )
             self._add(self.sources[rank.source], rank.at(new.at_s), rates)
 
-    def _add_plan(self, rank: _Rank, plan: Plan) -> None:
+    def _add_plan(self, rank: _Rank, plan: PlanSummary) -> None:
         number = rank.hello.rank
         view = PlanView(
-            number, plan.number, plan.group, plan.kind, len(plan.tasks), plan.explain,
-            plan.predicted_s, plan.problem, plan.strategy,
-            plan.candidates,
-        )  # fmt: skip
+            rank=number,
+            number=plan.number,
+            group=plan.group,
+            kind=plan.kind,
+            num_tasks=len(plan.tasks),
+            explain=plan.explain,
+            predicted_s=plan.predicted_s,
+            problem=plan.problem,
+            strategy=plan.strategy,
+            candidates=plan.candidates,
+        )
         rank.plans[plan.number] = (view, zlib.compress(msgspec.msgpack.encode(plan), 1))
         self._decoded.pop((number, plan.number), None)
         if len(rank.plans) > _MAX_PLANS:
@@ -521,10 +551,13 @@ class State:
                 f"{plan.kind}: {len(plan.tasks)} tasks on rank {number}",
             )
 
-    def _report(self, rank: _Rank, report: Report) -> None:
+    def _report(self, rank: _Rank, report: JobReport) -> None:
         at_s = rank.at(report.at_s)
         if JOB not in self.sources:
-            self.sources[JOB] = _Source(Source(JOB, "job", rank.hello.host, [], {}), History())
+            self.sources[JOB] = _Source(
+                info=Source(name=JOB, kind="job", host=rank.hello.host, metrics=[], about={}),
+                history=History(),
+            )
         finite = {name: value for name, value in report.values.items() if np.isfinite(value)}
         odd = {name: value for name, value in report.values.items() if name not in finite}
         self._not_finite -= finite.keys()
@@ -570,10 +603,17 @@ class State:
     def _lost(self, rank: _Rank, said: str) -> Lost:
         call, task, at_s = self._last_seen(rank)
         return Lost(
-            rank.hello.rank, self.began_at_s + self.now_s, call, task, hop_of(task), max(0.0,
-            self.now_s - at_s), rank.ended_call[1],
-            self._known(rank), rank.exit_code, said,
-        )  # fmt: skip
+            rank=rank.hello.rank,
+            at_s=self.began_at_s + self.now_s,
+            call=call,
+            task=task,
+            hop=hop_of(task),
+            age_s=max(0.0, self.now_s - at_s),
+            last_call=rank.ended_call[1],
+            known=self._known(rank),
+            exit_code=rank.exit_code,
+            said=said,
+        )
 
     def _set_status(
         self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = ""
@@ -583,7 +623,16 @@ class State:
 
     def _event(self, rank: int, severity: Severity, kind: str, text: str) -> None:
         self._num_events += 1
-        self.events.append(EventView(self._num_events, self.now_s, rank, severity, kind, text))
+        self.events.append(
+            EventView(
+                number=self._num_events,
+                at_s=self.now_s,
+                rank=rank,
+                severity=severity,
+                kind=kind,
+                text=text,
+            )
+        )
 
     def _last_seen(self, rank: _Rank) -> tuple[int, str, float]:
         """A rank's call (-1: none), its task there, and when that was so: a rank tells it only now
@@ -619,16 +668,30 @@ class State:
         hello, beat, counts = rank.hello, rank.beat, rank.counters
         call, doing, _ = self._last_seen(rank)
         overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
+        counted = msgspec.structs.asdict(counts) | {"at_s": rank.at(counts.at_s)}
         return RankView(
-            number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status,
-            rank.status_since_s, rank.exit_code,
-            beat.group, call, hop_of(doing), doing, rank.at(beat.since_s) if call >= 0 else 0.0,
-            rank.heard_s,
-            rank.offset_s or 0.0, beat.rtt_s,
-            counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped,
-            counts.lanes,
-            rank.ended_call[1], rank.ending,
-        )  # fmt: skip
+            **counted,
+            rank=number,
+            host=hello.host,
+            pid=hello.pid,
+            device=hello.device,
+            source=rank.source,
+            gpu=hello.gpu,
+            status=rank.status,
+            status_since_s=rank.status_since_s,
+            exit_code=rank.exit_code,
+            group=beat.group,
+            call=call,
+            hop=hop_of(doing),
+            doing=doing,
+            doing_since_s=rank.at(beat.since_s) if call >= 0 else 0.0,
+            heard_s=rank.heard_s,
+            offset_s=rank.offset_s or 0.0,
+            rtt_s=beat.rtt_s,
+            overlap=overlap,
+            last_call=rank.ended_call[1],
+            ending=rank.ending,
+        )
 
     def _source_view(self, source: _Source) -> SourceView:
         info = source.info
@@ -647,16 +710,20 @@ class State:
             }
             details = details if values else {}
         return SourceView(
-            info.name,
-            info.kind,
-            info.host,
-            users,
-            info.about,
-            source.at_s,
-            list(source.history.metrics),
-            values,
-            details,
+            name=info.name,
+            kind=info.kind,
+            host=info.host,
+            ranks=users,
+            about=info.about,
+            at_s=source.at_s,
+            metrics=list(source.history.metrics),
+            values=values,
+            details=details,
         )
+
+
+def _decode(packed: bytes) -> PlanSummary:
+    return msgspec.msgpack.decode(zlib.decompress(packed), type=PlanSummary)
 
 
 def _joined(text: str, more: str) -> str:
@@ -672,16 +739,30 @@ def _sent(counters: Counters) -> int:
     return lane.size_bytes if lane else 0
 
 
-def _span_view(rank: int, call: Kept, plan: Plan, s: Span) -> SpanView:
+def _span_view(rank: int, call: KeptCall, plan: PlanSummary, s: Span) -> SpanView:
     task = plan.tasks[s.task]
     return SpanView(
-        rank, call.group, call.number, plan.kind, s.task, s.name, s.lane, task.op, task.hop,
-        s.issued_s, s.started_s, s.ended_s,
-        s.size_bytes, s.flops, call.plan, len(task.sends), len(task.recvs),
-    )  # fmt: skip
+        rank=rank,
+        group=call.group,
+        call=call.number,
+        kind=plan.kind,
+        task=s.task,
+        name=s.name,
+        lane=s.lane,
+        op=task.op,
+        hop=task.hop,
+        issued_s=s.issued_s,
+        started_s=s.started_s,
+        ended_s=s.ended_s,
+        size_bytes=s.size_bytes,
+        flops=s.flops,
+        plan=call.plan,
+        sends=len(task.sends),
+        receives=len(task.recvs),
+    )
 
 
-def _join(group: str, members: Sequence[int], call: int, whole: Together | None) -> _Joint:
+def _join(group: str, members: Sequence[int], call: int, whole: WholeCall | None) -> _Joint:
     """The waits and the messages of a call; none where it cannot be told."""
     joint = _Joint([], [])
     if whole is None:
@@ -691,7 +772,16 @@ def _join(group: str, members: Sequence[int], call: int, whole: Together | None)
             cause = "exposed" if wait.on_wire else "skew"
             peer, task = members[wait.peer], plan.tasks[wait.task].name
             joint.waits.append(
-                WaitView(rank, call, cause, wait.started_s, wait.ended_s, peer, task, group)
+                WaitView(
+                    rank=rank,
+                    call=call,
+                    cause=cause,
+                    started_s=wait.started_s,
+                    ended_s=wait.ended_s,
+                    peer=peer,
+                    task=task,
+                    group=group,
+                )
             )
     known = [{span.task: span for span in trace} for trace in whole.traces]
     for end, source in whole.matched.items():
@@ -699,7 +789,17 @@ def _join(group: str, members: Sequence[int], call: int, whole: Together | None)
         size = whole.plans[end.rank].tasks[end.task].recvs[end.number][2]
         sender, receiver, number = members[source.rank], members[end.rank], end.number
         joint.flows.append(
-            FlowView(call, sender, source.task, sent.issued_s, receiver, end.task,
-            received.ended_s, size, group, number)
-        )  # fmt: skip
+            FlowView(
+                call=call,
+                sender=sender,
+                send_task=source.task,
+                sent_s=sent.issued_s,
+                receiver=receiver,
+                receive_task=end.task,
+                received_s=received.ended_s,
+                size_bytes=size,
+                group=group,
+                number=number,
+            )
+        )
     return joint
