@@ -102,8 +102,14 @@ class Agent:
 
     # For the rank's own threads. None of these waits.
 
-    def follow(self, ranks: list[int], transport: str, reason: str) -> CallLog:
-        """The log of a new context of these ranks of the job."""
+    def follow(
+        self,
+        ranks: list[int],
+        transport: str,
+        reason: str,
+        when_left: Callable[[int], None] | None = None,
+    ) -> CallLog:
+        """The log of a new context of these ranks of the job. when_left: see `CallLog`."""
         name = (
             f"{ranks[0]}-{ranks[-1]}"
             if ranks == list(range(ranks[0], ranks[0] + len(ranks)))
@@ -111,15 +117,10 @@ class Agent:
         )
         again = self._groups[name] = self._groups.get(name, -1) + 1
         group = Group(f"{name} #{again}" if again else name, ranks, transport, reason)
-        log = CallLog(group, self.totals)
+        log = CallLog(group, self.totals, when_left)
         self._logs.append(log)
         self.put(group)
         return log
-
-    def unfollow(self, log: CallLog) -> None:
-        """Its context is closed; what it still holds is sent."""
-        if log in self._logs:
-            log.closed = True
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """Something the job says of itself."""

@@ -122,12 +122,15 @@ class Totals:
 
 
 class CallLog:
-    """The calls of one context. `began`, `ended` and `abandoned` are for the thread that calls, the
-    rest for the agent's.
+    """The calls of one context, as whoever performs them tells. `began`, `ended`, `abandoned` and
+    `left` are for the thread that calls, the rest is for the agent's. when_left: called by `left`.
     """
 
-    def __init__(self, group: Group, totals: Totals) -> None:
+    def __init__(
+        self, group: Group, totals: Totals, when_left: Callable[[int], None] | None = None
+    ) -> None:
         self.group = group
+        self._when_left = when_left
         self.totals = totals
         self.num_dropped = 0
         self.closed = False
@@ -182,8 +185,16 @@ class CallLog:
         else:
             self.num_dropped += 1
 
+    def left(self, code: int) -> None:
+        """The context is closed; what the log still holds is sent. code: the exit code of a rank
+        that ends with its context.
+        """
+        self.closed = True
+        if self._when_left is not None:
+            self._when_left(code)
+
     def stop(self) -> None:
-        """Nobody listens any more: keeps nothing."""
+        """Nobody listens any more: keeps nothing from here on."""
         self._stopped = True
         self._waiting.clear()
 

@@ -400,7 +400,7 @@ def test_a_hub_that_is_killed_ends_telemetry_and_nothing_else(hub: RunningHub) -
         agent.report(1, {"loss": 1.0})
         time.sleep(0.01)
     agent.report(2, {"loss": 1.0})
-    agent.unfollow(log)
+    log.left(0)
     started_s = time.monotonic()
     agent.close(0)
     assert time.monotonic() - started_s < 0.1
