@@ -1,8 +1,8 @@
-"""The dashboard's routes: its own files, the present as a stream of events, windows of the past,
-and `/metrics`. Nothing else.
+"""The dashboard's routes: the page's files, the present as a stream of events, windows of the past,
+and `/metrics`. There are no others.
 
-Files are read once, at the start; a request names numbers and things of the model, never a path.
-What is sent is data, and the page writes it as text.
+Files are read once, at the start: a request names numbers and things of the model, never a path.
+All that is sent is data, and the page writes it as text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from burst_rt.telemetry.views import (
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
 
-# The present goes out so often; the links, which need spans, are worked out every second.
+# The present goes out twice a second. The links, which need spans, are worked out once a second.
 _PERIOD_S = 0.5
 _LINKS_PERIOD_S = 1.0
 _LINKS_SPANS = 4000
@@ -61,7 +61,7 @@ class Present(msgspec.Struct, kw_only=True):
 
 
 class Dashboard:
-    """What the routes answer from; one for all viewers, so that ten of them cost the hub what one
+    """What the routes answer from. All viewers share one, so that ten viewers cost the hub what one
     does.
     """
 
@@ -77,7 +77,7 @@ class Dashboard:
         self._lock = asyncio.Lock()
 
     async def present(self, *, fresh: bool = False) -> tuple[Snapshot, list[LinkView]]:
-        """The snapshot and the links, at most half a period old. fresh: made now."""
+        """The snapshot and the links, at most half a period old. fresh: they are made now."""
         async with self._lock:
             now_s = time.monotonic()
             if fresh or self._snapshot is None or now_s - self._snapshot_at_s > _PERIOD_S / 2:
@@ -91,7 +91,7 @@ class Dashboard:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: the present, twice a second, until the viewer goes or the hub
-        ends.
+        ends. A last event named "end" says that nothing more comes.
         """
         self.streams += 1
         told = 0
@@ -101,7 +101,7 @@ class Dashboard:
                 try:
                     snapshot, links = await self.present(fresh=closing)
                 except Stalled:
-                    continue  # it has waited long enough for the next try
+                    continue  # the try took long enough: the next may begin at once
                 events = [event for event in snapshot.events if event.number > told]
                 told = max((event.number for event in events), default=told)
                 yield self._event(snapshot, links, events)
@@ -110,7 +110,7 @@ class Dashboard:
                 with contextlib.suppress(TimeoutError):
                     closing = await asyncio.wait_for(self.closing.wait(), _PERIOD_S)
         except BurstError:
-            # The hub that this one is attached to has ended: who comes now sees the last of it.
+            # The hub that this dashboard asks has ended: a viewer who comes now sees its last.
             if self._snapshot is not None and not told:
                 yield self._event(self._snapshot, self._link_views, self._snapshot.events)
         finally:
@@ -194,7 +194,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
 
 
 def metrics_app(dashboard: Dashboard) -> Starlette:
-    """`/metrics` alone, for a loopback port of its own, without a token."""
+    """`/metrics` alone. It has a port of its own on loopback, and needs no token."""
 
     async def metrics(request: Request) -> Response:
         return Response(exposition(*await dashboard.present()), media_type=CONTENT_TYPE)
@@ -205,7 +205,7 @@ def metrics_app(dashboard: Dashboard) -> Starlette:
 
 
 def _files() -> list[Route]:
-    """A route for each file of the page, its content in memory."""
+    """A route for each file of the page. The contents are held in memory."""
     routes = []
     for file in (resources.files("burst_rt.dashboard") / "assets").iterdir():
         kind = _TYPES.get(file.name.rpartition(".")[2])

@@ -1,5 +1,5 @@
-"""A timeline as a browser gets it: calls with their spans beneath, names once, times as whole
-tenths of microseconds.
+"""A timeline as a browser gets it: spans stand beneath their call, each name stands once, and times
+are whole tenths of microseconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CompactTimeline(msgspec.Struct, kw_only=True):
 
 
 def compact(view: TimelineView, now_s: float) -> bytes:
-    """The JSON of it."""
+    """The JSON of a `CompactTimeline`. now_s: the hub's time, for the page."""
     names: dict[str, int] = {}
     calls: dict[tuple[int, str, int], list[SpanView]] = {}
     for span in view.spans:

@@ -1,7 +1,7 @@
-"""Where a viewer reads: the model in its own process (the hub, a replay), or a hub elsewhere that
-it asks.
+"""Where a viewer reads: from a model in its own process (the hub's, or a replay's), or from a hub
+in another process.
 
-All three answer in the types of `telemetry.views`, so whatever shows a job works on any of them.
+All of them answer in the types of `telemetry.views`, so whatever shows a job works on any of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["HubReader", "ModelReader", "Reader"]
 
 
 class Reader(Protocol):
-    """Answers a viewer. Windows are seconds since the hub began; negative ones count back from now.
-    May raise ConfigError.
+    """Answers a viewer. Times are seconds since the hub began; negative ones count back from now.
+    May raise ConfigError where the hub is gone, and Stalled where it is late.
     """
 
     async def snapshot(self) -> Snapshot:
@@ -29,18 +29,20 @@ class Reader(Protocol):
     async def series(
         self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
     ) -> list[SeriesView]:
-        """Histories of sources (none: all) from `since_s` to now, at most `limit` rows each."""
+        """Histories of sources from `since_s` to now, at most `limit` rows each. sources, metrics:
+        none named means all.
+        """
         ...
 
     async def timeline(
         self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
     ) -> TimelineView:
-        """Spans of a window, at most `limit`, the newest."""
+        """The spans of a window, at most `limit`, the newest. ranks: none named means all."""
         ...
 
 
 class ModelReader:
-    """Reads a JobModel of this process. now: the hub's clock; None for a replay, where time stands
+    """Reads a model in this process. now: the hub's clock; None for a replay, where time stands
     still.
     """
 

@@ -1,8 +1,9 @@
-"""A context's calls as telemetry sees them: what it is doing now, counts that miss nothing, and
-spans for whoever looks.
+"""A context's calls as telemetry sees them: what the context is doing now, counts that miss
+nothing, and spans for viewers.
 
-The calling thread only notes that a call began and ended (a few microseconds); the agent's thread
-makes messages of it later. Where it cannot keep up, spans are dropped and counted, counts are not.
+The calling thread only notes that a call began and ended, which takes a few microseconds; the
+agent's thread makes messages of the call later. Where that thread cannot keep up, spans are dropped
+and the loss is counted; counts are never dropped.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CallLog", "Described", "Totals"]
 
-# Calls whose spans wait for the agent.
+# How many calls' spans may wait for the agent.
 _MAX_WAITING = 256
-# Before those are looked through whose plans are no more.
+# How many schedules a log knows before it forgets those that are no more.
 _MAX_KNOWN = 256
 _PACK = struct.Struct("<Ifff").pack  # timeline.SPAN
 
@@ -54,7 +55,7 @@ class Described:
 
 
 class _Known:
-    """A schedule that has run: what one run of it counts."""
+    """A schedule that has run, and what one run of it counts on each lane."""
 
     def __init__(self, number: int, schedule: Schedule) -> None:
         self.number = number
@@ -66,7 +67,7 @@ class _Known:
             self.lanes[task.lane] = (num + 1, size + task.cost.size_bytes, flops + task.cost.flops)
 
     def add_to(self, lanes: dict[str, LaneCounters]) -> None:
-        """Adds all its runs."""
+        """Adds what all runs of the schedule have counted."""
         calls = self.calls
         for name, (num, size, flops) in self.lanes.items():
             lane = lanes.get(name, LaneCounters(0, 0, 0))
@@ -109,7 +110,7 @@ class Totals:
         return known
 
     def message(self, dropped: int) -> Counters:
-        """As they are now."""
+        """The counts as they are now. dropped: messages that found no room so far."""
         for known in [known for known in self._known if known.alive() is None]:
             self._known.remove(known)
             known.add_to(self._gone)
@@ -147,7 +148,7 @@ class CallLog:
         self.current = (number, driver)
 
     def abandoned(self) -> None:
-        """The call that began does not take place: the ranks disagree."""
+        """The call that began does not take place, because the ranks disagree."""
         self.current = None
 
     def ended(
@@ -199,7 +200,9 @@ class CallLog:
         self._waiting.clear()
 
     def doing(self) -> tuple[int, str, float]:
-        """Number of the call under way (-1: none), what it does or waits for, and since when."""
+        """The number of the call under way (-1: none), what the call does or waits for, and since
+        when.
+        """
         current = self.current
         if current is None:
             return -1, "", 0.0
@@ -207,8 +210,8 @@ class CallLog:
         return (number, *(driver.doing() or ("", self._started_s)))
 
     def take(self) -> list[PlanSummary | EndedCall]:
-        """One call that has ended, with its plan if that is new; none: nothing has, or a device has
-        yet to end it.
+        """One call that has ended, after its plan if the plan is new. Nothing where no call has
+        ended, or where a device has yet to end it.
         """
         if not self._waiting or not self._waiting[0].driver.settled():
             return []

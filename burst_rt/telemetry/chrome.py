@@ -1,9 +1,9 @@
 """A record as one trace of all ranks, for Perfetto (ui.perfetto.dev) or chrome://tracing: the Trace
 Event Format, in JSON.
 
-A process is a rank, a thread of it a lane; where transfers overlap a lane takes several. Arrows go
-from a send to its receive. Counters: power and use of each GPU, cores, loss. The format:
-perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
+A rank is shown as a process, and a lane as a thread of it; where transfers overlap, a lane takes
+several threads. Arrows go from a send to its receive. Counters show power and use of each GPU,
+cores, and loss. The format: perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from burst_rt.telemetry.timeline import spans_of
 __all__ = ["write_trace"]
 
 _TraceEvent: TypeAlias = dict[str, object]
-# Threads of a rank's process, in the order they are shown; each lane has room for so many rows.
+# Threads of a rank's process, in the order in which they are shown.
 _LANES = ("control", "compute", "waits", "network", "d2h", "h2d")
-_ROWS = 16
-# Processes that are no ranks come after all of them.
+_ROWS = 16  # at most so many threads a lane
+# Numbers of the processes that stand for sources: after those of all ranks.
 _FIRST_SOURCE = 1_000_000
 _COUNTERS = (
     "power_w",
@@ -40,8 +40,8 @@ _COUNTERS = (
 
 
 def write_trace(record: Record, path: Path) -> int:
-    """Writes the trace of a record; returns how many events it has. Raises OSError, InputError
-    where `path` is the record.
+    """Writes the trace of a record, and returns its number of events. Raises OSError, and
+    InputError where `path` is the record itself.
     """
     if path.exists() and path.samefile(record.path):
         raise InputError(f"{path} is the record itself; give the trace another name")
@@ -76,7 +76,7 @@ def _events(record: Record) -> Iterator[_TraceEvent]:
 
 
 class _Rows:
-    """Where a span is drawn: the first row of its lane that is free by then."""
+    """Where a span is drawn: in the first row of its lane that is free when the span starts."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, str], list[float]] = {}
@@ -92,7 +92,7 @@ class _Rows:
         return _thread(lane, row)
 
     def names(self) -> Iterator[_TraceEvent]:
-        """The threads' names."""
+        """Names and order of the threads."""
         for (rank, lane), ends in self._ends.items():
             for row in range(len(ends)):
                 thread = _thread(lane, row)
@@ -156,7 +156,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:
             (call.members[end.rank], end.task),
         )
         flow: _TraceEvent = {"cat": "message", "name": "message", "id": f"{serial}.{number}"}
-        # Inside the slices they belong to.
+        # Both ends of an arrow must lie inside the slices that they belong to.
         sent_s, received_s = ends[sender][0], max(ends[receiver][0], ends[receiver][1] - 1e-7)
         yield flow | {"ph": "s", "pid": sender[0], "tid": threads[sender], "ts": sent_s * 1e6}
         yield flow | {
@@ -189,7 +189,7 @@ def _slice(
 
 
 def _samples(record: Record) -> Iterator[_TraceEvent]:
-    """Names of ranks and sources, and counters."""
+    """The names of ranks and sources, and the counters."""
     offsets: dict[int, float] = {}
     processes: dict[str, int] = {}
     for entry in record:
@@ -220,7 +220,7 @@ def _process(number: int, name: str) -> _TraceEvent:
 
 def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_TraceEvent]:
     for name in _COUNTERS:
-        if math.isfinite(values.get(name, math.nan)):  # JSON has no others
+        if math.isfinite(values.get(name, math.nan)):  # JSON has no other numbers
             yield {
                 "ph": "C",
                 "name": name,

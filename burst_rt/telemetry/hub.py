@@ -46,19 +46,22 @@ __all__ = ["Hub", "Shown", "serve"]
 # A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking
 # serves both.
 _TICK_S = 0.4
-# A hub that was held up so long has itself to blame for what it has not heard.
+# A hub that was held up for so long could not hear its ranks: their silence is not their fault.
 _STOOD_S = 1.0
-# Nobody has come yet, or the last has gone: ranks start at different times. A starter that held on
-# knows that the job is over.
+# How long a hub without ranks stays: before the first has come, and after the last has gone. Ranks
+# start at different times. A hub that is held needs neither time: its starter knows when the job is
+# over.
 _EMPTY_S = 60.0
 _LINGER_S = 1.0
-# A stranger has so long to say the secret; a connection has so much room for answers.
+# A stranger is a connection that has not said the secret. It has so long to say it, and may send so
+# much before.
 _SECRET_DEADLINE_S = 5.0
 _STRANGER_BYTES = 64 << 10
 _MAX_STRANGERS = 1024
+# Answers that a viewer has not read.
 _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
-# For viewers to be told that the job has ended.
+# The dashboard's viewers have so long to hear that the job has ended.
 _CLOSING_S = 1.5
 
 _log = logging.getLogger("burst_rt.telemetry")
@@ -70,8 +73,8 @@ _LEVELS = {
 
 
 class Hub:
-    """The model, the record and the connections. `notify`: warnings also go to the log of the first
-    rank.
+    """The model, the record and the connections. record: the path of the record, for viewers.
+    notify: warnings also go to the log of the first rank.
     """
 
     def __init__(
@@ -98,12 +101,14 @@ class Hub:
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def apply(self, rank: int, message: FromRank | Presence, payload: bytes | None = None) -> None:
-        """One message into the model, the record and the log."""
+        """Brings one message into the model, the record and the log. payload: the message as it
+        came.
+        """
         now_s = self.now_s()
         self.model.apply(now_s, rank, message)
         if self.recorder is not None:
             if isinstance(message, Hello):
-                # The secret is nobody's business later.
+                # Whoever reads the record later must not learn the secret.
                 payload = msgspec.msgpack.encode(msgspec.structs.replace(message, secret=""))
             if payload is None:
                 self.recorder.add_message(now_s, rank, message)
@@ -112,7 +117,7 @@ class Hub:
         self._log_events()
 
     def answer(self, ask: Ask) -> Snapshot | Lost | TimelineView | list[SeriesView] | None:
-        """What a viewer asked for. Raises ProtocolError for what there is not."""
+        """What a viewer asked for. Raises ProtocolError for a question that there is not."""
         model = self.model
         self._advance()
         match ask.what:
@@ -133,7 +138,7 @@ class Hub:
         )
 
     def tick(self) -> None:
-        """Notices silence, writes the record."""
+        """Notices ranks that have fallen silent, and writes the record."""
         self._advance()
         self._log_events()
         if self.recorder is not None:
@@ -175,8 +180,8 @@ class Shown(Protocol):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: of a rank once it has said `Hello`, of a viewer once it has asked with the
-    secret.
+    """One connection. It is a rank's once it has said `Hello`, and a viewer's once it has asked;
+    both say the secret with that.
     """
 
     decoder = msgspec.msgpack.Decoder(FromRank | Ping | Ask | Stopping)
@@ -226,7 +231,7 @@ class _Connection(asyncio.Protocol):
             hub.apply(-1, Presence(self.rank, "lost", text))
 
     def send(self, message: ToRank) -> None:
-        """To a rank; one that does not read hears nothing."""
+        """Sends to a rank. A rank that does not read what it was sent gets nothing more."""
         if self._transport is not None and self._transport.get_write_buffer_size() < 1 << 16:
             self._transport.write(frame(msgspec.msgpack.encode(message)))
 
@@ -307,9 +312,9 @@ async def serve(
         released.set()
     showing = asyncio.create_task(shown.run()) if shown is not None else None
     announced = _announce(address, hub)
-    # One line, told to whoever started the hub.
+    # One line, for the process that started the hub.
     print("\t".join([address, *(shown.told if shown is not None else ())]), flush=True)
-    # Whoever started the hub has read all there is to read.
+    # That process reads nothing more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     async with server:
         while not ended.is_set() and not _over(hub, released.is_set(), held):
@@ -338,6 +343,6 @@ def _announce(address: str, hub: Hub) -> Path | None:
 
 def _over(hub: Hub, released: bool, held: bool) -> bool:
     alone_s = hub.now_s() - hub.empty_since_s
-    # Viewers hold up nobody, but may come before the first rank.
+    # A viewer does not keep the hub, but may come before the first rank does.
     there = hub.ranks if held or hub.ever else hub.connections
     return released and not there and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))

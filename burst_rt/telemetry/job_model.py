@@ -1,9 +1,10 @@
-"""The one model of a job: fed with messages, live by the hub or replayed from a record, and asked
-by every viewer.
+"""The one model of a job. The hub of a running job feeds it with messages, or a replay does from a
+record; every viewer asks it.
 
-`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer, in the types
-of `views`. Nothing here waits, starts threads or touches a socket; one thread uses a JobModel at a
-time. Its size is bounded (see `history` and `timeline`): what is older is only in a record.
+`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer in the types
+of `views`. Nothing here waits, starts threads or touches a socket, and only one thread uses a model
+at a time. The size of a model is bounded (see `history` and `timeline`): only a record has what is
+older.
 """
 
 from __future__ import annotations
@@ -66,35 +67,35 @@ from burst_rt.telemetry.views import (
 
 __all__ = ["SILENT_S", "JobModel"]
 
-# Four heartbeats missed.
+# A rank is silent when four heartbeats have not come.
 SILENT_S = 2.0
-# Spans of all ranks together.
+# Room for the spans of all ranks.
 _SPAN_BYTES = 16 << 20
 _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
 _MAX_PLANS = 256  # of a rank
 _MAX_METRICS = 64  # of a source: a job may report what it likes
-# Rates are of the last two seconds: a call counts when it ends, and may be longer than the time
-# between two counts.
+# Rates are means of the last two seconds: a call counts when it ends, and a call may take longer
+# than the time between two counts. A rate over less than _LEAST_S would say nothing.
 _RATE_OVER_S = 2.0
 _LEAST_S = 0.05
 _MAX_COUNTS = 64
-# Two of each rank, forward and backward, and some more.
+# Plans that stay unpacked: two of each rank, forward and backward, and so many more.
 _DECODED_PLANS = 32
-# A figure that has not come for so long is no figure of the present.
+# A figure that has not come again for so long says nothing of the present.
 _STALE_S = 5.0
-# Sets of plans, one a rank, whose messages have been matched.
+# How many sets of plans, one plan a rank, stay matched.
 _MATCHED = 4
-# Calls of all ranks are worked out when somebody looks: at most so many spans at a time; what comes
-# of it is kept, up to so many entries.
+# The waits and messages of a call are worked out when somebody looks, for at most so many spans at
+# a time. The results are kept, up to so many entries.
 _JOINT_SPANS = 20_000
 _JOINT_ENTRIES = 50_000
 JOB = "job"
 
 _WORTH_SAYING_S = 0.05
-# What a rank says that fails because of another one: "PeerLost: ...".
+# How the last words of a rank begin that failed because another one had: "PeerLost: ...".
 _SECONDARY = ("PeerLost:", "Stalled:")
-# Of a rank in no call.
+# The heartbeat of a rank that is in no call.
 _NOWHERE = Heartbeat(sent_s=0.0, offset_s=0.0, rtt_s=-1.0, group="", call=-1, doing="", since_s=0.0)
 
 
@@ -110,21 +111,21 @@ class _Rank:
     offset_s: float | None = None
     beat: Heartbeat = _NOWHERE
     counters: Counters = field(default_factory=Counters)
-    # What rates count from, oldest first: counts as they were when a call had ended.
+    # Earlier counts, oldest first, each as it was when a call had ended: rates count from these.
     counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))
     rates: dict[str, float] = field(default_factory=dict)
     exit_code: int | None = None
-    ending: str = ""  # how it ended, in words
-    # group and number of the last call that is known to have ended
+    ending: str = ""  # how the rank ended, in words
+    # Group and number of the last call that is known to have ended.
     ended_call: tuple[str, int] = (
         "",
         -1,
     )
-    # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
+    # Plans stay packed: in a ring of 64 ranks every rank has its own, of hundreds of tasks.
     plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
 
     def at(self, rank_s: float) -> float:
-        """A time of the rank's clock as the hub's."""
+        """A time of the rank's clock by the hub's clock."""
         return rank_s + (self.offset_s or 0.0)
 
     @property
@@ -140,20 +141,20 @@ class _Source:
     history: History
     at_s: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
-    times: dict[str, float] = field(default_factory=dict)  # of each value
+    times: dict[str, float] = field(default_factory=dict)  # when each value came
     details: dict[str, list[float]] = field(default_factory=dict)
 
 
 class _Joint(NamedTuple):
-    """What a call of all ranks tells."""
+    """What the spans of all ranks tell of a call."""
 
     waits: list[WaitView]
     flows: list[FlowView]
 
 
 class JobModel:
-    """See the module. began_at_s: when the hub began (epoch). record: where it is recorded, for
-    viewers. replayed: it is being replayed.
+    """See the module. began_at_s: when the hub began, in seconds since the epoch. record: the file
+    that the job is recorded to, for viewers. replayed: the messages come from a record.
     """
 
     def __init__(self, began_at_s: float, *, record: str = "", replayed: bool = False) -> None:
@@ -166,11 +167,11 @@ class JobModel:
         self.sources: dict[str, _Source] = {}
         self.groups: dict[str, Group] = {}
         self.events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
-        self.first_lost: Lost | None = None  # before all others that were lost or failed
+        self.first_lost: Lost | None = None  # the first rank that was lost, or failed
         self._stopping = ""  # the signal by which the job is being ended
         self._num_events = 0
         self._progress = ProgressView(None, 0, {})
-        self._not_finite: set[str] = set()  # what the job reports and is no number now
+        self._not_finite: set[str] = set()  # values whose last report was no finite number
         self._decoded: OrderedDict[tuple[int, int], PlanSummary] = OrderedDict()
         self._matched: OrderedDict[
             tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None
@@ -180,8 +181,8 @@ class JobModel:
         self._joint_spans = 0
 
     def apply(self, at_s: float, rank: int, message: Item) -> None:
-        """Takes one message that the hub had at `at_s` (seconds since it began) from `rank` (-1:
-        the hub itself).
+        """Takes one message. at_s: when the hub had it, in seconds since the hub began. rank: that
+        it came from, -1 for the hub itself.
         """
         self.revision += 1
         self.now_s = max(self.now_s, at_s)
@@ -193,12 +194,12 @@ class JobModel:
             self._from_rank(at_s, self.ranks[rank], message)
 
     def advance(self, now_s: float) -> None:
-        """Time has passed: notices ranks that have been silent for 2 s."""
+        """Time has passed. Notices ranks that have been silent for 2 s."""
         end_s = max(self.now_s, now_s)
         for rank in sorted(self.ranks.values(), key=lambda rank: rank.heard_s):
             if rank.status == "live" and end_s - rank.heard_s > SILENT_S:
                 self.revision += 1
-                # Replayed, the next message may be a minute away.
+                # In a replay the next message may be a minute away: the event gets its own time.
                 self.now_s = max(self.now_s, min(end_s, rank.heard_s + SILENT_S))
                 severity = Severity.INFO if self._stopping else Severity.WARNING
                 self._set_status(
@@ -210,12 +211,14 @@ class JobModel:
         self.now_s = end_s
 
     def excuse(self, seconds: float) -> None:
-        """Whoever listens has not listened for so long: nobody was silent in that time."""
+        """The hub was held up and could not listen for so many seconds: these do not count as
+        silence of any rank.
+        """
         for rank in self.ranks.values():
             rank.heard_s += seconds
 
     def events_after(self, number: int) -> list[EventView]:
-        """Events with a higher number, oldest first."""
+        """The events that have a higher number, oldest first."""
         newer = self._num_events - number
         return (
             list(islice(self.events, max(0, len(self.events) - newer), None)) if newer > 0 else []
@@ -261,8 +264,8 @@ class JobModel:
         until_s: float | None = None,
         limit: int = 2000,
     ) -> SeriesView:
-        """A window of a source's metrics (none named: all), at most `limit` rows. Negative times
-        count back from now.
+        """A window of a source's metrics, at most `limit` rows. metrics: none named means all.
+        Negative times count back from now.
         """
         since, until = self._window(since_s, until_s)
         known = self.sources.get(source)
@@ -282,8 +285,8 @@ class JobModel:
         ranks: Iterable[int] = (),
         limit: int = 2000,
     ) -> TimelineView:
-        """Tasks of a window (none named: of all ranks), at most `limit`, the newest. Negative times
-        count back from now.
+        """The tasks of a window, at most `limit`, the newest. ranks: none named means all. Negative
+        times count back from now.
         """
         since, until = self._window(since_s, until_s)
         wanted = [
@@ -325,7 +328,7 @@ class JobModel:
             yield -call.ended_s, number, call
 
     def plan(self, rank: int, number: int) -> PlanSummary | None:
-        """A rank's plan with its tasks, if it is known."""
+        """A rank's plan with its tasks; None where it is not known."""
         key = (rank, number)
         plan = self._decoded.get(key)
         if plan is None:
@@ -342,8 +345,8 @@ class JobModel:
         return plan
 
     def _joint_call(self, group: str, number: int) -> _Joint | None:
-        """A call on all ranks of its group; None where spans of some are missing, or enough has
-        been worked out for one view.
+        """What the spans of all ranks tell of a call. None where spans of some rank are missing, or
+        where enough has been worked out for one view.
         """
         key = (group, number)
         if key in self._joint:
@@ -382,7 +385,7 @@ class JobModel:
 
     def _hello(self, at_s: float, hello: Hello) -> None:
         if self.first_lost is not None and self.first_lost.rank == hello.rank:
-            self.first_lost = None  # it is back
+            self.first_lost = None  # the rank is back
         limit = _SPAN_BYTES // max(1, hello.world_size, len(self.ranks))
         rank = self.ranks[hello.rank] = _Rank(
             hello=hello, recent=Recent(limit), status_since_s=at_s, heard_s=at_s
@@ -428,7 +431,7 @@ class JobModel:
             case EndedCall():
                 start, end = rank.at(message.started_s), rank.at(message.ended_s)
                 if message.plan in rank.plans:
-                    rank.plans.move_to_end(message.plan)  # those that run stay
+                    rank.plans.move_to_end(message.plan)  # plans that run are not forgotten
                 rank.ended_call = (message.group, message.number)
                 rank.recent.add(
                     KeptCall(
@@ -495,18 +498,18 @@ class JobModel:
         ended = not counts or (new.calls, new.traced_calls) != (last.calls, last.traced_calls)
         if not ended:
             if rank.beat.call < 0 and new.at_s - counts[-1].at_s >= _RATE_OVER_S:
-                # No call for a while; the next counts from here.
+                # No call has ended for a while: the next one counts from here.
                 rank.rates = dict.fromkeys(rank.rates, 0.0)
                 counts.clear()
                 counts.append(new)
-            # From one end to another: in between a call under way, which may take minutes, has
-            # counted nothing.
+            # Rates change only when a call ends. A call under way, which may take minutes, has
+            # counted nothing yet.
             if rank.rates:
                 self._add(self.sources[rank.source], rank.at(new.at_s), rank.rates)
             return
         while len(counts) > 1 and counts[1].at_s <= new.at_s - _RATE_OVER_S:
             counts.popleft()
-        # The first says how much there was before; a rate needs two, some way apart.
+        # The first counts say how much there was before; a rate needs two, some time apart.
         old = counts[0] if counts else new
         counts.append(new)
         elapsed_s = new.at_s - old.at_s
@@ -572,15 +575,15 @@ class JobModel:
                 )
         shown = {name: value for name, value in self._progress.values.items() if name not in odd}
         for name, value in finite.items():
-            # A job may report under ever new names.
+            # A job may report ever new names, so there is a bound.
             if name in shown or len(shown) < _MAX_METRICS:
                 shown[name] = value
         self._add(self.sources[JOB], at_s, finite)
         self._progress = ProgressView(at_s, report.step, shown)
 
     def _end(self, rank: _Rank, status: str, text: str, said: str = "") -> None:
-        """A rank was lost, or failed. The first is the cause, as far as anybody can see; those
-        after it are not as bad.
+        """A rank was lost, or failed. The first such rank counts as the cause; the ranks after it
+        have merely ended. said: the rank's own reason.
         """
         if self._stopping:
             status, severity, text = "stopped", Severity.INFO, f"by {self._stopping}; {text}"
@@ -596,7 +599,8 @@ class JobModel:
                 self.first_lost = self._lost(rank, said)
                 for other in self.ranks.values():
                     if other.exit_code and other is not rank:
-                        other.status = "ended"  # it failed for want of this one, and said so sooner
+                        # It failed because this one was lost, and was heard sooner.
+                        other.status = "ended"
         rank.ending = text
         self._set_status(rank, status, severity, text)
 
@@ -635,8 +639,8 @@ class JobModel:
         )
 
     def _last_seen(self, rank: _Rank) -> tuple[int, str, float]:
-        """A rank's call (-1: none), its task there, and when that was so: a rank tells it only now
-        and then.
+        """A rank's call (-1: none), the call's task, and when that was so. A rank tells this only
+        now and then.
         """
         beat = rank.beat
         if beat.call < 0 or (rank.ended_call[0] == beat.group and rank.ended_call[1] >= beat.call):
@@ -644,8 +648,8 @@ class JobModel:
         return beat.call, beat.doing, rank.at(beat.sent_s)
 
     def _known(self, rank: _Rank) -> str:
-        """What a rank did when that was last known, and how long ago that is; nothing where nothing
-        is known.
+        """What a rank was doing when that was last known, and how long ago that is. "" where
+        nothing is known.
         """
         if rank.beat is _NOWHERE:
             return ""
@@ -763,7 +767,7 @@ def _span_view(rank: int, call: KeptCall, plan: PlanSummary, s: Span) -> SpanVie
 
 
 def _join(group: str, members: Sequence[int], call: int, whole: WholeCall | None) -> _Joint:
-    """The waits and the messages of a call; none where it cannot be told."""
+    """The waits and the messages of a call; none of either where they cannot be told."""
     joint = _Joint([], [])
     if whole is None:
         return joint

@@ -1,8 +1,9 @@
-"""Every metric there is: its unit, what it means, and what it can be. The one table that samplers,
-viewers and exporters read.
+"""Every metric there is: its unit, its meaning and its range. Samplers, viewers and exporters all
+read this one table.
 
-A source (a GPU, a host, a rank's process, the job) has some of them; one that a chip or driver does
-not have is left out, never made up. A value outside its range is not a measurement and is dropped.
+A source (a GPU, a host, a rank's process, the job) has some of the metrics. A metric that a chip or
+driver does not have is left out, never made up. A value outside its range is no measurement, and is
+dropped.
 NVML's fields: docs.nvidia.com/deploy/nvml-api; GPM: its group "GPM Functions".
 """
 
@@ -89,13 +90,14 @@ METRICS: dict[str, Metric] = {
     "compute_percent": _percent("time in tiles"),
     "wait_percent": _percent("time compute stood still while a transfer was under way"),
     "overlap_percent": _percent("of the time transfers took, what compute hid"),
-    # The job, from `telemetry.report`; whatever else it reports has its own name and no entry here.
+    # The job, from `telemetry.report`. Other values that a job reports have their own names, and no
+    # entry here.
     "loss": Metric(unit="1", label="training loss", low=-math.inf, high=math.inf),
     "tokens_per_s": Metric(unit="1/s", label="tokens, all ranks together"),
 }
 
-# nvmlClocksEventReasons of nvml.h; those that a healthy chip shows at any time are not worth an
-# event.
+# nvmlClocksEventReasons of nvml.h. Some of these reasons a healthy chip shows at any time: they are
+# worth no event.
 THROTTLE_REASONS: dict[int, str] = {
     0x1: "idle",
     0x2: "clocks set by the user",
@@ -110,7 +112,9 @@ THROTTLE_REASONS: dict[int, str] = {
 
 
 def plausible(name: str, value: float) -> bool:
-    """Whether a metric can have this value; any finite number for one that is not in the table."""
+    """Whether a metric can have this value. A metric that is not in the table can have any finite
+    one.
+    """
     metric = METRICS.get(name)
     return math.isfinite(value) and (metric is None or metric.low <= value <= metric.high)
 

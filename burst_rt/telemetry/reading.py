@@ -1,5 +1,5 @@
-"""Reading a record for its calls: each call with the spans of all ranks that have it, in the hub's
-time. For traces and summaries.
+"""Reads a record for its calls: each call with the spans of the ranks that have it, in the hub's
+time. Traces and summaries are made from these.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from burst_rt.telemetry.timeline import KeptCall, WholeCall, match_plans, whole_
 
 __all__ = ["CallOfAll", "calls_of"]
 
-# Calls that wait for the rest of their ranks; the oldest is then given as it is.
+# How many calls may wait for the rest of their ranks; beyond that the oldest is given as it is.
 _MAX_OPEN = 2000
 
 
 @dataclass(kw_only=True)
 class CallOfAll:
-    """A call. members: ranks of the job, by place in the group. ranks: what there is of each;
-    whole: where all is there.
-    """
+    """A call with what each rank has told of it."""
 
     group: str
     number: int
-    members: list[int]
+    members: list[int]  # ranks of the job, by place in the group
     ranks: dict[int, tuple[PlanSummary, KeptCall]] = field(default_factory=dict)
-    whole: WholeCall | None = None
+    whole: WholeCall | None = None  # None while some rank's part is missing
 
     @property
     def kind(self) -> str:
@@ -38,7 +36,7 @@ class CallOfAll:
 
 
 def calls_of(record: Record) -> Iterator[CallOfAll]:
-    """The calls of a record, about in the order in which they ended."""
+    """The calls of a record, nearly in the order in which they ended."""
     groups: dict[str, list[int]] = {}
     plans: dict[tuple[int, int], PlanSummary] = {}
     fitted: dict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = {}

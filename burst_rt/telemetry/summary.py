@@ -1,5 +1,5 @@
-"""What a record says about a run's communication: how much of it was exposed, who computes more
-than others, and the longest stalls.
+"""What a record says about a run's communication: how much of it was exposed, which ranks compute
+more than others, and the longest stalls.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> list[IdleSpan]:
                 cause=cause,
             )
         )
-    # Until the last rank has entered nothing is sent.
+    # Nothing is sent until the last rank has entered the call.
     last_s, last = max((call.ranks[member][1].started_s, member) for member in call.members)
     idle_s = (
         last_s
@@ -135,7 +135,7 @@ def _wire(call: CallOfAll, place: int, task: int, peer: int) -> str:
 def _late(
     call: CallOfAll, place: int, task: int, peer: int, started_s: float, ended_s: float
 ) -> str:
-    """What the peer did meanwhile."""
+    """A late peer as the cause, with what the peer did meanwhile."""
     assert call.whole is not None
 
     def shared_s(span: Span) -> float:

@@ -1,9 +1,9 @@
-"""The spans of the last minute, rank by rank, and what they say together: who sent what to whom,
-and where a rank stood still and why.
+"""The spans of the last minute, rank by rank, and what the spans of all ranks say: who sent what to
+whom, where a rank stood still, and why.
 
-A call is kept as it came (16 bytes a span); tasks' names and costs are in its plan. Only when all
-ranks' spans of a call are here can idle time be told apart into exposed communication and skew
-(`scheduler.waits`); that is worked out when somebody looks.
+A call is kept as it came, at 16 bytes a span; the names and costs of its tasks are in its plan.
+Idle time is either exposed communication or skew (`scheduler.waits`), and only the spans of all
+ranks can tell which. That is worked out when somebody looks.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 KEPT_S = 60.0
-# Seconds after the call's start: exact to 0.1 us in a call of a second, to 10 us in one of a minute
-# and a half.
+# Times are seconds after the call's start. A float32 is exact to 0.1 us in a call of a second, and
+# to 10 us in a call of a minute and a half.
 SPAN = np.dtype([("task", "<u4"), ("issued", "<f4"), ("started", "<f4"), ("ended", "<f4")])
-# What a kept call takes beside its spans.
+# The memory that a kept call takes beside its spans.
 _CALL_BYTES = 400
 
 
@@ -69,8 +69,8 @@ class KeptCall:
 
 
 class Recent:
-    """One rank's calls of the last minute, or fewer where they would take more than `limit_bytes`;
-    oldest first.
+    """One rank's calls of the last minute, oldest first; fewer where those would take more than
+    `limit_bytes`.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Recent:
         self._by_key: dict[tuple[str, int], KeptCall] = {}
 
     def add(self, call: KeptCall) -> None:
-        """Appends a call and forgets those too old."""
+        """Appends a call, and forgets calls that are too old."""
         self._calls.append(call)
         self._by_key[call.group, call.number] = call
         self.size_bytes += _CALL_BYTES + len(call.spans)
@@ -92,11 +92,11 @@ class Recent:
                 return
 
     def get(self, group: str, number: int) -> KeptCall | None:
-        """The call of that number, if it is still here."""
+        """The group's call of that number, if it is still here."""
         return self._by_key.get((group, number))
 
     def newest_first(self, since_s: float, until_s: float) -> Iterator[KeptCall]:
-        """Calls that have a part in the window."""
+        """Calls that have a part in the window, the newest first."""
         for call in reversed(self._calls):
             if call.ended_s < since_s:
                 return
@@ -105,19 +105,18 @@ class Recent:
 
 
 class WholeCall(NamedTuple):
-    """One call on all ranks of its group. matched: each receive's send. plans, traces, waits: by
-    rank of the group.
-    """
+    """One call on all ranks of its group."""
 
-    matched: Mapping[Endpoint, Endpoint]
+    matched: Mapping[Endpoint, Endpoint]  # each receive's send
+    # By rank of the group.
     plans: Sequence[PlanSummary]
     traces: Sequence[Sequence[Span]]
     waits: Sequence[Sequence[Wait]]
 
 
 def match_plans(plans: Sequence[PlanSummary]) -> Mapping[Endpoint, Endpoint] | None:
-    """Each receive's send in the plans of all ranks of a group, in their order; None where they do
-    not fit each other.
+    """Each receive's send. plans: of all ranks of a group, in the group's order. None where the
+    plans do not fit each other.
     """
     try:
         return match_messages([_graph(plan, place, len(plans)) for place, plan in enumerate(plans)])
@@ -126,7 +125,7 @@ def match_plans(plans: Sequence[PlanSummary]) -> Mapping[Endpoint, Endpoint] | N
 
 
 def _graph(plan: PlanSummary, place: int, world_size: int) -> Graph:
-    """A graph with the tasks of a plan, as far as telemetry knows them: no memory, no edges."""
+    """A graph with the tasks of a plan, as far as telemetry knows them: no buffers, no edges."""
     tasks = tuple(
         Task(
             i, t.name, t.lane, Op(t.op), (), (), (), tuple(Message(0, *m) for m in t.sends),
@@ -140,13 +139,13 @@ def _graph(plan: PlanSummary, place: int, world_size: int) -> Graph:
 
 
 def spans_of(plan: PlanSummary, call: KeptCall) -> list[Span]:
-    """A call's spans, in the hub's time. What is on a stream counts as issued when the device comes
+    """A call's spans, in the hub's time. A task on a stream counts as issued when the device comes
     to it.
     """
     spans = []
     for task, issued, started, ended in _unpack(call.spans).tolist():
         if task >= len(plan.tasks):
-            continue  # of another version of this plan: nothing to draw
+            continue  # a span of another version of this plan: there is nothing to draw
         t = plan.tasks[task]
         at = call.started_s + (started if t.ordered else issued)
         spans.append(
@@ -171,8 +170,8 @@ def _unpack(raw: bytes) -> npt.NDArray[np.void]:
 def whole_call(
     plans: Sequence[PlanSummary], calls: Sequence[KeptCall], matched: Mapping[Endpoint, Endpoint]
 ) -> WholeCall | None:
-    """A call of all ranks of a group, in their order, whose messages are `matched`; None where
-    spans are missing.
+    """A call on all ranks of a group. plans, calls: in the group's order. matched: as from
+    `match_plans`. None where spans are missing.
     """
     traces = [spans_of(plan, call) for plan, call in zip(plans, calls, strict=True)]
     if any(
