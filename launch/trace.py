@@ -76,7 +76,7 @@ def summary(run: Path, as_json: bool) -> None:
 
     found = summarise(Record(run))
     if as_json:
-        stalls = [stall._asdict() for stall in found.stalls]
+        stalls = [asdict(stall) for stall in found.stalls]
         click.echo(
             json.dumps(
                 {

@@ -45,7 +45,7 @@ def open_reader(attach: int | None, replay: Path | None, until: float | None) ->
     """The reader that these options ask for. Reads a record whole. Raises InputError and
     ConfigError.
     """
-    from burst_rt.dashboard.reader import HubReader, StateReader
+    from burst_rt.dashboard.reader import HubReader, ModelReader
 
     if replay is not None:
         from burst_rt.telemetry.record import Record
@@ -53,7 +53,7 @@ def open_reader(attach: int | None, replay: Path | None, until: float | None) ->
 
         if attach is not None:
             raise click.UsageError("--attach and --replay: choose one")
-        yield StateReader(replayed(Record(replay), until))
+        yield ModelReader(replayed(Record(replay), until))
         return
     if until is not None:
         raise click.UsageError("--until is for --replay")

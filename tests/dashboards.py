@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from burst_rt.dashboard.reader import StateReader
+from burst_rt.dashboard.reader import ModelReader
 from burst_rt.dashboard.server import Served, Where
 from burst_rt.launch.run import kill_job
-from burst_rt.telemetry.state import State
+from burst_rt.telemetry.job_model import JobModel
 
 __all__ = ["RunningCommand", "Serving", "command", "installed", "kill_rank", "serving"]
 
@@ -47,10 +47,10 @@ def installed(*names: str, package: str) -> str:
 
 @dataclass
 class Serving:
-    """A dashboard that listens. state: only for `do`, which runs in the server's thread."""
+    """A dashboard that listens. model: only for `do`, which runs in the server's thread."""
 
     served: Served
-    state: State
+    model: JobModel
     _loop: asyncio.AbstractEventLoop
 
     @property
@@ -61,29 +61,29 @@ class Serving:
     def port(self) -> int:
         return urlsplit(self.served.link).port or 0
 
-    def do(self, change: Callable[[State], None]) -> None:
+    def do(self, change: Callable[[JobModel], None]) -> None:
         """Changes the model."""
 
         async def run() -> None:
-            change(self.state)
+            change(self.model)
 
         asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 
 
 @contextmanager
-def serving(state: State, where: Where | None = None) -> Iterator[Serving]:
+def serving(model: JobModel, where: Where | None = None) -> Iterator[Serving]:
     """Serves a model from a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
     async def start() -> Served:
-        return Served(StateReader(state), where or Where(port=0))
+        return Served(ModelReader(model), where or Where(port=0))
 
     served = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
     running = asyncio.run_coroutine_threadsafe(served.run(), loop)
     try:
-        yield Serving(served, state, loop)
+        yield Serving(served, model, loop)
     finally:
         loop.call_soon_threadsafe(served.close)
         running.result(10)

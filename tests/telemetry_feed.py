@@ -6,22 +6,22 @@ import math
 
 import numpy as np
 
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     VERSION,
-    Call,
     Counters,
+    EndedCall,
     FromRank,
     Group,
     Heartbeat,
     Hello,
+    JobReport,
     LaneCounters,
-    Plan,
-    Report,
+    PlanSummary,
     Sample,
     Source,
     TaskInfo,
 )
-from burst_rt.telemetry.state import State
 from burst_rt.telemetry.timeline import SPAN
 
 __all__ = ["SECRET", "Load", "arrive", "beat", "call", "counters", "gpu_sample", "hello"]
@@ -41,18 +41,18 @@ def offset_s(rank: int) -> float:
 def hello(rank: int, world_size: int, *, gpu: bool = False) -> Hello:
     source = f"gpu:{rank}" if gpu else ""
     return Hello(
-        VERSION,
-        SECRET,
-        rank,
-        world_size,
-        0,
-        "host",
-        1000 + rank,
-        "cuda:0" if gpu else "cpu",
-        source,
-        "train.py",
-        "0.1",
-        5.0,
+        version=VERSION,
+        secret=SECRET,
+        rank=rank,
+        world_size=world_size,
+        local_rank=0,
+        host="host",
+        pid=1000 + rank,
+        device="cuda:0" if gpu else "cpu",
+        gpu=source,
+        command="train.py",
+        package="0.1",
+        sample_hz=5.0,
     )
 
 
@@ -62,7 +62,13 @@ def beat(
     """since_s: by the hub's clock."""
     back_s = offset_s(rank)
     return Heartbeat(
-        hub_s - back_s, back_s, 1e-4, "0-1", number, doing, since_s - back_s if number >= 0 else 0.0
+        sent_s=hub_s - back_s,
+        offset_s=back_s,
+        rtt_s=1e-4,
+        group="0-1",
+        call=number,
+        doing=doing,
+        since_s=since_s - back_s if number >= 0 else 0.0,
     )
 
 
@@ -73,18 +79,38 @@ def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRan
     following, preceding = (rank + 1) % world_size, (rank - 1) % world_size
     tasks = [
         TaskInfo(
-            "hop 0",
-            "network",
-            "exchange",
-            0,
-            1000,
-            0,
-            False,
-            [(following, 5, 1000)],
-            [(preceding, 5, 1000)],
+            name="hop 0",
+            lane="network",
+            op="exchange",
+            hop=0,
+            size_bytes=1000,
+            flops=0,
+            ordered=False,
+            sends=[(following, 5, 1000)],
+            recvs=[(preceding, 5, 1000)],
         ),
-        TaskInfo("hop 0 q0 kv0", "compute", "forward", 0, 0, 10, False, [], []),
-        TaskInfo("hop 1 q0 kv1", "compute", "forward", 1, 0, 10, False, [], []),
+        TaskInfo(
+            name="hop 0 q0 kv0",
+            lane="compute",
+            op="forward",
+            hop=0,
+            size_bytes=0,
+            flops=10,
+            ordered=False,
+            sends=[],
+            recvs=[],
+        ),
+        TaskInfo(
+            name="hop 1 q0 kv1",
+            lane="compute",
+            op="forward",
+            hop=1,
+            size_bytes=0,
+            flops=10,
+            ordered=False,
+            sends=[],
+            recvs=[],
+        ),
     ]
     group = f"0-{world_size - 1}"
     said: list[FromRank] = [
@@ -92,22 +118,48 @@ def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRan
         beat(rank, 0.0),
         Group(group, list(range(world_size)), "mpi", "asked for"),
     ]
-    said.append(Plan(0, group, "forward", tasks, "ring-kv, zigzag", None))
+    said.append(
+        PlanSummary(
+            number=0,
+            group=group,
+            kind="forward",
+            tasks=tasks,
+            explain="ring-kv, zigzag",
+            predicted_s=None,
+        )
+    )
     if gpu:
-        said.append(Source(f"gpu:{rank}", "gpu", "host", ["power_w"], {"name": "a GPU"}))
+        said.append(
+            Source(
+                name=f"gpu:{rank}",
+                kind="gpu",
+                host="host",
+                metrics=["power_w"],
+                about={"name": "a GPU"},
+            )
+        )
     return said
 
 
 def call(
     rank: int, number: int, start_s: float, *times: tuple[float, float, float], group: str = "0-1"
-) -> Call:
+) -> EndedCall:
     """A call with (issued, started, ended) of each task, in seconds after start_s (the hub's
     clock).
     """
     spans = np.array([(task, *when) for task, when in enumerate(times)], SPAN)
     began_s = start_s - offset_s(rank)
     ended_s = began_s + max(when[2] for when in times)
-    return Call(group, number, 0, began_s, ended_s, 0.0, 0.0, spans.tobytes())
+    return EndedCall(
+        group=group,
+        number=number,
+        plan=0,
+        started_s=began_s,
+        ended_s=ended_s,
+        compute_s=0.0,
+        wait_s=0.0,
+        spans=spans.tobytes(),
+    )
 
 
 def counters(rank: int, hub_s: float, calls: int) -> Counters:
@@ -116,16 +168,16 @@ def counters(rank: int, hub_s: float, calls: int) -> Counters:
         "compute": LaneCounters(2 * calls, 0, 20 * calls),
     }
     return Counters(
-        hub_s - offset_s(rank),
-        calls,
-        calls,
-        0.5 * calls,
-        0.1 * calls,
-        1.0 * calls,
-        0.4 * calls,
-        0.3 * calls,
-        lanes,
-        0,
+        at_s=hub_s - offset_s(rank),
+        calls=calls,
+        traced_calls=calls,
+        compute_s=0.5 * calls,
+        wait_s=0.1 * calls,
+        total_s=1.0 * calls,
+        transfer_s=0.4 * calls,
+        overlap_s=0.3 * calls,
+        lanes=lanes,
+        dropped=0,
     )
 
 
@@ -157,102 +209,117 @@ class Load:
         self.calls = 0
         self.spans = 0
 
-    def begin(self, state: State) -> None:
+    def begin(self, model: JobModel) -> None:
         """All ranks join."""
         everyone = list(range(self.num_ranks))
         for rank in everyone:
             following, preceding = (rank + 1) % self.num_ranks, (rank - 1) % self.num_ranks
             tiles = [
                 TaskInfo(
-                    f"hop {h} q{rank} kv{(rank - h) % self.num_ranks}",
-                    "compute",
-                    "forward",
-                    h,
-                    0,
-                    10**9,
-                    False,
-                    [],
-                    [],
+                    name=f"hop {h} q{rank} kv{(rank - h) % self.num_ranks}",
+                    lane="compute",
+                    op="forward",
+                    hop=h,
+                    size_bytes=0,
+                    flops=10**9,
+                    ordered=False,
+                    sends=[],
+                    recvs=[],
                 )
                 for h in range(_HOPS)
             ]
             moves = [
                 TaskInfo(
-                    f"hop {h}",
-                    "network",
-                    "exchange",
-                    h,
-                    10**6,
-                    0,
-                    False,
-                    [(following, h, 10**6)],
-                    [(preceding, h, 10**6)],
+                    name=f"hop {h}",
+                    lane="network",
+                    op="exchange",
+                    hop=h,
+                    size_bytes=10**6,
+                    flops=0,
+                    ordered=False,
+                    sends=[(following, h, 10**6)],
+                    recvs=[(preceding, h, 10**6)],
                 )
                 for h in range(_HOPS - 1)
             ]
             hello = Hello(
-                VERSION,
-                "",
-                rank,
-                self.num_ranks,
-                rank % 8,
-                f"node{rank // 8}",
-                1000 + rank,
-                "cpu",
-                "",
-                "load.py",
-                "0.1",
-                5.0,
+                version=VERSION,
+                secret="",
+                rank=rank,
+                world_size=self.num_ranks,
+                local_rank=rank % 8,
+                host=f"node{rank // 8}",
+                pid=1000 + rank,
+                device="cpu",
+                gpu="",
+                command="load.py",
+                package="0.1",
+                sample_hz=5.0,
             )
             first: list[FromRank] = [
                 hello,
                 Group("all", everyone, "mpi", ""),
-                Plan(0, "all", "forward", [*tiles, *moves], "made up", self.period_s * 0.8),
+                PlanSummary(
+                    number=0,
+                    group="all",
+                    kind="forward",
+                    tasks=[*tiles, *moves],
+                    explain="made up",
+                    predicted_s=self.period_s * 0.8,
+                ),
             ]
             for message in first:
-                state.apply(0.0, rank, message)
+                model.apply(0.0, rank, message)
 
-    def advance(self, state: State, now_s: float) -> None:
+    def advance(self, model: JobModel, now_s: float) -> None:
         """What has happened since."""
         while (self.calls + 1) * self.period_s <= now_s:
-            self._call(state, self.calls * self.period_s)
+            self._call(model, self.calls * self.period_s)
             self.calls += 1
         for rank in range(self.num_ranks):
-            state.apply(
+            model.apply(
                 now_s,
                 rank,
-                Heartbeat(now_s, 0.0, 1e-4, "all", self.calls, f"hop {self.calls % _HOPS}", now_s),
+                Heartbeat(
+                    sent_s=now_s,
+                    offset_s=0.0,
+                    rtt_s=1e-4,
+                    group="all",
+                    call=self.calls,
+                    doing=f"hop {self.calls % _HOPS}",
+                    since_s=now_s,
+                ),
             )
             lanes = {
                 "network": LaneCounters(self.calls * 7, self.calls * 7 * 10**6, 0),
                 "compute": LaneCounters(self.calls * 8, 0, self.calls * 8 * 10**9),
             }
             worked_s = 0.85 * self.calls * self.period_s
-            state.apply(
+            model.apply(
                 now_s,
                 rank,
                 Counters(
-                    now_s,
-                    self.calls,
-                    self.calls,
-                    worked_s,
-                    0.1 * worked_s,
-                    worked_s,
-                    worked_s,
-                    0.9 * worked_s,
-                    lanes,
-                    0,
+                    at_s=now_s,
+                    calls=self.calls,
+                    traced_calls=self.calls,
+                    compute_s=worked_s,
+                    wait_s=0.1 * worked_s,
+                    total_s=worked_s,
+                    transfer_s=worked_s,
+                    overlap_s=0.9 * worked_s,
+                    lanes=lanes,
+                    dropped=0,
                 ),
             )
-        state.apply(
+        model.apply(
             now_s,
             0,
-            Report(
+            JobReport(
                 now_s, self.calls, {"loss": 1 + 5 * math.exp(-now_s / 100), "tokens_per_s": 1e6}
             ),
         )
 
-    def _call(self, state: State, start_s: float) -> None:
+    def _call(self, model: JobModel, start_s: float) -> None:
         hop_s = 0.9 * self.period_s / _HOPS
         for rank in range(self.num_ranks):
             shake = 0.05 * hop_s * math.sin(rank * 7 + self.calls)
@@ -265,18 +332,18 @@ class Load:
             )
             spans["issued"] = spans["started"] = begins
             spans["ended"] = begins + hop_s * 0.9
-            state.apply(
+            model.apply(
                 start_s + self.period_s,
                 rank,
-                Call(
-                    "all",
-                    self.calls,
-                    0,
-                    start_s,
-                    start_s + self.period_s,
-                    0.0,
-                    0.0,
-                    spans.tobytes(),
+                EndedCall(
+                    group="all",
+                    number=self.calls,
+                    plan=0,
+                    started_s=start_s,
+                    ended_s=start_s + self.period_s,
+                    compute_s=0.0,
+                    wait_s=0.0,
+                    spans=spans.tobytes(),
                 ),
             )
             self.spans += _TASKS

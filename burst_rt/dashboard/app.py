@@ -1,8 +1,8 @@
-"""The dashboard's routes: its own files, the present as a stream of events, windows of the past,
-and `/metrics`. Nothing else.
+"""The dashboard's routes: the page's files, the present as a stream of events, windows of the past,
+and `/metrics`. There are no others.
 
-Files are read once, at the start; a request names numbers and things of the model, never a path.
-What is sent is data, and the page writes it as text.
+Files are read once, at the start: a request names numbers and things of the model, never a path.
+All that is sent is data, and the page writes it as text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from burst_rt.telemetry.views import (
 
 __all__ = ["Dashboard", "make_app", "metrics_app"]
 
-# The present goes out so often; the links, which need spans, are worked out every second.
+# The present goes out twice a second. The links, which need spans, are worked out once a second.
 _PERIOD_S = 0.5
 _LINKS_PERIOD_S = 1.0
 _LINKS_SPANS = 4000
@@ -48,22 +48,20 @@ _MAX_NAMES = 256
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
-class Present(msgspec.Struct):
-    """What the page is told twice a second. events: those it has not had; plans: how many there are
-    (`/api/plans` has them).
-    """
+class Present(msgspec.Struct, kw_only=True):
+    """What the page is told twice a second."""
 
     job: JobView
     progress: ProgressView
     ranks: list[RankView]
     sources: list[SourceView]
     links: list[LinkView]
-    plans: int
-    events: list[EventView]
+    plans: int  # how many there are; `/api/plans` has them
+    events: list[EventView]  # those that the page has not had
 
 
 class Dashboard:
-    """What the routes answer from; one for all viewers, so that ten of them cost the hub what one
+    """What the routes answer from. All viewers share one, so that ten viewers cost the hub what one
     does.
     """
 
@@ -79,7 +77,7 @@ class Dashboard:
         self._lock = asyncio.Lock()
 
     async def present(self, *, fresh: bool = False) -> tuple[Snapshot, list[LinkView]]:
-        """The snapshot and the links, at most half a period old. fresh: made now."""
+        """The snapshot and the links, at most half a period old. fresh: they are made now."""
         async with self._lock:
             now_s = time.monotonic()
             if fresh or self._snapshot is None or now_s - self._snapshot_at_s > _PERIOD_S / 2:
@@ -93,7 +91,7 @@ class Dashboard:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: the present, twice a second, until the viewer goes or the hub
-        ends.
+        ends. A last event named "end" says that nothing more comes.
         """
         self.streams += 1
         told = 0
@@ -103,7 +101,7 @@ class Dashboard:
                 try:
                     snapshot, links = await self.present(fresh=closing)
                 except Stalled:
-                    continue  # it has waited long enough for the next try
+                    continue  # the try took long enough: the next may begin at once
                 events = [event for event in snapshot.events if event.number > told]
                 told = max((event.number for event in events), default=told)
                 yield self._event(snapshot, links, events)
@@ -112,7 +110,7 @@ class Dashboard:
                 with contextlib.suppress(TimeoutError):
                     closing = await asyncio.wait_for(self.closing.wait(), _PERIOD_S)
         except BurstError:
-            # The hub that this one is attached to has ended: who comes now sees the last of it.
+            # The hub that this dashboard asks has ended: a viewer who comes now sees its last.
             if self._snapshot is not None and not told:
                 yield self._event(self._snapshot, self._link_views, self._snapshot.events)
         finally:
@@ -121,13 +119,13 @@ class Dashboard:
 
     def _event(self, snapshot: Snapshot, links: list[LinkView], events: list[EventView]) -> bytes:
         view = Present(
-            snapshot.job,
-            snapshot.progress,
-            snapshot.ranks,
-            snapshot.sources,
-            links,
-            len(snapshot.plans),
-            events,
+            job=snapshot.job,
+            progress=snapshot.progress,
+            ranks=snapshot.ranks,
+            sources=snapshot.sources,
+            links=links,
+            plans=len(snapshot.plans),
+            events=events,
         )
         return b"data: " + msgspec.json.encode(view) + b"\n\n"
 
@@ -196,7 +194,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
 
 
 def metrics_app(dashboard: Dashboard) -> Starlette:
-    """`/metrics` alone, for a loopback port of its own, without a token."""
+    """`/metrics` alone. It has a port of its own on loopback, and needs no token."""
 
     async def metrics(request: Request) -> Response:
         return Response(exposition(*await dashboard.present()), media_type=CONTENT_TYPE)
@@ -207,7 +205,7 @@ def metrics_app(dashboard: Dashboard) -> Starlette:
 
 
 def _files() -> list[Route]:
-    """A route for each file of the page, its content in memory."""
+    """A route for each file of the page. The contents are held in memory."""
     routes = []
     for file in (resources.files("burst_rt.dashboard") / "assets").iterdir():
         kind = _TYPES.get(file.name.rpartition(".")[2])

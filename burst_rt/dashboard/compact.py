@@ -1,5 +1,5 @@
-"""A timeline as a browser gets it: calls with their spans beneath, names once, times as whole
-tenths of microseconds.
+"""A timeline as a browser gets it: spans stand beneath their call, each name stands once, and times
+are whole tenths of microseconds.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ __all__ = ["UNITS_PER_S", "compact"]
 UNITS_PER_S = 1e7
 
 
-class CallRows(msgspec.Struct):
-    """A call of a rank; plan: its number. spans: rows of name (its place in `names`), lane
-    (likewise), hop, bits (1: sends, 2: receives), issued, started and ended (in `1 / units_per_s` s
-    after started_s), bytes, flops, task.
-    """
+class CallRows(msgspec.Struct, kw_only=True):
+    """A call of a rank."""
 
     rank: int
     group: str
     call: int
     kind: str
-    plan: int
+    plan: int  # number of the rank's plan
     started_s: float
+    # Rows of name and lane (places in `names`), hop, bits (1: sends, 2: receives), issued, started
+    # and ended (in `1 / units_per_s` s after started_s), bytes, flops, task.
     spans: list[tuple[int, ...]]
 
 
-class CompactTimeline(msgspec.Struct):
-    """waits and flows are rows as in `telemetry.views`. now_s: when it was made."""
+class CompactTimeline(msgspec.Struct, kw_only=True):
+    """A `TimelineView` in few bytes."""
 
-    now_s: float
+    now_s: float  # when it was made
     since_s: float
     until_s: float
     units_per_s: float
     names: list[str]
     calls: list[CallRows]
-    waits: list[Any]
-    flows: list[Any]
+    waits: list[Any]  # rows as in `telemetry.views`
+    flows: list[Any]  # rows as in `telemetry.views`
     complete: int
     left_out: int
 
 
 def compact(view: TimelineView, now_s: float) -> bytes:
-    """The JSON of it."""
+    """The JSON of a `CompactTimeline`. now_s: the hub's time, for the page."""
     names: dict[str, int] = {}
     calls: dict[tuple[int, str, int], list[SpanView]] = {}
     for span in view.spans:
@@ -66,17 +65,27 @@ def compact(view: TimelineView, now_s: float) -> bytes:
             cells.append(
                 (name, lane, span.hop, bits, *times, span.size_bytes, span.flops, span.task)
             )
-        rows.append(CallRows(rank, group, call, spans[0].kind, spans[0].plan, start, cells))
+        rows.append(
+            CallRows(
+                rank=rank,
+                group=group,
+                call=call,
+                kind=spans[0].kind,
+                plan=spans[0].plan,
+                started_s=start,
+                spans=cells,
+            )
+        )
     made = CompactTimeline(
-        now_s,
-        view.since_s,
-        view.until_s,
-        UNITS_PER_S,
-        list(names),
-        rows,
-        view.waits,
-        view.flows,
-        view.complete,
-        view.left_out,
+        now_s=now_s,
+        since_s=view.since_s,
+        until_s=view.until_s,
+        units_per_s=UNITS_PER_S,
+        names=list(names),
+        calls=rows,
+        waits=view.waits,
+        flows=view.flows,
+        complete=view.complete,
+        left_out=view.left_out,
     )
     return msgspec.json.encode(made)

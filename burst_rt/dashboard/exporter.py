@@ -1,9 +1,9 @@
 """`/metrics` for Prometheus: a snapshot in its text format, made when it is scraped.
 
 GPU fields have the names, units and labels of NVIDIA's DCGM exporter
-(github.com/NVIDIA/dcgm-exporter, `etc/default-counters.csv`) where it has them, so dashboards and
-alerts made for it work; the runtime's own begin with `burst_rt_`. What a source has not measured is
-left out.
+(github.com/NVIDIA/dcgm-exporter, `etc/default-counters.csv`) where that has them, so dashboards and
+alerts made for it work here. The runtime's own fields begin with `burst_rt_`. A value that a source
+has not measured is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Field(NamedTuple):
     help: str
 
 
-# By our metric: DCGM's field, what to multiply by for its unit, its meaning.
+# By metric: DCGM's field, the factor to the field's unit, and its meaning.
 DCGM: dict[str, _Field] = {
     "sm_percent": _Field("DCGM_FI_DEV_GPU_UTIL", 1, "GPU utilization (in %)."),
     "memory_busy_percent": _Field("DCGM_FI_DEV_MEM_COPY_UTIL", 1, "Memory utilization (in %)."),
@@ -77,7 +77,7 @@ DCGM: dict[str, _Field] = {
 
 
 def exposition(snapshot: Snapshot, links: Iterable[LinkView]) -> bytes:
-    """The text that a scrape gets."""
+    """The text that Prometheus gets."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(snapshot, links))
     return generate_latest(registry)

@@ -1,9 +1,9 @@
-"""Who may see the dashboard: whoever has the run's token, by a page of its own, with GET or HEAD.
-Stands before every route.
+"""Who may see the dashboard: a viewer that has the run's token, asks from the dashboard's own page,
+and only reads (GET or HEAD). The guard stands before every route.
 
-The token comes once by link, then as a cookie that scripts cannot read and other sites' pages
-cannot send; Prometheus sends it as a bearer. Host must name this machine (against DNS rebinding),
-Origin, where a browser sends one, must be the page's own.
+The token comes once with the link, and then as a cookie that scripts cannot read and other sites'
+pages cannot send; Prometheus sends it as a bearer token. The Host header must name this machine,
+against DNS rebinding. An Origin header, where a browser sends one, must be the page's own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _HEADERS = {
 
 
 class Guard:
-    """Wraps an application. token: None for none. hosts: names that Host may have beside
-    loopback's; with any, addresses are good too.
+    """Wraps an application.
+
+    token: None lets everybody in who may ask at all. hosts: names that the Host header may have
+    beside loopback's; where there are any, a numeric address will do too.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Guard:
         self._open = token is None
         self._token = (token or "").encode()
         self._hosts = hosts
-        # Cookies know no port: two jobs on one host must not take each other's.
+        # A cookie is for all ports of a host: two jobs there must not take each other's.
         self.cookie = f"burst_rt_{hashlib.sha256(self._token).hexdigest()[:12]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,11 +70,14 @@ class Guard:
             await send(message)
 
         if response is not None and response.status_code >= 400:
-            response.headers["Connection"] = "close"  # every guess takes a connection of its own
+            # Each guess at the token takes a connection of its own.
+            response.headers["Connection"] = "close"
         await (response or self._app)(scope, receive, with_headers)
 
     def _answer(self, scope: Scope) -> Response | None:
-        """The refusal, or the way in; None where the application may answer."""
+        """The refusal, or the redirection that sets the cookie; None where the application is to
+        answer.
+        """
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not self._names_us(host):

@@ -1,7 +1,8 @@
 """The links of the ring: how many bytes a second each carries, and which is slow or silent.
 
-Bytes of a rank are exact (counters); how they divide over its peers, and how fast a message moves
-while both ends have been posted, come from the spans of the last seconds, as far as they are whole.
+How many bytes a rank sends is exact: counters say it. How these divide over the rank's peers, and
+how fast a message moves once both ends have been posted, come from the spans of the last seconds,
+as far as all ranks' spans are there.
 """
 
 from __future__ import annotations
@@ -18,34 +19,33 @@ from burst_rt.telemetry.views import RankView, Snapshot, TimelineView
 __all__ = ["WINDOW_S", "LinkView", "Links"]
 
 WINDOW_S = 5.0
-# Slow: its messages move at less than this part of the median link's speed, over at least so many
-# messages.
+# A link is slow if its messages move at less than this part of the median link's speed, over at
+# least so many messages.
 _SLOW = 1 / 3
 _MIN_MESSAGES = 4
-# A rank that has waited for a message for so long hears nothing.
+# A rank that has waited for one message for so long is stuck.
 _SILENT_S = 2.0
 _MAX_LINKS = 4096
 _FLOOR_S = 1e-6
 
 
-class LinkView(msgspec.Struct):
-    """From rank `sender` to `receiver`. bytes_per_s: now; moving_bytes_per_s: while messages were
-    on the wire, None where no spans say.
-
-    state: "ok", "slow" (its messages move at under a third of the median link's speed), "silent"
-    (an end is lost, silent or stuck).
-    """
+class LinkView(msgspec.Struct, kw_only=True):
+    """The link from rank `sender` to rank `receiver`."""
 
     sender: int
     receiver: int
-    bytes_per_s: float
-    moving_bytes_per_s: float | None
+    bytes_per_s: float  # now
+    moving_bytes_per_s: float | None  # while messages were on the wire; None where no spans say it
+    # "ok"; "slow": the link's messages move at under a third of the median link's speed; "silent":
+    # an end is lost, silent or stuck.
     state: str
 
 
 class _Moved(NamedTuple):
+    """What the messages of one link moved."""
+
     size_bytes: int
-    moving_s: float  # at least one message was on the wire
+    moving_s: float  # time in which at least one message was on the wire
     messages: int
 
     @property
@@ -55,12 +55,12 @@ class _Moved(NamedTuple):
 
 
 class Links:
-    """Remembers which links there are, so that one that falls silent is still shown."""
+    """The links that there have been, so that a link that falls silent is still shown."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[int, int], float] = {}
         self._moved: dict[tuple[int, int], _Moved] = {}
-        self._receives: set[str] = set()  # tasks that receive
+        self._receives: set[str] = set()  # names of the tasks that receive
 
     def look(self, recent: TimelineView) -> None:
         """Takes the spans of the last WINDOW_S."""
@@ -69,7 +69,7 @@ class Links:
         sent: dict[int, int] = defaultdict(int)
         for (sender, _), some in self._moved.items():
             sent[sender] += some.size_bytes
-        # A rank's peers may be others now.
+        # A rank that has sent may have other peers now: its former links count nothing.
         self._shares |= {link: 0.0 for link in self._shares if link[0] in sent}
         for link, some in self._moved.items():
             if link in self._shares or len(self._shares) < _MAX_LINKS:
@@ -97,7 +97,9 @@ class Links:
                 or receiver not in ranks
                 or {ranks[sender].status, ranks[receiver].status} & {"lost", "silent"}
             )
-            # Of a ring that stands still the link is at fault whose sender does not wait itself.
+            # When a ring stands still, most ranks wait for the rank before them, and that one waits
+            # too. The fault lies where the sender is not waiting. Where all wait, nothing tells the
+            # links apart, and all are silent.
             silent = gone or (
                 receiver in stuck and (sender not in stuck or len(stuck) == len(ranks))
             )
@@ -107,7 +109,7 @@ class Links:
                 and moved.messages >= _MIN_MESSAGES
                 and moved.speed < _SLOW * usual
             )
-            # What a rank that has left last said is no more.
+            # The last rate of a rank that is no longer live says nothing of the present.
             rate = (
                 total.get(sender, 0.0) * share
                 if not silent and ranks[sender].status == "live"
@@ -115,11 +117,11 @@ class Links:
             )
             views.append(
                 LinkView(
-                    sender,
-                    receiver,
-                    rate,
-                    moved.speed if moved else None,
-                    "silent" if silent else "slow" if slow else "ok",
+                    sender=sender,
+                    receiver=receiver,
+                    bytes_per_s=rate,
+                    moving_bytes_per_s=moved.speed if moved else None,
+                    state="silent" if silent else "slow" if slow else "ok",
                 )
             )
         return views
@@ -136,16 +138,16 @@ def _moved(recent: TimelineView) -> dict[tuple[int, int], _Moved]:
     posted = {(span.rank, span.group, span.call, span.task): span.issued_s for span in recent.spans}
     messages: dict[tuple[int, int], list[tuple[float, float, int]]] = defaultdict(list)
     for flow in recent.flows:
-        # On the wire from when both ends had been posted.
+        # A message is on the wire from when both of its ends have been posted.
         begun_s = max(
             flow.sent_s,
             posted.get((flow.receiver, flow.group, flow.call, flow.receive_task), flow.sent_s),
         )
         messages[flow.sender, flow.receiver].append((begun_s, flow.received_s, flow.size_bytes))
-    return {link: _together(some) for link, some in messages.items()}
+    return {link: _moved_by(some) for link, some in messages.items()}
 
 
-def _together(messages: list[tuple[float, float, int]]) -> _Moved:
+def _moved_by(messages: list[tuple[float, float, int]]) -> _Moved:
     moving_s, until_s = 0.0, -math.inf
     for begun_s, ended_s, _ in sorted(messages):
         moving_s += max(0.0, ended_s - max(begun_s, until_s))

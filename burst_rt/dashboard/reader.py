@@ -1,7 +1,7 @@
-"""Where a viewer reads: the model in its own process (the hub, a replay), or a hub elsewhere that
-it asks.
+"""Where a viewer reads: from a model in its own process (the hub's, or a replay's), or from a hub
+in another process.
 
-All three answer in the types of `telemetry.views`, so whatever shows a job works on any of them.
+All of them answer in the types of `telemetry.views`, so whatever shows a job works on any of them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from burst_rt.telemetry.state import State
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.viewer import Viewer
 from burst_rt.telemetry.views import SeriesView, Snapshot, TimelineView
 
-__all__ = ["HubReader", "Reader", "StateReader"]
+__all__ = ["HubReader", "ModelReader", "Reader"]
 
 
 class Reader(Protocol):
-    """Answers a viewer. Windows are seconds since the hub began; negative ones count back from now.
-    May raise ConfigError.
+    """Answers a viewer. Times are seconds since the hub began; negative ones count back from now.
+    May raise ConfigError where the hub is gone, and Stalled where it is late.
     """
 
     async def snapshot(self) -> Snapshot:
@@ -29,23 +29,25 @@ class Reader(Protocol):
     async def series(
         self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
     ) -> list[SeriesView]:
-        """Histories of sources (none: all) from `since_s` to now, at most `limit` rows each."""
+        """Histories of sources from `since_s` to now, at most `limit` rows each. sources, metrics:
+        none named means all.
+        """
         ...
 
     async def timeline(
         self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
     ) -> TimelineView:
-        """Spans of a window, at most `limit`, the newest."""
+        """The spans of a window, at most `limit`, the newest. ranks: none named means all."""
         ...
 
 
-class StateReader:
-    """Reads a State of this process. now: the hub's clock; None for a replay, where time stands
+class ModelReader:
+    """Reads a model in this process. now: the hub's clock; None for a replay, where time stands
     still.
     """
 
-    def __init__(self, state: State, now: Callable[[], float] | None = None) -> None:
-        self._state = state
+    def __init__(self, model: JobModel, now: Callable[[], float] | None = None) -> None:
+        self._model = model
         self._now = now
 
     async def snapshot(self) -> Snapshot:
@@ -54,21 +56,21 @@ class StateReader:
     async def series(
         self, sources: Sequence[str], metrics: Sequence[str], since_s: float, limit: int
     ) -> list[SeriesView]:
-        state = self._current()
+        model = self._current()
         known = (
-            [name for name in sources if name in state.sources] if sources else list(state.sources)
+            [name for name in sources if name in model.sources] if sources else list(model.sources)
         )
-        return [state.series(name, metrics, since_s, None, limit) for name in known]
+        return [model.series(name, metrics, since_s, None, limit) for name in known]
 
     async def timeline(
         self, since_s: float, until_s: float | None, ranks: Sequence[int], limit: int
     ) -> TimelineView:
         return self._current().timeline(since_s, until_s, ranks, limit)
 
-    def _current(self) -> State:
+    def _current(self) -> JobModel:
         if self._now is not None:
-            self._state.advance(self._now())
-        return self._state
+            self._model.advance(self._now())
+        return self._model
 
 
 class HubReader:

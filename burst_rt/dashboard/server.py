@@ -1,5 +1,5 @@
-"""Serves the dashboard: binds, tells the link, and runs uvicorn in an event loop that somebody else
-owns (the hub's, or a command's).
+"""Serves the dashboard: binds a port, tells the link, and runs uvicorn in an event loop that
+belongs to the hub or to a command.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["DEFAULT_PORT", "Served", "Where"]
 DEFAULT_PORT = 8870
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_CONNECTIONS = 128
-# Of those, so many may have asked for nothing yet; where more come, who has been there longest
-# without a word goes. A request must have come whole within so long.
+# So many of the connections may have asked for nothing yet; where there are more, the one that has
+# been silent longest is closed. A request must have come whole within the deadline.
 _MAX_MUTE = 64
 _REQUEST_DEADLINE_S = 10.0
 _CLOSING_S = 1
@@ -34,12 +34,11 @@ _CLOSING_S = 1
 
 @dataclass(frozen=True)
 class Where:
-    """Where to serve. port: None takes 8870 or, where that is taken, any; 0 takes any.
-    metrics_port: `/metrics` without a token, on loopback only; None: none, 0: any.
-    """
+    """Where to serve."""
 
     host: str = "127.0.0.1"
-    port: int | None = None
+    port: int | None = None  # None takes 8870 or, where that is taken, any; 0 takes any
+    # A port for `/metrics` without a token, on loopback only. None: no such port; 0: any.
     metrics_port: int | None = None
 
     @classmethod
@@ -62,7 +61,7 @@ class Where:
 
     @property
     def warning(self) -> str:
-        """What to say to who serves on another address than loopback; "" where it is loopback."""
+        """What to say to a person who serves on another address than loopback; "" on loopback."""
         if self.is_loopback:
             return ""
         return (
@@ -73,8 +72,8 @@ class Where:
 
 
 class _Connection(H11Protocol):
-    """A connection that asks in time, or ends: those who open many and say nothing must not keep
-    out who has the token.
+    """A connection that asks in time, or ends: a stranger who opens many and says nothing must not
+    keep out the person who has the token.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -97,7 +96,7 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._deadline is None:
-            self._await_request()  # a part of the next one has come
+            self._await_request()  # a part of the next request has come
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -113,7 +112,7 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever owns the loop."""
+    """Leaves signals to the owner of the event loop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -121,12 +120,12 @@ class _Server(uvicorn.Server):
 
 
 class Served:
-    """A dashboard that listens. link: with the token, for the person who started it. told: lines
-    for that person.
+    """A dashboard that listens. For the person who started it there are `link`, which carries the
+    token, and `told`, lines to print.
     """
 
     def __init__(self, reader: Reader, where: Where, token: str | None = None) -> None:
-        """Binds. Raises ConfigError where it cannot."""
+        """Binds the ports. Raises ConfigError where that fails."""
         self.token = token or secrets.token_urlsafe(24)
         self._dashboard = Dashboard(reader)
         bound = _bind(where.host, where.port)
@@ -157,7 +156,8 @@ class Served:
 
 
 def _server(app: ASGIApp) -> _Server:
-    # Of requests that are none it would warn in the terminal of the training, a line each.
+    # At a lower level uvicorn would write a line for each malformed request into the terminal of
+    # the training.
     config = uvicorn.Config(
         app, http=_Connection, log_config=None, log_level="error", access_log=False,
         server_header=False, lifespan="off",

@@ -2,8 +2,9 @@
 hurt the run.
 
 Off unless asked: `burst-rt run --telemetry` (or `--record FILE`), BURST_RT_TELEMETRY=1, or
-`burst_rt.init(telemetry=True)`. A rank's agent (`agent`) tells a hub (`hub`), whose model (`state`)
-all viewers ask; `report` lets a job add what it knows itself.
+`burst_rt.init(telemetry=True)`. A rank's agent (`agent`) tells a hub (`hub`) what the rank does.
+All viewers ask the hub's model of the job (`job_model`). `report` lets a job add figures of its
+own.
 """
 
 from burst_rt.telemetry.joining import report

@@ -1,10 +1,11 @@
 """A rank's side: one thread that tells the hub what the rank does, and what its machine measures.
 
-Whatever happens to the hub or to a sampler, the rank goes on: queues are bounded, sending never
-waits, what finds no room is dropped and counted, and when the hub is gone the thread ends. Five
-times a second it wakes, gathers, and sends all in one go: on the beat of the host's clock, so that
-all ranks of a host are held up at the same moment, which a ring feels once, and the hub wakes once
-for all.
+Whatever happens to the hub or to a sampler, the rank goes on. Queues are bounded, sending never
+waits, what finds no room is dropped and counted, and when the hub is gone the thread ends.
+
+The thread wakes five times a second, gathers, and sends everything in one go. It wakes on the beat
+of the host's clock: so all ranks of a host are held up at the same moment, which a ring feels only
+once, and the hub wakes once for all of them.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from burst_rt.telemetry.calls import CallLog, Totals
 from burst_rt.telemetry.host import HostSampler, ProcessSampler
 from burst_rt.telemetry.messages import (
     Bye,
-    Call,
+    EndedCall,
     FromRank,
     Group,
     Heartbeat,
     Hello,
-    Notice,
+    JobReport,
+    LogLine,
     Ping,
-    Plan,
+    PlanSummary,
     Pong,
-    Report,
     Severity,
     ToRank,
 )
@@ -43,23 +44,24 @@ __all__ = ["Agent"]
 
 _HEARTBEAT_S = 0.5
 _CONNECT_DEADLINE_S = 5.0
-# The clocks are compared by some pings in a row; the one with the shortest way tells most. Clocks
-# drift, so older answers than those of the time before do not count.
+# Clocks are compared by a few pings in a row, of which the one with the shortest way tells most.
+# Clocks drift: only the answers of this row and of the row before count.
 _CLOCK_PERIOD_S = 10.0
 _PINGS = 5
 _PING_DEADLINE_S = 0.2
-# Messages of other threads that wait; bytes that wait for the socket: above the first no more
-# spans, above the second nothing.
+# How many messages of other threads may wait for the agent's thread.
 _MAX_WAITING = 1000
+# How much may wait for the socket: above the first of these no more spans are sent, above the
+# second nothing is.
 _SPANS_UP_TO_BYTES = 2 << 20
 _UP_TO_BYTES = 8 << 20
-# In one go: a thread that computes long in Python keeps the interpreter from the rank's own.
+# A thread that computes for long in Python keeps the interpreter from the rank's own thread.
 _MAX_CALLS_A_TICK = 64
 _RESEND_S = 0.02
-# Of hosts and processes. Their processor time is counted in hundredths of a second: samples closer
-# together would say little.
+# Hosts and processes are sampled less often: their processor time is counted in hundredths of a
+# second, so samples closer together would say little.
 _HOST_PERIOD_S = 0.5
-# The last words, when the rank ends.
+# How long a rank that ends waits for its last words to be sent.
 _BYE_DEADLINE_S = 0.5
 
 _log = logging.getLogger("burst_rt.telemetry")
@@ -71,8 +73,8 @@ _LEVELS = {
 
 
 class Agent:
-    """One per rank. hello: who it is. gpus: of the ranks of this host, where this one samples them
-    (None: another one does).
+    """The agent of one rank. hello: the rank's first message. gpus: the GPUs of the ranks of this
+    host, if this rank samples them; None if another rank does.
     """
 
     def __init__(self, address: str, hello: Hello, gpus: list[GpuId] | None) -> None:
@@ -93,17 +95,23 @@ class Agent:
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
-        # rtt, offset, when sent
+        # Of each answer the time there and back, the offset, and when the ping was sent.
         self._pings: deque[tuple[float, float, float]] = deque(maxlen=2 * _PINGS)
         self._thread_s = 0.0
         self._nvml: NvmlThread | None = None
         self._thread = threading.Thread(target=self._main, name="burst_rt telemetry", daemon=True)
         self._thread.start()
 
-    # For the rank's own threads. None of these waits.
+    # For the rank's own threads. Only `close` waits.
 
-    def follow(self, ranks: list[int], transport: str, reason: str) -> CallLog:
-        """The log of a new context of these ranks of the job."""
+    def follow(
+        self,
+        ranks: list[int],
+        transport: str,
+        reason: str,
+        when_left: Callable[[int], None] | None = None,
+    ) -> CallLog:
+        """The log of a new context of these ranks of the job. when_left: see `CallLog`."""
         name = (
             f"{ranks[0]}-{ranks[-1]}"
             if ranks == list(range(ranks[0], ranks[0] + len(ranks)))
@@ -111,19 +119,14 @@ class Agent:
         )
         again = self._groups[name] = self._groups.get(name, -1) + 1
         group = Group(f"{name} #{again}" if again else name, ranks, transport, reason)
-        log = CallLog(group, self.totals)
+        log = CallLog(group, self.totals, when_left)
         self._logs.append(log)
         self.put(group)
         return log
 
-    def unfollow(self, log: CallLog) -> None:
-        """Its context is closed; what it still holds is sent."""
-        if log in self._logs:
-            log.closed = True
-
     def report(self, step: int, values: dict[str, float]) -> None:
         """Something the job says of itself."""
-        self.put(Report(time.perf_counter(), step, values))
+        self.put(JobReport(time.perf_counter(), step, values))
 
     def put(self, message: FromRank) -> None:
         """Queues a message; drops it where there is no room."""
@@ -133,7 +136,7 @@ class Agent:
             self.num_dropped += 1
 
     def close(self, code: int, text: str = "") -> None:
-        """The rank ends: says so, and waits at most half a second for that to be sent."""
+        """The rank ends: tells the hub, and waits at most half a second for that to be sent."""
         if not self.alive or self._ending:
             return
         self._waiting.append(Bye(time.perf_counter(), code, text))
@@ -143,7 +146,9 @@ class Agent:
         self.alive = False
 
     def forked(self) -> None:
-        """This is a child of the rank's process, without its threads: lets go of the connection."""
+        """For a child of the rank's process, which has none of its threads: lets go of the
+        connection.
+        """
         self.alive = False
         if self._connection is not None:
             self._connection.close()
@@ -172,7 +177,7 @@ class Agent:
         with self._connection as self._socket:
             self._socket.setblocking(False)
             self._queue(self.hello)
-            # First of all, and told at once: the first call may begin now.
+            # The clock goes first, and is told at once: the first call may begin now.
             self._measure_clock()
             samplers = self._open_samplers()
             beat_at_s = sample_at_s = now_s = time.perf_counter()
@@ -200,14 +205,14 @@ class Agent:
             self._socket.sendall(b"".join(self._unsent))
 
     def _wait_until(self, wake_at_s: float) -> None:
-        """Sends what the socket had no room for, now and then, until it is time."""
+        """Waits; meanwhile sends, now and then, what the socket had no room for."""
         while (left_s := wake_at_s - time.perf_counter()) > 0 and not self._ending:
             self._wake.wait(min(left_s, _RESEND_S) if self._unsent else left_s)
             self._send()
 
     def _open_samplers(self) -> list[Callable[[], None]]:
         process = ProcessSampler(f"rank:{self.hello.rank}")
-        # Its first sample would say what starting cost.
+        # Counted from here: the first sample would otherwise say what starting cost.
         self._sampled_s = time.perf_counter(), time.thread_time()
 
         def own() -> None:
@@ -228,8 +233,8 @@ class Agent:
         return [own, shared]
 
     def _measure_clock(self) -> None:
-        """Some pings in a row. Waits at most `_PING_DEADLINE_S` for each, and no longer for the
-        rest once there was no answer.
+        """Sends a few pings in a row. Waits at most `_PING_DEADLINE_S` for each answer; once one
+        has not come, sends no more.
         """
         answer = select.poll()
         answer.register(self._socket, select.POLLIN)
@@ -248,12 +253,20 @@ class Agent:
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
-        group, doing = "", (-1, "", 0.0)
+        group, (call, doing, since_s) = "", (-1, "", 0.0)
         for log in self._logs:
             here = log.doing()
             if here[0] >= 0:
-                group, doing = log.group.name, here
-        return Heartbeat(now_s, offset_s, rtt_s, group, *doing)
+                group, (call, doing, since_s) = log.group.name, here
+        return Heartbeat(
+            sent_s=now_s,
+            offset_s=offset_s,
+            rtt_s=rtt_s,
+            group=group,
+            call=call,
+            doing=doing,
+            since_s=since_s,
+        )
 
     def _receive(self) -> None:
         try:
@@ -276,11 +289,11 @@ class Agent:
                         message.sent_s,
                     )
                 )
-            elif isinstance(message, Notice):
+            elif isinstance(message, LogLine):
                 _log.log(_LEVELS[message.severity], "%s", message.text)
 
     def _gather(self) -> None:
-        """What has happened since the last time, into frames."""
+        """Makes frames of what has happened since the last time."""
         while self._waiting:
             message = self._waiting.popleft()
             if isinstance(message, Bye):
@@ -307,8 +320,8 @@ class Agent:
                 self.num_dropped += log.num_dropped
 
     def _queue(self, message: FromRank | Ping) -> None:
-        limit = _SPANS_UP_TO_BYTES if isinstance(message, Call) else _UP_TO_BYTES
-        if self._unsent_bytes > limit and not isinstance(message, (Plan, Group, Bye)):
+        limit = _SPANS_UP_TO_BYTES if isinstance(message, EndedCall) else _UP_TO_BYTES
+        if self._unsent_bytes > limit and not isinstance(message, (PlanSummary, Group, Bye)):
             self.num_dropped += 1
             return
         data = frame(self._encoder.encode(message))
@@ -316,7 +329,7 @@ class Agent:
         self._unsent_bytes += len(data)
 
     def _send(self) -> None:
-        """As much as the socket takes now."""
+        """Sends as much as the socket takes now."""
         if not self._unsent:
             return
         data = b"".join(self._unsent)

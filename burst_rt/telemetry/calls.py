@@ -1,8 +1,9 @@
-"""A context's calls as telemetry sees them: what it is doing now, counts that miss nothing, and
-spans for whoever looks.
+"""A context's calls as telemetry sees them: what the context is doing now, counts that miss
+nothing, and spans for viewers.
 
-The calling thread only notes that a call began and ended (a few microseconds); the agent's thread
-makes messages of it later. Where it cannot keep up, spans are dropped and counted, counts are not.
+The calling thread only notes that a call began and ended, which takes a few microseconds; the
+agent's thread makes messages of the call later. Where that thread cannot keep up, spans are dropped
+and the loss is counted; counts are never dropped.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from burst_rt.scheduler import Graph, Schedule, overlap
 from burst_rt.telemetry.messages import (
-    Call,
     Candidate,
     Counters,
+    EndedCall,
     Group,
     LaneCounters,
-    Plan,
+    PlanSummary,
     TaskInfo,
     hop_of,
 )
@@ -31,15 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CallLog", "Described", "Totals"]
 
-# Calls whose spans wait for the agent.
+# How many calls' spans may wait for the agent.
 _MAX_WAITING = 256
-# Before those are looked through whose plans are no more.
+# How many schedules a log knows before it forgets those that are no more.
 _MAX_KNOWN = 256
 _PACK = struct.Struct("<Ifff").pack  # timeline.SPAN
 
 
-class Described(NamedTuple):
-    """What a `Plan` says beside its tasks; see there."""
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a `PlanSummary` says beside its tasks; see there."""
 
     kind: str
     explain: str
@@ -50,7 +55,7 @@ class Described(NamedTuple):
 
 
 class _Known:
-    """A schedule that has run: what one run of it counts."""
+    """A schedule that has run, and what one run of it counts on each lane."""
 
     def __init__(self, number: int, schedule: Schedule) -> None:
         self.number = number
@@ -62,7 +67,7 @@ class _Known:
             self.lanes[task.lane] = (num + 1, size + task.cost.size_bytes, flops + task.cost.flops)
 
     def add_to(self, lanes: dict[str, LaneCounters]) -> None:
-        """Adds all its runs."""
+        """Adds what all runs of the schedule have counted."""
         calls = self.calls
         for name, (num, size, flops) in self.lanes.items():
             lane = lanes.get(name, LaneCounters(0, 0, 0))
@@ -71,8 +76,9 @@ class _Known:
             )
 
 
-class _Ended(NamedTuple):
-    """A call whose spans wait to be sent; `describe` for a plan that has not been sent yet."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ended:
+    """A call whose spans wait to be sent."""
 
     number: int
     known: _Known
@@ -80,23 +86,18 @@ class _Ended(NamedTuple):
     driver: BaseDriver
     started_s: float
     ended_s: float
-    # Of its computing time and its waiting: a device knows better when it has ended.
+    # The computing and the waiting that have been counted. On a device both are known only later,
+    # when the call has ended there too; the rest is counted then.
     counted_s: float
     waited_s: float
-    describe: Callable[[], Described]
+    describe: Callable[[], Described]  # for a plan that has not been sent yet
 
 
 class Totals:
-    """Counts of a rank over all its contexts."""
+    """What a rank counts over all its contexts."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self.traced_calls = 0
-        self.compute_s = 0.0
-        self.wait_s = 0.0
-        self.total_s = 0.0
-        self.transfer_s = 0.0
-        self.overlap_s = 0.0
+        self.counts = Counters()  # but for time, lanes and dropped messages: `message` adds them
         self.num_known = 0
         self._known: list[_Known] = []
         self._gone: dict[str, LaneCounters] = {}  # of plans that are no more
@@ -109,27 +110,28 @@ class Totals:
         return known
 
     def message(self, dropped: int) -> Counters:
-        """As they are now."""
+        """The counts as they are now. dropped: messages that found no room so far."""
         for known in [known for known in self._known if known.alive() is None]:
             self._known.remove(known)
             known.add_to(self._gone)
         lanes = dict(self._gone)
         for known in list(self._known):
             known.add_to(lanes)
-        return Counters(
-            time.perf_counter(), self.calls, self.traced_calls, self.compute_s, self.wait_s,
-            self.total_s, self.transfer_s, self.overlap_s,
-            lanes, dropped,
-        )  # fmt: skip
+        return msgspec.structs.replace(
+            self.counts, at_s=time.perf_counter(), lanes=lanes, dropped=dropped
+        )
 
 
 class CallLog:
-    """The calls of one context. `began`, `ended` and `abandoned` are for the thread that calls, the
-    rest for the agent's.
+    """The calls of one context, as whoever performs them tells. `began`, `ended`, `abandoned` and
+    `left` are for the thread that calls, the rest is for the agent's. when_left: called by `left`.
     """
 
-    def __init__(self, group: Group, totals: Totals) -> None:
+    def __init__(
+        self, group: Group, totals: Totals, when_left: Callable[[int], None] | None = None
+    ) -> None:
         self.group = group
+        self._when_left = when_left
         self.totals = totals
         self.num_dropped = 0
         self.closed = False
@@ -146,7 +148,7 @@ class CallLog:
         self.current = (number, driver)
 
     def abandoned(self) -> None:
-        """The call that began does not take place: the ranks disagree."""
+        """The call that began does not take place, because the ranks disagree."""
         self.current = None
 
     def ended(
@@ -159,52 +161,62 @@ class CallLog:
         known = self._known.get(id(schedule))
         if known is None or known.alive() is not schedule:
             known = self._first_run(schedule)
-        totals = self.totals
         known.calls += 1
-        totals.calls += 1
-        totals.compute_s += driver.compute_s
-        totals.wait_s += driver.wait_s
-        totals.total_s += now_s - self._started_s
+        counts = self.totals.counts
+        counts.calls += 1
+        counts.compute_s += driver.compute_s
+        counts.wait_s += driver.wait_s
+        counts.total_s += now_s - self._started_s
         if self._stopped:
             return
         if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(
                 _Ended(
-                    number,
-                    known,
-                    schedule.graph,
-                    driver,
-                    self._started_s,
-                    now_s,
-                    driver.compute_s,
-                    driver.wait_s,
-                    describe,
+                    number=number,
+                    known=known,
+                    graph=schedule.graph,
+                    driver=driver,
+                    started_s=self._started_s,
+                    ended_s=now_s,
+                    counted_s=driver.compute_s,
+                    waited_s=driver.wait_s,
+                    describe=describe,
                 )
             )
         else:
             self.num_dropped += 1
 
+    def left(self, code: int) -> None:
+        """The context is closed; what the log still holds is sent. code: the exit code of a rank
+        that ends with its context.
+        """
+        self.closed = True
+        if self._when_left is not None:
+            self._when_left(code)
+
     def stop(self) -> None:
-        """Nobody listens any more: keeps nothing."""
+        """Nobody listens any more: keeps nothing from here on."""
         self._stopped = True
         self._waiting.clear()
 
     def doing(self) -> tuple[int, str, float]:
-        """Number of the call under way (-1: none), what it does or waits for, and since when."""
+        """The number of the call under way (-1: none), what the call does or waits for, and since
+        when.
+        """
         current = self.current
         if current is None:
             return -1, "", 0.0
         number, driver = current
         return (number, *(driver.doing() or ("", self._started_s)))
 
-    def take(self) -> list[Plan | Call]:
-        """One call that has ended, with its plan if that is new; none: nothing has, or a device has
-        yet to end it.
+    def take(self) -> list[PlanSummary | EndedCall]:
+        """One call that has ended, after its plan if the plan is new. Nothing where no call has
+        ended, or where a device has yet to end it.
         """
         if not self._waiting or not self._waiting[0].driver.settled():
             return []
         ended = self._waiting.popleft()
-        messages: list[Plan | Call] = []
+        messages: list[PlanSummary | EndedCall] = []
         if ended.known.number not in self._described:
             self._described.add(ended.known.number)
             messages.append(self._plan(ended))
@@ -219,48 +231,59 @@ class CallLog:
         known = self._known[id(schedule)] = self.totals.add(schedule)
         return known
 
-    def _plan(self, ended: _Ended) -> Plan:
+    def _plan(self, ended: _Ended) -> PlanSummary:
         graph = ended.graph
         lanes = graph.lanes
         tasks = [
             TaskInfo(
-                task.name, task.lane, task.op.name if task.op else "exchange", hop_of(task.name),
-                task.cost.size_bytes, task.cost.flops,
-                lanes[task.lane].ordered, [(m.peer, m.tag, m.size_bytes) for m in task.sends],
-                [(m.peer, m.tag, m.size_bytes) for m in task.recvs],
+                name=task.name,
+                lane=task.lane,
+                op=task.op.name if task.op else "exchange",
+                hop=hop_of(task.name),
+                size_bytes=task.cost.size_bytes,
+                flops=task.cost.flops,
+                ordered=lanes[task.lane].ordered,
+                sends=[(m.peer, m.tag, m.size_bytes) for m in task.sends],
+                recvs=[(m.peer, m.tag, m.size_bytes) for m in task.recvs],
             )
             for task in graph.tasks
-        ]  # fmt: skip
+        ]
         told = ended.describe()
-        return Plan(
-            ended.known.number, self.group.name, told.kind, tasks, told.explain, told.predicted_s,
-            told.problem, told.strategy,
-            list(told.candidates),
-        )  # fmt: skip
+        return PlanSummary(
+            number=ended.known.number,
+            group=self.group.name,
+            kind=told.kind,
+            tasks=tasks,
+            explain=told.explain,
+            predicted_s=told.predicted_s,
+            problem=told.problem,
+            strategy=told.strategy,
+            candidates=list(told.candidates),
+        )
 
-    def _call(self, ended: _Ended) -> Call:
+    def _call(self, ended: _Ended) -> EndedCall:
         trace = list(ended.driver.trace)
         start = ended.started_s
         transfer_s, hidden_s = overlap(trace)
-        totals = self.totals
-        totals.traced_calls += 1
-        totals.compute_s += ended.driver.compute_s - ended.counted_s
-        totals.wait_s += ended.driver.wait_s - ended.waited_s
-        totals.transfer_s += transfer_s
-        totals.overlap_s += hidden_s
+        counts = self.totals.counts
+        counts.traced_calls += 1
+        counts.compute_s += ended.driver.compute_s - ended.counted_s
+        counts.wait_s += ended.driver.wait_s - ended.waited_s
+        counts.transfer_s += transfer_s
+        counts.overlap_s += hidden_s
         spans = b"".join(
             [
                 _PACK(s.task, s.issued_s - start, s.started_s - start, s.ended_s - start)
                 for s in trace
             ]
         )
-        return Call(
-            self.group.name,
-            ended.number,
-            ended.known.number,
-            start,
-            ended.ended_s,
-            ended.driver.compute_s,
-            ended.driver.wait_s,
-            spans,
+        return EndedCall(
+            group=self.group.name,
+            number=ended.number,
+            plan=ended.known.number,
+            started_s=start,
+            ended_s=ended.ended_s,
+            compute_s=ended.driver.compute_s,
+            wait_s=ended.driver.wait_s,
+            spans=spans,
         )

@@ -1,9 +1,9 @@
 """A record as one trace of all ranks, for Perfetto (ui.perfetto.dev) or chrome://tracing: the Trace
 Event Format, in JSON.
 
-A process is a rank, a thread of it a lane; where transfers overlap a lane takes several. Arrows go
-from a send to its receive. Counters: power and use of each GPU, cores, loss. The format:
-perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
+A rank is shown as a process, and a lane as a thread of it; where transfers overlap, a lane takes
+several threads. Arrows go from a send to its receive. Counters show power and use of each GPU,
+cores, and loss. The format: perfetto.dev/docs/getting-started/other-formats, "Chrome JSON".
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from burst_rt.errors import InputError
-from burst_rt.telemetry.messages import Heartbeat, Hello, Report, Sample, Source
+from burst_rt.telemetry.messages import Heartbeat, Hello, JobReport, Sample, Source
 from burst_rt.telemetry.reading import CallOfAll, calls_of
 from burst_rt.telemetry.record import Record, replay
 from burst_rt.telemetry.timeline import spans_of
 
 __all__ = ["write_trace"]
 
-_Event: TypeAlias = dict[str, object]
-# Threads of a rank's process, in the order they are shown; each lane has room for so many rows.
+_TraceEvent: TypeAlias = dict[str, object]
+# Threads of a rank's process, in the order in which they are shown.
 _LANES = ("control", "compute", "waits", "network", "d2h", "h2d")
-_ROWS = 16
-# Processes that are no ranks come after all of them.
+_ROWS = 16  # at most so many threads a lane
+# Numbers of the processes that stand for sources: after those of all ranks.
 _FIRST_SOURCE = 1_000_000
 _COUNTERS = (
     "power_w",
@@ -40,8 +40,8 @@ _COUNTERS = (
 
 
 def write_trace(record: Record, path: Path) -> int:
-    """Writes the trace of a record; returns how many events it has. Raises OSError, InputError
-    where `path` is the record.
+    """Writes the trace of a record, and returns its number of events. Raises OSError, and
+    InputError where `path` is the record itself.
     """
     if path.exists() and path.samefile(record.path):
         raise InputError(f"{path} is the record itself; give the trace another name")
@@ -56,14 +56,14 @@ def write_trace(record: Record, path: Path) -> int:
     return num_events
 
 
-def _events(record: Record) -> Iterator[_Event]:
+def _events(record: Record) -> Iterator[_TraceEvent]:
     yield from _samples(record)
     rows = _Rows()
     for number, call in enumerate(calls_of(record)):
         yield from _call(call, rows, number)
     for event in replay(record).events:
         about = {"text": event.text, "severity": str(event.severity)}
-        place: _Event = {"s": "g"} if event.rank < 0 else {"s": "p", "pid": event.rank}
+        place: _TraceEvent = {"s": "g"} if event.rank < 0 else {"s": "p", "pid": event.rank}
         yield {
             "ph": "i",
             "name": event.kind,
@@ -76,7 +76,7 @@ def _events(record: Record) -> Iterator[_Event]:
 
 
 class _Rows:
-    """Where a span is drawn: the first row of its lane that is free by then."""
+    """Where a span is drawn: in the first row of its lane that is free when the span starts."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, str], list[float]] = {}
@@ -91,8 +91,8 @@ class _Rows:
         ends[row] = ended_s
         return _thread(lane, row)
 
-    def names(self) -> Iterator[_Event]:
-        """The threads' names."""
+    def names(self) -> Iterator[_TraceEvent]:
+        """Names and order of the threads."""
         for (rank, lane), ends in self._ends.items():
             for row in range(len(ends)):
                 thread = _thread(lane, row)
@@ -118,7 +118,7 @@ def _thread(lane: str, row: int) -> int:
     return first * _ROWS + row + 1
 
 
-def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
+def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_TraceEvent]:
     threads: dict[tuple[int, int], int] = {}
     ends: dict[tuple[int, int], tuple[float, float]] = {}
     for rank, (plan, kept) in call.ranks.items():
@@ -128,7 +128,7 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
                 rank, span.lane, span.started_s, span.ended_s
             )
             ends[rank, span.task] = (span.started_s, span.ended_s)
-            about: _Event = {
+            about: _TraceEvent = {
                 "call": f"{call.kind} {call.number}",
                 "op": task.op,
                 "bytes": span.size_bytes,
@@ -155,8 +155,8 @@ def _call(call: CallOfAll, rows: _Rows, serial: int) -> Iterator[_Event]:
             (call.members[source.rank], source.task),
             (call.members[end.rank], end.task),
         )
-        flow: _Event = {"cat": "message", "name": "message", "id": f"{serial}.{number}"}
-        # Inside the slices they belong to.
+        flow: _TraceEvent = {"cat": "message", "name": "message", "id": f"{serial}.{number}"}
+        # Both ends of an arrow must lie inside the slices that they belong to.
         sent_s, received_s = ends[sender][0], max(ends[receiver][0], ends[receiver][1] - 1e-7)
         yield flow | {"ph": "s", "pid": sender[0], "tid": threads[sender], "ts": sent_s * 1e6}
         yield flow | {
@@ -175,8 +175,8 @@ def _slice(
     category: str,
     started_s: float,
     ended_s: float,
-    about: _Event,
-) -> _Event:
+    about: _TraceEvent,
+) -> _TraceEvent:
     times = {"ts": started_s * 1e6, "dur": max(0.0, ended_s - started_s) * 1e6}
     return {
         "ph": "X",
@@ -188,8 +188,8 @@ def _slice(
     } | times
 
 
-def _samples(record: Record) -> Iterator[_Event]:
-    """Names of ranks and sources, and counters."""
+def _samples(record: Record) -> Iterator[_TraceEvent]:
+    """The names of ranks and sources, and the counters."""
     offsets: dict[int, float] = {}
     processes: dict[str, int] = {}
     for entry in record:
@@ -208,19 +208,19 @@ def _samples(record: Record) -> Iterator[_Event]:
             yield from _counters(
                 process, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
             )
-        elif isinstance(message, Report):
+        elif isinstance(message, JobReport):
             yield from _counters(
                 rank, (message.at_s + offsets.get(rank, 0.0)) * 1e6, message.values
             )
 
 
-def _process(number: int, name: str) -> _Event:
+def _process(number: int, name: str) -> _TraceEvent:
     return {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": name}}
 
 
-def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_Event]:
+def _counters(process: int, at_us: float, values: dict[str, float]) -> Iterator[_TraceEvent]:
     for name in _COUNTERS:
-        if math.isfinite(values.get(name, math.nan)):  # JSON has no others
+        if math.isfinite(values.get(name, math.nan)):  # JSON has no other numbers
             yield {
                 "ph": "C",
                 "name": name,

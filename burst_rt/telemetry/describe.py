@@ -1,5 +1,5 @@
-"""A plan in words, and how long it should take where a machine like this one is known: forecast by
-the planner, or simulated.
+"""A plan in words, and the time that it should take, where a machine like this one is known: the
+planner's forecast, or a simulated run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "machine_like"]
 
-# Simulating is Python: worth it for worlds that take milliseconds, and on one rank.
+# A simulation runs in Python: it is worth its time for worlds that take milliseconds, and on one
+# rank.
 _PREDICT_UP_TO = 16
-# What a device's name must hold for one of `scheduler/hardware`.
+# The machines of `scheduler/hardware`, and the words that a device's name must hold to be one.
 _MACHINES = {
     "h200-sxm": ("H200",),
     "h100-sxm": ("H100", "HBM3"),
@@ -30,7 +31,7 @@ _MACHINES = {
 
 
 def machine_like(device_name: str) -> str | None:
-    """Which of the shipped machines has this device; None: none has."""
+    """The shipped machine that has this device; None where none has."""
     return next(
         (
             machine
@@ -42,13 +43,13 @@ def machine_like(device_name: str) -> str | None:
 
 
 def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
-    """What telemetry says of a plan (None: a custom pipeline). Takes milliseconds; for the agent's
-    thread.
+    """What telemetry says of a plan; None stands for a custom pipeline. Takes milliseconds, so it
+    is called by the agent's thread.
     """
     from burst_rt.telemetry.calls import Described
 
     if plan is None:
-        return Described("pipeline", "custom task graph")
+        return Described(kind="pipeline", explain="custom task graph")
     problem, choice, seconds = plan.key.problem, plan.choice, plan.choice.seconds or {}
     about = (
         f"layout {problem.q_layout.kind}, {problem.q_layout.seq_len:,} tokens, {problem.num_heads} "
@@ -60,12 +61,17 @@ def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
     )
     kind = "forward" if plan.key.forward else "backward"
     return Described(
-        kind, plan.explain(), _predicted_s(plan, machine, rank), about, choice.strategy, candidates
+        kind=kind,
+        explain=plan.explain(),
+        predicted_s=_predicted_s(plan, machine, rank),
+        problem=about,
+        strategy=choice.strategy,
+        candidates=candidates,
     )
 
 
 def _predicted_s(plan: Plan, machine: Machine, rank: int) -> float | None:
-    """The planner's forecast; else one made here, by rank 0."""
+    """The planner's forecast. Where there is none, rank 0 makes one here."""
     choice = plan.choice
     if choice.seconds:
         return choice.seconds.get(choice.strategy)

@@ -1,9 +1,9 @@
-"""Numbers over time, of bounded size: the last ten minutes as they came, an hour and a half in 5 s
-means, a day in minute means.
+"""Numbers over time, of bounded size: the last ten minutes as they came, an hour and a half as
+means of 5 s, a day as means of a minute.
 
-One `History` holds all metrics of one source: rows of float32 and one float64 time a row. A metric
-that a row lacks is NaN there. What is older than the coarsest level holds is gone (a record keeps
-all).
+One `History` holds all metrics of one source: rows of float32, and one float64 time a row. A metric
+that a row lacks is NaN there. What is older than the coarsest level is gone; a record keeps
+everything.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy.typing as npt
 __all__ = ["FULL_S", "History"]
 
 FULL_S = 600.0
-# Of the coarser levels: seconds of a row, rows.
+# The coarser levels: seconds that a row stands for, number of rows.
 _COARSER = ((5.0, 1080), (60.0, 1440))
 _FIRST_ROWS = 64
 
 
 class _Ring:
-    """The last `capacity` rows; grows up to that, so that a short run takes little."""
+    """The last `capacity` rows. Grows as it fills, so that a short run takes little memory."""
 
     def __init__(self, capacity: int, num_columns: int) -> None:
         self.capacity = capacity
@@ -56,7 +56,7 @@ class _Ring:
 
     @property
     def first_s(self) -> float:
-        """Time of the oldest row."""
+        """Time of the oldest row, infinity without any."""
         if self.count == 0:
             return np.inf
         return float(
@@ -65,8 +65,8 @@ class _Ring:
 
 
 class History:
-    """See the module. rows_per_s: at most so many rows a second are kept for ten minutes (more come
-    to less time).
+    """See the module. rows_per_s: how many rows a second are kept for ten minutes; rows that come
+    faster are kept for less time.
     """
 
     def __init__(self, rows_per_s: float = 5.0) -> None:
@@ -74,8 +74,8 @@ class History:
         self._column: dict[str, int] = {}
         self._full = _Ring(max(1, round(FULL_S * rows_per_s)), 0)
         self._coarse = [_Ring(rows, 0) for _, rows in _COARSER]
-        # Rows of the level below that the next row of this one will be the mean of: (end of its
-        # time, first row).
+        # For each coarser level its next row, which is a mean of rows of the level below: when the
+        # time of that row ends, and the first row below that belongs to it.
         self._bucket = [(-np.inf, 0) for _ in _COARSER]
 
     def add(self, at_s: float, values: Mapping[str, float]) -> None:
@@ -94,7 +94,7 @@ class History:
         self._full.add(at_s, row)
 
     def _thin(self, at_s: float) -> None:
-        """Closes the coarser rows whose time is over."""
+        """Adds the coarser rows whose time is over."""
         below = self._full
         for level, (step_s, _) in enumerate(_COARSER):
             end_s, first = self._bucket[level]
@@ -110,8 +110,8 @@ class History:
     def window(
         self, since_s: float, until_s: float, metrics: Sequence[str] = (), max_rows: int = 2000
     ) -> tuple[npt.NDArray[np.float64], dict[str, npt.NDArray[np.float32]]]:
-        """Times and values of a window, in order, each part in the finest level that still has it;
-        means of neighbours above `max_rows`.
+        """Times and values of a window, in order. Each part of the window comes from the finest
+        level that still has it. Beyond `max_rows` rows, neighbours become their mean.
         """
         until = until_s
         times: list[npt.NDArray[np.float64]] = []
@@ -124,7 +124,7 @@ class History:
         time, value = np.concatenate(times), np.concatenate(values)
         every = max(1, -(-len(time) // max(1, max_rows)))
         if every > 1:
-            # Not every n-th row: a source's samples and its rates come in turns.
+            # Every n-th row would not do: a source's samples and its rates come in turns.
             missing = -len(time) % every
             value = np.pad(value, ((0, missing), (0, 0)), constant_values=np.nan)
             value = _mean(value.reshape(-1, every, value.shape[1]), 1)
@@ -137,12 +137,12 @@ class History:
 
     @property
     def size_bytes(self) -> int:
-        """What the arrays take."""
+        """Memory of the arrays."""
         return sum(ring.times.nbytes + ring.values.nbytes for ring in (self._full, *self._coarse))
 
 
 def _mean(rows: npt.NDArray[np.float32], axis: int = 0) -> npt.NDArray[np.float32]:
-    """Of each column what is there; NaN where nothing is."""
+    """The mean of each column over the rows that have it; NaN where none has."""
     there = ~np.isnan(rows)
     with np.errstate(invalid="ignore"):
         mean: npt.NDArray[np.float32] = (

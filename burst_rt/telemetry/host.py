@@ -1,5 +1,5 @@
-"""Samples of a host and of a rank's own process, from psutil: the same shape as a GPU's, for
-machines with and without one.
+"""Samples of a host and of a rank's own process, from psutil. They have the shape of a GPU's
+samples, and come from machines with and without a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from burst_rt.telemetry.messages import Sample, Source
 
 __all__ = ["HostSampler", "ProcessSampler"]
 
-# Threads are read one file each: not at every sample.
+# Threads are not read at every sample: each one is a file to read.
 _THREADS_EVERY_S = 1.0
 
 
@@ -22,11 +22,11 @@ class HostSampler:
     def __init__(self, host: str) -> None:
         self._name = f"host:{host}"
         self._host = host
-        psutil.cpu_percent(percpu=True)  # the first says nothing
+        psutil.cpu_percent(percpu=True)  # the first answer says nothing
         self._at_s, self._sent, self._received = time.perf_counter(), *_network()
 
     def source(self) -> Source:
-        """What is sampled."""
+        """The host as a source."""
         memory = psutil.virtual_memory()
         about = {"cores": str(psutil.cpu_count()), "memory_bytes": str(memory.total)}
         metrics = [
@@ -36,10 +36,10 @@ class HostSampler:
             "net_tx_bytes_per_s",
             "net_rx_bytes_per_s",
         ]
-        return Source(self._name, "host", self._host, metrics, about)
+        return Source(name=self._name, kind="host", host=self._host, metrics=metrics, about=about)
 
     def sample(self) -> Sample:
-        """Since the last one. Does not block."""
+        """What the host did since the last sample. Does not block."""
         cores = psutil.cpu_percent(percpu=True)
         memory = psutil.virtual_memory()
         now_s, sent, received = time.perf_counter(), *_network()
@@ -67,7 +67,9 @@ class ProcessSampler:
         self._threads: dict[int, float] = {}
 
     def sample(self, telemetry_percent: float) -> Sample:
-        """Since the last one; telemetry_percent: what its own threads took. Does not block."""
+        """What the process did since the last sample. telemetry_percent: part of a core that
+        telemetry's own threads took. Does not block.
+        """
         now_s, busy_s = time.perf_counter(), time.process_time()
         values = {
             "process_percent": 100 * (busy_s - self._busy_s) / max(1e-6, now_s - self._at_s),
@@ -90,8 +92,8 @@ class ProcessSampler:
 
 
 def _network() -> tuple[int, int]:
-    # The loopback carries what ranks of one host send each other by sockets; here the question is
-    # what leaves the host.
+    # Without the loopback, which carries what the ranks of one host send each other by sockets: the
+    # question here is what leaves the host.
     counters = {name: c for name, c in psutil.net_io_counters(pernic=True).items() if name != "lo"}
     return sum(c.bytes_sent for c in counters.values()), sum(
         c.bytes_recv for c in counters.values()

@@ -1,31 +1,27 @@
-"""The hub: one process per job that all ranks are connected to. It feeds the model (`state`), keeps
-the record, and answers viewers.
+"""The hub: one process per job that all ranks are connected to. It feeds the model (`job_model`),
+keeps the record, and answers viewers.
 
-`python -m burst_rt.telemetry.hub`, started by `starting.start_hub`; settings come by environment
-and arguments, the address goes out as one line on its standard output. It ends with the job: when
-its last rank has gone, and whoever started it too. A rank whose connection ends without a `Bye` is
-lost, and the hub knows within milliseconds.
+The hub ends with the job: when its last rank has gone, and whoever started the hub has gone too. A
+rank whose connection ends without a `Bye` is lost, and the hub knows that within milliseconds. The
+process around it, which may serve a dashboard too, is `dashboard.hub_process`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hmac
 import logging
 import os
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from burst_rt.errors import BurstError, ProtocolError
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.jobs import announce
 from burst_rt.telemetry.messages import (
     VERSION,
@@ -33,7 +29,7 @@ from burst_rt.telemetry.messages import (
     Bye,
     FromRank,
     Hello,
-    Notice,
+    LogLine,
     Ping,
     Pong,
     Presence,
@@ -42,33 +38,30 @@ from burst_rt.telemetry.messages import (
     ToRank,
 )
 from burst_rt.telemetry.record import Recorder
-from burst_rt.telemetry.state import State
 from burst_rt.telemetry.views import EventView, Lost, SeriesView, Snapshot, TimelineView
-from burst_rt.telemetry.wire import MAX_FRAME_BYTES, SECRET_VARIABLE, Frames, frame, until_beat_s
+from burst_rt.telemetry.wire import MAX_FRAME_BYTES, Frames, frame, until_beat_s
 
-if TYPE_CHECKING:
-    from burst_rt.dashboard.server import Served
-
-__all__ = ["Hub", "main"]
+__all__ = ["Hub", "Shown", "serve"]
 
 # A multiple of the ranks' period, and like theirs on the beat of the host's clock: one waking
 # serves both.
 _TICK_S = 0.4
-# A hub that was held up so long has itself to blame for what it has not heard.
+# A hub that was held up for so long could not hear its ranks: their silence is not their fault.
 _STOOD_S = 1.0
-# Nobody has come yet, or the last has gone: ranks start at different times. A starter that held on
-# knows that the job is over.
+# How long a hub without ranks stays: before the first has come, and after the last has gone. Ranks
+# start at different times. A hub that is held needs neither time: its starter knows when the job is
+# over.
 _EMPTY_S = 60.0
 _LINGER_S = 1.0
-# A stranger has so long to say the secret; a connection has so much room for answers.
+# A stranger is a connection that has not said the secret. It has so long to say it, and may send so
+# much before.
 _SECRET_DEADLINE_S = 5.0
 _STRANGER_BYTES = 64 << 10
 _MAX_STRANGERS = 1024
+# Answers that a viewer has not read.
 _MAX_UNREAD_BYTES = 64 << 20
 _MAX_CONNECTIONS = 8192
-# The path of a Unix socket has room for 107 bytes.
-_MAX_FOLDER_BYTES = 100
-# For viewers to be told that the job has ended.
+# The dashboard's viewers have so long to hear that the job has ended.
 _CLOSING_S = 1.5
 
 _log = logging.getLogger("burst_rt.telemetry")
@@ -80,14 +73,14 @@ _LEVELS = {
 
 
 class Hub:
-    """The model, the record and the connections. `notify`: warnings also go to the log of the first
-    rank.
+    """The model, the record and the connections. record: the path of the record, for viewers.
+    notify: warnings also go to the log of the first rank.
     """
 
     def __init__(
         self, secret: str, recorder: Recorder | None, record: str = "", *, notify: bool = False
     ) -> None:
-        self.state = State(time.time(), record=record)
+        self.model = JobModel(time.time(), record=record)
         self.recorder = recorder
         self.notify = notify
         self._began_s = time.perf_counter()
@@ -108,12 +101,14 @@ class Hub:
         return hmac.compare_digest(secret.encode(), self.secret.encode())
 
     def apply(self, rank: int, message: FromRank | Presence, payload: bytes | None = None) -> None:
-        """One message into the model, the record and the log."""
+        """Brings one message into the model, the record and the log. payload: the message as it
+        came.
+        """
         now_s = self.now_s()
-        self.state.apply(now_s, rank, message)
+        self.model.apply(now_s, rank, message)
         if self.recorder is not None:
             if isinstance(message, Hello):
-                # The secret is nobody's business later.
+                # Whoever reads the record later must not learn the secret.
                 payload = msgspec.msgpack.encode(msgspec.structs.replace(message, secret=""))
             if payload is None:
                 self.recorder.add_message(now_s, rank, message)
@@ -122,28 +117,28 @@ class Hub:
         self._log_events()
 
     def answer(self, ask: Ask) -> Snapshot | Lost | TimelineView | list[SeriesView] | None:
-        """What a viewer asked for. Raises ProtocolError for what there is not."""
-        state = self.state
+        """What a viewer asked for. Raises ProtocolError for a question that there is not."""
+        model = self.model
         self._advance()
         match ask.what:
             case "snapshot":
-                return state.snapshot()
+                return model.snapshot()
             case "first_lost":
-                return state.first_lost
+                return model.first_lost
             case "series":
                 return [
-                    state.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit)
-                    for name in ask.sources or state.sources
+                    model.series(name, ask.metrics, ask.since_s, ask.until_s, ask.limit)
+                    for name in ask.sources or model.sources
                 ]
             case "timeline":
-                return state.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
+                return model.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
         raise ProtocolError(
             f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, first_lost, series "
             "and timeline"
         )
 
     def tick(self) -> None:
-        """Notices silence, writes the record."""
+        """Notices ranks that have fallen silent, and writes the record."""
         self._advance()
         self._log_events()
         if self.recorder is not None:
@@ -152,12 +147,12 @@ class Hub:
     def _advance(self) -> None:
         now_s = self.now_s()
         if now_s - self._advanced_s > _STOOD_S:
-            self.state.excuse(now_s - self._advanced_s)
+            self.model.excuse(now_s - self._advanced_s)
         self._advanced_s = now_s
-        self.state.advance(now_s)
+        self.model.advance(now_s)
 
     def _log_events(self) -> None:
-        for event in self.state.events_after(self._logged):
+        for event in self.model.events_after(self._logged):
             self._logged = event.number
             _log.log(_LEVELS[event.severity], "%s", event.line)
             if self.notify and event.severity is not Severity.INFO:
@@ -166,13 +161,27 @@ class Hub:
     def _tell(self, event: EventView) -> None:
         for number in sorted(self.ranks):
             if number != event.rank:
-                self.ranks[number].send(Notice(event.severity, event.line))
+                self.ranks[number].send(LogLine(event.severity, event.line))
                 return
 
 
+class Shown(Protocol):
+    """What a hub serves to people while it runs: a dashboard."""
+
+    told: list[str]  # lines for the person who started the job
+
+    async def run(self) -> None:
+        """Serves until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Ends serving; `run` returns soon after."""
+        ...
+
+
 class _Connection(asyncio.Protocol):
-    """One connection: of a rank once it has said `Hello`, of a viewer once it has asked with the
-    secret.
+    """One connection. It is a rank's once it has said `Hello`, and a viewer's once it has asked;
+    both say the secret with that.
     """
 
     decoder = msgspec.msgpack.Decoder(FromRank | Ping | Ask | Stopping)
@@ -222,7 +231,7 @@ class _Connection(asyncio.Protocol):
             hub.apply(-1, Presence(self.rank, "lost", text))
 
     def send(self, message: ToRank) -> None:
-        """To a rank; one that does not read hears nothing."""
+        """Sends to a rank. A rank that does not read what it was sent gets nothing more."""
         if self._transport is not None and self._transport.get_write_buffer_size() < 1 << 16:
             self._transport.write(frame(msgspec.msgpack.encode(message)))
 
@@ -276,15 +285,13 @@ class _Connection(asyncio.Protocol):
 
 
 async def serve(
-    hub: Hub,
-    listen: str,
-    folder: Path,
-    held: bool,
-    dashboard: str = "",
-    metrics_port: int | None = None,
+    hub: Hub, listen: str, folder: Path, *, held: bool, shown: Shown | None = None
 ) -> None:
-    """Serves until the job has ended. held: whoever started the hub holds its standard input open,
-    and the hub stays while it does.
+    """Serves until the job has ended; the address goes out as one line on standard output.
+
+    listen: "unix" (a socket in `folder`), or the address to listen on with TCP. held: whoever
+    started the hub holds its standard input open, and the hub stays while that is so. shown: what
+    the hub serves beside its viewers.
     """
     loop = asyncio.get_running_loop()
     if listen == "unix":
@@ -303,12 +310,11 @@ async def serve(
         loop.add_reader(0, released.set)
     else:
         released.set()
-    shown = _show(hub, dashboard, metrics_port)
     showing = asyncio.create_task(shown.run()) if shown is not None else None
     announced = _announce(address, hub)
-    # One line, told to whoever started the hub.
+    # One line, for the process that started the hub.
     print("\t".join([address, *(shown.told if shown is not None else ())]), flush=True)
-    # Whoever started the hub has read all there is to read.
+    # That process reads nothing more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     async with server:
         while not ended.is_set() and not _over(hub, released.is_set(), held):
@@ -327,20 +333,6 @@ async def serve(
         await asyncio.wait([showing], timeout=_CLOSING_S)
 
 
-def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
-    """The dashboard, where it is asked for; without it telemetry goes on."""
-    if not dashboard and metrics_port is None:
-        return None
-    from burst_rt.dashboard.reader import StateReader
-    from burst_rt.dashboard.server import Served, Where
-
-    try:
-        return Served(StateReader(hub.state, hub.now_s), Where.parse(dashboard, metrics_port))
-    except BurstError as error:
-        _log.error("no dashboard: %s", error)
-        return None
-
-
 def _announce(address: str, hub: Hub) -> Path | None:
     try:
         return announce(address, hub.secret)
@@ -351,58 +343,6 @@ def _announce(address: str, hub: Hub) -> Path | None:
 
 def _over(hub: Hub, released: bool, held: bool) -> bool:
     alone_s = hub.now_s() - hub.empty_since_s
-    # Viewers hold up nobody, but may come before the first rank.
+    # A viewer does not keep the hub, but may come before the first rank does.
     there = hub.ranks if held or hub.ever else hub.connections
     return released and not there and (held or alone_s > (_LINGER_S if hub.ever else _EMPTY_S))
-
-
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(
-        description="The telemetry hub of one job; started by burst_rt itself."
-    )
-    parser.add_argument(
-        "--listen", default="unix", help='"unix", or the address to listen on with TCP'
-    )
-    parser.add_argument("--record", default="")
-    parser.add_argument("--held", action="store_true", help="stay while standard input is open")
-    parser.add_argument(
-        "--log",
-        action="store_true",
-        help="log to standard error; else warnings go to the first rank's log",
-    )
-    parser.add_argument("--dashboard", default="", help='"1", or [HOST:]PORT')
-    parser.add_argument("--metrics-port", type=int)
-    options = parser.parse_args()
-    from burst_rt.version import __version__
-
-    level = os.environ.get("BURST_RT_LOG", "warning").upper()
-    logging.basicConfig(
-        format="burst-rt: %(message)s", level=level if options.log else logging.CRITICAL
-    )
-    hub = Hub(os.environ.pop(SECRET_VARIABLE, ""), None, options.record, notify=not options.log)
-    if options.record:
-        try:
-            hub.recorder = Recorder(Path(options.record), hub.state.began_at_s, __version__)
-        except OSError as error:
-            _log.error("0.000 s job record: cannot write %s: %s", options.record, error)
-            hub.state.record = ""
-    folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
-    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-", dir="/tmp"))
-    try:
-        asyncio.run(
-            serve(
-                hub, options.listen, folder, options.held, options.dashboard, options.metrics_port
-            )
-        )
-    finally:
-        if hub.recorder is not None:
-            hub.recorder.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()
-    sys.exit(0)

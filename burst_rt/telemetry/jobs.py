@@ -1,8 +1,9 @@
-"""The jobs of this user on this host that have a hub: where viewers find it. One file a hub, which
-only this user can read.
+"""The jobs of this user on this host that have a hub, so that viewers find the hub. Each hub has
+one file, which only this user can read.
 
-The files lie in $XDG_RUNTIME_DIR/burst-rt, or, where there is no such folder, in burst-rt-UID in
-the folder for temporary files. A hub that was killed leaves its file; the next look removes it.
+The files lie in $XDG_RUNTIME_DIR/burst-rt. Where there is no such folder, they lie in burst-rt-UID
+in the folder for temporary files. A hub that was killed leaves its file, and the next look removes
+it.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from burst_rt.errors import ConfigError
 __all__ = ["RunningJob", "announce", "find_job", "readable", "running_jobs"]
 
 
-class RunningJob(msgspec.Struct, frozen=True):
-    """pid: of the hub, by which people name the job. started_s: of that process, since the epoch.
-    command: of whoever started it.
-    """
+class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, as its hub's file tells it."""
 
-    pid: int
-    started_s: float
+    pid: int  # of the hub, by which people name the job
+    started_s: float  # when the hub's process started, since the epoch
     address: str
     secret: str
-    command: str
+    command: str  # of the process that started the hub
 
 
 def announce(address: str, secret: str) -> Path:
-    """Writes this hub's file; the caller removes it at the end. Raises OSError and ConfigError
-    where that cannot be done safely.
+    """Writes this hub's file, and returns its path; the caller removes the file at the end. Raises
+    OSError and ConfigError where the file cannot be written safely.
     """
     own = psutil.Process()
     parent = own.parent()
     command = readable(" ".join(parent.cmdline())[:500]) if parent is not None else ""
     folder = _folder()
     path, unfinished = folder / f"{own.pid}.json", folder / f"{own.pid}.new"
-    job = RunningJob(own.pid, own.create_time(), address, secret, command)
+    job = RunningJob(
+        pid=own.pid, started_s=own.create_time(), address=address, secret=secret, command=command
+    )
     with os.fdopen(
         os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
     ) as file:
         file.write(msgspec.json.encode(job))
-    # Whoever looks removes what cannot be read.
+    # A viewer removes files that it cannot read, so the file must not be seen half written.
     return unfinished.rename(path)
 
 
@@ -66,13 +67,13 @@ def running_jobs() -> list[RunningJob]:
 
 
 def readable(text: str) -> str:
-    """As text that can be sent: what the system has that is no UTF-8 becomes question marks."""
+    """The text as it can be sent: question marks stand for what is no UTF-8."""
     return text.encode(errors="replace").decode()
 
 
 def find_job(pid: int | None) -> RunningJob:
-    """The job with that hub; None: the only one. Raises ConfigError where there is none, or more
-    than one to choose from.
+    """The job whose hub has this number; without one, the only job that runs. Raises ConfigError
+    where there is no such job, or more than one to choose from.
     """
     jobs = running_jobs()
     chosen = [job for job in jobs if pid is None or job.pid == pid]
@@ -92,7 +93,8 @@ def find_job(pid: int | None) -> RunningJob:
 
 def _folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    # Batch systems and sudo hand the variable on where the folder is not there, or not one's own.
+    # Batch systems and sudo hand the variable on, though the folder may be missing or another
+    # user's.
     usable = runtime and os.access(runtime, os.W_OK | os.X_OK)
     path = (
         Path(runtime) / "burst-rt"
@@ -106,7 +108,7 @@ def _folder() -> Path:
         raise ConfigError(
             f"{path}, where jobs with telemetry are found, cannot be made: {error}"
         ) from error
-    # Somebody else's folder of that name would learn the secret, or name a hub of theirs.
+    # Another user who owns the folder could read the secret, or name a hub of their own.
     if (
         about.st_uid != os.getuid()
         or stat.S_IMODE(about.st_mode) & 0o077

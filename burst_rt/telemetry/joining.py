@@ -1,8 +1,9 @@
-"""How a context joins telemetry: whether anybody asked, who starts the hub, and the rank's one
-agent.
+"""How a context joins telemetry: whether any rank asked for it, who starts the hub, and the one
+agent that each rank has.
 
-Nothing of telemetry is imported before somebody has asked for it, and nothing here can fail a run:
-without a hub there are no figures.
+A caller hands in all that is known of its ranks; nothing here knows contexts. The rest of telemetry
+is imported only once a rank has asked for it. Nothing here can fail a run: without a hub there are
+no figures.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from burst_rt.errors import BurstError, InputError
@@ -27,26 +29,23 @@ __all__ = ["Wish", "farewell", "follow", "leave", "report", "wish"]
 _SAMPLE_HZ = 5.0
 
 _log = logging.getLogger("burst_rt.telemetry")
-# One agent a rank: of this process (None), or of each rank that is a thread of it.
+# The agents by rank: of this process (None), or of each rank that is a thread of it.
 _agents: dict[object, Agent] = {}
 _current = threading.local()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a rank brings to the question. rank, world_size: in the job. address: of a hub that it
-    knows. device: "cpu", "cuda:N";
-    gpu, pci: "" on a CPU.
-    """
+    """What a rank brings to the question whether there is telemetry."""
 
     asked: bool
-    address: str
-    rank: int
-    world_size: int
+    address: str  # of a hub that the rank knows, else ""
+    rank: int  # in the job
+    world_size: int  # of the job
     host: str
-    device: str
-    gpu: str
-    pci: str
+    device: str  # "cpu" or "cuda:N"
+    gpu: str  # UUID, "" on a CPU
+    pci: str  # address, "" on a CPU
 
 
 def wish(
@@ -58,14 +57,27 @@ def wish(
     gpu: str,
     pci: str,
 ) -> Wish:
-    """This rank's wish. asked: the program's own word, None: the environment's. key: of a rank that
-    is a thread; None: this process.
+    """This rank's wish.
+
+    asked: what the program says; None leaves it to the environment. key: names a rank that is a
+    thread; None stands for this process. place: rank and world size in the job. device: "cpu" or
+    "cuda:N"; gpu, pci: UUID and address of its GPU, each "" if there is none.
     """
     settings = read_settings()
     agent = _agents.get(key)
     address = agent.address if agent is not None and agent.alive else settings.address
     wanted = settings.asked if asked is None else asked
-    return Wish(wanted, address if wanted else "", *place, host, device, gpu, pci)
+    rank, world_size = place
+    return Wish(
+        asked=wanted,
+        address=address if wanted else "",
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        device=device,
+        gpu=gpu,
+        pci=pci,
+    )
 
 
 def follow(
@@ -76,18 +88,19 @@ def follow(
     reason: str,
     gather: Callable[[bytes], Sequence[bytes]],
 ) -> CallLog | None:
-    """The log of a new context, where any of its ranks asked; None without telemetry. `place`: this
-    rank's among `wishes`.
+    """The log of a new context, where any of its ranks asked for telemetry; else None.
 
-    gather: every rank's bytes on every rank; called on all ranks or on none. Blocks as long as
-    that, and on the rank that starts a hub up to 15 s.
+    key: as for `wish`. place: this rank's, among `wishes`. transport, reason: what the context
+    sends with, and why. gather: gives every rank's bytes to every rank; called on all ranks or on
+    none. Blocks as long as `gather` does, and on the rank that starts a hub up to 15 s more.
     """
     if not any(wished.asked for wished in wishes):
         return None
     settings = read_settings()
     address, secret = wishes[place].address, settings.secret
     if not all(wished.address for wished in wishes):
-        # The first that knows a hub tells the others; where none does, the first starts one.
+        # The first rank that knows a hub tells the others. Where none knows one, the first rank
+        # starts one.
         teller = next((i for i, wished in enumerate(wishes) if wished.address), 0)
         mine = b""
         if teller == place:
@@ -104,29 +117,33 @@ def follow(
     if agent is None or not agent.alive:
         agent = _agents[key] = _make_agent(address, secret, place, wishes)
     _current.agent = agent
-    return agent.follow([wished.rank for wished in wishes], transport, reason)
+    # A rank that is a thread ends with its context; a process has a `farewell`.
+    when_left = partial(_end, key) if key is not None else None
+    return agent.follow([wished.rank for wished in wishes], transport, reason, when_left)
 
 
 def leave(key: object, log: CallLog, code: int) -> None:
-    """A context is closed; a rank that is a thread has ended with it."""
-    agent = _agents.get(key)
+    """A context is closed: the same as `log.left(code)`, which needs no key."""
+    log.left(code)
+
+
+def _end(key: object, code: int) -> None:
+    """A rank that is a thread has ended."""
+    agent = _agents.pop(key, None)
     if agent is not None:
-        agent.unfollow(log)
-        if key is not None:
-            agent.close(code)
-            del _agents[key]
+        agent.close(code)
 
 
 def farewell(code: int, error: BaseException | None = None) -> None:
-    """This process ends: its agents say so. Waits at most half a second."""
+    """This process ends, and its agents say so. Waits at most half a second an agent."""
     for agent in list(_agents.values()):
         agent.close(code, _in_a_line(error) if error is not None and code else "")
     _agents.clear()
 
 
 def _forked() -> None:
-    """In a child of this process (a data loader's worker): the connection is the parent's, and must
-    end with it.
+    """For a child of this process (a data loader's worker): the child lets go of the parent's
+    connection, which must end with the parent.
     """
     for agent in _agents.values():
         agent.forked()
@@ -135,10 +152,10 @@ def _forked() -> None:
 
 def report(step: int = 0, **values: float) -> None:
     """Tells viewers how the job is doing: `report(step, loss=..., tokens_per_s=...)`, and any other
-    number by its name.
+    number by its name. It is enough that one rank reports.
 
-    Returns at once. Does nothing without telemetry, and before `init`, which begins it. One rank's
-    word is enough. Raises InputError for a value that is no number.
+    Returns at once. Does nothing without telemetry, or before `init`, with which telemetry begins.
+    Raises InputError for a value that is no number.
     """
     agent: Agent | None = getattr(_current, "agent", None) or _agents.get(None)
     if agent is None:
@@ -150,7 +167,9 @@ def report(step: int = 0, **values: float) -> None:
 
 
 def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
-    """Starts a hub for these ranks: its address and secret; nothing where that fails."""
+    """Starts a hub for these ranks. Returns the hub's address and secret, or nothing where it does
+    not start.
+    """
     from burst_rt.telemetry.starting import start_hub
 
     try:
@@ -180,10 +199,19 @@ def _make_agent(address: str, secret: str, place: int, wishes: Sequence[Wish]) -
     own = wishes[place]
     here = [i for i, wished in enumerate(wishes) if wished.host == own.host]
     hello = Hello(
-        VERSION, secret, own.rank, own.world_size, here.index(place), own.host, os.getpid(),
-        own.device, gpu_source(own.gpu),
-        readable(" ".join(sys.argv)[:500]), __version__, _SAMPLE_HZ,
-    )  # fmt: skip
+        version=VERSION,
+        secret=secret,
+        rank=own.rank,
+        world_size=own.world_size,
+        local_rank=here.index(place),
+        host=own.host,
+        pid=os.getpid(),
+        device=own.device,
+        gpu=gpu_source(own.gpu),
+        command=readable(" ".join(sys.argv)[:500]),
+        package=__version__,
+        sample_hz=_SAMPLE_HZ,
+    )
     gpus = [GpuId(wishes[i].gpu, wishes[i].pci) for i in here if wishes[i].gpu]
     return Agent(address, hello, list(dict.fromkeys(gpus)) if here[0] == place else None)
 

@@ -1,14 +1,14 @@
 """What ranks and the hub say to each other, as typed messages (msgspec, MessagePack), never
 pickles.
 
-A connection carries frames (`wire`), each one message. A record file holds the same messages, each
-with when the hub had it and from whom; so the model (`state`) is fed in one way, live or replayed.
-Messages are arrays, not maps: a newer version may append fields with defaults, and nothing else, so
-that old records stay readable.
+A connection carries frames (`wire`), one message each. A record file holds the same messages, each
+with the time at which the hub had it and the rank that it came from. So the model (`job_model`) is
+fed in one way, live or replayed. A message is an array, not a map: a newer version may append
+fields with defaults, and nothing else, so that old records stay readable.
 
-Times named `*_s` in messages of a rank are seconds of that rank's `time.perf_counter`; its
-heartbeats say how far the hub's clock is ahead. What viewers get is in `views`, all in seconds
-since the hub began.
+Times named `*_s` in messages of a rank are seconds of that rank's `time.perf_counter`; the rank's
+heartbeats say how far the hub's clock is ahead of it. What viewers get is in `views`, where all
+times are seconds since the hub began.
 """
 
 from __future__ import annotations
@@ -20,31 +20,56 @@ from typing import TypeAlias
 import msgspec
 
 __all__ = [
-    "VERSION", "Ask", "Bye", "Call", "Candidate", "Counters", "FromRank", "Group", "Heartbeat",
-    "Hello", "Item", "LaneCounters", "Note",
-    "Notice", "Ping", "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample",
-    "Severity", "Source", "Stopping",
-    "TaskInfo", "ToRank", "Wire", "hop_of",
+    "VERSION",
+    "Ask",
+    "Bye",
+    "Candidate",
+    "Counters",
+    "Counts",
+    "EndedCall",
+    "FromRank",
+    "Group",
+    "Heartbeat",
+    "Hello",
+    "Item",
+    "JobReport",
+    "LaneCounters",
+    "LogLine",
+    "MessageInfo",
+    "Note",
+    "Ping",
+    "PlanSummary",
+    "Pong",
+    "Presence",
+    "RecordHeader",
+    "Recorded",
+    "Sample",
+    "Severity",
+    "Source",
+    "Stopping",
+    "TaskInfo",
+    "ToRank",
+    "hop_of",
 ]  # fmt: skip
 
-# Of the messages' meaning; a hub refuses ranks of another one.
+# Version of the messages' meaning. A hub refuses ranks of another version.
 VERSION = 1
 
-# Peer (rank of the group), tag, bytes.
-Wire: TypeAlias = tuple[int, int, int]
+# A message that a task sends or receives: peer (rank of the group), tag, bytes.
+MessageInfo: TypeAlias = tuple[int, int, int]
 
 
 _HOP = re.compile(r"\b(?:hop|sum) (\d+)")
 
 
 def hop_of(task: str) -> int:
-    """The hop of the ring that a task's name speaks of, -1 where it speaks of none."""
+    """The hop of the ring that a task's name speaks of; -1 where the name speaks of none."""
     found = _HOP.search(task)
     return int(found[1]) if found else -1
 
 
 class Severity(StrEnum):
-    """How much an event matters to who looks on."""
+    """How much an event matters to the person who looks on."""
 
     INFO = "info"
     WARNING = "warning"
@@ -55,178 +80,149 @@ class _Message(msgspec.Struct, array_like=True):
     pass
 
 
-class Hello(_Message, tag="hello"):
-    """The first message of a rank. `rank`: in the job. device: "cpu" or "cuda:N"; gpu: its source,
-    "" without. command: of the program.
-    """
+class Hello(_Message, tag="hello", kw_only=True):
+    """The first message of a rank."""
 
     version: int
     secret: str
-    rank: int
+    rank: int  # in the job
     world_size: int
     local_rank: int
     host: str
     pid: int
-    device: str
-    gpu: str
-    command: str
-    package: str
+    device: str  # "cpu" or "cuda:N"
+    gpu: str  # name of its source, "" without a GPU
+    command: str  # of the program
+    package: str  # version of burst_rt
     sample_hz: float
 
 
-class Heartbeat(_Message, tag="beat"):
-    """Twice a second. sent_s: when, by the rank's clock.
-
-    offset_s: hub's clock minus the rank's, by the ping-pong with the shortest way (half of rtt_s is
-    its error bound; -1: none yet). call: number of the call under way in `group`, -1 outside any.
-    doing: its task, or what it waits for; since_s: since when (both empty outside a call).
-    """
+class Heartbeat(_Message, tag="beat", kw_only=True):
+    """Comes twice a second. Outside a call, `call` is -1 and what describes the call is empty."""
 
     sent_s: float
+    # The hub's clock minus the rank's, as the ping with the shortest way tells it. The error is at
+    # most half of rtt_s, the time of that way; rtt_s is -1 before the first answer.
     offset_s: float
     rtt_s: float
     group: str
-    call: int
-    doing: str
-    since_s: float
+    call: int  # number of the call under way in `group`
+    doing: str  # the task of the call that is under way, or what the call waits for
+    since_s: float  # when `doing` began
 
 
 class Group(_Message, tag="group"):
-    """A context of this rank. name: the same on all its ranks. ranks: of the job, in the group's
-    order; a peer is a place in this list.
-    """
+    """A context of this rank."""
 
-    name: str
-    ranks: list[int]
+    name: str  # the same on all ranks of the group
+    ranks: list[int]  # ranks of the job, in the group's order; a peer is a place in this list
     transport: str
-    reason: str
+    reason: str  # why this transport
 
 
-class TaskInfo(_Message):
-    """A task of a plan. op: of the graph, "exchange" for a transfer; hop: of the ring, -1 where it
-    has none; ordered: on a stream.
-    """
+class TaskInfo(_Message, kw_only=True):
+    """A task of a plan."""
 
     name: str
     lane: str
-    op: str
-    hop: int
+    op: str  # operation of the graph, "exchange" for a transfer
+    hop: int  # of the ring, -1 where the task belongs to none
     size_bytes: int
     flops: int
-    ordered: bool
-    sends: list[Wire]
-    recvs: list[Wire]
+    ordered: bool  # the task runs on a stream
+    sends: list[MessageInfo]
+    recvs: list[MessageInfo]
 
 
 class Candidate(_Message):
-    """A strategy that a plan was chosen from. size_bytes: that all ranks together send in one run.
-    predicted_s: None where not forecast.
-    """
+    """A strategy that a plan was chosen from."""
 
     strategy: str
-    size_bytes: int
-    predicted_s: float | None
+    size_bytes: int  # what all ranks together send in one run
+    predicted_s: float | None  # None where there is no forecast
 
 
-class Plan(_Message, tag="plan"):
-    """A graph that this rank runs; sent once. number: its own, of this rank. kind: "forward",
-    "backward" or "pipeline".
+class PlanSummary(_Message, tag="plan", kw_only=True):
+    """A graph that this rank runs; sent once, before the first call that runs it."""
 
-    explain: strategy, kernel and why, bytes, memory, in words. predicted_s: what a simulated run on
-    a machine like this takes, None where that is not known or another rank says it. problem:
-    layout, shapes, mask, in words, the same on all ranks of a group. strategy: the one of the
-    candidates that runs; "" for a pipeline.
-    """
-
-    number: int
+    number: int  # this rank's own
     group: str
-    kind: str
+    kind: str  # "forward", "backward" or "pipeline"
     tasks: list[TaskInfo]
-    explain: str
+    explain: str  # strategy, kernel and why, bytes, memory, in words
+    # Time of a simulated run on a machine like this one. None where that is not known, or where
+    # another rank says it.
     predicted_s: float | None
-    problem: str = ""
-    strategy: str = ""
+    problem: str = ""  # layout, shapes and mask in words, the same on all ranks of the group
+    strategy: str = ""  # the candidate that runs; "" for a pipeline
     candidates: list[Candidate] = []
 
 
-class Call(_Message, tag="call"):
-    """A call that has ended: `spans` are 16 bytes each (`timeline.SPAN`: task, and issued, started,
-    ended in seconds after `started_s`).
-
-    number: of the call, the same on all ranks of the group. wait_s: the compute lane idled while a
-    transfer was under way.
-    """
+class EndedCall(_Message, tag="call", kw_only=True):
+    """A call that has ended."""
 
     group: str
-    number: int
-    plan: int
+    number: int  # of the call, the same on all ranks of the group
+    plan: int  # number of the plan
     started_s: float
     ended_s: float
     compute_s: float
-    wait_s: float
-    spans: bytes
+    wait_s: float  # the compute lane idled while a transfer was under way
+    spans: bytes  # 16 bytes each, see `timeline.SPAN`; times count from started_s
 
 
 class LaneCounters(_Message):
-    """Of one lane since the start: tasks done, bytes (sent, on the network; moved, else),
-    floating-point operations.
-    """
+    """What one lane has done since the start."""
 
     tasks: int
-    size_bytes: int
-    flops: int
+    size_bytes: int  # sent, on the network's lane; moved, on the others
+    flops: int  # floating-point operations
 
 
-class Counters(_Message, tag="counters"):
-    """Cumulative counts of a rank since its start, exact even where spans were dropped.
+class Counts(msgspec.Struct, kw_only=True):
+    """What a rank has counted since its start, exact even where spans were dropped.
 
-    compute_s: of tiles; wait_s: the compute lane idled while a transfer was under way; transfer_s:
-    at least one transfer was; overlap_s: one was while compute was busy. The last two stand for
-    `traced_calls` of the `calls`. dropped: messages that found no room.
+    A new count is a field here, with a default, at the end; `calls` counts it, and viewers have it.
     """
 
-    at_s: float
-    calls: int
-    traced_calls: int
-    compute_s: float
-    wait_s: float
-    total_s: float
-    transfer_s: float
-    overlap_s: float
-    lanes: dict[str, LaneCounters]
-    dropped: int
+    at_s: float = 0.0  # when the counts were as they are here
+    calls: int = 0
+    # Calls whose spans were looked at; transfer_s and overlap_s stand for these only.
+    traced_calls: int = 0
+    compute_s: float = 0.0  # time in tiles
+    wait_s: float = 0.0  # the compute lane idled while a transfer was under way
+    total_s: float = 0.0  # time in calls
+    transfer_s: float = 0.0  # at least one transfer was under way
+    overlap_s: float = 0.0  # a transfer was under way while the compute lane was busy
+    lanes: dict[str, LaneCounters] = {}
+    dropped: int = 0  # messages that found no room
 
 
-class Source(_Message, tag="source"):
-    """Something that is sampled: a GPU ("gpu:UUID"), a host ("host:NAME") or a rank's process
-    ("rank:N"), from its first sample on.
+class Counters(Counts, array_like=True, tag="counters", kw_only=True):
+    """The counts of a rank, as they are now."""
 
-    metrics: names in `metrics.METRICS` that it has; others it has not. about: words for people
-    (name, driver, memory, cores).
-    """
 
-    name: str
+class Source(_Message, tag="source", kw_only=True):
+    """Something that is sampled. Comes before the source's first sample."""
+
+    name: str  # "gpu:UUID", "host:NAME", or "rank:N" for the process of a rank
     kind: str
     host: str
-    metrics: list[str]
-    about: dict[str, str]
+    metrics: list[str]  # those of `metrics.METRICS` that this source has
+    about: dict[str, str]  # words for people: name, driver, memory, cores
 
 
 class Sample(_Message, tag="sample"):
-    """What a source measured. values: by metric; details: vectors of which only the last is kept
-    (cores, processes, threads).
-    """
+    """What a source has measured."""
 
     source: str
     at_s: float
-    values: dict[str, float]
-    details: dict[str, list[float]] = {}
+    values: dict[str, float]  # by metric
+    details: dict[str, list[float]] = {}  # of cores, processes, threads; only the last are kept
 
 
-class Report(_Message, tag="report"):
-    """What a job says of itself (`telemetry.report`): loss, tokens/s and whatever else, at a
-    step.
-    """
+class JobReport(_Message, tag="report"):
+    """What a job says of itself at a step (`telemetry.report`): loss, tokens/s and other values."""
 
     at_s: float
     step: int
@@ -243,8 +239,8 @@ class Note(_Message, tag="note"):
 
 
 class Bye(_Message, tag="bye"):
-    """The last message of a rank that ends by itself: its exit code, and why where it failed. A
-    connection that ends without is a rank lost.
+    """The last message of a rank that ends by itself: its exit code, and the reason of a failure. A
+    rank whose connection ends without a `Bye` is lost.
     """
 
     at_s: float
@@ -253,91 +249,90 @@ class Bye(_Message, tag="bye"):
 
 
 FromRank: TypeAlias = (
-    Hello | Heartbeat | Group | Plan | Call | Counters | Source | Sample | Report | Note | Bye
+    Hello
+    | Heartbeat
+    | Group
+    | PlanSummary
+    | EndedCall
+    | Counters
+    | Source
+    | Sample
+    | JobReport
+    | Note
+    | Bye
 )
 
 
 class Ping(_Message, tag="ping"):
-    """For the clocks; the hub answers at once with `Pong`. sent_s: when, by the rank's clock."""
+    """Asks for the hub's clock; the hub answers at once with `Pong`."""
 
-    sent_s: float
+    sent_s: float  # by the rank's clock
 
 
 class Pong(_Message, tag="pong"):
-    """Answers a `Ping`: when that was sent (the rank's clock) and when it arrived (seconds since
-    the hub began).
-    """
+    """Answers a `Ping`."""
 
-    sent_s: float
-    hub_s: float
+    sent_s: float  # when the ping was sent, by the rank's clock
+    hub_s: float  # when the ping arrived, in seconds since the hub began
 
 
-class Notice(_Message, tag="notice"):
-    """An event, for the log of a rank: under a bare mpirun the hub has no terminal of its own."""
+class LogLine(_Message, tag="log_line"):
+    """An event for the log of a rank: under a bare mpirun the hub has no terminal of its own."""
 
     severity: Severity
     text: str
 
 
-ToRank: TypeAlias = Pong | Notice
+ToRank: TypeAlias = Pong | LogLine
 
 
-class Ask(_Message, tag="ask"):
-    """A viewer's question; the first on a connection must carry the secret. Answered by one frame
-    of JSON (`views`).
-
-    what: "snapshot", "first_lost", "series" or "timeline"; for the last two a window in seconds
-    since the hub began (negative: before now), sources or ranks (none: all), and how much at most.
+class Ask(_Message, tag="ask", kw_only=True):
+    """A viewer's question. The first question on a connection must carry the secret. The answer is
+    one frame of JSON (`views`).
     """
 
     secret: str
-    what: str
-    since_s: float = -10.0
+    what: str  # "snapshot", "first_lost", "series" or "timeline"; the rest is for the last two
+    since_s: float = -10.0  # since the hub began; negative: before now
     until_s: float | None = None
-    sources: list[str] = []
+    sources: list[str] = []  # none: all
     metrics: list[str] = []
     ranks: list[int] = []
-    limit: int = 2000
+    limit: int = 2000  # of rows or spans
 
 
 class Stopping(_Message, tag="stopping"):
-    """The launcher's word before it ends the job, for whoever asked it to: ranks that end from now
-    on are not lost. signal: its name.
-
-    On a connection as a viewer's; answered by one frame of JSON (null) once the hub knows.
+    """The launcher is about to end the job, because it was told to: ranks that end from now on are
+    not lost. Comes on a viewer's connection; one frame of JSON (null) says that the hub knows.
     """
 
     secret: str
-    signal: str
+    signal: str  # name of the signal
 
 
 class RecordHeader(_Message, tag="header"):
-    """Begins a record. began_at_s: when the hub began, in seconds since the epoch."""
+    """Begins a record."""
 
     version: int
     package: str
-    began_at_s: float
+    began_at_s: float  # when the hub began, in seconds since the epoch
 
 
 class Presence(_Message, tag="presence"):
-    """What the hub itself sees of a rank: "lost" (its connection ended without a `Bye`); or of the
-    job (rank -1): "stopping" (text: by which signal).
-    """
+    """What the hub itself sees."""
 
-    rank: int
-    status: str
-    text: str
+    rank: int  # -1 for the whole job
+    status: str  # of a rank "lost": its connection ended without a `Bye`; of the job "stopping"
+    text: str  # how the connection ended; the signal that stops the job
 
 
 class Recorded(_Message):
-    """One entry of a record: when the hub had the message, and the rank it came from (-1: the hub
-    itself).
-    """
+    """One entry of a record."""
 
-    at_s: float
-    rank: int
+    at_s: float  # when the hub had the message
+    rank: int  # that the message came from, -1 for the hub itself
     message: FromRank | Presence
 
 
-# What a State takes.
+# What a JobModel takes.
 Item: TypeAlias = FromRank | Presence

@@ -1,9 +1,9 @@
 """Samples of NVIDIA GPUs, from NVML (package nvidia-ml-py, module pynvml;
 docs.nvidia.com/deploy/nvml-api), on a thread of their own.
 
-What a chip or driver has is found out once, reading by reading; what it has not is left out. NVML
-may be missing, fail at any call, hang, or say what cannot be: then there are no figures, an event
-says why, and nothing else changes. GPUs are found by UUID, or by PCI address, never by CUDA's
+Which readings a chip and its driver have is found out once; the others are left out. NVML may be
+missing, fail at any call, hang, or give a value that cannot be: then there are no figures, an event
+says why, and nothing else changes. GPUs are found by UUID or by PCI address, never by CUDA's
 numbers, which need not be NVML's.
 """
 
@@ -20,46 +20,44 @@ from burst_rt.telemetry.metrics import plausible, throttle_reasons
 
 __all__ = ["GpuId", "NvmlSampler", "NvmlThread", "gpu_source"]
 
-# A call that takes longer hangs, for the log; it is waited for all the same, by nobody but this
-# thread.
+# A call that takes longer is said to hang. Its own thread goes on waiting for it; no other thread
+# does.
 _SLOW_S = 5.0
-# A reading that fails so often in a row is given up.
+# A reading that has failed so often in a row is given up.
 _MAX_FAILURES = 10
 _PROCESSES_EVERY_S = 1.0
-# Counters are not kept up to date by the microsecond.
+# The least time that a rate is taken over: NVML does not update its counters by the microsecond.
 _RATE_OVER_S = 0.005
-# Of nvmlFieldValue_t: all links together.
+# A scope of nvmlFieldValue_t: all links taken together.
 _ALL_LINKS = 0xFFFFFFFF
-# Clocks of these reasons are as they should be.
+# Reasons by which healthy clocks are held back.
 _HEALTHY_REASONS = 0x1 | 0x2 | 0x10 | 0x100
 
 _log = logging.getLogger("burst_rt.telemetry")
 
 
 class GpuId(NamedTuple):
-    """A GPU as a rank knows it: UUID (with or without "GPU-"), and PCI address
-    "domain:bus:device.0" in hexadecimal, each "" if unknown.
-    """
+    """A GPU as a rank knows it; "" stands for what is unknown."""
 
-    uuid: str
-    pci: str
+    uuid: str  # with or without "GPU-"
+    pci: str  # address "domain:bus:device.0" in hexadecimal
 
 
 def gpu_source(uuid: str) -> str:
-    """The name of a GPU's source."""
+    """The name of a GPU's source; "" without a GPU."""
     return f"gpu:{uuid.removeprefix('GPU-')}" if uuid else ""
 
 
 class _Unsupported(Exception):
-    """This chip or driver does not have it."""
+    """This chip or driver does not have a reading."""
 
 
-# Says what it reads now; counters whose rate is wanted need two.
+# Reads some values as they are now. A counter whose rate is wanted gives nothing the first time.
 _Reading = Callable[[], dict[str, float]]
 
 
 class _Gpu:
-    """One GPU: what it has, and how to read it."""
+    """One GPU: which readings it has, and how to take them."""
 
     def __init__(self, nvml: Any, handle: Any, source: str) -> None:  # pynvml has no types
         self.nvml = nvml
@@ -94,7 +92,7 @@ class _Gpu:
         return True
 
     def read(self) -> dict[str, float]:
-        """All readings that work now and make sense."""
+        """The values of all readings that work now."""
         values: dict[str, float] = {}
         for reading in list(self.readings):
             try:
@@ -115,7 +113,7 @@ class _Gpu:
         return values
 
     def sensible(self, values: dict[str, float]) -> dict[str, float]:
-        """Those values that can be."""
+        """Those of the values that can be true."""
         good = {name: value for name, value in values.items() if plausible(name, value)}
         if good.get("memory_used_bytes", 0.0) > self.total_bytes:
             del good["memory_used_bytes"]
@@ -139,7 +137,7 @@ class _Gpu:
         if last is not None and now_s - last[0] < _RATE_OVER_S:
             return {}
         self._last[name] = (now_s, value)
-        # Counters may wrap.
+        # A counter that wraps gives no rate.
         return (
             {name: (value - last[1]) / (now_s - last[0])}
             if last is not None and value >= last[1]
@@ -192,7 +190,7 @@ class _Gpu:
     def _throttle(self) -> dict[str, float]:
         try:
             bits = int(self.nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle))
-        except self.nvml.NVMLError:  # drivers before 535 know it by its older name
+        except self.nvml.NVMLError:  # drivers before 535 know only the older name
             bits = int(self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle))
         unhealthy = bits & ~_HEALTHY_REASONS
         if unhealthy & ~self._throttled and plausible("throttle_bits", float(bits)):
@@ -212,7 +210,7 @@ class _Gpu:
         return self._rate("pcie_tx_bytes_per_s", sent) | self._rate("pcie_rx_bytes_per_s", received)
 
     def _pcie_throughput(self) -> dict[str, float]:
-        # NVML watches the link for 20 ms for each; in KB/s.
+        # In KB/s. NVML watches the link for 20 ms at each of these calls.
         sent, received = (
             self.nvml.nvmlDeviceGetPcieThroughput(self.handle, way)
             for way in (self.nvml.NVML_PCIE_UTIL_TX_BYTES, self.nvml.NVML_PCIE_UTIL_RX_BYTES)
@@ -314,8 +312,8 @@ class _Gpu:
 
 
 class NvmlSampler:
-    """The GPUs of this host that `wanted` names (none named: all). Raises pynvml.NVMLError where
-    there is no NVML.
+    """Samples the GPUs of this host that `wanted` names; none named means all. Raises
+    pynvml.NVMLError where there is no NVML.
     """
 
     def __init__(self, wanted: Sequence[GpuId], host: str) -> None:
@@ -336,7 +334,7 @@ class NvmlSampler:
             rank_gpu = uuids.get(uuid) or addresses.get(address)
             if wanted and rank_gpu is None:
                 continue
-            # By the name that its rank gives it.
+            # The source has the name that the GPU's rank gives it.
             name = gpu_source(rank_gpu.uuid if rank_gpu and rank_gpu.uuid else uuid)
             gpu = _Gpu(pynvml, handle, name)
             time.sleep(_RATE_OVER_S)  # what has a rate has been read once
@@ -349,10 +347,18 @@ class NvmlSampler:
             if gpu.total_bytes != float("inf"):
                 about["memory_bytes"] = str(int(gpu.total_bytes))
             self.gpus.append(gpu)
-            self.sources.append(Source(name, "gpu", host, sorted(gpu.sensible(gpu.read())), about))
+            self.sources.append(
+                Source(
+                    name=name,
+                    kind="gpu",
+                    host=host,
+                    metrics=sorted(gpu.sensible(gpu.read())),
+                    about=about,
+                )
+            )
 
     def sample(self) -> list[Sample | Note]:
-        """Every GPU once, and what is worth an event. Blocks as long as NVML does."""
+        """Samples every GPU once, and notes what is worth an event. Blocks as long as NVML does."""
         messages: list[Sample | Note] = []
         for gpu in self.gpus:
             values = gpu.read()
@@ -370,8 +376,8 @@ class NvmlSampler:
 
 
 class NvmlThread:
-    """Samples in a thread of its own, so that a driver that hangs keeps nobody waiting. `put` takes
-    the messages.
+    """Samples GPUs in a thread of its own, so that a driver that hangs makes no other thread wait.
+    put: takes the messages.
     """
 
     def __init__(
@@ -392,9 +398,7 @@ class NvmlThread:
         self._stopped.set()
 
     def look_after(self) -> None:
-        """For another thread, now and then: says when NVML has hung for 5 s, and when it is
-        back.
-        """
+        """Notes once that NVML has hung for 5 s. Another thread calls this now and then."""
         asked_s = self._asked_s
         if asked_s is not None and not self._told and time.perf_counter() - asked_s > _SLOW_S:
             self._told = True
@@ -407,7 +411,7 @@ class NvmlThread:
     def _main(self) -> None:
         try:
             self._run()
-        except Exception as error:  # noqa: BLE001  (a library's, of any kind: figures end, the rank goes on)
+        except Exception as error:  # noqa: BLE001  (whatever the library raises: figures end, the rank goes on)
             if type(error).__name__.startswith("NVMLError_LibraryNotFound") or isinstance(
                 error, ImportError
             ):

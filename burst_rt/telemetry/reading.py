@@ -1,5 +1,5 @@
-"""Reading a record for its calls: each call with the spans of all ranks that have it, in the hub's
-time. For traces and summaries.
+"""Reads a record for its calls: each call with the spans of the ranks that have it, in the hub's
+time. Traces and summaries are made from these.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.messages import Call, Group, Heartbeat, Plan
+from burst_rt.telemetry.messages import EndedCall, Group, Heartbeat, PlanSummary
 from burst_rt.telemetry.record import Record
-from burst_rt.telemetry.timeline import Kept, Together, match_plans, together
+from burst_rt.telemetry.timeline import KeptCall, WholeCall, match_plans, whole_call
 
 __all__ = ["CallOfAll", "calls_of"]
 
-# Calls that wait for the rest of their ranks; the oldest is then given as it is.
+# How many calls may wait for the rest of their ranks; beyond that the oldest is given as it is.
 _MAX_OPEN = 2000
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CallOfAll:
-    """A call. members: ranks of the job, by place in the group. ranks: what there is of each;
-    whole: where all is there.
-    """
+    """A call with what each rank has told of it."""
 
     group: str
     number: int
-    members: list[int]
-    ranks: dict[int, tuple[Plan, Kept]] = field(default_factory=dict)
-    whole: Together | None = None
+    members: list[int]  # ranks of the job, by place in the group
+    ranks: dict[int, tuple[PlanSummary, KeptCall]] = field(default_factory=dict)
+    whole: WholeCall | None = None  # None while some rank's part is missing
 
     @property
     def kind(self) -> str:
@@ -38,9 +36,9 @@ class CallOfAll:
 
 
 def calls_of(record: Record) -> Iterator[CallOfAll]:
-    """The calls of a record, about in the order in which they ended."""
+    """The calls of a record, nearly in the order in which they ended."""
     groups: dict[str, list[int]] = {}
-    plans: dict[tuple[int, int], Plan] = {}
+    plans: dict[tuple[int, int], PlanSummary] = {}
     fitted: dict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = {}
     offsets: dict[int, float] = {}
     waiting: OrderedDict[tuple[str, int], CallOfAll] = OrderedDict()
@@ -54,7 +52,9 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
                 fitted[key] = match_plans(own)
             matched = fitted[key]
             call.whole = (
-                together(own, [kept for _, kept in whole], matched) if matched is not None else None
+                whole_call(own, [kept for _, kept in whole], matched)
+                if matched is not None
+                else None
             )
         return call
 
@@ -64,20 +64,28 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
             offsets[rank] = message.offset_s if message.rtt_s >= 0 else entry.at_s - message.sent_s
         elif isinstance(message, Group):
             groups[message.name] = message.ranks
-        elif isinstance(message, Plan):
+        elif isinstance(message, PlanSummary):
             plans[rank, message.number] = message
         elif (
-            isinstance(message, Call) and (rank, message.plan) in plans and message.group in groups
+            isinstance(message, EndedCall)
+            and (rank, message.plan) in plans
+            and message.group in groups
         ):
             key, offset_s = (message.group, message.number), offsets.get(rank, 0.0)
-            call = waiting.setdefault(key, CallOfAll(*key, groups[message.group]))
-            kept = Kept(
-                *key,
-                message.plan,
-                message.started_s + offset_s,
-                message.ended_s + offset_s,
-                message.wait_s,
-                message.spans,
+            call = waiting.setdefault(
+                key,
+                CallOfAll(
+                    group=message.group, number=message.number, members=groups[message.group]
+                ),
+            )
+            kept = KeptCall(
+                group=message.group,
+                number=message.number,
+                plan=message.plan,
+                started_s=message.started_s + offset_s,
+                ended_s=message.ended_s + offset_s,
+                wait_s=message.wait_s,
+                spans=message.spans,
             )
             call.ranks[rank] = (plans[rank, message.plan], kept)
             if len(call.ranks) == len(call.members):

@@ -1,9 +1,9 @@
-"""Records: all messages of a job in a file, in the order the hub had them, to be replayed or made
-into a trace.
+"""Records: all messages of a job in a file, in the order in which the hub had them. A record can be
+replayed, or made into a trace.
 
-The file is a line of magic and then frames (`wire`): a `RecordHeader`, and `Recorded` entries. It
-is appended to as the job runs, so a record whose writer was killed is whole but for its last
-moment. What cannot be written (a full disk) ends the record, never the job.
+The file begins with a line of magic; then come frames (`wire`): a `RecordHeader`, and `Recorded`
+entries. The file grows as the job runs, so a record whose writer was killed lacks only its last
+moment. A failure to write (a full disk) ends the record, never the job.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from burst_rt.errors import InputError, ProtocolError
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import VERSION, Item, Recorded, RecordHeader
-from burst_rt.telemetry.state import State
 from burst_rt.telemetry.wire import Frames, frame
 
 __all__ = ["Record", "Recorder", "replay"]
@@ -29,7 +29,7 @@ _log = logging.getLogger("burst_rt.telemetry.record")
 
 
 class _Packed(msgspec.Struct, array_like=True):
-    """A `Recorded` whose message is still as it came."""
+    """A `Recorded` whose message is still packed, as it came."""
 
     at_s: float
     rank: int
@@ -37,14 +37,14 @@ class _Packed(msgspec.Struct, array_like=True):
 
 
 class Recorder:
-    """Writes a record. Raises OSError where the file cannot be made; later failures end the record
-    and are logged.
+    """Writes a record. Raises OSError where the file cannot be made. A later failure is logged, and
+    ends the record.
     """
 
     def __init__(self, path: Path, began_at_s: float, package: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        # A pipe or a device would make the hub wait.
+        # The path should be a regular file: a pipe or a device could make the hub wait.
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._encoder = msgspec.msgpack.Encoder()
         self._held: list[bytes] = [
@@ -54,7 +54,7 @@ class Recorder:
         self.flush()
 
     def add(self, at_s: float, rank: int, payload: bytes) -> None:
-        """Adds a message as it came."""
+        """Adds a message, packed as it came."""
         if self._file is not None:
             self._held.append(
                 frame(self._encoder.encode(_Packed(at_s, rank, msgspec.Raw(payload))))
@@ -65,7 +65,7 @@ class Recorder:
         self.add(at_s, rank, self._encoder.encode(message))
 
     def flush(self) -> None:
-        """Writes what has been added."""
+        """Writes what has been added since the last time."""
         if self._file is None or not self._held:
             return
         data, self._held = b"".join(self._held), []
@@ -78,7 +78,7 @@ class Recorder:
             self._file = None
 
     def close(self) -> None:
-        """Writes the rest."""
+        """Writes the rest, and ends the record."""
         self.flush()
         if self._file is not None:
             os.close(self._file)
@@ -86,8 +86,8 @@ class Recorder:
 
 
 class Record:
-    """Reads a record: `header`, and its entries in order by iterating (again and again). Raises
-    InputError where it is none.
+    """Reads a record: `header`, and, by iterating as often as one likes, its entries in order.
+    Raises InputError where the file is no record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,7 +102,7 @@ class Record:
             try:
                 yield decoder.decode(payload)
             except msgspec.ValidationError:
-                continue  # of a newer version: what is known is still worth reading
+                continue  # a message of a newer version: the others are still worth reading
 
     def _read_header(self) -> RecordHeader:
         try:
@@ -128,13 +128,13 @@ class Record:
                 yield from frames.feed(data)
 
 
-def replay(record: Record, until_s: float | None = None) -> State:
-    """The state as it was `until_s` seconds after the hub began (None: at the end)."""
-    state = State(record.header.began_at_s, record=str(record.path), replayed=True)
+def replay(record: Record, until_s: float | None = None) -> JobModel:
+    """The model as it was `until_s` seconds after the hub began; without that, at the end."""
+    model = JobModel(record.header.began_at_s, record=str(record.path), replayed=True)
     for entry in record:
         if until_s is not None and entry.at_s > until_s:
-            state.advance(until_s)
+            model.advance(until_s)
             break
-        state.advance(entry.at_s)
-        state.apply(entry.at_s, entry.rank, entry.message)
-    return state
+        model.advance(entry.at_s)
+        model.apply(entry.at_s, entry.rank, entry.message)
+    return model

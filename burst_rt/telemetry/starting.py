@@ -1,8 +1,8 @@
-"""Starting a job's hub: a fresh interpreter in a session of its own, without MPI's variables, and
-holding none of a rank's descriptors.
+"""Starts a job's hub: a fresh interpreter in a session of its own, without MPI's variables, that
+holds none of a rank's descriptors.
 
-mpirun waits for every process that holds a rank's standard output, and an MPI program started with
-a rank's variables would join the job.
+mpirun waits for every process that holds a rank's standard output. An MPI program that was started
+with a rank's variables would join the job.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ if TYPE_CHECKING:
     from burst_rt.telemetry.viewer import Viewer
     from burst_rt.telemetry.views import Lost
 
-__all__ = ["RunningHub", "scrubbed", "start_hub"]
+__all__ = ["HUB_MODULE", "RunningHub", "scrubbed", "start_hub"]
 
+# The program of the hub's process. It stands above telemetry, where the dashboard is known, and is
+# started by its name.
+HUB_MODULE = "burst_rt.dashboard.hub_process"
 _READY_DEADLINE_S = 15.0
 _END_DEADLINE_S = 3.0
-# To connect, and again for the answer: the launcher asks when a person waits for the job to end.
+# The launcher asks while a person waits for the job to end. It waits so long to connect, and as
+# long again for the answer.
 _ASK_DEADLINE_S = 0.4
-# Of Open MPI, PMIx, MPICH and Intel MPI; and batch systems' that make a process look like a rank.
+# Variables of Open MPI, PMIx, MPICH and Intel MPI, and those of batch systems that make a process
+# look like a rank.
 _MPI_PREFIXES = (
     "OMPI_",
     "OPAL_",
@@ -58,28 +63,28 @@ _MPI_PREFIXES = (
 
 @dataclass
 class RunningHub:
-    """A hub that listens. links: what it shows to people, in words: a dashboard, metrics."""
+    """A hub that listens."""
 
     address: str
     secret: str
-    links: list[str]
+    links: list[str]  # what the hub shows to people, a line each: a dashboard, metrics
     _process: subprocess.Popen[bytes]
 
     def environment(self) -> dict[str, str]:
-        """What ranks need to find it."""
+        """The variables by which ranks find the hub."""
         return {TELEMETRY_VARIABLE: self.address, SECRET_VARIABLE: self.secret}
 
     def stopping(self, signal_name: str) -> None:
         """Tells the hub that the job is about to be ended by this signal ("SIGINT"): ranks that end
-        from now on are shown as stopped, and nobody as lost. Call it before the ranks are
-        signalled. Waits at most 0.8 s for the hub to know; a hub that is gone is no failure.
+        from now on are shown as stopped, and none as lost. Call it before the ranks are signalled.
+        Waits at most 0.8 s until the hub knows. A hub that is gone is no failure.
         """
         with suppress(ConfigError, Stalled), self._viewer() as viewer:
             viewer.stopping(signal_name)
 
     def first_lost(self) -> Lost | None:
-        """The rank that was lost, or failed, before all others, and what is known of what it did;
-        None: none was, or the hub is gone.
+        """The rank that was lost, or failed, before all others, and what it was doing, as far as
+        that is known. None where none was lost, or the hub is gone.
 
         Waits at most 0.8 s. Ask before `release`, which ends the hub.
         """
@@ -93,8 +98,8 @@ class RunningHub:
         return Viewer(self.address, self.secret, _ASK_DEADLINE_S)
 
     def release(self) -> None:
-        """Lets a held hub end with its last rank; waits a little for that, so that its record is
-        whole.
+        """Lets a held hub end with its last rank. Waits at most 3 s for that, so that the record is
+        whole; a hub that has not ended by then is killed.
         """
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -105,7 +110,7 @@ class RunningHub:
             self._process.wait()
         kind, _, path = self.address.partition(":")
         if kind == "unix":
-            # A hub that was killed has left it.
+            # A hub that was killed has left its folder.
             shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
     def forget(self) -> None:
@@ -139,17 +144,18 @@ def start_hub(
 ) -> RunningHub:
     """Starts a hub and waits until it listens, at most 15 s. Raises ConfigError where it does not.
 
-    one_host: all ranks are on this host (a Unix socket); else it listens with TCP on all
-    interfaces, behind the job's secret. record: a file. held: it lives at least as long as this
-    process does or until `release`, and logs to this process's standard error; else it ends with
-    its last rank. dashboard: "1" or [HOST:]PORT; metrics_port: of `/metrics`; "" for none.
+    one_host: all ranks are on this host, and the hub listens on a Unix socket; else it listens with
+    TCP on all interfaces, behind the job's secret. record: a file to record to, "" for none. held:
+    the hub lives until `release`, or as long as this process, and logs to this process's standard
+    error; a hub that is not held ends with its last rank. dashboard: "1" or [HOST:]PORT, "" for
+    none. metrics_port: a port for `/metrics`, "" for none.
     """
     secret = secrets.token_urlsafe(24)
     command = [
         sys.executable,
         "-P",
         "-m",
-        "burst_rt.telemetry.hub",
+        HUB_MODULE,
         "--listen",
         "unix" if one_host else "0.0.0.0",
     ]
@@ -165,7 +171,8 @@ def start_hub(
         stderr=None if held else subprocess.DEVNULL,
         start_new_session=True,
     )
-    # While it starts: `stopping` is called by a signal's handler, which is no place to import in.
+    # `stopping` is called by a signal's handler, which is no place to import in. So the import is
+    # done here, while the hub starts.
     import burst_rt.telemetry.viewer  # noqa: F401
 
     address, *links = _read_line(process).split("\t")
@@ -180,7 +187,7 @@ def start_hub(
 
 
 def _read_line(process: subprocess.Popen[bytes]) -> str:
-    """The first line of its output; "" where it ends or says nothing in time."""
+    """The first line that a process prints; "" where it ends, or prints nothing in time."""
     assert process.stdout is not None
     said = b""
     deadline_s = time.monotonic() + _READY_DEADLINE_S

@@ -1,79 +1,75 @@
-"""What a record says about a run's communication: how much of it was exposed, who computes more
-than others, and the longest stalls.
+"""What a record says about a run's communication: how much of it was exposed, which ranks compute
+more than others, and the longest stalls.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from burst_rt.scheduler import Span, overlap
 from burst_rt.telemetry.reading import CallOfAll, calls_of
 from burst_rt.telemetry.record import Record
 
-__all__ = ["RankSummary", "Stall", "Summary", "summarise"]
+__all__ = ["IdleSpan", "RankSummary", "RecordSummary", "summarise"]
 
 _NUM_STALLS = 3
 
 
-class Stall(NamedTuple):
-    """A rank's compute lane stood still. cause: in words, with the rank and the transfer it waited
-    for.
-    """
+@dataclass(frozen=True, kw_only=True)
+class IdleSpan:
+    """A rank's compute lane stood still."""
 
     duration_s: float
     rank: int
     call: int
     kind: str
     started_s: float
-    cause: str
+    cause: str  # in words, with the rank and the transfer that was waited for
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RankSummary:
-    """Of the calls that all ranks have spans of. exposed_s, skew_s: see `scheduler.Idle`; late_s:
-    idle until the last rank had entered.
-    """
+    """A rank's times, over the calls that all ranks have spans of."""
 
     rank: int
     calls: int = 0
     total_s: float = 0.0
     compute_s: float = 0.0
-    exposed_s: float = 0.0
-    skew_s: float = 0.0
-    late_s: float = 0.0
+    exposed_s: float = 0.0  # see `scheduler.Idle`
+    skew_s: float = 0.0  # see `scheduler.Idle`
+    late_s: float = 0.0  # idle until the last rank had entered the call
     transfer_s: float = 0.0
-    hidden_s: float = 0.0
+    hidden_s: float = 0.0  # part of the transfers during which the rank computed
 
 
 @dataclass
-class Summary:
-    """ranks: in order. stalls: the longest, longest first. incomplete: calls that some ranks have
-    no spans of, and that are left out.
-    """
+class RecordSummary:
+    """What a record says of the run's communication."""
 
-    ranks: list[RankSummary] = field(default_factory=list)
-    stalls: list[Stall] = field(default_factory=list)
-    incomplete: int = 0
+    ranks: list[RankSummary] = field(default_factory=list)  # in the order of their numbers
+    stalls: list[IdleSpan] = field(default_factory=list)  # the longest ones, longest first
+    incomplete: int = 0  # calls that are left out because some ranks have no spans of them
 
 
-def summarise(record: Record) -> Summary:
+def summarise(record: Record) -> RecordSummary:
     """Reads a record to its end."""
     ranks: dict[int, RankSummary] = {}
-    longest: list[Stall] = []
+    longest: list[IdleSpan] = []
     incomplete = 0
     for call in calls_of(record):
         if call.whole is None:
             incomplete += 1
             continue
         for place, rank in enumerate(call.members):
-            stalls = _add(ranks.setdefault(rank, RankSummary(rank)), call, place)
-            longest = heapq.nlargest(_NUM_STALLS, [*longest, *stalls])
-    return Summary([ranks[rank] for rank in sorted(ranks)], longest, incomplete)
+            stalls = _add(ranks.setdefault(rank, RankSummary(rank=rank)), call, place)
+            longest = heapq.nlargest(
+                _NUM_STALLS, [*longest, *stalls], key=lambda stall: stall.duration_s
+            )
+    return RecordSummary([ranks[rank] for rank in sorted(ranks)], longest, incomplete)
 
 
-def _add(into: RankSummary, call: CallOfAll, place: int) -> list[Stall]:
+def _add(into: RankSummary, call: CallOfAll, place: int) -> list[IdleSpan]:
     assert call.whole is not None
     trace, rank = call.whole.traces[place], call.members[place]
     _, kept = call.ranks[rank]
@@ -92,8 +88,17 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> list[Stall]:
         else:
             into.skew_s += took_s
             cause = _late(call, place, wait.task, wait.peer, wait.started_s, wait.ended_s)
-        stalls.append(Stall(took_s, rank, call.number, call.kind, wait.started_s, cause))
-    # Until the last rank has entered nothing is sent.
+        stalls.append(
+            IdleSpan(
+                duration_s=took_s,
+                rank=rank,
+                call=call.number,
+                kind=call.kind,
+                started_s=wait.started_s,
+                cause=cause,
+            )
+        )
+    # Nothing is sent until the last rank has entered the call.
     last_s, last = max((call.ranks[member][1].started_s, member) for member in call.members)
     idle_s = (
         last_s
@@ -103,7 +108,16 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> list[Stall]:
     if last != rank and idle_s > 0:
         into.late_s += idle_s
         cause = f"rank {last} entered the call {(last_s - kept.started_s) * 1e3:.1f} ms later"
-        stalls.append(Stall(idle_s, rank, call.number, call.kind, kept.started_s, cause))
+        stalls.append(
+            IdleSpan(
+                duration_s=idle_s,
+                rank=rank,
+                call=call.number,
+                kind=call.kind,
+                started_s=kept.started_s,
+                cause=cause,
+            )
+        )
     return stalls
 
 
@@ -121,7 +135,7 @@ def _wire(call: CallOfAll, place: int, task: int, peer: int) -> str:
 def _late(
     call: CallOfAll, place: int, task: int, peer: int, started_s: float, ended_s: float
 ) -> str:
-    """What the peer did meanwhile."""
+    """A late peer as the cause, with what the peer did meanwhile."""
     assert call.whole is not None
 
     def shared_s(span: Span) -> float:

@@ -1,15 +1,16 @@
-"""The spans of the last minute, rank by rank, and what they say together: who sent what to whom,
-and where a rank stood still and why.
+"""The spans of the last minute, rank by rank, and what the spans of all ranks say: who sent what to
+whom, where a rank stood still, and why.
 
-A call is kept as it came (16 bytes a span); tasks' names and costs are in its plan. Only when all
-ranks' spans of a call are here can idle time be told apart into exposed communication and skew
-(`scheduler.waits`); that is worked out when somebody looks.
+A call is kept as it came, at 16 bytes a span; the names and costs of its tasks are in its plan.
+Idle time is either exposed communication or skew (`scheduler.waits`), and only the spans of all
+ranks can tell which. That is worked out when somebody looks.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,20 +30,30 @@ from burst_rt.scheduler import (
     waits,
 )
 from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.messages import Plan
+from burst_rt.telemetry.messages import PlanSummary
 
-__all__ = ["KEPT_S", "SPAN", "Kept", "Recent", "Together", "match_plans", "spans_of", "together"]
+__all__ = [
+    "KEPT_S",
+    "SPAN",
+    "KeptCall",
+    "Recent",
+    "WholeCall",
+    "match_plans",
+    "spans_of",
+    "whole_call",
+]
 
 KEPT_S = 60.0
-# Seconds after the call's start: exact to 0.1 us in a call of a second, to 10 us in one of a minute
-# and a half.
+# Times are seconds after the call's start. A float32 is exact to 0.1 us in a call of a second, and
+# to 10 us in a call of a minute and a half.
 SPAN = np.dtype([("task", "<u4"), ("issued", "<f4"), ("started", "<f4"), ("ended", "<f4")])
-# What a kept call takes beside its spans.
+# The memory that a kept call takes beside its spans.
 _CALL_BYTES = 400
 
 
-class Kept(NamedTuple):
-    """A call of one rank, in the hub's time. See `messages.Call`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptCall:
+    """A call of one rank, in the hub's time. See `messages.EndedCall`."""
 
     group: str
     number: int
@@ -58,18 +69,18 @@ class Kept(NamedTuple):
 
 
 class Recent:
-    """One rank's calls of the last minute, or fewer where they would take more than `limit_bytes`;
-    oldest first.
+    """One rank's calls of the last minute, oldest first; fewer where those would take more than
+    `limit_bytes`.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
-        self._calls: deque[Kept] = deque()
-        self._by_key: dict[tuple[str, int], Kept] = {}
+        self._calls: deque[KeptCall] = deque()
+        self._by_key: dict[tuple[str, int], KeptCall] = {}
 
-    def add(self, call: Kept) -> None:
-        """Appends a call and forgets those too old."""
+    def add(self, call: KeptCall) -> None:
+        """Appends a call, and forgets calls that are too old."""
         self._calls.append(call)
         self._by_key[call.group, call.number] = call
         self.size_bytes += _CALL_BYTES + len(call.spans)
@@ -80,12 +91,12 @@ class Recent:
             if not self._calls:
                 return
 
-    def get(self, group: str, number: int) -> Kept | None:
-        """The call of that number, if it is still here."""
+    def get(self, group: str, number: int) -> KeptCall | None:
+        """The group's call of that number, if it is still here."""
         return self._by_key.get((group, number))
 
-    def newest_first(self, since_s: float, until_s: float) -> Iterator[Kept]:
-        """Calls that have a part in the window."""
+    def newest_first(self, since_s: float, until_s: float) -> Iterator[KeptCall]:
+        """Calls that have a part in the window, the newest first."""
         for call in reversed(self._calls):
             if call.ended_s < since_s:
                 return
@@ -93,20 +104,19 @@ class Recent:
                 yield call
 
 
-class Together(NamedTuple):
-    """One call on all ranks of its group. matched: each receive's send. plans, traces, waits: by
-    rank of the group.
-    """
+class WholeCall(NamedTuple):
+    """One call on all ranks of its group."""
 
-    matched: Mapping[Endpoint, Endpoint]
-    plans: Sequence[Plan]
+    matched: Mapping[Endpoint, Endpoint]  # each receive's send
+    # By rank of the group.
+    plans: Sequence[PlanSummary]
     traces: Sequence[Sequence[Span]]
     waits: Sequence[Sequence[Wait]]
 
 
-def match_plans(plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
-    """Each receive's send in the plans of all ranks of a group, in their order; None where they do
-    not fit each other.
+def match_plans(plans: Sequence[PlanSummary]) -> Mapping[Endpoint, Endpoint] | None:
+    """Each receive's send. plans: of all ranks of a group, in the group's order. None where the
+    plans do not fit each other.
     """
     try:
         return match_messages([_graph(plan, place, len(plans)) for place, plan in enumerate(plans)])
@@ -114,8 +124,8 @@ def match_plans(plans: Sequence[Plan]) -> Mapping[Endpoint, Endpoint] | None:
         return None
 
 
-def _graph(plan: Plan, place: int, world_size: int) -> Graph:
-    """A graph with the tasks of a plan, as far as telemetry knows them: no memory, no edges."""
+def _graph(plan: PlanSummary, place: int, world_size: int) -> Graph:
+    """A graph with the tasks of a plan, as far as telemetry knows them: no buffers, no edges."""
     tasks = tuple(
         Task(
             i, t.name, t.lane, Op(t.op), (), (), (), tuple(Message(0, *m) for m in t.sends),
@@ -128,14 +138,14 @@ def _graph(plan: Plan, place: int, world_size: int) -> Graph:
     return Graph(place, world_size, lanes, (), tasks, (), ())
 
 
-def spans_of(plan: Plan, call: Kept) -> list[Span]:
-    """A call's spans, in the hub's time. What is on a stream counts as issued when the device comes
+def spans_of(plan: PlanSummary, call: KeptCall) -> list[Span]:
+    """A call's spans, in the hub's time. A task on a stream counts as issued when the device comes
     to it.
     """
     spans = []
     for task, issued, started, ended in _unpack(call.spans).tolist():
         if task >= len(plan.tasks):
-            continue  # of another version of this plan: nothing to draw
+            continue  # a span of another version of this plan: there is nothing to draw
         t = plan.tasks[task]
         at = call.started_s + (started if t.ordered else issued)
         spans.append(
@@ -157,11 +167,11 @@ def _unpack(raw: bytes) -> npt.NDArray[np.void]:
     return np.frombuffer(raw[: len(raw) // SPAN.itemsize * SPAN.itemsize], SPAN)
 
 
-def together(
-    plans: Sequence[Plan], calls: Sequence[Kept], matched: Mapping[Endpoint, Endpoint]
-) -> Together | None:
-    """A call of all ranks of a group, in their order, whose messages are `matched`; None where
-    spans are missing.
+def whole_call(
+    plans: Sequence[PlanSummary], calls: Sequence[KeptCall], matched: Mapping[Endpoint, Endpoint]
+) -> WholeCall | None:
+    """A call on all ranks of a group. plans, calls: in the group's order. matched: as from
+    `match_plans`. None where spans are missing.
     """
     traces = [spans_of(plan, call) for plan, call in zip(plans, calls, strict=True)]
     if any(
@@ -169,4 +179,4 @@ def together(
         for plan, trace in zip(plans, traces, strict=True)
     ):
         return None
-    return Together(matched, plans, traces, waits(traces, matched))
+    return WholeCall(matched, plans, traces, waits(traces, matched))

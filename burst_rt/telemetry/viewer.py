@@ -1,5 +1,5 @@
-"""A viewer in a process of its own: asks a running hub, over its socket. One in the hub's process
-asks its `State` itself.
+"""A viewer in a process of its own: it asks a running hub over the hub's socket. A viewer in the
+hub's process asks the `JobModel` itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Viewer:
     """A connection to a hub. address, secret: as ranks have them (BURST_RT_TELEMETRY,
     BURST_RT_TELEMETRY_SECRET).
 
-    Every question blocks at most `timeout_s`. Raises Stalled where the hub has not answered by then
-    (ask again), ConfigError where there is none any more.
+    Every question blocks at most `timeout_s`. It raises Stalled where the hub has not answered by
+    then (the viewer may ask again), and ConfigError where the hub is gone.
     """
 
     def __init__(self, address: str, secret: str, timeout_s: float = 5.0) -> None:
@@ -48,21 +48,21 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection; another question would begin a new one."""
+        """Ends the connection. Another question begins a new one."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def snapshot(self) -> Snapshot:
-        """See `State.snapshot`."""
+        """See `JobModel.snapshot`."""
         return self._ask("snapshot", Snapshot)
 
     def first_lost(self) -> Lost | None:
-        """See `State.first_lost`."""
+        """See `JobModel.first_lost`."""
         return self._ask("first_lost", Lost | None)  # type: ignore[arg-type]  # a union is no type to mypy
 
     def stopping(self, signal_name: str) -> None:
-        """Tells the hub that the job is being ended; returns once it knows."""
+        """Tells the hub that the job is being ended; returns once the hub knows."""
         self._exchange(Stopping(self._secret, signal_name), type(None))
 
     def series(
@@ -72,7 +72,7 @@ class Viewer:
         since_s: float = -600.0,
         limit: int = 2000,
     ) -> list[SeriesView]:
-        """See `State.series`; of several sources (none named: all)."""
+        """See `JobModel.series`. Takes several sources; none named means all."""
         return self._ask(
             "series",
             list[SeriesView],
@@ -89,7 +89,7 @@ class Viewer:
         ranks: Sequence[int] = (),
         limit: int = 2000,
     ) -> TimelineView:
-        """See `State.timeline`."""
+        """See `JobModel.timeline`."""
         return self._ask(
             "timeline",
             TimelineView,
@@ -113,7 +113,7 @@ class Viewer:
         return self._socket
 
     def _ask(self, what: str, kind: type[_View], **options: Any) -> _View:  # those of Ask
-        return self._exchange(Ask(self._secret, what, **options), kind)
+        return self._exchange(Ask(secret=self._secret, what=what, **options), kind)
 
     def _exchange(self, question: Ask | Stopping, kind: type[_View]) -> _View:
         peer = self._connect()
@@ -123,7 +123,7 @@ class Viewer:
                 for payload in self._frames.feed(data):
                     return msgspec.json.decode(payload, type=kind)
         except TimeoutError as error:
-            self.close()  # a late answer would be taken for that of the next question
+            self.close()  # a late answer would be taken for the next question's
             raise self._late() from error
         except OSError as error:
             self.close()

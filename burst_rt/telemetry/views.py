@@ -1,15 +1,15 @@
-"""What viewers get: the dashboard, `burst-rt top`, `/metrics` and replays all read these, and
+"""What viewers get: the dashboard, `burst-rt top`, `/metrics` and replays all read these types, and
 nothing else. Plain data, ready for JSON.
 
-All times are seconds since the hub began (`Job.began_at_s` says when that was). Names of metrics
-and their units: `metrics.METRICS`.
+All times are seconds since the hub began; `JobView.began_at_s` says when that was. Metrics and
+their units are in `metrics.METRICS`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from burst_rt.telemetry.messages import Candidate, LaneCounters, Severity
+from burst_rt.telemetry.messages import Candidate, Counts, Severity
 
 __all__ = [
     "EventView", "FlowView", "JobView", "Lost", "PlanView", "ProgressView", "RankView",
@@ -18,117 +18,92 @@ __all__ = [
 ]  # fmt: skip
 
 
-class JobView(msgspec.Struct):
-    """now_s: when the snapshot was made. world_size: 0 before a rank has come. record: the file it
-    is recorded to, "" for none.
+class JobView(msgspec.Struct, kw_only=True):
+    """The job as a whole."""
 
-    dropped: messages that ranks had no room for; replayed: this is a record, not a running job.
-    first_lost: the rank that was lost, or failed, before all others, -1 for none.
-    """
-
-    began_at_s: float
-    now_s: float
-    world_size: int
+    began_at_s: float  # when the hub began, in seconds since the epoch
+    now_s: float  # when the snapshot was made
+    world_size: int  # 0 before a rank has come
     command: str
-    package: str
-    record: str
-    dropped: int
-    replayed: bool
-    first_lost: int = -1
+    package: str  # version of burst_rt
+    record: str  # the file that the job is recorded to, "" for none
+    dropped: int  # messages that ranks had no room for
+    replayed: bool  # this is a record, not a running job
+    first_lost: int = -1  # the rank that was lost, or failed, before all others; -1: none was
 
 
-class RankView(msgspec.Struct):
-    """A rank. status: "live", "silent" (no heartbeat for 2 s), "lost" (its connection ended without
-    a word), "left" (it ended by itself); "ended" (lost or failed after another one had been),
-    "stopped" (lost or failed after the job was told to stop).
-
-    call: number of the call under way, -1 outside any; doing: its task or what it waits for, since
-    doing_since_s: as it was when the rank last told. last_call: that it is known to have ended, -1:
-    none. calls and other counters are those of `messages.Counters`; the number of a call counts
-    agreements and reductions too. source: of its process; gpu: of its GPU, "" without. exit_code:
-    of one that left. ending: how it ended, in words, "" while it has not.
+class RankView(Counts, kw_only=True):
+    """A rank, and what it has counted. `calls` counts only calls that run a graph; the number of a
+    call counts agreements and reductions too.
     """
 
     rank: int
     host: str
     pid: int
     device: str
-    source: str
-    gpu: str
+    source: str  # of the rank's process
+    gpu: str  # source of the rank's GPU, "" without one
+    # "live"; "silent": no heartbeat for 2 s; "lost": the connection ended without a word; "left":
+    # the rank ended by itself; "ended": lost, or failed, after another rank had been; "stopped":
+    # lost, or failed, after the job was told to stop.
     status: str
     status_since_s: float
-    exit_code: int | None
+    exit_code: int | None  # of a rank that left
+    # As it was when the rank last told.
     group: str
-    call: int
+    call: int  # number of the call under way, -1 outside any
     hop: int
-    doing: str
+    doing: str  # the call's task, or what the call waits for
     doing_since_s: float
-    heard_s: float
-    offset_s: float
+    heard_s: float  # when the rank was last heard
+    offset_s: float  # see `messages.Heartbeat`
     rtt_s: float
-    calls: int
-    compute_s: float
-    wait_s: float
-    total_s: float
-    overlap: float | None
-    dropped: int
-    lanes: dict[str, LaneCounters]
-    last_call: int = -1
-    ending: str = ""
+    overlap: float | None  # part of the time of transfers that compute hid
+    last_call: int = -1  # the last call that the rank is known to have ended, -1: none
+    ending: str = ""  # how the rank ended, in words; "" while it has not
 
 
-class Lost(msgspec.Struct):
-    """The rank that was lost, or failed, before all others. at_s: when, in seconds since the epoch.
-
-    call, task, hop: what it was doing when that was last known, age_s before; -1, "" and -1 where
-    it was in no call, or that is not known. last_call: the last call that it is known to have
-    ended, -1: none. exit_code, said: of one that said why, else None and "". known: what it was
-    doing, and how long before, in words ("" where nothing is known).
-    """
+class Lost(msgspec.Struct, kw_only=True):
+    """The rank that was lost, or failed, before all others."""
 
     rank: int
-    at_s: float
+    at_s: float  # when it was lost, in seconds since the epoch
+    # What the rank was doing when that was last known, age_s before it was lost: -1, "" and -1
+    # where it was in no call, or where nothing is known.
     call: int
     task: str
     hop: int
     age_s: float
-    last_call: int
-    known: str
-    exit_code: int | None = None
-    said: str = ""
+    last_call: int  # the last call that the rank is known to have ended, -1: none
+    known: str  # what the rank was doing, and how long before, in words; "" where nothing is known
+    exit_code: int | None = None  # of a rank that said how it ended
+    said: str = ""  # why it ended, as the rank said
 
 
-class SourceView(msgspec.Struct):
-    """Something sampled, and its last values. kind: "gpu", "host", "process" or "job"; ranks: those
-    that use it. at_s: of the last sample.
-
-    metrics: all that have a history (`State.series`). details: vectors ("core_percent": one number
-    a core).
-    """
+class SourceView(msgspec.Struct, kw_only=True):
+    """Something sampled, and its last values."""
 
     name: str
-    kind: str
+    kind: str  # "gpu", "host", "process" or "job"
     host: str
-    ranks: list[int]
+    ranks: list[int]  # ranks that use it
     about: dict[str, str]
-    at_s: float
-    metrics: list[str]
+    at_s: float  # time of the last sample
+    metrics: list[str]  # all metrics that have a history (`JobModel.series`)
     values: dict[str, float]
-    details: dict[str, list[float]]
+    details: dict[str, list[float]]  # vectors; "core_percent" has one number a core
 
 
 class ProgressView(msgspec.Struct):
-    """The last report of the job: its step and values (loss, tokens_per_s ...), by name. at_s:
-    when; None before the first.
-    """
+    """The last report of the job."""
 
-    at_s: float | None
+    at_s: float | None  # None before the first report
     step: int
-    values: dict[str, float]
+    values: dict[str, float]  # loss, tokens_per_s ... by name
 
 
-class PlanView(msgspec.Struct):
-    """A plan of a rank: see `messages.Plan`. num_tasks: of its graph."""
+class PlanView(msgspec.Struct, kw_only=True):
+    """A plan of a rank: see `messages.PlanSummary`."""
 
     rank: int
     number: int
@@ -142,31 +117,27 @@ class PlanView(msgspec.Struct):
     candidates: list[Candidate]
 
 
-class EventView(msgspec.Struct):
-    """Something that happened. number: counts up from 1. rank: -1 for the whole job. kind:
-    "joined", "lost", "silent", "back", "left", "ended", "stopped", "stopping", "plan", "not
-    finite", "xid", "ecc", "throttle", "nvml". text: without the rank's number; `line` has all of
-    it.
-    """
+class EventView(msgspec.Struct, kw_only=True):
+    """Something that happened."""
 
-    number: int
+    number: int  # counts up from 1
     at_s: float
-    rank: int
+    rank: int  # -1 for the whole job
     severity: Severity
+    # "joined", "lost", "silent", "back", "left", "ended", "stopped", "stopping", "plan", "not
+    # finite", "xid", "ecc", "throttle" or "nvml".
     kind: str
-    text: str
+    text: str  # without time and rank, which `line` has too
 
     @property
     def line(self) -> str:
         """One line for a log: time and rank first."""
-        return (
-            f"{self.at_s:.3f} s {f'rank {self.rank}' if self.rank >= 0 else 'job'} {self.kind}: "
-            f"{self.text}"
-        )
+        who = f"rank {self.rank}" if self.rank >= 0 else "job"
+        return f"{self.at_s:.3f} s {who} {self.kind}: {self.text}"
 
 
-class Snapshot(msgspec.Struct):
-    """The present: everything but histories and spans. events: the last ones, oldest first."""
+class Snapshot(msgspec.Struct, kw_only=True):
+    """The present: everything but histories and spans."""
 
     revision: int
     job: JobView
@@ -174,12 +145,12 @@ class Snapshot(msgspec.Struct):
     ranks: list[RankView]
     sources: list[SourceView]
     plans: list[PlanView]
-    events: list[EventView]
+    events: list[EventView]  # the last ones, oldest first
 
 
 class SeriesView(msgspec.Struct):
-    """A window of one source: times, and a list as long for each metric (None where a row lacks
-    it).
+    """A window of one source: times, and for each metric a list as long as the times (None where a
+    row lacks the metric).
     """
 
     source: str
@@ -187,52 +158,45 @@ class SeriesView(msgspec.Struct):
     values: dict[str, list[float | None]]
 
 
-class SpanView(msgspec.Struct, array_like=True):
-    """A task as it ran. In JSON an array in this order. call: number in its group; hop: -1 where it
-    has none; plan: of the rank.
-
-    sends, receives: messages of the task.
-    """
+class SpanView(msgspec.Struct, array_like=True, kw_only=True):
+    """A task as it ran. In JSON an array in this order."""
 
     rank: int
     group: str
-    call: int
+    call: int  # number of the call in its group
     kind: str
     task: int
     name: str
     lane: str
     op: str
-    hop: int
+    hop: int  # -1 where the task belongs to none
     issued_s: float
     started_s: float
     ended_s: float
     size_bytes: int
     flops: int
-    plan: int
-    sends: int
+    plan: int  # number of the rank's plan
+    sends: int  # messages that the task sends
     receives: int
 
 
-class WaitView(msgspec.Struct, array_like=True):
-    """A rank's compute lane stood still. In JSON an array in this order. cause: "exposed" (a
-    transfer it needs was on the wire) or "skew" (a peer had not come to it yet); peer: the rank
-    whose message that was; task: the transfer.
-    """
+class WaitView(msgspec.Struct, array_like=True, kw_only=True):
+    """A rank's compute lane stood still. In JSON an array in this order."""
 
     rank: int
     call: int
+    # "exposed": a transfer that the rank needs was on the wire; "skew": a peer had not come to that
+    # transfer yet.
     cause: str
     started_s: float
     ended_s: float
-    peer: int
-    task: str
+    peer: int  # rank of the job that the transfer is with
+    task: str  # name of the transfer
     group: str
 
 
-class FlowView(msgspec.Struct, array_like=True):
-    """A message: which task sent it, which received it. In JSON an array in this order. number:
-    among those its receiver's task gets.
-    """
+class FlowView(msgspec.Struct, array_like=True, kw_only=True):
+    """A message between two tasks. In JSON an array in this order."""
 
     call: int
     sender: int
@@ -243,19 +207,16 @@ class FlowView(msgspec.Struct, array_like=True):
     received_s: float
     size_bytes: int
     group: str
-    number: int
+    number: int  # among the messages that the receiver's task gets
 
 
-class TimelineView(msgspec.Struct):
-    """Tasks of a window. complete: calls of which all ranks' spans are here; only for them is it
-    known where a rank waited and who sent what. left_out: spans beyond the limit (the oldest are
-    left out).
-    """
+class TimelineView(msgspec.Struct, kw_only=True):
+    """Tasks of a window. Only of complete calls is it known who waited and who sent what."""
 
     since_s: float
     until_s: float
-    spans: list[SpanView]
-    waits: list[WaitView]
-    flows: list[FlowView]
-    complete: int
-    left_out: int
+    spans: list[SpanView] = []
+    waits: list[WaitView] = []
+    flows: list[FlowView] = []
+    complete: int = 0  # calls of which the spans of all ranks are here
+    left_out: int = 0  # spans beyond the limit: the oldest

@@ -1,8 +1,12 @@
-"""How messages travel: frames on a stream socket, a length of four bytes (little endian) and then
-so many bytes. Bounded.
+"""How messages travel: as frames on a stream socket. A frame is a length of four bytes (little
+endian), and then that many bytes; the length is bounded.
 
-An address is "unix:PATH" (one host) or "tcp:HOST:PORT"; whoever connects says the job's secret
-first. `read_settings` is what the environment asks for.
+An address is "unix:PATH" (one host) or "tcp:HOST:PORT". A peer that connects says the job's secret
+first. `read_settings` reads what the environment asks for.
+
+Four parties cut frames, and only one of them has an event loop: the hub (asyncio), the agent (a
+thread with a socket that never blocks), the viewer (calls that block), and the reader of a record.
+So one small decoder without I/O serves all of them.
 """
 
 from __future__ import annotations
@@ -30,30 +34,29 @@ __all__ = [
     "until_beat_s",
 ]
 
-# "1": on; an address: on, with a hub that runs already; "0" or nothing: off.
+# "1" asks for telemetry, an address for telemetry with a hub that runs already. "0" or nothing asks
+# for none.
 TELEMETRY_VARIABLE = "BURST_RT_TELEMETRY"
 SECRET_VARIABLE = "BURST_RT_TELEMETRY_SECRET"
-# A file to record to; asks for telemetry.
+# A file to record to. Asks for telemetry too.
 RECORD_VARIABLE = "BURST_RT_RECORD"
-# "1": a dashboard; [HOST:]PORT: there. And a port for `/metrics` alone. Both ask for telemetry.
+# "1" asks for a dashboard, [HOST:]PORT for a dashboard there. Both variables ask for telemetry too.
 DASHBOARD_VARIABLE = "BURST_RT_DASHBOARD"
-METRICS_VARIABLE = "BURST_RT_METRICS_PORT"
+METRICS_VARIABLE = "BURST_RT_METRICS_PORT"  # a port for `/metrics` alone
 
 _LENGTH = 4
-# A plan of thousands of tasks takes half a megabyte.
+# The largest message is a plan; one of thousands of tasks takes half a megabyte.
 MAX_FRAME_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """asked: telemetry is wanted. address, secret: of a hub that runs, else "". record: a file,
-    else "". dashboard, metrics_port: as in the environment, else "".
-    """
+    """What the environment asks for; "" stands for nothing."""
 
-    asked: bool
-    address: str = ""
-    secret: str = ""
-    record: str = ""
+    asked: bool  # telemetry is wanted
+    address: str = ""  # of a hub that runs already
+    secret: str = ""  # of that hub
+    record: str = ""  # a file
     dashboard: str = ""
     metrics_port: str = ""
 
@@ -63,9 +66,16 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     word, record = environment.get(TELEMETRY_VARIABLE, ""), environment.get(RECORD_VARIABLE, "")
     shown, port = environment.get(DASHBOARD_VARIABLE, ""), environment.get(METRICS_VARIABLE, "")
     if word in ("0", "off", "no") or not (word or record or shown or port):
-        return Settings(False)
+        return Settings(asked=False)
     address = word if word.startswith(("unix:", "tcp:")) else ""
-    return Settings(True, address, environment.get(SECRET_VARIABLE, ""), record, shown, port)
+    return Settings(
+        asked=True,
+        address=address,
+        secret=environment.get(SECRET_VARIABLE, ""),
+        record=record,
+        dashboard=shown,
+        metrics_port=port,
+    )
 
 
 def frame(payload: bytes) -> bytes:
@@ -74,15 +84,15 @@ def frame(payload: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts what arrives into payloads of at most `max_bytes`."""
+    """Cuts a stream of bytes into payloads of at most `max_bytes` each."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._held = bytearray()
         self.max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Payloads that are complete now. Raises ProtocolError for a frame larger than any there
-        is.
+        """The payloads that `data` completes. Raises ProtocolError for a frame that is too large to
+        be a peer's.
         """
         self._held += data
         while len(self._held) >= _LENGTH:
@@ -100,8 +110,8 @@ class Frames:
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """A connected socket. Blocks at most `timeout_s`. Raises OSError, InputError for what is no
-    address.
+    """A connected socket. Blocks at most `timeout_s`. Raises OSError where nobody answers, and
+    InputError for a text that is no address.
     """
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest:
@@ -124,9 +134,9 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def until_beat_s(period_s: float) -> float:
-    """Seconds until the host's clock next stands at a multiple of the period: all who wait for that
-    wake together.
+    """Seconds until the host's clock next stands at a multiple of the period. All who wait for that
+    moment wake at once.
     """
     left_s = period_s - time.time() % period_s
-    # Who was woken a moment early has been on the beat.
+    # A thread that was woken a moment too early has had this beat already.
     return left_s if left_s > period_s / 8 else left_s + period_s

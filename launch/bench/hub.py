@@ -15,21 +15,21 @@ import psutil
 
 import burst_rt.telemetry.hub  # noqa: F401  (what a hub imports counts as idle)
 from burst_rt.launch.bench.report import Cell, publish
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     VERSION,
-    Call,
     Counters,
+    EndedCall,
     FromRank,
     Group,
     Heartbeat,
     Hello,
     LaneCounters,
-    Plan,
+    PlanSummary,
     Sample,
     Source,
     TaskInfo,
 )
-from burst_rt.telemetry.state import State
 from burst_rt.telemetry.timeline import SPAN
 
 __all__ = ["main"]
@@ -50,7 +50,7 @@ def main(seconds: int, out: Path | None) -> None:
     process = psutil.Process()
     decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
     encoder = msgspec.msgpack.Encoder()
-    state = State(time.time())
+    model = JobModel(time.time())
     idle = process.memory_info().rss
     rows: list[dict[str, Cell]] = []
     started_s, num_messages = time.perf_counter(), 0
@@ -59,12 +59,12 @@ def main(seconds: int, out: Path | None) -> None:
         for rank in range(_RANKS):
             for at_s, message in _second(rank, second):
                 # As it comes from a socket: encoded, decoded.
-                state.apply(at_s, rank, decoder.decode(encoder.encode(message)))
+                model.apply(at_s, rank, decoder.decode(encoder.encode(message)))
                 num_messages += 1
-        state.advance(float(second))
+        model.advance(float(second))
         if second in marks:
-            view = state.snapshot()
-            timeline = state.timeline(-10.0)
+            view = model.snapshot()
+            timeline = model.timeline(-10.0)
             took_s = time.perf_counter() - started_s
             rows.append(
                 {
@@ -90,37 +90,57 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
         yield (
             0.0,
             Hello(
-                VERSION,
-                "",
-                rank,
-                _RANKS,
-                rank % 8,
-                f"host{rank // 8}",
-                rank,
-                "cuda:0",
-                f"gpu:{rank}",
-                "train",
-                "0.1",
-                _RATE_HZ,
+                version=VERSION,
+                secret="",
+                rank=rank,
+                world_size=_RANKS,
+                local_rank=rank % 8,
+                host=f"host{rank // 8}",
+                pid=rank,
+                device="cuda:0",
+                gpu=f"gpu:{rank}",
+                command="train",
+                package="0.1",
+                sample_hz=_RATE_HZ,
             ),
         )
         yield 0.0, Group(name, list(range(_RANKS)), "nccl", "a GPU each")
-        yield 0.0, Source(f"gpu:{rank}", "gpu", f"host{rank // 8}", [], {"name": "a GPU"})
+        yield (
+            0.0,
+            Source(
+                name=f"gpu:{rank}",
+                kind="gpu",
+                host=f"host{rank // 8}",
+                metrics=[],
+                about={"name": "a GPU"},
+            ),
+        )
         for number in range(2):
             yield (
                 0.0,
-                Plan(
-                    number,
-                    name,
-                    "forward",
-                    [_task(rank, i) for i in range(_TASKS)],
-                    "ring-kv, zigzag",
-                    None,
+                PlanSummary(
+                    number=number,
+                    group=name,
+                    kind="forward",
+                    tasks=[_task(rank, i) for i in range(_TASKS)],
+                    explain="ring-kv, zigzag",
+                    predicted_s=None,
                 ),
             )
     for half in range(2):
         at_s = second + half / 2
-        yield at_s, Heartbeat(at_s, 0.0, 1e-4, name, second, f"hop {second % 60}", at_s)
+        yield (
+            at_s,
+            Heartbeat(
+                sent_s=at_s,
+                offset_s=0.0,
+                rtt_s=1e-4,
+                group=name,
+                call=second,
+                doing=f"hop {second % 60}",
+                since_s=at_s,
+            ),
+        )
     values = {f"metric_{i}": float(second + i) for i in range(_GPU_METRICS)}
     for i in range(_RATE_HZ):
         at_s = second + i / _RATE_HZ
@@ -141,37 +161,59 @@ def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
         yield (
             at_s,
             Counters(
-                at_s,
-                calls,
-                calls,
-                0.9 * calls,
-                0.1 * calls,
-                calls,
-                0.5 * calls,
-                0.4 * calls,
-                lanes,
-                0,
+                at_s=at_s,
+                calls=calls,
+                traced_calls=calls,
+                compute_s=0.9 * calls,
+                wait_s=0.1 * calls,
+                total_s=calls,
+                transfer_s=0.5 * calls,
+                overlap_s=0.4 * calls,
+                lanes=lanes,
+                dropped=0,
             ),
         )
-        yield at_s, Call(name, calls, calls % 2, at_s, at_s + _CALL_S, 0.1, 0.01, _SPANS)
+        yield (
+            at_s,
+            EndedCall(
+                group=name,
+                number=calls,
+                plan=calls % 2,
+                started_s=at_s,
+                ended_s=at_s + _CALL_S,
+                compute_s=0.1,
+                wait_s=0.01,
+                spans=_SPANS,
+            ),
+        )
 
 
 def _task(rank: int, number: int) -> TaskInfo:
     hop = number // 3
     if number % 3:
         return TaskInfo(
-            f"hop {hop} q{rank} kv{(rank - hop) % _RANKS}.{number % 3 - 1}",
-            "compute",
-            "forward",
-            hop,
-            1 << 20,
-            1 << 30,
-            True,
-            [],
-            [],
+            name=f"hop {hop} q{rank} kv{(rank - hop) % _RANKS}.{number % 3 - 1}",
+            lane="compute",
+            op="forward",
+            hop=hop,
+            size_bytes=1 << 20,
+            flops=1 << 30,
+            ordered=True,
+            sends=[],
+            recvs=[],
         )
-    messages = [[((rank + way) % _RANKS, hop * 3, 1 << 20)] * 4 for way in (1, -1)]
-    return TaskInfo(f"hop {hop}", "network", "exchange", hop, 4 << 20, 0, True, *messages)
+    sends, recvs = ([((rank + way) % _RANKS, hop * 3, 1 << 20)] * 4 for way in (1, -1))
+    return TaskInfo(
+        name=f"hop {hop}",
+        lane="network",
+        op="exchange",
+        hop=hop,
+        size_bytes=4 << 20,
+        flops=0,
+        ordered=True,
+        sends=sends,
+        recvs=recvs,
+    )
 
 
 _SPANS = np.array([(i, i / 1e3, i / 1e3, (i + 1) / 1e3) for i in range(_TASKS)], SPAN).tobytes()

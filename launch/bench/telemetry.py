@@ -30,6 +30,7 @@ from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import slowest_s
 from burst_rt.telemetry import joining
 from burst_rt.telemetry.agent import Agent
+from burst_rt.telemetry.starting import HUB_MODULE
 from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_VARIABLE
 
 __all__ = ["main"]
@@ -170,7 +171,7 @@ class _Everything:
 def _hub() -> psutil.Process | None:
     """The hub that this process has started."""
     running = (p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE)
-    return next((p for p in running if "burst_rt.telemetry.hub" in p.cmdline()), None)
+    return next((p for p in running if HUB_MODULE in p.cmdline()), None)
 
 
 _VIEWER = """

@@ -31,6 +31,7 @@ from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.launch.train.cli import eval_command, train_command
 from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
+from burst_rt.telemetry.starting import HUB_MODULE
 
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50
@@ -340,8 +341,7 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ranks = [
         child
         for child in children
-        if child.cmdline()[:1] == [sys.executable]
-        and "burst_rt.telemetry.hub" not in child.cmdline()
+        if child.cmdline()[:1] == [sys.executable] and HUB_MODULE not in child.cmdline()
     ]
     assert len(ranks) == 2
     return ranks

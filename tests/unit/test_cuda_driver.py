@@ -31,7 +31,7 @@ from burst_rt.scheduler import (
     run,
 )
 from burst_rt.telemetry.calls import CallLog, Described, Totals
-from burst_rt.telemetry.messages import Call, Group, Plan
+from burst_rt.telemetry.messages import EndedCall, Group, PlanSummary
 from burst_rt.telemetry.timeline import SPAN
 from burst_rt.transport import LocalWorld, NoticeKind
 
@@ -269,14 +269,14 @@ def test_telemetry_gets_a_devices_spans_when_they_have_ended_and_never_waits() -
     log = CallLog(Group("0-2", [0, 1, 2], "mpi", ""), Totals())
     driver = drive(device, graph)
     log.began(5, driver)
-    log.ended(schedule, driver, lambda: Described("pipeline", ""))
+    log.ended(schedule, driver, lambda: Described(kind="pipeline", explain=""))
     messages, polls = log.take(), 1
     while not messages:
         messages, polls = log.take(), polls + 1
     assert polls > 1  # the device had not ended when it was first asked
     plan, call = messages
-    assert isinstance(plan, Plan)
-    assert isinstance(call, Call)
+    assert isinstance(plan, PlanSummary)
+    assert isinstance(call, EndedCall)
     assert [task.name for task in plan.tasks] == [task.name for task in graph.tasks]
     assert len(call.spans) == SPAN.itemsize * len(graph.tasks)
     assert log.totals.message(0).compute_s == driver.compute_s > 0

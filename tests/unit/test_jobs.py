@@ -37,7 +37,13 @@ def test_a_job_is_found_and_only_its_user_may_read_it(folder: Path) -> None:
 def test_one_of_several_must_be_named(folder: Path) -> None:
     announce("unix:/one", "a")
     other = psutil.Process().parents()[-1]
-    job = RunningJob(other.pid, other.create_time(), "unix:/two", "b", "train.py")
+    job = RunningJob(
+        pid=other.pid,
+        started_s=other.create_time(),
+        address="unix:/two",
+        secret="b",
+        command="train.py",
+    )
     (folder / "other.json").write_bytes(msgspec.json.encode(job))
     with pytest.raises(ConfigError, match=r"several jobs run here; choose one:\n  --attach \d+"):
         find_job(None)
@@ -50,7 +56,9 @@ def test_what_a_killed_hub_left_is_removed(folder: Path) -> None:
     announce("unix:/one", "a").unlink()
     # A process of that number began at another time: not that hub.
     (folder / "old.json").write_bytes(
-        msgspec.json.encode(RunningJob(os.getpid(), 1.0, "unix:/old", "c", ""))
+        msgspec.json.encode(
+            RunningJob(pid=os.getpid(), started_s=1.0, address="unix:/old", secret="c", command="")
+        )
     )
     (folder / "half.json").write_bytes(b'{"pid": 1')
     assert running_jobs() == []
@@ -81,23 +89,23 @@ def test_top_shows_ranks_links_and_events(capsys: pytest.CaptureFixture[str]) ->
 
     from burst_rt.dashboard.links import Links
     from burst_rt.launch.top import render
+    from burst_rt.telemetry.job_model import JobModel
     from burst_rt.telemetry.messages import Presence
-    from burst_rt.telemetry.state import State
 
-    state = State(1e9)
+    model = JobModel(1e9)
     for rank in range(2):
         for message in arrive(rank):
-            state.apply(0.0, rank, message)
+            model.apply(0.0, rank, message)
         for i in range(3):
-            state.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
-        state.apply(
+            model.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
+        model.apply(
             3.0, rank, call(rank, 1, 2.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 0.9))
         )
-        state.apply(3.0, rank, beat(rank, 3.0, number=4, doing="hop 1", since_s=2.5))
-    state.apply(3.5, -1, Presence(1, "lost", "its connection ended"))
+        model.apply(3.0, rank, beat(rank, 3.0, number=4, doing="hop 1", since_s=2.5))
+    model.apply(3.5, -1, Presence(1, "lost", "its connection ended"))
     links = Links()
-    links.look(state.timeline(-5.0))
-    Console(width=100).print(render(state.snapshot(), links.now(state.snapshot()), [3.0, 2.0]))
+    links.look(model.timeline(-5.0))
+    Console(width=100).print(render(model.snapshot(), links.now(model.snapshot()), [3.0, 2.0]))
     shown = capsys.readouterr().out
     assert all(words in shown for words in ("● live", "✕ lost", "call 4, hop 1", "1 kB/s"))
     assert "1 → 0 silent" in shown
@@ -114,10 +122,10 @@ def test_top_shows_whole_columns_at_any_width(
     from telemetry_feed import arrive, beat, gpu_sample
 
     from burst_rt.launch.top import render
+    from burst_rt.telemetry.job_model import JobModel
     from burst_rt.telemetry.messages import Presence, Sample
-    from burst_rt.telemetry.state import State
 
-    state = State(1e9)
+    model = JobModel(1e9)
     own = {
         "compute_percent": 85.0,
         "wait_percent": 8.0,
@@ -127,17 +135,17 @@ def test_top_shows_whole_columns_at_any_width(
     }
     for rank in range(12):
         for message in arrive(rank, 12, gpu=gpu):
-            state.apply(0.0, rank, message)
-        state.apply(3.0, rank, beat(rank, 3.0, number=932, doing="hop 11 q1 kv10", since_s=2.9))
-        state.apply(
+            model.apply(0.0, rank, message)
+        model.apply(3.0, rank, beat(rank, 3.0, number=932, doing="hop 11 q1 kv10", since_s=2.9))
+        model.apply(
             3.0, rank, Sample(f"rank:{rank}", beat(rank, 3.0).sent_s, own | {"flops_per_s": 3.2e10})
         )
         if gpu:
-            state.apply(3.0, rank, gpu_sample(rank, 3.0, 690.0))
-    state.apply(3.5, -1, Presence(11, "lost", "its connection ended"))
+            model.apply(3.0, rank, gpu_sample(rank, 3.0, 690.0))
+    model.apply(3.5, -1, Presence(11, "lost", "its connection ended"))
     for rank in range(6):
-        state.apply(4.0, -1, Presence(rank, "lost", "its connection ended"))
-    Console(width=width).print(render(state.snapshot(), [], []))
+        model.apply(4.0, -1, Presence(rank, "lost", "its connection ended"))
+    Console(width=width).print(render(model.snapshot(), [], []))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     header = lines[2].split()

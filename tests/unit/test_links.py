@@ -6,26 +6,26 @@ import pytest
 from telemetry_feed import arrive, beat, call, counters
 
 from burst_rt.dashboard.links import Links, LinkView
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import Presence
-from burst_rt.telemetry.state import State
 
 _WORLD = 4
 
 
-def _job(slow: int | None = None) -> State:
+def _job(slow: int | None = None) -> JobModel:
     """Four ranks, six calls a second apart; the messages of rank `slow` take ten times as long."""
-    state = State(1e9)
+    model = JobModel(1e9)
     for rank in range(_WORLD):
         for message in arrive(rank, _WORLD):
-            state.apply(0.0, rank, message)
+            model.apply(0.0, rank, message)
         for i in range(4):
-            state.apply(float(i), rank, counters(rank, float(i), i))
+            model.apply(float(i), rank, counters(rank, float(i), i))
     for number in range(6):
         for rank in range(_WORLD):
             # Task 0 sends to the next rank and receives from the one before: it ends when its
             # slower message has come.
             took_s = 0.5 if slow == (rank - 1) % _WORLD else 0.05
-            state.apply(
+            model.apply(
                 3.0,
                 rank,
                 call(
@@ -38,14 +38,14 @@ def _job(slow: int | None = None) -> State:
                     group="0-3",
                 ),
             )
-            state.apply(3.0, rank, beat(rank, 3.0))
-    return state
+            model.apply(3.0, rank, beat(rank, 3.0))
+    return model
 
 
-def _links(state: State, links: Links | None = None) -> dict[tuple[int, int], LinkView]:
+def _links(model: JobModel, links: Links | None = None) -> dict[tuple[int, int], LinkView]:
     links = links or Links()
-    links.look(state.timeline(-5.0))
-    return {(view.sender, view.receiver): view for view in links.now(state.snapshot())}
+    links.look(model.timeline(-5.0))
+    return {(view.sender, view.receiver): view for view in links.now(model.snapshot())}
 
 
 def test_a_ring_has_a_link_from_each_rank_to_the_next() -> None:
@@ -62,10 +62,10 @@ def test_a_slow_link_is_told_from_the_others() -> None:
 
 
 def test_links_of_a_lost_rank_are_silent_and_stay() -> None:
-    state, links = _job(), Links()
-    _links(state, links)
-    state.apply(4.0, -1, Presence(1, "lost", "its connection ended"))
-    found = links.now(state.snapshot())
+    model, links = _job(), Links()
+    _links(model, links)
+    model.apply(4.0, -1, Presence(1, "lost", "its connection ended"))
+    found = links.now(model.snapshot())
     assert [(view.sender, view.receiver) for view in found if view.state == "silent"] == [
         (0, 1),
         (1, 2),
@@ -74,21 +74,21 @@ def test_links_of_a_lost_rank_are_silent_and_stay() -> None:
 
 
 def test_of_a_ring_that_stands_still_only_the_link_at_fault_is_silent() -> None:
-    state, links = _job(), Links()
-    _links(state, links)
+    model, links = _job(), Links()
+    _links(model, links)
     for rank in range(_WORLD):
         # Rank 1 computes and computes, all others wait for a message.
         doing = "hop 1 q0 kv1" if rank == 1 else "hop 0"
-        state.apply(6.0, rank, beat(rank, 6.0, number=9, doing=doing, since_s=3.5))
+        model.apply(6.0, rank, beat(rank, 6.0, number=9, doing=doing, since_s=3.5))
     assert [
         (view.sender, view.receiver)
-        for view in links.now(state.snapshot())
+        for view in links.now(model.snapshot())
         if view.state == "silent"
     ] == [(1, 2)]
     # Where all wait, all links are silent.
-    state.apply(6.1, 1, beat(1, 6.1, number=9, doing="hop 0", since_s=3.5))
-    assert {view.state for view in links.now(state.snapshot())} == {"silent"}
+    model.apply(6.1, 1, beat(1, 6.1, number=9, doing="hop 0", since_s=3.5))
+    assert {view.state for view in links.now(model.snapshot())} == {"silent"}
 
 
 def test_before_any_call_there_are_no_links() -> None:
-    assert _links(State(1e9)) == {}
+    assert _links(JobModel(1e9)) == {}

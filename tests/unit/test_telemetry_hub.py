@@ -27,7 +27,7 @@ from burst_rt.telemetry.agent import Agent
 from burst_rt.telemetry.calls import CallLog, Totals
 from burst_rt.telemetry.following import Teller
 from burst_rt.telemetry.messages import VERSION, Bye, FromRank, Group, Note, Severity
-from burst_rt.telemetry.starting import RunningHub, scrubbed, start_hub
+from burst_rt.telemetry.starting import HUB_MODULE, RunningHub, scrubbed, start_hub
 from burst_rt.telemetry.viewer import Viewer
 from burst_rt.telemetry.views import Snapshot
 from burst_rt.telemetry.wire import Frames, connect, frame, read_settings
@@ -134,7 +134,7 @@ def test_one_ranks_wish_is_enough_and_the_first_starts_the_hub(
 
 
 def _listens(process: psutil.Process, address: str) -> bool:
-    if "burst_rt.telemetry.hub" not in (process.info["cmdline"] or []):
+    if HUB_MODULE not in (process.info["cmdline"] or []):
         return False
     return any(
         str(c.laddr) == address.removeprefix("unix:") for c in process.net_connections("unix")
@@ -401,7 +401,7 @@ def test_a_hub_that_is_killed_ends_telemetry_and_nothing_else(hub: RunningHub) -
         agent.report(1, {"loss": 1.0})
         time.sleep(0.01)
     agent.report(2, {"loss": 1.0})
-    agent.unfollow(log)
+    log.left(0)
     started_s = time.monotonic()
     agent.close(0)
     assert time.monotonic() - started_s < 0.1
@@ -480,10 +480,10 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
     assert counted.lanes["control"].tasks == graph_tasks
     assert counted.compute_s == pytest.approx(spans.compute_s)
     assert log.doing() == (-1, "", 0.0)
-    assert [type(message).__name__ for message in log.take()] == ["Plan", "Call"]
+    assert [type(message).__name__ for message in log.take()] == ["PlanSummary", "EndedCall"]
     # the first backward
     assert [type(message).__name__ for message in log.take()] == [
-        "Plan",
-        "Call",
+        "PlanSummary",
+        "EndedCall",
     ]
-    assert [type(message).__name__ for message in log.take()] == ["Call"]
+    assert [type(message).__name__ for message in log.take()] == ["EndedCall"]

@@ -10,32 +10,32 @@ import pytest
 from telemetry_feed import arrive, beat, call, counters, gpu_sample, offset_s
 
 from burst_rt.telemetry.history import FULL_S, History
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import (
     Bye,
     FromRank,
+    JobReport,
     Note,
-    Plan,
+    PlanSummary,
     Presence,
-    Report,
     Sample,
     Severity,
 )
 from burst_rt.telemetry.metrics import METRICS, plausible, throttle_reasons
-from burst_rt.telemetry.state import State
-from burst_rt.telemetry.timeline import Kept, Recent
+from burst_rt.telemetry.timeline import KeptCall, Recent
 from burst_rt.telemetry.views import Snapshot, TimelineView
 
 
-def _job(world_size: int = 2, *, gpu: bool = False) -> State:
-    state = State(1e9)
+def _job(world_size: int = 2, *, gpu: bool = False) -> JobModel:
+    model = JobModel(1e9)
     for rank in range(world_size):
-        _feed(state, rank, arrive(rank, world_size, gpu=gpu))
-    return state
+        _feed(model, rank, arrive(rank, world_size, gpu=gpu))
+    return model
 
 
-def _feed(state: State, rank: int, messages: Iterable[FromRank], at_s: float = 0.0) -> None:
+def _feed(model: JobModel, rank: int, messages: Iterable[FromRank], at_s: float = 0.0) -> None:
     for message in messages:
-        state.apply(at_s, rank, message)
+        model.apply(at_s, rank, message)
 
 
 # By hand: rank 0's message is on the wire from 0 to 0.3, rank 1's from 0.1 (when rank 1 posts) to
@@ -45,17 +45,17 @@ _TIMES_1 = ((0.0, 0.0, 0.2), (0.0, 0.0, 0.3), (0.2, 0.3, 0.4))
 
 
 def test_a_call_of_all_ranks_tells_who_waited_for_whom() -> None:
-    state = _job()
-    state.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
-    view = state.timeline(0.0, 20.0)
+    model = _job()
+    model.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
+    view = model.timeline(0.0, 20.0)
     # the other rank's part may still come
     assert (len(view.spans), view.complete, view.waits) == (
         3,
         0,
         [],
     )
-    state.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
-    view = state.timeline(0.0, 20.0)
+    model.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
+    view = model.timeline(0.0, 20.0)
     assert (len(view.spans), view.complete, view.left_out) == (6, 1, 0)
     first = next(s for s in view.spans if s.rank == 1 and s.task == 2)
     assert (first.name, first.lane, first.hop, first.call, first.kind) == (
@@ -77,10 +77,10 @@ def test_a_call_of_all_ranks_tells_who_waited_for_whom() -> None:
 
 
 def test_a_late_peer_is_skew() -> None:
-    state = _job()
-    state.apply(1.0, 0, call(0, 7, 10.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.1), (0.1, 0.5, 0.6)))
-    state.apply(1.0, 1, call(1, 7, 10.4, (0.0, 0.0, 0.1), (0.0, 0.0, 0.1), (0.1, 0.1, 0.2)))
-    waits = [w for w in state.timeline(0.0, 20.0).waits if w.rank == 0]
+    model = _job()
+    model.apply(1.0, 0, call(0, 7, 10.0, (0.0, 0.0, 0.5), (0.0, 0.0, 0.1), (0.1, 0.5, 0.6)))
+    model.apply(1.0, 1, call(1, 7, 10.4, (0.0, 0.0, 0.1), (0.0, 0.0, 0.1), (0.1, 0.1, 0.2)))
+    waits = [w for w in model.timeline(0.0, 20.0).waits if w.rank == 0]
     assert [w.cause for w in waits] == ["skew", "exposed"]
     assert [w.ended_s - w.started_s for w in waits] == [
         pytest.approx(0.3, abs=1e-5),
@@ -89,24 +89,24 @@ def test_a_late_peer_is_skew() -> None:
 
 
 def test_a_timeline_is_cut_to_its_limit_and_says_so() -> None:
-    state = _job()
+    model = _job()
     for number in range(10):
-        state.apply(1.0, 0, call(0, number, 10.0 + number, *_TIMES_0))
-    view = state.timeline(0.0, 30.0, ranks=[0], limit=6)
+        model.apply(1.0, 0, call(0, number, 10.0 + number, *_TIMES_0))
+    view = model.timeline(0.0, 30.0, ranks=[0], limit=6)
     assert {s.call for s in view.spans} == {8, 9}
     assert view.left_out == 24
     assert view.spans == sorted(view.spans, key=lambda s: s.call)
-    assert state.timeline(12.0, 13.2, ranks=[0]).spans[0].call == 2
+    assert model.timeline(12.0, 13.2, ranks=[0]).spans[0].call == 2
 
 
 def test_counts_become_rates() -> None:
-    state = _job()
-    state.apply(1.0, 0, counters(0, 1.0, 2))
-    state.apply(3.0, 0, counters(0, 3.0, 4))
-    (rank,) = (r for r in state.snapshot().ranks if r.rank == 0)
+    model = _job()
+    model.apply(1.0, 0, counters(0, 1.0, 2))
+    model.apply(3.0, 0, counters(0, 3.0, 4))
+    (rank,) = (r for r in model.snapshot().ranks if r.rank == 0)
     assert (rank.calls, rank.lanes["network"].size_bytes) == (4, 4000)
     assert rank.overlap == pytest.approx(0.75)
-    values = state.series("rank:0").values
+    values = model.series("rank:0").values
     assert {name: column[-1] for name, column in values.items()} == {
         "flops_per_s": 20.0, "sent_bytes_per_s": 1000.0, "calls_per_s": 1.0,
         "compute_percent": 50.0,
@@ -115,19 +115,19 @@ def test_counts_become_rates() -> None:
 
 
 def test_a_lost_rank_is_named_with_what_it_did() -> None:
-    state = _job()
-    _feed(state, 1, [beat(1, 4.0, number=3, doing="hop 2", since_s=3.0)], at_s=4.0)
-    state.advance(4.5)
-    state.apply(4.5, -1, Presence(1, "lost", "its connection ended without a word"))
-    rank = state.snapshot().ranks[1]
+    model = _job()
+    _feed(model, 1, [beat(1, 4.0, number=3, doing="hop 2", since_s=3.0)], at_s=4.0)
+    model.advance(4.5)
+    model.apply(4.5, -1, Presence(1, "lost", "its connection ended without a word"))
+    rank = model.snapshot().ranks[1]
     assert (rank.status, rank.call, rank.doing, rank.hop) == ("lost", 3, "hop 2", 2)
     assert rank.doing_since_s == pytest.approx(3.0)
-    event = state.snapshot().events[-1]
+    event = model.snapshot().events[-1]
     assert event.severity is Severity.ERROR
     known = "last heard 0.5 s before, in call 3, hop 2, for 1.0 s"
     assert event.line == f"4.500 s rank 1 lost: its connection ended without a word; {known}"
     assert rank.ending == event.text
-    lost = state.first_lost
+    lost = model.first_lost
     assert lost is not None
     assert (lost.rank, lost.call, lost.task, lost.hop, lost.known) == (1, 3, "hop 2", 2, known)
     assert [lost.at_s - 1e9, lost.age_s] == pytest.approx([4.5, 0.5])
@@ -137,45 +137,45 @@ def test_what_is_not_known_of_a_lost_rank_is_not_said() -> None:
     """Calls of milliseconds, and a rank that tells where it is twice a second: it may have been
     anywhere since.
     """
-    state = _job()
-    _feed(state, 1, [beat(1, 4.0), call(1, 7, 4.0, *_TIMES_1)], at_s=4.0)
-    state.apply(4.4, -1, Presence(1, "lost", "it ended"))
-    assert state.snapshot().events[-1].text == "it ended; last heard 0.4 s before, after call 7"
-    assert state.first_lost is not None
-    assert (state.first_lost.call, state.first_lost.last_call, state.first_lost.hop) == (-1, 7, -1)
+    model = _job()
+    _feed(model, 1, [beat(1, 4.0), call(1, 7, 4.0, *_TIMES_1)], at_s=4.0)
+    model.apply(4.4, -1, Presence(1, "lost", "it ended"))
+    assert model.snapshot().events[-1].text == "it ended; last heard 0.4 s before, after call 7"
+    assert model.first_lost is not None
+    assert (model.first_lost.call, model.first_lost.last_call, model.first_lost.hop) == (-1, 7, -1)
     # The call that it was in has ended since.
-    state = _job()
-    _feed(state, 1, [beat(1, 4.0, number=7, doing="hop 1", since_s=4.0)], at_s=4.0)
-    _feed(state, 1, [call(1, 7, 4.0, *_TIMES_1)], at_s=4.2)
-    state.apply(4.4, -1, Presence(1, "lost", "it ended"))
-    assert state.snapshot().events[-1].text == "it ended; last heard 0.2 s before, after call 7"
+    model = _job()
+    _feed(model, 1, [beat(1, 4.0, number=7, doing="hop 1", since_s=4.0)], at_s=4.0)
+    _feed(model, 1, [call(1, 7, 4.0, *_TIMES_1)], at_s=4.2)
+    model.apply(4.4, -1, Presence(1, "lost", "it ended"))
+    assert model.snapshot().events[-1].text == "it ended; last heard 0.2 s before, after call 7"
     # It had said nothing but who it is.
-    state = State(1e9)
-    state.apply(0.0, 0, arrive(0)[0])
-    state.apply(1.0, -1, Presence(0, "lost", "it ended"))
-    assert state.snapshot().events[-1].text == "it ended"
+    model = JobModel(1e9)
+    model.apply(0.0, 0, arrive(0)[0])
+    model.apply(1.0, -1, Presence(0, "lost", "it ended"))
+    assert model.snapshot().events[-1].text == "it ended"
 
 
 def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
-    state = _job(4)
+    model = _job(4)
     # it heard of it before the hub did
-    state.apply(1.0, 0, Bye(1.0, 75, "PeerLost: rank 2 is gone"))
-    state.apply(1.1, -1, Presence(2, "lost", "it ended"))
-    state.apply(1.2, 1, Bye(1.2, 75, "PeerLost: rank 2 is gone"))
-    state.apply(1.3, -1, Presence(3, "lost", "it ended"))
-    shown = state.snapshot()
+    model.apply(1.0, 0, Bye(1.0, 75, "PeerLost: rank 2 is gone"))
+    model.apply(1.1, -1, Presence(2, "lost", "it ended"))
+    model.apply(1.2, 1, Bye(1.2, 75, "PeerLost: rank 2 is gone"))
+    model.apply(1.3, -1, Presence(3, "lost", "it ended"))
+    shown = model.snapshot()
     assert [rank.status for rank in shown.ranks] == ["ended", "ended", "lost", "ended"]
     assert [event.rank for event in shown.events if event.severity is Severity.ERROR] == [0, 2]
     assert shown.events[-1].line.startswith("1.300 s rank 3 ended: after rank 2; it ended")
-    assert state.first_lost is not None
-    assert state.first_lost.rank == 2
+    assert model.first_lost is not None
+    assert model.first_lost.rank == 2
     # One that says why it fails is the cause too.
-    state = _job()
-    state.apply(1.0, 1, Bye(1.0, 1, "KeyError: 'x'"))
-    state.apply(1.1, -1, Presence(0, "lost", "it ended"))
-    assert [rank.status for rank in state.snapshot().ranks] == ["ended", "left"]
-    assert state.first_lost is not None
-    assert (state.first_lost.rank, state.first_lost.exit_code, state.first_lost.said) == (
+    model = _job()
+    model.apply(1.0, 1, Bye(1.0, 1, "KeyError: 'x'"))
+    model.apply(1.1, -1, Presence(0, "lost", "it ended"))
+    assert [rank.status for rank in model.snapshot().ranks] == ["ended", "left"]
+    assert model.first_lost is not None
+    assert (model.first_lost.rank, model.first_lost.exit_code, model.first_lost.said) == (
         1,
         1,
         "KeyError: 'x'",
@@ -183,46 +183,46 @@ def test_ranks_that_end_after_a_lost_one_are_not_blamed() -> None:
 
 
 def test_a_rank_that_comes_back_is_the_cause_of_nothing() -> None:
-    state = _job()
-    state.apply(1.0, -1, Presence(1, "lost", "it ended"))
-    _feed(state, 1, arrive(1), at_s=2.0)
-    assert state.first_lost is None
-    assert state.snapshot().ranks[1].status == "live"
+    model = _job()
+    model.apply(1.0, -1, Presence(1, "lost", "it ended"))
+    _feed(model, 1, arrive(1), at_s=2.0)
+    assert model.first_lost is None
+    assert model.snapshot().ranks[1].status == "live"
 
 
 def test_a_silent_rank_is_noticed_and_comes_back() -> None:
-    state = _job()
-    state.advance(1.9)
-    assert {r.status for r in state.snapshot().ranks} == {"live"}
-    state.advance(2.1)
-    assert {r.status for r in state.snapshot().ranks} == {"silent"}
-    _feed(state, 0, [beat(0, 2.2)], at_s=2.2)
-    assert [r.status for r in state.snapshot().ranks] == ["live", "silent"]
-    assert [e.kind for e in state.snapshot().events[-3:]] == ["silent", "silent", "back"]
+    model = _job()
+    model.advance(1.9)
+    assert {r.status for r in model.snapshot().ranks} == {"live"}
+    model.advance(2.1)
+    assert {r.status for r in model.snapshot().ranks} == {"silent"}
+    _feed(model, 0, [beat(0, 2.2)], at_s=2.2)
+    assert [r.status for r in model.snapshot().ranks] == ["live", "silent"]
+    assert [e.kind for e in model.snapshot().events[-3:]] == ["silent", "silent", "back"]
 
 
 def test_a_rank_that_says_goodbye_is_not_lost() -> None:
-    state = _job()
-    state.apply(5.0, 0, Bye(5.0, 0))
-    state.apply(5.0, 1, Bye(5.0, 1, "KeyError: 'x'"))
-    state.apply(5.1, -1, Presence(0, "lost", "its connection ended"))
-    state.advance(60.0)
-    assert [(r.status, r.exit_code, r.call) for r in state.snapshot().ranks] == [
+    model = _job()
+    model.apply(5.0, 0, Bye(5.0, 0))
+    model.apply(5.0, 1, Bye(5.0, 1, "KeyError: 'x'"))
+    model.apply(5.1, -1, Presence(0, "lost", "its connection ended"))
+    model.advance(60.0)
+    assert [(r.status, r.exit_code, r.call) for r in model.snapshot().ranks] == [
         ("left", 0, -1),
         ("left", 1, -1),
     ]
-    assert [r.ending for r in state.snapshot().ranks] == ["", "exit code 1: KeyError: 'x'"]
-    assert state.snapshot().events[-1].text == "exit code 1: KeyError: 'x'"
+    assert [r.ending for r in model.snapshot().ranks] == ["", "exit code 1: KeyError: 'x'"]
+    assert model.snapshot().events[-1].text == "exit code 1: KeyError: 'x'"
 
 
 def test_reports_notes_and_sources_are_shown() -> None:
-    state = _job(gpu=True)
-    state.apply(1.0, 0, gpu_sample(0, 1.0, 700.0))
-    state.apply(1.0, 0, Report(1.0 - offset_s(0), 12, {"loss": 2.5, "tokens_per_s": 1e4}))
-    state.apply(1.1, 0, Report(1.1 - offset_s(0), 13, {"loss": float("nan")}))
-    state.apply(1.2, 1, Note(1.2, Severity.ERROR, "xid", "gpu:1: XID 79"))
-    state.apply(1.1, 0, Report(1.1 - offset_s(0), 13, {"loss": float("nan")}))
-    shown = state.snapshot()
+    model = _job(gpu=True)
+    model.apply(1.0, 0, gpu_sample(0, 1.0, 700.0))
+    model.apply(1.0, 0, JobReport(1.0 - offset_s(0), 12, {"loss": 2.5, "tokens_per_s": 1e4}))
+    model.apply(1.1, 0, JobReport(1.1 - offset_s(0), 13, {"loss": float("nan")}))
+    model.apply(1.2, 1, Note(1.2, Severity.ERROR, "xid", "gpu:1: XID 79"))
+    model.apply(1.1, 0, JobReport(1.1 - offset_s(0), 13, {"loss": float("nan")}))
+    shown = model.snapshot()
     # Not the last loss there was; and it is said, once.
     assert (shown.progress.step, shown.progress.values) == (13, {"tokens_per_s": 1e4})
     assert [e.text for e in shown.events if e.kind == "not finite"] == [
@@ -233,28 +233,28 @@ def test_reports_notes_and_sources_are_shown() -> None:
     assert sources["gpu:0"].ranks == [0]
     assert sources["job"].kind == "job"
     assert [(e.rank, e.kind, e.text) for e in shown.events][-1] == (1, "xid", "gpu:1: XID 79")
-    assert state.events_after(shown.events[-2].number) == shown.events[-1:]
-    assert state.events_after(shown.events[-1].number) == []
+    assert model.events_after(shown.events[-2].number) == shown.events[-1:]
+    assert model.events_after(shown.events[-1].number) == []
     assert shown.plans[0].explain == "ring-kv, zigzag"
 
 
 def test_views_go_through_json() -> None:
-    state = _job()
-    state.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
-    state.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
-    for view, kind in ((state.snapshot(), Snapshot), (state.timeline(0.0, 20.0), TimelineView)):
+    model = _job()
+    model.apply(1.0, 0, call(0, 7, 10.0, *_TIMES_0))
+    model.apply(1.0, 1, call(1, 7, 10.1, *_TIMES_1))
+    for view, kind in ((model.snapshot(), Snapshot), (model.timeline(0.0, 20.0), TimelineView)):
         assert msgspec.json.decode(msgspec.json.encode(view), type=kind) == view
 
 
 def test_messages_of_unknown_ranks_and_plans_do_no_harm() -> None:
-    state = _job()
-    state.apply(1.0, 9, beat(1, 1.0))
-    state.apply(1.0, 0, Sample("gpu:none", 1.0, {"power_w": 1.0}))
-    state.apply(1.0, 0, msgspec.structs.replace(call(0, 1, 1.0, *_TIMES_0), plan=99))
-    state.apply(1.0, 0, msgspec.structs.replace(call(0, 2, 1.0, *_TIMES_0), spans=b"seven"))
-    state.apply(1.0, -1, Presence(17, "lost", "who was that"))
-    assert [s.rank for s in state.timeline(0.0, 9.0).spans] == []
-    assert state.series("nobody").times == []
+    model = _job()
+    model.apply(1.0, 9, beat(1, 1.0))
+    model.apply(1.0, 0, Sample("gpu:none", 1.0, {"power_w": 1.0}))
+    model.apply(1.0, 0, msgspec.structs.replace(call(0, 1, 1.0, *_TIMES_0), plan=99))
+    model.apply(1.0, 0, msgspec.structs.replace(call(0, 2, 1.0, *_TIMES_0), spans=b"seven"))
+    model.apply(1.0, -1, Presence(17, "lost", "who was that"))
+    assert [s.rank for s in model.timeline(0.0, 9.0).spans] == []
+    assert model.series("nobody").times == []
 
 
 def test_a_history_is_exact_for_ten_minutes_and_thinned_after() -> None:
@@ -289,15 +289,39 @@ def test_a_history_of_days_takes_no_more() -> None:
 def test_recent_calls_are_bounded_by_time_and_by_size() -> None:
     recent = Recent(10_000)
     for i in range(200):
-        recent.add(Kept("g", i, 0, i, i + 0.5, 0.0, bytes(160)))
+        recent.add(
+            KeptCall(
+                group="g",
+                number=i,
+                plan=0,
+                started_s=i,
+                ended_s=i + 0.5,
+                wait_s=0.0,
+                spans=bytes(160),
+            )
+        )
     assert recent.size_bytes <= 10_000
     kept = [c.number for c in recent.newest_first(0.0, 1e9)]
     assert kept[0] == 199
     assert recent.get("g", 199) is not None
     assert recent.get("g", kept[-1] - 1) is None
-    recent.add(Kept("g", 500, 0, 1000.0, 1001.0, 0.0, b""))
+    recent.add(
+        KeptCall(
+            group="g", number=500, plan=0, started_s=1000.0, ended_s=1001.0, wait_s=0.0, spans=b""
+        )
+    )
     assert [c.number for c in recent.newest_first(0.0, 1e9)] == [500]
-    recent.add(Kept("g", 501, 0, 1002.0, 1003.0, 0.0, bytes(20_000)))  # more than there is room for
+    recent.add(
+        KeptCall(
+            group="g",
+            number=501,
+            plan=0,
+            started_s=1002.0,
+            ended_s=1003.0,
+            wait_s=0.0,
+            spans=bytes(20_000),
+        )
+    )  # more than there is room for
     assert (list(recent.newest_first(0.0, 1e9)), recent.size_bytes) == ([], 0)
 
 
@@ -305,16 +329,16 @@ def test_the_model_of_64_ranks_stays_within_its_bound() -> None:
     """A quarter of an hour of four ranks at full rate; it grows with ranks, not with time.
     `burst-rt bench telemetry` does the hour.
     """
-    state = _job(4, gpu=True)
+    model = _job(4, gpu=True)
     sizes = []
     for i in range(5 * 900):
         at_s = i / 5
         for rank in range(4):
-            state.apply(at_s, rank, gpu_sample(rank, at_s, 500.0))
-            state.apply(at_s, rank, counters(rank, at_s, i))
-            state.apply(at_s, rank, call(rank, i, at_s, *_TIMES_0, group="0-3"))
+            model.apply(at_s, rank, gpu_sample(rank, at_s, 500.0))
+            model.apply(at_s, rank, counters(rank, at_s, i))
+            model.apply(at_s, rank, call(rank, i, at_s, *_TIMES_0, group="0-3"))
         if i % 300 == 0:
-            sizes.append(sum(s.history.size_bytes for s in state.sources.values()))
+            sizes.append(sum(s.history.size_bytes for s in model.sources.values()))
     assert sizes[-1] < 1.1 * sizes[-4]
     # The rest of the 100 MB is for spans (16 MB), plans and Python's own.
     assert 16 * sizes[-1] < 60e6
@@ -331,11 +355,11 @@ def test_metrics_have_ranges_and_reasons_have_words() -> None:
 
 
 def test_rates_are_steady_where_calls_are_longer_than_the_time_between_counts() -> None:
-    state = _job()
+    model = _job()
     for i in range(50):
         # a call a second, counted five times a second
-        state.apply(i / 5, 0, counters(0, i / 5, i // 5))
-    rates = state.series("rank:0", ["calls_per_s"], since_s=4.0).values["calls_per_s"]
+        model.apply(i / 5, 0, counters(0, i / 5, i // 5))
+    rates = model.series("rank:0", ["calls_per_s"], since_s=4.0).values["calls_per_s"]
     assert all(rate == pytest.approx(1.0) for rate in rates)
 
 
@@ -343,58 +367,58 @@ def test_rates_of_calls_that_take_long() -> None:
     """Ten calls of 10 s, 95 % of it in tiles, counted five times a second; then nothing any
     more.
     """
-    state = _job()
+    model = _job()
     for i in range(500):
         number = i // 50
-        state.apply(i / 5, 0, beat(0, i / 5, number=number, doing="hop 0", since_s=10.0 * number))
-        state.apply(
+        model.apply(i / 5, 0, beat(0, i / 5, number=number, doing="hop 0", since_s=10.0 * number))
+        model.apply(
             i / 5, 0, msgspec.structs.replace(counters(0, i / 5, number), compute_s=9.5 * number)
         )
-    rates = state.series("rank:0", ["compute_percent", "calls_per_s"], since_s=12.0).values
+    rates = model.series("rank:0", ["compute_percent", "calls_per_s"], since_s=12.0).values
     assert {round(x) for x in rates["compute_percent"] if x is not None} == {95}
-    assert state.snapshot().sources[0].values["calls_per_s"] == pytest.approx(0.1)
+    assert model.snapshot().sources[0].values["calls_per_s"] == pytest.approx(0.1)
     for i in range(500, 530):
-        state.apply(i / 5, 0, beat(0, i / 5))
-        state.apply(i / 5, 0, msgspec.structs.replace(counters(0, i / 5, 9), compute_s=9.5 * 9))
-    assert state.snapshot().sources[0].values["compute_percent"] == 0.0
+        model.apply(i / 5, 0, beat(0, i / 5))
+        model.apply(i / 5, 0, msgspec.structs.replace(counters(0, i / 5, 9), compute_s=9.5 * 9))
+    assert model.snapshot().sources[0].values["compute_percent"] == 0.0
 
 
 def test_figures_that_no_longer_come_are_not_shown() -> None:
-    state = _job(gpu=True)
-    state.apply(1.0, 0, gpu_sample(0, 1.0, 690.0))
+    model = _job(gpu=True)
+    model.apply(1.0, 0, gpu_sample(0, 1.0, 690.0))
     for at_s, there in ((5.9, True), (6.1, False)):
-        state.apply(at_s, 0, beat(0, at_s))
-        source = next(s for s in state.snapshot().sources if s.name == "gpu:0")
+        model.apply(at_s, 0, beat(0, at_s))
+        source = next(s for s in model.snapshot().sources if s.name == "gpu:0")
         assert ("power_w" in source.values) == there
-    assert state.series("gpu:0", ["power_w"], since_s=0.0).values["power_w"] == [690.0]
+    assert model.series("gpu:0", ["power_w"], since_s=0.0).values["power_w"] == [690.0]
 
 
 def test_a_hub_that_stood_still_blames_nobody() -> None:
-    state = _job()
+    model = _job()
     for rank in (0, 1):
-        state.apply(1.0, rank, beat(rank, 1.0))
-    state.excuse(7.0)
-    state.advance(8.5)
-    assert [rank.status for rank in state.snapshot().ranks] == ["live", "live"]
-    state.advance(60.0)
-    silent = [event for event in state.snapshot().events if event.kind == "silent"]
+        model.apply(1.0, rank, beat(rank, 1.0))
+    model.excuse(7.0)
+    model.advance(8.5)
+    assert [rank.status for rank in model.snapshot().ranks] == ["live", "live"]
+    model.advance(60.0)
+    silent = [event for event in model.snapshot().events if event.kind == "silent"]
     assert [(event.rank, event.at_s) for event in silent] == [(0, 10.0), (1, 10.0)]
 
 
 def test_plans_that_run_are_kept_and_others_give_way() -> None:
-    state = _job()
-    plan = next(message for message in arrive(0) if isinstance(message, Plan))
+    model = _job()
+    plan = next(message for message in arrive(0) if isinstance(message, PlanSummary))
     for number in range(300):
-        state.apply(1.0 + number / 100, 0, msgspec.structs.replace(plan, number=number))
-        state.apply(
+        model.apply(1.0 + number / 100, 0, msgspec.structs.replace(plan, number=number))
+        model.apply(
             1.0 + number / 100,
             0,
             msgspec.structs.replace(call(0, number, 1.0 + number / 100, *_TIMES_0), plan=0),
         )
-    shown = state.timeline(0.0, 60.0)
+    shown = model.timeline(0.0, 60.0)
     assert shown.left_out == 0
     assert shown.spans
-    assert len(state.ranks[0].plans) == 256
+    assert len(model.ranks[0].plans) == 256
 
 
 def test_a_thinned_window_has_what_came_in_turns() -> None:

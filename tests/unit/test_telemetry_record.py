@@ -15,9 +15,9 @@ from telemetry_feed import arrive, beat, call, gpu_sample
 
 from burst_rt.errors import InputError
 from burst_rt.launch.trace import command
-from burst_rt.telemetry.messages import FromRank, Presence
+from burst_rt.telemetry.job_model import JobModel
+from burst_rt.telemetry.messages import Counters, FromRank, LaneCounters, PlanSummary, Presence
 from burst_rt.telemetry.record import Record, Recorder, replay
-from burst_rt.telemetry.state import State
 from burst_rt.telemetry.summary import summarise
 
 
@@ -52,7 +52,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_replay_is_the_state_that_was(path: Path) -> None:
-    live = State(1e9, record=str(path), replayed=True)
+    live = JobModel(1e9, record=str(path), replayed=True)
     for at_s, rank, message in _messages():
         live.advance(at_s)
         live.apply(at_s, rank, message)
@@ -67,6 +67,29 @@ def test_a_record_cut_short_is_read_as_far_as_it_goes(path: Path) -> None:
     whole = list(Record(path))
     path.write_bytes(path.read_bytes()[:-10])
     assert list(Record(path)) == whole[:-1]
+
+
+def test_messages_are_arrays_whose_order_old_records_have() -> None:
+    raw = ["counters", 1.0, 2, 3, 4.0, 5.0, 6.0, 7.0, 8.0, {"compute": [9, 10, 11]}, 12]
+    counters = Counters(
+        at_s=1.0,
+        calls=2,
+        traced_calls=3,
+        compute_s=4.0,
+        wait_s=5.0,
+        total_s=6.0,
+        transfer_s=7.0,
+        overlap_s=8.0,
+        lanes={"compute": LaneCounters(9, 10, 11)},
+        dropped=12,
+    )
+    assert msgspec.convert(raw, Counters) == counters
+    assert msgspec.msgpack.encode(counters) == msgspec.msgpack.encode(raw)
+    # As a record has it from before plans had a problem, a strategy and candidates.
+    task = ["hop 0", "network", "exchange", 0, 8, 0, False, [[1, 5, 8]], []]
+    plan = msgspec.convert(["plan", 3, "0-1", "forward", [task], "ring", None], PlanSummary)
+    assert (plan.number, plan.kind, plan.explain, plan.candidates) == (3, "forward", "ring", [])
+    assert plan.tasks[0].sends == [(1, 5, 8)]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from dashboards import Serving, serving
 from playwright.sync_api import CDPSession, sync_playwright
 from telemetry_feed import Load
 
-from burst_rt.telemetry.state import State
+from burst_rt.telemetry.job_model import JobModel
 
 _TICK_S = 0.1
 # Of the page: how long frames took and how far apart they were.
@@ -61,7 +61,7 @@ _TAKE_DRAWING = """async () => {
 def _feed(running: Serving, load: Load, stop: threading.Event) -> None:
     began_s = time.monotonic()
     while not stop.is_set():
-        running.do(lambda state: load.advance(state, time.monotonic() - began_s))
+        running.do(lambda model: load.advance(model, time.monotonic() - began_s))
         stop.wait(_TICK_S)
 
 
@@ -76,7 +76,7 @@ def measure(seconds: float, rate: float, num_ranks: int, every_s: float) -> dict
     """Shows the timeline, then the overview, for half the time each."""
     path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     load, stop = Load(num_ranks, rate), threading.Event()
-    with serving(State(time.time())) as running, sync_playwright() as playwright:
+    with serving(JobModel(time.time())) as running, sync_playwright() as playwright:
         running.do(load.begin)
         feeding = threading.Thread(target=_feed, args=(running, load, stop))
         feeding.start()

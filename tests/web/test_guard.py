@@ -20,30 +20,30 @@ from starlette.routing import Route
 from telemetry_feed import arrive, beat, counters
 
 from burst_rt.dashboard.app import Dashboard, make_app
-from burst_rt.dashboard.reader import StateReader
+from burst_rt.dashboard.reader import ModelReader
 from burst_rt.dashboard.server import Served, Where
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import Hello, Note, Severity
-from burst_rt.telemetry.state import State
 
 _EVIL = '<img src=x onerror="window.evil=1"><script>window.evil=1</script>'
 
 
-def _state(command: str = "train.py") -> State:
-    state = State(1e9)
+def _small_job(command: str = "train.py") -> JobModel:
+    model = JobModel(1e9)
     for rank in range(2):
         for message in arrive(rank):
             if isinstance(message, Hello):
                 message = msgspec.structs.replace(message, command=command)
-            state.apply(0.0, rank, message)
+            model.apply(0.0, rank, message)
         for i in range(4):
-            state.apply(0.5 * i, rank, counters(rank, 0.5 * i, i))
-        state.apply(2.0, rank, beat(rank, 2.0))
-    return state
+            model.apply(0.5 * i, rank, counters(rank, 0.5 * i, i))
+        model.apply(2.0, rank, beat(rank, 2.0))
+    return model
 
 
 def _paths() -> list[str]:
-    routes = make_app(Dashboard(StateReader(_state()))).routes
+    routes = make_app(Dashboard(ModelReader(_small_job()))).routes
     assert all(isinstance(route, Route) for route in routes), (
         "a mount or a websocket would need tests of its own"
     )
@@ -52,7 +52,7 @@ def _paths() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
-    with serving(_state()) as running:
+    with serving(_small_job()) as running:
         yield running
 
 
@@ -158,7 +158,7 @@ def test_what_a_request_names_is_not_read(server: Serving) -> None:
 
 def test_those_who_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burst_rt.dashboard.server._REQUEST_DEADLINE_S", 1.0)
-    with serving(_state()) as running, contextlib.ExitStack() as opened:
+    with serving(_small_job()) as running, contextlib.ExitStack() as opened:
         cookie = _cookie(running).partition(";")[0]
         mute = [
             opened.enter_context(socket.create_connection((running.host, running.port)))
@@ -204,7 +204,7 @@ def test_another_address_only_with_a_warning() -> None:
     with pytest.raises(InputError, match="HOST:PORT"):
         Where.parse("everywhere")
     # Not one of loopback's usual names, and yet only this machine can connect.
-    with serving(_state(), Where.parse("127.0.0.2:0")) as running:
+    with serving(_small_job(), Where.parse("127.0.0.2:0")) as running:
         assert running.served.told[0].startswith("WARNING")
         cookie = _cookie(running).partition(";")[0]
         assert (
@@ -222,13 +222,13 @@ def test_a_port_that_is_taken_is_said() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(ConfigError, match="choose another port"),
     ):
-        Served(StateReader(_state()), Where(port=taken.getsockname()[1]))
+        Served(ModelReader(_small_job()), Where(port=taken.getsockname()[1]))
 
 
 def test_names_from_a_run_stay_text(browser: Browser) -> None:
-    state = _state(_EVIL)
-    state.apply(2.0, 0, Note(2.0, Severity.WARNING, _EVIL, _EVIL))
-    with serving(state) as running:
+    model = _small_job(_EVIL)
+    model.apply(2.0, 0, Note(2.0, Severity.WARNING, _EVIL, _EVIL))
+    with serving(model) as running:
         page = browser.new_page()
         page.goto(running.served.link)
         expect(page.locator("#command")).to_contain_text("onerror")

@@ -15,8 +15,8 @@ from dashboards import serving
 from playwright.sync_api import Browser, Page, expect
 from telemetry_feed import Load, arrive, gpu_sample, offset_s
 
+from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import Presence, Sample, Source
-from burst_rt.telemetry.state import State
 
 _LAPTOP = {"width": 1440, "height": 900}
 # Texts of the ring with their boxes, and points along its links, in pixels of the page.
@@ -59,13 +59,13 @@ class _Text(NamedTuple):
         )
 
 
-def _job(num_ranks: int) -> State:
+def _job(num_ranks: int) -> JobModel:
     """Ranks that have made calls for 8 s."""
-    state, load = State(time.time()), Load(num_ranks, 60.0 * num_ranks)
-    load.begin(state)
+    model, load = JobModel(time.time()), Load(num_ranks, 60.0 * num_ranks)
+    load.begin(model)
     for i in range(10):
-        load.advance(state, 6.0 + i / 5)
-    return state
+        load.advance(model, 6.0 + i / 5)
+    return model
 
 
 def _open(browser: Browser, link: str) -> Page:
@@ -85,7 +85,7 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
             "links" if num_ranks > 1 else "nothing"
         )
         if num_ranks > 2:
-            running.do(lambda state: state.apply(9.0, -1, Presence(1, "lost", "it ended")))
+            running.do(lambda model: model.apply(9.0, -1, Presence(1, "lost", "it ended")))
             expect(page.locator(".ring text.silent").first).not_to_be_empty()
         found = page.locator(".ring svg").evaluate(_RING)
         page.close()
@@ -113,10 +113,10 @@ def test_words_of_the_ring_cover_neither_links_nor_each_other(
 def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
     with serving(_job(3)) as running:
         page = _open(browser, running.served.link)
-        running.do(lambda state: state.apply(9.0, -1, Presence(-1, "stopping", "SIGINT")))
+        running.do(lambda model: model.apply(9.0, -1, Presence(-1, "stopping", "SIGINT")))
         for rank in range(3):
             lost = Presence(rank, "lost", "it ended")
-            running.do(lambda state, lost=lost: state.apply(9.1, -1, lost))  # type: ignore[misc]
+            running.do(lambda model, lost=lost: model.apply(9.1, -1, lost))  # type: ignore[misc]
         expect(page.locator(".card.stopped")).to_have_count(3)
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
         expect(page.locator(".events")).to_contain_text("job stopping by SIGINT")
@@ -170,12 +170,22 @@ def test_messages_of_the_timeline_have_arrows_and_it_says_where_some_are_not_dra
 
 
 def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) -> None:
-    state = State(time.time())
+    model = JobModel(time.time())
     for rank in (2, 10, 0, 1):
         for message in arrive(rank, 11, gpu=True):
-            state.apply(0.0, rank, message)
+            model.apply(0.0, rank, message)
     # One that nobody computes on.
-    state.apply(0.0, 0, Source("gpu:1234-abcdef", "gpu", "host", ["power_w"], {"name": "a GPU"}))
+    model.apply(
+        0.0,
+        0,
+        Source(
+            name="gpu:1234-abcdef",
+            kind="gpu",
+            host="host",
+            metrics=["power_w"],
+            about={"name": "a GPU"},
+        ),
+    )
     for i in range(20):
         for rank in (2, 10, 0, 1):
             sample = gpu_sample(rank, i / 2, 300.0 + rank)
@@ -184,9 +194,9 @@ def test_curves_of_the_past_have_a_legend_units_and_reasons(browser: Browser) ->
                 "throttle_bits": 0x44,
                 "pcie_tx_bytes_per_s": 0.0,
             }
-            state.apply(i / 2, rank, msgspec.structs.replace(sample, values=values))
-        state.apply(i / 2, 0, Sample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0}))
-    with serving(state) as running:
+            model.apply(i / 2, rank, msgspec.structs.replace(sample, values=values))
+        model.apply(i / 2, 0, Sample("gpu:1234-abcdef", i / 2 - offset_s(0), {"power_w": 60.0}))
+    with serving(model) as running:
         page = _open(browser, running.served.link)
         page.keyboard.press("3")
         expect(page.locator(".charts .panel").first).to_be_visible(timeout=10_000)

@@ -23,9 +23,9 @@ from telemetry_feed import arrive, beat, call, counters, gpu_sample
 
 from burst_rt.dashboard.exporter import DCGM, exposition
 from burst_rt.dashboard.links import Links
-from burst_rt.telemetry.messages import Report, Sample, Source
+from burst_rt.telemetry.job_model import JobModel
+from burst_rt.telemetry.messages import JobReport, Sample, Source
 from burst_rt.telemetry.metrics import METRICS
-from burst_rt.telemetry.state import State
 
 _PROGRAM = Path(__file__).parent / "programs" / "ring.py"
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -33,30 +33,34 @@ _DEADLINE_S = 45.0
 _TIMES = ((0.0, 0.0, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 0.9))
 
 
-def _full_state() -> State:
+def _full_job() -> JobModel:
     """A job on two ranks that have everything: GPUs, a host, processes, messages, a report."""
-    state = State(1e9)
+    model = JobModel(1e9)
     for rank in range(2):
         for message in arrive(rank, gpu=True):
-            state.apply(0.0, rank, message)
-        state.apply(0.1, rank, Source("host:host", "host", "host", ["cpu_percent"], {}))
-        state.apply(1.0, rank, Sample("host:host", 1.0, {"cpu_percent": 12.5}))
-        state.apply(
+            model.apply(0.0, rank, message)
+        model.apply(
+            0.1,
+            rank,
+            Source(name="host:host", kind="host", host="host", metrics=["cpu_percent"], about={}),
+        )
+        model.apply(1.0, rank, Sample("host:host", 1.0, {"cpu_percent": 12.5}))
+        model.apply(
             1.0, rank, Sample(f"rank:{rank}", 1.0, {"process_percent": 80.0, "rss_bytes": 1e9})
         )
         for i in range(3):
-            state.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
-        state.apply(3.0, rank, gpu_sample(rank, 3.0, 456.0))
-        state.apply(3.0, rank, call(rank, 1, 2.0, *_TIMES))
-        state.apply(3.0, rank, beat(rank, 3.0))
-    state.apply(3.0, 0, Report(3.0, 12, {"loss": 2.5, "tokens_per_s": 1e4}))
-    return state
+            model.apply(1.0 + i, rank, counters(rank, 1.0 + i, 1 + i))
+        model.apply(3.0, rank, gpu_sample(rank, 3.0, 456.0))
+        model.apply(3.0, rank, call(rank, 1, 2.0, *_TIMES))
+        model.apply(3.0, rank, beat(rank, 3.0))
+    model.apply(3.0, 0, JobReport(3.0, 12, {"loss": 2.5, "tokens_per_s": 1e4}))
+    return model
 
 
-def _exposed(state: State) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+def _exposed(model: JobModel) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     links = Links()
-    links.look(state.timeline(-5.0))
-    text = exposition(state.snapshot(), links.now(state.snapshot())).decode()
+    links.look(model.timeline(-5.0))
+    text = exposition(model.snapshot(), links.now(model.snapshot())).decode()
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -65,7 +69,7 @@ def _exposed(state: State) -> dict[str, dict[tuple[tuple[str, str], ...], float]
 
 
 def test_gpu_fields_have_the_names_and_units_of_dcgm() -> None:
-    found = _exposed(_full_state())
+    found = _exposed(_full_job())
     labels = (
         ("Hostname", "host"),
         ("UUID", "1"),
@@ -82,7 +86,7 @@ def test_gpu_fields_have_the_names_and_units_of_dcgm() -> None:
 
 
 def test_the_runtime_has_its_own_names() -> None:
-    found = _exposed(_full_state())
+    found = _exposed(_full_job())
     assert found["burst_rt_rank_calls_total"][(("rank", "1"),)] == 3
     assert found["burst_rt_rank_status"][(("host", "host"), ("rank", "0"), ("status", "live"))] == 1
     assert found["burst_rt_rank_lane_bytes_total"][(("lane", "network"), ("rank", "0"))] == 3000
@@ -95,14 +99,14 @@ def test_the_runtime_has_its_own_names() -> None:
 
 
 def test_a_job_that_has_measured_nothing_exposes_no_made_up_figures() -> None:
-    found = _exposed(State(1e9))
+    found = _exposed(JobModel(1e9))
     assert not [
         name for name in found if name.startswith(("DCGM", "burst_rt_rank", "burst_rt_job_step"))
     ]
 
 
 def test_the_dashboard_for_grafana_asks_for_what_there_is() -> None:
-    found = set(_exposed(_full_state()))
+    found = set(_exposed(_full_job()))
     panels = json.loads((_DOCS / "grafana.json").read_text(encoding="utf-8"))["panels"]
     asked = {
         name
@@ -163,7 +167,7 @@ def test_prometheus_scrapes_a_run_and_a_dashboard(tmp_path: Path) -> None:
         command(
             "run", "-n", "2", "--metrics-port", "0", str(_PROGRAM), "512", str(stop), cwd=tmp_path
         ) as job,
-        serving(_full_state()) as shown,
+        serving(_full_job()) as shown,
     ):
         at = urllib.parse.urlparse(job.link("metrics")).netloc
         config = (

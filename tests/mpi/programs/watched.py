@@ -16,6 +16,7 @@ from spec import reference
 
 import burst_rt
 from burst_rt import Causal
+from burst_rt.telemetry.starting import HUB_MODULE
 
 victim, last_s = sys.argv[1], float(sys.argv[2])
 
@@ -27,7 +28,7 @@ def kill_if_due(rank: int) -> None:
     if victim == "rank":
         os.kill(os.getpid(), signal.SIGKILL)
     # Under a bare mpirun the first rank has started it.
-    (hub,) = [p for p in psutil.Process().children() if "burst_rt.telemetry.hub" in p.cmdline()]
+    (hub,) = [p for p in psutil.Process().children() if HUB_MODULE in p.cmdline()]
     hub.kill()
 
 

@@ -1,9 +1,10 @@
-"""The one model of a job: fed with messages, live by the hub or replayed from a record, and asked
-by every viewer.
+"""The one model of a job. The hub of a running job feeds it with messages, or a replay does from a
+record; every viewer asks it.
 
-`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer, in the types
-of `views`. Nothing here waits, starts threads or touches a socket; one thread uses a State at a
-time. Its size is bounded (see `history` and `timeline`): what is older is only in a record.
+`apply` takes each message once, in order; `snapshot`, `series` and `timeline` answer in the types
+of `views`. Nothing here waits, starts threads or touches a socket, and only one thread uses a model
+at a time. The size of a model is bounded (see `history` and `timeline`): only a record has what is
+older.
 """
 
 from __future__ import annotations
@@ -24,23 +25,30 @@ from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.history import History
 from burst_rt.telemetry.messages import (
     Bye,
-    Call,
     Counters,
+    EndedCall,
     FromRank,
     Group,
     Heartbeat,
     Hello,
     Item,
+    JobReport,
     Note,
-    Plan,
+    PlanSummary,
     Presence,
-    Report,
     Sample,
     Severity,
     Source,
     hop_of,
 )
-from burst_rt.telemetry.timeline import Kept, Recent, Together, match_plans, spans_of, together
+from burst_rt.telemetry.timeline import (
+    KeptCall,
+    Recent,
+    WholeCall,
+    match_plans,
+    spans_of,
+    whole_call,
+)
 from burst_rt.telemetry.views import (
     EventView,
     FlowView,
@@ -57,41 +65,41 @@ from burst_rt.telemetry.views import (
     WaitView,
 )
 
-__all__ = ["SILENT_S", "State"]
+__all__ = ["SILENT_S", "JobModel"]
 
-# Four heartbeats missed.
+# A rank is silent when four heartbeats have not come.
 SILENT_S = 2.0
-# Spans of all ranks together.
+# Room for the spans of all ranks.
 _SPAN_BYTES = 16 << 20
 _MAX_EVENTS = 1000
 _SHOWN_EVENTS = 100
 _MAX_PLANS = 256  # of a rank
 _MAX_METRICS = 64  # of a source: a job may report what it likes
-# Rates are of the last two seconds: a call counts when it ends, and may be longer than the time
-# between two counts.
+# Rates are means of the last two seconds: a call counts when it ends, and a call may take longer
+# than the time between two counts. A rate over less than _LEAST_S would say nothing.
 _RATE_OVER_S = 2.0
 _LEAST_S = 0.05
 _MAX_COUNTS = 64
-# Two of each rank, forward and backward, and some more.
+# Plans that stay unpacked: two of each rank, forward and backward, and so many more.
 _DECODED_PLANS = 32
-# A figure that has not come for so long is no figure of the present.
+# A figure that has not come again for so long says nothing of the present.
 _STALE_S = 5.0
-# Sets of plans, one a rank, whose messages have been matched.
+# How many sets of plans, one plan a rank, stay matched.
 _MATCHED = 4
-# Calls of all ranks are worked out when somebody looks: at most so many spans at a time; what comes
-# of it is kept, up to so many entries.
+# The waits and messages of a call are worked out when somebody looks, for at most so many spans at
+# a time. The results are kept, up to so many entries.
 _JOINT_SPANS = 20_000
 _JOINT_ENTRIES = 50_000
 JOB = "job"
 
 _WORTH_SAYING_S = 0.05
-# What a rank says that fails because of another one: "PeerLost: ...".
+# How the last words of a rank begin that failed because another one had: "PeerLost: ...".
 _SECONDARY = ("PeerLost:", "Stalled:")
-# Of a rank in no call.
-_NOWHERE = Heartbeat(0.0, 0.0, -1.0, "", -1, "", 0.0)
+# The heartbeat of a rank that is in no call.
+_NOWHERE = Heartbeat(sent_s=0.0, offset_s=0.0, rtt_s=-1.0, group="", call=-1, doing="", since_s=0.0)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Rank:
     """What is known of one rank."""
 
@@ -102,24 +110,22 @@ class _Rank:
     heard_s: float = 0.0
     offset_s: float | None = None
     beat: Heartbeat = _NOWHERE
-    counters: Counters = field(
-        default_factory=lambda: Counters(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, 0)
-    )
-    # What rates count from, oldest first: counts as they were when a call had ended.
+    counters: Counters = field(default_factory=Counters)
+    # Earlier counts, oldest first, each as it was when a call had ended: rates count from these.
     counts: deque[Counters] = field(default_factory=lambda: deque(maxlen=_MAX_COUNTS))
     rates: dict[str, float] = field(default_factory=dict)
     exit_code: int | None = None
-    ending: str = ""  # how it ended, in words
-    # group and number of the last call that is known to have ended
+    ending: str = ""  # how the rank ended, in words
+    # Group and number of the last call that is known to have ended.
     ended_call: tuple[str, int] = (
         "",
         -1,
     )
-    # Packed: a ring of 64 ranks has hundreds of tasks a plan, and every rank its own.
+    # Plans stay packed: in a ring of 64 ranks every rank has its own, of hundreds of tasks.
     plans: OrderedDict[int, tuple[PlanView, bytes]] = field(default_factory=OrderedDict)
 
     def at(self, rank_s: float) -> float:
-        """A time of the rank's clock as the hub's."""
+        """A time of the rank's clock by the hub's clock."""
         return rank_s + (self.offset_s or 0.0)
 
     @property
@@ -127,7 +133,7 @@ class _Rank:
         return f"rank:{self.hello.rank}"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Source:
     """What is known of something sampled."""
 
@@ -135,20 +141,20 @@ class _Source:
     history: History
     at_s: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
-    times: dict[str, float] = field(default_factory=dict)  # of each value
+    times: dict[str, float] = field(default_factory=dict)  # when each value came
     details: dict[str, list[float]] = field(default_factory=dict)
 
 
 class _Joint(NamedTuple):
-    """What a call of all ranks tells."""
+    """What the spans of all ranks tell of a call."""
 
     waits: list[WaitView]
     flows: list[FlowView]
 
 
-class State:
-    """See the module. began_at_s: when the hub began (epoch). record: where it is recorded, for
-    viewers. replayed: it is being replayed.
+class JobModel:
+    """See the module. began_at_s: when the hub began, in seconds since the epoch. record: the file
+    that the job is recorded to, for viewers. replayed: the messages come from a record.
     """
 
     def __init__(self, began_at_s: float, *, record: str = "", replayed: bool = False) -> None:
@@ -161,12 +167,12 @@ class State:
         self.sources: dict[str, _Source] = {}
         self.groups: dict[str, Group] = {}
         self.events: deque[EventView] = deque(maxlen=_MAX_EVENTS)
-        self.first_lost: Lost | None = None  # before all others that were lost or failed
+        self.first_lost: Lost | None = None  # the first rank that was lost, or failed
         self._stopping = ""  # the signal by which the job is being ended
         self._num_events = 0
         self._progress = ProgressView(None, 0, {})
-        self._not_finite: set[str] = set()  # what the job reports and is no number now
-        self._decoded: OrderedDict[tuple[int, int], Plan] = OrderedDict()
+        self._not_finite: set[str] = set()  # values whose last report was no finite number
+        self._decoded: OrderedDict[tuple[int, int], PlanSummary] = OrderedDict()
         self._matched: OrderedDict[
             tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None
         ] = OrderedDict()
@@ -175,8 +181,8 @@ class State:
         self._joint_spans = 0
 
     def apply(self, at_s: float, rank: int, message: Item) -> None:
-        """Takes one message that the hub had at `at_s` (seconds since it began) from `rank` (-1:
-        the hub itself).
+        """Takes one message. at_s: when the hub had it, in seconds since the hub began. rank: that
+        it came from, -1 for the hub itself.
         """
         self.revision += 1
         self.now_s = max(self.now_s, at_s)
@@ -188,12 +194,12 @@ class State:
             self._from_rank(at_s, self.ranks[rank], message)
 
     def advance(self, now_s: float) -> None:
-        """Time has passed: notices ranks that have been silent for 2 s."""
+        """Time has passed. Notices ranks that have been silent for 2 s."""
         end_s = max(self.now_s, now_s)
         for rank in sorted(self.ranks.values(), key=lambda rank: rank.heard_s):
             if rank.status == "live" and end_s - rank.heard_s > SILENT_S:
                 self.revision += 1
-                # Replayed, the next message may be a minute away.
+                # In a replay the next message may be a minute away: the event gets its own time.
                 self.now_s = max(self.now_s, min(end_s, rank.heard_s + SILENT_S))
                 severity = Severity.INFO if self._stopping else Severity.WARNING
                 self._set_status(
@@ -205,12 +211,14 @@ class State:
         self.now_s = end_s
 
     def excuse(self, seconds: float) -> None:
-        """Whoever listens has not listened for so long: nobody was silent in that time."""
+        """The hub was held up and could not listen for so many seconds: these do not count as
+        silence of any rank.
+        """
         for rank in self.ranks.values():
             rank.heard_s += seconds
 
     def events_after(self, number: int) -> list[EventView]:
-        """Events with a higher number, oldest first."""
+        """The events that have a higher number, oldest first."""
         newer = self._num_events - number
         return (
             list(islice(self.events, max(0, len(self.events) - newer), None)) if newer > 0 else []
@@ -223,22 +231,30 @@ class State:
         ranks = [self._rank_view(number, self.ranks[number]) for number in sorted(self.ranks)]
         first = next(iter(self.ranks.values()), None)
         job = JobView(
-            self.began_at_s,
-            self.now_s,
-            first.hello.world_size if first else 0,
-            first.hello.command if first else "",
-            first.hello.package if first else "",
-            self.record,
-            sum(rank.dropped for rank in ranks),
-            self.replayed,
-            self.first_lost.rank if self.first_lost is not None else -1,
+            began_at_s=self.began_at_s,
+            now_s=self.now_s,
+            world_size=first.hello.world_size if first else 0,
+            command=first.hello.command if first else "",
+            package=first.hello.package if first else "",
+            record=self.record,
+            dropped=sum(rank.dropped for rank in ranks),
+            replayed=self.replayed,
+            first_lost=self.first_lost.rank if self.first_lost is not None else -1,
         )
         sources = [self._source_view(source) for source in self.sources.values()]
         plans = [
             view for number in sorted(self.ranks) for view, _ in self.ranks[number].plans.values()
         ]
         events = list(islice(self.events, max(0, len(self.events) - _SHOWN_EVENTS), None))
-        return Snapshot(self.revision, job, self._progress, ranks, sources, plans, events)
+        return Snapshot(
+            revision=self.revision,
+            job=job,
+            progress=self._progress,
+            ranks=ranks,
+            sources=sources,
+            plans=plans,
+            events=events,
+        )
 
     def series(
         self,
@@ -248,8 +264,8 @@ class State:
         until_s: float | None = None,
         limit: int = 2000,
     ) -> SeriesView:
-        """A window of a source's metrics (none named: all), at most `limit` rows. Negative times
-        count back from now.
+        """A window of a source's metrics, at most `limit` rows. metrics: none named means all.
+        Negative times count back from now.
         """
         since, until = self._window(since_s, until_s)
         known = self.sources.get(source)
@@ -269,8 +285,8 @@ class State:
         ranks: Iterable[int] = (),
         limit: int = 2000,
     ) -> TimelineView:
-        """Tasks of a window (none named: of all ranks), at most `limit`, the newest. Negative times
-        count back from now.
+        """The tasks of a window, at most `limit`, the newest. ranks: none named means all. Negative
+        times count back from now.
         """
         since, until = self._window(since_s, until_s)
         wanted = [
@@ -280,7 +296,7 @@ class State:
             *(self._newest_first(number, since, until) for number in wanted),
             key=lambda item: item[:2],
         )
-        view = TimelineView(since, until, [], [], [], 0, 0)
+        view = TimelineView(since_s=since, until_s=until)
         seen: dict[tuple[str, int], _Joint | None] = {}
         self._joint_spans = 0
         for _, number, call in calls:
@@ -307,19 +323,21 @@ class State:
 
     def _newest_first(
         self, number: int, since_s: float, until_s: float
-    ) -> Iterator[tuple[float, int, Kept]]:
+    ) -> Iterator[tuple[float, int, KeptCall]]:
         for call in self.ranks[number].recent.newest_first(since_s, until_s):
             yield -call.ended_s, number, call
 
-    def plan(self, rank: int, number: int) -> Plan | None:
-        """A rank's plan with its tasks, if it is known."""
+    def plan(self, rank: int, number: int) -> PlanSummary | None:
+        """A rank's plan with its tasks; None where it is not known."""
         key = (rank, number)
         plan = self._decoded.get(key)
         if plan is None:
             known = self.ranks[rank].plans.get(number) if rank in self.ranks else None
             if known is None:
                 return None
-            plan = self._decoded[key] = msgspec.msgpack.decode(zlib.decompress(known[1]), type=Plan)
+            plan = self._decoded[key] = msgspec.msgpack.decode(
+                zlib.decompress(known[1]), type=PlanSummary
+            )
             if len(self._decoded) > _DECODED_PLANS + 2 * len(self.ranks):
                 self._decoded.popitem(last=False)
         else:
@@ -327,8 +345,8 @@ class State:
         return plan
 
     def _joint_call(self, group: str, number: int) -> _Joint | None:
-        """A call on all ranks of its group; None where spans of some are missing, or enough has
-        been worked out for one view.
+        """What the spans of all ranks tell of a call. None where spans of some rank are missing, or
+        where enough has been worked out for one view.
         """
         key = (group, number)
         if key in self._joint:
@@ -345,7 +363,7 @@ class State:
         plans = [self.plan(rank, call.plan) for rank, call in zip(members, here, strict=True)]
         known = [plan for plan in plans if plan is not None]
         matched = self._match(members, known) if len(known) == len(plans) else None
-        whole = together(known, here, matched) if matched is not None else None
+        whole = whole_call(known, here, matched) if matched is not None else None
         joint = self._joint[key] = _join(group, members, number, whole)
         self._num_joint += 1 + len(joint.waits) + len(joint.flows)
         while self._num_joint > _JOINT_ENTRIES:
@@ -354,7 +372,7 @@ class State:
         return joint
 
     def _match(
-        self, members: Sequence[int], plans: Sequence[Plan]
+        self, members: Sequence[int], plans: Sequence[PlanSummary]
     ) -> Mapping[Endpoint, Endpoint] | None:
         key = tuple((rank, plan.number) for rank, plan in zip(members, plans, strict=True))
         if key not in self._matched:
@@ -367,15 +385,21 @@ class State:
 
     def _hello(self, at_s: float, hello: Hello) -> None:
         if self.first_lost is not None and self.first_lost.rank == hello.rank:
-            self.first_lost = None  # it is back
+            self.first_lost = None  # the rank is back
         limit = _SPAN_BYTES // max(1, hello.world_size, len(self.ranks))
         rank = self.ranks[hello.rank] = _Rank(
-            hello, Recent(limit), status_since_s=at_s, heard_s=at_s
+            hello=hello, recent=Recent(limit), status_since_s=at_s, heard_s=at_s
         )
         for number in [key for key in self._decoded if key[0] == hello.rank]:
             del self._decoded[number]
-        source = Source(rank.source, "process", hello.host, [], {"pid": str(hello.pid)})
-        self.sources[rank.source] = _Source(source, History(hello.sample_hz))
+        source = Source(
+            name=rank.source,
+            kind="process",
+            host=hello.host,
+            metrics=[],
+            about={"pid": str(hello.pid)},
+        )
+        self.sources[rank.source] = _Source(info=source, history=History(hello.sample_hz))
         self._event(
             hello.rank,
             Severity.INFO,
@@ -404,35 +428,37 @@ class State:
                 rank.offset_s = message.offset_s if message.rtt_s >= 0 else at_s - message.sent_s
             case Sample():
                 self._sample(rank, message)
-            case Call():
+            case EndedCall():
                 start, end = rank.at(message.started_s), rank.at(message.ended_s)
                 if message.plan in rank.plans:
-                    rank.plans.move_to_end(message.plan)  # those that run stay
+                    rank.plans.move_to_end(message.plan)  # plans that run are not forgotten
                 rank.ended_call = (message.group, message.number)
                 rank.recent.add(
-                    Kept(
-                        message.group,
-                        message.number,
-                        message.plan,
-                        start,
-                        end,
-                        message.wait_s,
-                        message.spans,
+                    KeptCall(
+                        group=message.group,
+                        number=message.number,
+                        plan=message.plan,
+                        started_s=start,
+                        ended_s=end,
+                        wait_s=message.wait_s,
+                        spans=message.spans,
                     )
                 )
             case Counters():
                 self._count(rank, message)
-            case Plan():
+            case PlanSummary():
                 self._add_plan(rank, message)
             case Group():
                 self.groups[message.name] = message
             case Source():
                 known = self.sources.get(message.name)
                 if known is None:
-                    self.sources[message.name] = _Source(message, History(rank.hello.sample_hz))
+                    self.sources[message.name] = _Source(
+                        info=message, history=History(rank.hello.sample_hz)
+                    )
                 else:
                     known.info = message
-            case Report():
+            case JobReport():
                 self._report(rank, message)
             case Note():
                 self._event(number, message.severity, message.kind, message.text)
@@ -472,18 +498,18 @@ class State:
         ended = not counts or (new.calls, new.traced_calls) != (last.calls, last.traced_calls)
         if not ended:
             if rank.beat.call < 0 and new.at_s - counts[-1].at_s >= _RATE_OVER_S:
-                # No call for a while; the next counts from here.
+                # No call has ended for a while: the next one counts from here.
                 rank.rates = dict.fromkeys(rank.rates, 0.0)
                 counts.clear()
                 counts.append(new)
-            # From one end to another: in between a call under way, which may take minutes, has
-            # counted nothing.
+            # Rates change only when a call ends. A call under way, which may take minutes, has
+            # counted nothing yet.
             if rank.rates:
                 self._add(self.sources[rank.source], rank.at(new.at_s), rank.rates)
             return
         while len(counts) > 1 and counts[1].at_s <= new.at_s - _RATE_OVER_S:
             counts.popleft()
-        # The first says how much there was before; a rate needs two, some way apart.
+        # The first counts say how much there was before; a rate needs two, some time apart.
         old = counts[0] if counts else new
         counts.append(new)
         elapsed_s = new.at_s - old.at_s
@@ -502,13 +528,20 @@ class State:
                 )
             self._add(self.sources[rank.source], rank.at(new.at_s), rates)
 
-    def _add_plan(self, rank: _Rank, plan: Plan) -> None:
+    def _add_plan(self, rank: _Rank, plan: PlanSummary) -> None:
         number = rank.hello.rank
         view = PlanView(
-            number, plan.number, plan.group, plan.kind, len(plan.tasks), plan.explain,
-            plan.predicted_s, plan.problem, plan.strategy,
-            plan.candidates,
-        )  # fmt: skip
+            rank=number,
+            number=plan.number,
+            group=plan.group,
+            kind=plan.kind,
+            num_tasks=len(plan.tasks),
+            explain=plan.explain,
+            predicted_s=plan.predicted_s,
+            problem=plan.problem,
+            strategy=plan.strategy,
+            candidates=plan.candidates,
+        )
         rank.plans[plan.number] = (view, zlib.compress(msgspec.msgpack.encode(plan), 1))
         self._decoded.pop((number, plan.number), None)
         if len(rank.plans) > _MAX_PLANS:
@@ -521,10 +554,13 @@ class State:
                 f"{plan.kind}: {len(plan.tasks)} tasks on rank {number}",
             )
 
-    def _report(self, rank: _Rank, report: Report) -> None:
+    def _report(self, rank: _Rank, report: JobReport) -> None:
         at_s = rank.at(report.at_s)
         if JOB not in self.sources:
-            self.sources[JOB] = _Source(Source(JOB, "job", rank.hello.host, [], {}), History())
+            self.sources[JOB] = _Source(
+                info=Source(name=JOB, kind="job", host=rank.hello.host, metrics=[], about={}),
+                history=History(),
+            )
         finite = {name: value for name, value in report.values.items() if np.isfinite(value)}
         odd = {name: value for name, value in report.values.items() if name not in finite}
         self._not_finite -= finite.keys()
@@ -539,15 +575,15 @@ class State:
                 )
         shown = {name: value for name, value in self._progress.values.items() if name not in odd}
         for name, value in finite.items():
-            # A job may report under ever new names.
+            # A job may report ever new names, so there is a bound.
             if name in shown or len(shown) < _MAX_METRICS:
                 shown[name] = value
         self._add(self.sources[JOB], at_s, finite)
         self._progress = ProgressView(at_s, report.step, shown)
 
     def _end(self, rank: _Rank, status: str, text: str, said: str = "") -> None:
-        """A rank was lost, or failed. The first is the cause, as far as anybody can see; those
-        after it are not as bad.
+        """A rank was lost, or failed. The first such rank counts as the cause; the ranks after it
+        have merely ended. said: the rank's own reason.
         """
         if self._stopping:
             status, severity, text = "stopped", Severity.INFO, f"by {self._stopping}; {text}"
@@ -563,17 +599,25 @@ class State:
                 self.first_lost = self._lost(rank, said)
                 for other in self.ranks.values():
                     if other.exit_code and other is not rank:
-                        other.status = "ended"  # it failed for want of this one, and said so sooner
+                        # It failed because this one was lost, and was heard sooner.
+                        other.status = "ended"
         rank.ending = text
         self._set_status(rank, status, severity, text)
 
     def _lost(self, rank: _Rank, said: str) -> Lost:
         call, task, at_s = self._last_seen(rank)
         return Lost(
-            rank.hello.rank, self.began_at_s + self.now_s, call, task, hop_of(task), max(0.0,
-            self.now_s - at_s), rank.ended_call[1],
-            self._known(rank), rank.exit_code, said,
-        )  # fmt: skip
+            rank=rank.hello.rank,
+            at_s=self.began_at_s + self.now_s,
+            call=call,
+            task=task,
+            hop=hop_of(task),
+            age_s=max(0.0, self.now_s - at_s),
+            last_call=rank.ended_call[1],
+            known=self._known(rank),
+            exit_code=rank.exit_code,
+            said=said,
+        )
 
     def _set_status(
         self, rank: _Rank, status: str, severity: Severity, text: str, kind: str = ""
@@ -583,11 +627,20 @@ class State:
 
     def _event(self, rank: int, severity: Severity, kind: str, text: str) -> None:
         self._num_events += 1
-        self.events.append(EventView(self._num_events, self.now_s, rank, severity, kind, text))
+        self.events.append(
+            EventView(
+                number=self._num_events,
+                at_s=self.now_s,
+                rank=rank,
+                severity=severity,
+                kind=kind,
+                text=text,
+            )
+        )
 
     def _last_seen(self, rank: _Rank) -> tuple[int, str, float]:
-        """A rank's call (-1: none), its task there, and when that was so: a rank tells it only now
-        and then.
+        """A rank's call (-1: none), the call's task, and when that was so. A rank tells this only
+        now and then.
         """
         beat = rank.beat
         if beat.call < 0 or (rank.ended_call[0] == beat.group and rank.ended_call[1] >= beat.call):
@@ -595,8 +648,8 @@ class State:
         return beat.call, beat.doing, rank.at(beat.sent_s)
 
     def _known(self, rank: _Rank) -> str:
-        """What a rank did when that was last known, and how long ago that is; nothing where nothing
-        is known.
+        """What a rank was doing when that was last known, and how long ago that is. "" where
+        nothing is known.
         """
         if rank.beat is _NOWHERE:
             return ""
@@ -619,16 +672,30 @@ class State:
         hello, beat, counts = rank.hello, rank.beat, rank.counters
         call, doing, _ = self._last_seen(rank)
         overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
+        counted = msgspec.structs.asdict(counts) | {"at_s": rank.at(counts.at_s)}
         return RankView(
-            number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status,
-            rank.status_since_s, rank.exit_code,
-            beat.group, call, hop_of(doing), doing, rank.at(beat.since_s) if call >= 0 else 0.0,
-            rank.heard_s,
-            rank.offset_s or 0.0, beat.rtt_s,
-            counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped,
-            counts.lanes,
-            rank.ended_call[1], rank.ending,
-        )  # fmt: skip
+            **counted,
+            rank=number,
+            host=hello.host,
+            pid=hello.pid,
+            device=hello.device,
+            source=rank.source,
+            gpu=hello.gpu,
+            status=rank.status,
+            status_since_s=rank.status_since_s,
+            exit_code=rank.exit_code,
+            group=beat.group,
+            call=call,
+            hop=hop_of(doing),
+            doing=doing,
+            doing_since_s=rank.at(beat.since_s) if call >= 0 else 0.0,
+            heard_s=rank.heard_s,
+            offset_s=rank.offset_s or 0.0,
+            rtt_s=beat.rtt_s,
+            overlap=overlap,
+            last_call=rank.ended_call[1],
+            ending=rank.ending,
+        )
 
     def _source_view(self, source: _Source) -> SourceView:
         info = source.info
@@ -647,16 +714,20 @@ class State:
             }
             details = details if values else {}
         return SourceView(
-            info.name,
-            info.kind,
-            info.host,
-            users,
-            info.about,
-            source.at_s,
-            list(source.history.metrics),
-            values,
-            details,
+            name=info.name,
+            kind=info.kind,
+            host=info.host,
+            ranks=users,
+            about=info.about,
+            at_s=source.at_s,
+            metrics=list(source.history.metrics),
+            values=values,
+            details=details,
         )
+
+
+def _decode(packed: bytes) -> PlanSummary:
+    return msgspec.msgpack.decode(zlib.decompress(packed), type=PlanSummary)
 
 
 def _joined(text: str, more: str) -> str:
@@ -672,17 +743,31 @@ def _sent(counters: Counters) -> int:
     return lane.size_bytes if lane else 0
 
 
-def _span_view(rank: int, call: Kept, plan: Plan, s: Span) -> SpanView:
+def _span_view(rank: int, call: KeptCall, plan: PlanSummary, s: Span) -> SpanView:
     task = plan.tasks[s.task]
     return SpanView(
-        rank, call.group, call.number, plan.kind, s.task, s.name, s.lane, task.op, task.hop,
-        s.issued_s, s.started_s, s.ended_s,
-        s.size_bytes, s.flops, call.plan, len(task.sends), len(task.recvs),
-    )  # fmt: skip
+        rank=rank,
+        group=call.group,
+        call=call.number,
+        kind=plan.kind,
+        task=s.task,
+        name=s.name,
+        lane=s.lane,
+        op=task.op,
+        hop=task.hop,
+        issued_s=s.issued_s,
+        started_s=s.started_s,
+        ended_s=s.ended_s,
+        size_bytes=s.size_bytes,
+        flops=s.flops,
+        plan=call.plan,
+        sends=len(task.sends),
+        receives=len(task.recvs),
+    )
 
 
-def _join(group: str, members: Sequence[int], call: int, whole: Together | None) -> _Joint:
-    """The waits and the messages of a call; none where it cannot be told."""
+def _join(group: str, members: Sequence[int], call: int, whole: WholeCall | None) -> _Joint:
+    """The waits and the messages of a call; none of either where they cannot be told."""
     joint = _Joint([], [])
     if whole is None:
         return joint
@@ -691,7 +776,16 @@ def _join(group: str, members: Sequence[int], call: int, whole: Together | None)
             cause = "exposed" if wait.on_wire else "skew"
             peer, task = members[wait.peer], plan.tasks[wait.task].name
             joint.waits.append(
-                WaitView(rank, call, cause, wait.started_s, wait.ended_s, peer, task, group)
+                WaitView(
+                    rank=rank,
+                    call=call,
+                    cause=cause,
+                    started_s=wait.started_s,
+                    ended_s=wait.ended_s,
+                    peer=peer,
+                    task=task,
+                    group=group,
+                )
             )
     known = [{span.task: span for span in trace} for trace in whole.traces]
     for end, source in whole.matched.items():
@@ -699,7 +793,17 @@ def _join(group: str, members: Sequence[int], call: int, whole: Together | None)
         size = whole.plans[end.rank].tasks[end.task].recvs[end.number][2]
         sender, receiver, number = members[source.rank], members[end.rank], end.number
         joint.flows.append(
-            FlowView(call, sender, source.task, sent.issued_s, receiver, end.task,
-            received.ended_s, size, group, number)
-        )  # fmt: skip
+            FlowView(
+                call=call,
+                sender=sender,
+                send_task=source.task,
+                sent_s=sent.issued_s,
+                receiver=receiver,
+                receive_task=end.task,
+                received_s=received.ended_s,
+                size_bytes=size,
+                group=group,
+                number=number,
+            )
+        )
     return joint

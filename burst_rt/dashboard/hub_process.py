@@ -1,0 +1,101 @@
+"""The process of a job's hub: `python -m burst_rt.dashboard.hub_process`, started by
+`telemetry.starting.start_hub`.
+
+It joins the hub (`telemetry.hub`) with what shows the job to people: the record and, where it is
+asked for, the dashboard. The job's secret comes by the environment, all other settings as
+arguments; the hub's address goes out as one line on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burst_rt.errors import BurstError
+from burst_rt.telemetry.hub import Hub, serve
+from burst_rt.telemetry.record import Recorder
+from burst_rt.telemetry.wire import SECRET_VARIABLE
+from burst_rt.version import __version__
+
+if TYPE_CHECKING:
+    from burst_rt.dashboard.server import Served
+
+__all__ = ["main"]
+
+# The path of a Unix socket has room for 107 bytes.
+_MAX_FOLDER_BYTES = 100
+
+_log = logging.getLogger("burst_rt.telemetry")
+
+
+def main() -> None:
+    """Runs a hub until its job has ended."""
+    options = _options()
+    level = os.environ.get("BURST_RT_LOG", "warning").upper()
+    logging.basicConfig(
+        format="burst-rt: %(message)s", level=level if options.log else logging.CRITICAL
+    )
+    hub = Hub(os.environ.pop(SECRET_VARIABLE, ""), None, options.record, notify=not options.log)
+    if options.record:
+        try:
+            hub.recorder = Recorder(Path(options.record), hub.model.began_at_s, __version__)
+        except OSError as error:
+            _log.error("0.000 s job record: cannot write %s: %s", options.record, error)
+            hub.model.record = ""
+    folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-", dir="/tmp"))
+    try:
+        shown = _show(hub, options.dashboard, options.metrics_port)
+        asyncio.run(serve(hub, options.listen, folder, held=options.held, shown=shown))
+    finally:
+        if hub.recorder is not None:
+            hub.recorder.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="The telemetry hub of one job; started by burst_rt itself."
+    )
+    parser.add_argument(
+        "--listen", default="unix", help='"unix", or the address to listen on with TCP'
+    )
+    parser.add_argument("--record", default="")
+    parser.add_argument("--held", action="store_true", help="stay while standard input is open")
+    parser.add_argument(
+        "--log",
+        action="store_true",
+        help="log to standard error; else warnings go to the first rank's log",
+    )
+    parser.add_argument("--dashboard", default="", help='"1", or [HOST:]PORT')
+    parser.add_argument("--metrics-port", type=int)
+    return parser.parse_args()
+
+
+def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
+    """The dashboard, where one is asked for. Without it telemetry goes on."""
+    if not dashboard and metrics_port is None:
+        return None
+    # A hub without a dashboard starts sooner without a web server, and takes less memory.
+    from burst_rt.dashboard.reader import ModelReader
+    from burst_rt.dashboard.server import Served, Where
+
+    try:
+        return Served(ModelReader(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
+    except BurstError as error:
+        _log.error("no dashboard: %s", error)
+        return None
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
