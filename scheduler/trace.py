@@ -8,10 +8,10 @@ transfer is on the wire only once both sides have been posted; what a rank idles
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from burst_rt.errors import InputError
@@ -175,7 +175,7 @@ def waits(
 
 def _ending(piece: _Interval, moments: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
     """The task and peer of the last moment within the piece; else of the first one after it."""
-    i = bisect_right(moments, (piece[1], sys.maxsize, 0))
+    i = bisect_right(moments, piece[1], key=itemgetter(0))
     if i == len(moments) or (i > 0 and moments[i - 1][0] > piece[0]):
         i -= 1
     return moments[i][1:]

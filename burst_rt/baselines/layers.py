@@ -42,15 +42,12 @@ from burst_rt.scheduler import (
     Cost,
     Graph,
     GraphBuilder,
-    Hardware,
     Lane,
     Op,
     Part,
-    Rotated,
     Schedule,
-    Simulated,
-    simulate,
 )
+from burst_rt.scheduler.simulator import Hardware, Rotated, Simulated, simulate
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
 

@@ -22,7 +22,7 @@ from burst_rt.drivers.device import Device, Event, Stream, TorchDevice
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
-from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.simulator import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 

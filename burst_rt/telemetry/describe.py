@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_rt.scheduler import Hardware, load_hardware
+from burst_rt.planning.machines import load_hardware
+from burst_rt.scheduler.simulator import Hardware
 from burst_rt.telemetry.messages import Candidate
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = ["describe", "machine_like"]
 
 # Simulating is Python: worth it for worlds that take milliseconds, and on one rank.
 _PREDICT_UP_TO = 16
-# What a device's name must hold for one of `scheduler/hardware`.
+# What a device's name must hold for one of `planning/machines`.
 _MACHINES = {
     "h200-sxm": ("H200",),
     "h100-sxm": ("H100", "HBM3"),

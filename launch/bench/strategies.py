@@ -30,7 +30,7 @@ from burst_rt.planning.forecast import CANDIDATES, fastest, forecast
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path
-from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["main"]
 

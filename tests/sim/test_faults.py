@@ -15,6 +15,7 @@ import pytest
 from burst_rt.errors import InternalError, Stalled
 from burst_rt.errors import PeerLost as PeerLostError
 from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
@@ -22,28 +23,29 @@ from burst_rt.scheduler import (
     DEVICE_LANES,
     HOST_LANES,
     NCCL_LANES,
-    Deadlock,
     Engine,
     Event,
-    Faults,
     Finish,
     Graph,
-    Hardware,
     Instruction,
-    Loss,
     PeerLost,
-    Rehearsal,
     Schedule,
-    Stall,
     TaskDone,
     TaskFailed,
     check_graph,
-    load_hardware,
+)
+from burst_rt.scheduler.simulator import (
+    Deadlock,
+    Faults,
+    Hardware,
+    Loss,
+    Rehearsal,
+    Stall,
     reference,
     rehearse,
     verdict,
 )
-from burst_rt.scheduler.payload import Values
+from burst_rt.scheduler.simulator.payload import Values
 from burst_rt.transport.staged import staged
 
 _NUM_BATCHES = 10

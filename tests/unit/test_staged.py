@@ -11,16 +11,8 @@ from burst_rt.errors import ConfigError
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
-from burst_rt.scheduler import (
-    DEVICE_LANES,
-    Faults,
-    Graph,
-    GraphBuilder,
-    Schedule,
-    check_world,
-    reference,
-    rehearse,
-)
+from burst_rt.scheduler import DEVICE_LANES, Graph, GraphBuilder, Schedule, check_world
+from burst_rt.scheduler.simulator import Faults, reference, rehearse
 from burst_rt.transport.staged import staged
 
 _CHUNK = 1000

@@ -26,9 +26,16 @@ from dataclasses import dataclass
 from burst_rt.errors import BurstError, Stalled
 from burst_rt.errors import PeerLost as PeerLostError
 from burst_rt.scheduler.engine import Engine, Event, PeerLost, Schedule, TaskFailed
-from burst_rt.scheduler.hardware import Hardware
-from burst_rt.scheduler.payload import Memory, Values
-from burst_rt.scheduler.simulate import Happening, Kind, Side, SimulatedRank, Simulation, Transfer
+from burst_rt.scheduler.simulator.hardware import Hardware
+from burst_rt.scheduler.simulator.payload import Memory, Values
+from burst_rt.scheduler.simulator.simulate import (
+    Happening,
+    Kind,
+    Side,
+    SimulatedRank,
+    Simulation,
+    Transfer,
+)
 from burst_rt.scheduler.trace import Span
 
 __all__ = ["Faults", "Loss", "Rehearsal", "Stall", "rehearse", "verdict"]

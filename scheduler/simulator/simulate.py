@@ -30,8 +30,8 @@ from typing import TypeAlias
 from burst_rt.errors import BurstError, InputError, InternalError
 from burst_rt.scheduler.engine import Engine, Event, Finish, Instruction, Issue, Schedule, TaskDone
 from burst_rt.scheduler.graph import COMPUTE, Task
-from burst_rt.scheduler.hardware import Hardware
-from burst_rt.scheduler.network import Flow, Network, Path, Resource, Traffic
+from burst_rt.scheduler.simulator.hardware import Hardware
+from burst_rt.scheduler.simulator.network import Flow, Network, Path, Resource, Traffic
 from burst_rt.scheduler.trace import Span
 
 __all__ = [
