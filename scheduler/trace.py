@@ -15,15 +15,16 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from burst_rt.errors import InputError
-from burst_rt.scheduler.graph import Graph
+from burst_rt.scheduler.graph import Graph, Task
 from burst_rt.scheduler.verify import Endpoint, match_messages
 
 __all__ = ["Idle", "Span", "Trace", "Wait", "exposed", "overlap", "waits"]
 
 
 class Span(NamedTuple):
-    """One task: issued (handed to its lane), started, ended; bytes sent or moved; floating-point
-    operations.
+    """One task of a run: when it was issued (handed to its lane), started and ended.
+
+    size_bytes: sent, or moved in memory. flops: floating-point operations. hop: see `Task`.
     """
 
     task: int
@@ -34,6 +35,22 @@ class Span(NamedTuple):
     ended_s: float
     size_bytes: int
     flops: int
+    hop: int | None = None
+
+    @classmethod
+    def of(cls, task: Task, *, issued_s: float, started_s: float, ended_s: float) -> Span:
+        """The span of a task, with what the graph says of the task."""
+        return cls(
+            task=task.id,
+            name=task.name,
+            lane=task.lane,
+            issued_s=issued_s,
+            started_s=started_s,
+            ended_s=ended_s,
+            size_bytes=task.cost.size_bytes,
+            flops=task.cost.flops,
+            hop=task.hop,
+        )
 
 
 class Trace:

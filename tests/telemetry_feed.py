@@ -57,12 +57,25 @@ def hello(rank: int, world_size: int, *, gpu: bool = False) -> Hello:
 
 
 def beat(
-    rank: int, hub_s: float, *, number: int = -1, doing: str = "", since_s: float = 0.0
+    rank: int,
+    hub_s: float,
+    *,
+    number: int = -1,
+    doing: str = "",
+    since_s: float = 0.0,
+    hop: int = -1,
 ) -> Heartbeat:
     """since_s: by the hub's clock."""
     back_s = offset_s(rank)
     return Heartbeat(
-        hub_s - back_s, back_s, 1e-4, "0-1", number, doing, since_s - back_s if number >= 0 else 0.0
+        sent_s=hub_s - back_s,
+        offset_s=back_s,
+        rtt_s=1e-4,
+        group="0-1",
+        call=number,
+        doing=doing,
+        since_s=since_s - back_s if number >= 0 else 0.0,
+        hop=hop,
     )
 
 
@@ -221,7 +234,16 @@ class Load:
             state.apply(
                 now_s,
                 rank,
-                Heartbeat(now_s, 0.0, 1e-4, "all", self.calls, f"hop {self.calls % _HOPS}", now_s),
+                Heartbeat(
+                    sent_s=now_s,
+                    offset_s=0.0,
+                    rtt_s=1e-4,
+                    group="all",
+                    call=self.calls,
+                    doing=f"hop {self.calls % _HOPS}",
+                    since_s=now_s,
+                    hop=self.calls % _HOPS,
+                ),
             )
             lanes = {
                 "network": LaneCounters(self.calls * 7, self.calls * 7 * 10**6, 0),

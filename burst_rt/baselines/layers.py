@@ -556,6 +556,7 @@ class _Inserted:
                     accumulates=accumulates,
                     cost=task.cost,
                     lane=task.lane,
+                    hop=task.hop,
                 )
                 continue
             tag = first_tag + max(m.tag for m in (*task.sends, *task.recvs))
@@ -564,5 +565,11 @@ class _Inserted:
                 for side in (task.sends, task.recvs)
             )
             self.g.exchange(
-                task.name, sends=sends, recvs=recvs, tag=tag, reads=reads, lane=task.lane
+                task.name,
+                sends=sends,
+                recvs=recvs,
+                tag=tag,
+                reads=reads,
+                lane=task.lane,
+                hop=task.hop,
             )

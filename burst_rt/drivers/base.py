@@ -140,7 +140,7 @@ class BaseDriver:
         """
         return True
 
-    def doing(self) -> tuple[str, float] | None:
+    def doing(self) -> tuple[Task, float] | None:
         """The task that runs or is waited for, and since when; None between tasks. Any thread may
         ask.
         """
@@ -150,7 +150,7 @@ class BaseDriver:
             if not still_open:
                 return None
             task = self._graph.tasks[still_open[0]]
-        return task.name, self._issued_s.get(task.id, 0.0)
+        return task, self._issued_s.get(task.id, 0.0)
 
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`."""
@@ -235,19 +235,8 @@ class BaseDriver:
 
     def _finish(self, task: Task, started_s: float) -> float:
         ended_s = time.perf_counter()
-        cost = task.cost
-        self.trace.add(
-            Span(
-                task.id,
-                task.name,
-                task.lane,
-                self._issued_s[task.id],
-                started_s,
-                ended_s,
-                cost.size_bytes,
-                cost.flops,
-            )
-        )
+        issued_s = self._issued_s[task.id]
+        self.trace.add(Span.of(task, issued_s=issued_s, started_s=started_s, ended_s=ended_s))
         return ended_s
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:

@@ -137,24 +137,14 @@ class CudaDriver(BaseDriver):
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
         for issued in self._issued.values():
-            task, cost = issued.task, issued.task.cost
             start_s, end_s = (
                 self._origin_s + self._device.seconds(self._origin, e)
                 for e in (issued.started, issued.ended)
             )
             self.trace.add(
-                Span(
-                    task.id,
-                    task.name,
-                    task.lane,
-                    issued.issued_s,
-                    start_s,
-                    end_s,
-                    cost.size_bytes,
-                    cost.flops,
-                )
+                Span.of(issued.task, issued_s=issued.issued_s, started_s=start_s, ended_s=end_s)
             )
-            if task.lane == "compute":
+            if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
         if self._issued:
             # The host waits for other reasons, or not at all.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from burst_rt.telemetry.calls import CallLog, Totals
+from burst_rt.telemetry.calls import NOTHING, CallLog, Totals
 from burst_rt.telemetry.host import HostSampler, ProcessSampler
 from burst_rt.telemetry.messages import (
     Bye,
@@ -248,10 +248,10 @@ class Agent:
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
-        group, doing = "", (-1, "", 0.0)
+        group, doing = "", NOTHING
         for log in self._logs:
             here = log.doing()
-            if here[0] >= 0:
+            if here.call >= 0:
                 group, doing = log.group.name, here
         return Heartbeat(now_s, offset_s, rtt_s, group, *doing)
 

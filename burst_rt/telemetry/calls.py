@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from burst_rt.scheduler import Graph, Schedule, overlap
+from burst_rt.scheduler import Graph, Schedule, Task, overlap
 from burst_rt.telemetry.messages import (
     Call,
     Candidate,
@@ -23,13 +23,12 @@ from burst_rt.telemetry.messages import (
     LaneCounters,
     Plan,
     TaskInfo,
-    hop_of,
 )
 
 if TYPE_CHECKING:
     from burst_rt.drivers import BaseDriver
 
-__all__ = ["CallLog", "Described", "Totals"]
+__all__ = ["NOTHING", "CallLog", "Described", "Doing", "Totals"]
 
 # Calls whose spans wait for the agent.
 _MAX_WAITING = 256
@@ -47,6 +46,24 @@ class Described(NamedTuple):
     problem: str = ""
     strategy: str = ""
     candidates: tuple[Candidate, ...] = ()
+
+
+class Doing(NamedTuple):
+    """What a context is doing: the fields of a `Heartbeat` that say so."""
+
+    call: int
+    doing: str
+    since_s: float
+    hop: int
+
+
+# Outside any call.
+NOTHING = Doing(-1, "", 0.0, -1)
+
+
+def _hop_number(task: Task) -> int:
+    """A task's hop as messages say it."""
+    return -1 if task.hop is None else task.hop
 
 
 class _Known:
@@ -189,13 +206,17 @@ class CallLog:
         self._stopped = True
         self._waiting.clear()
 
-    def doing(self) -> tuple[int, str, float]:
-        """Number of the call under way (-1: none), what it does or waits for, and since when."""
+    def doing(self) -> Doing:
+        """What the context is doing now."""
         current = self.current
         if current is None:
-            return -1, "", 0.0
+            return NOTHING
         number, driver = current
-        return (number, *(driver.doing() or ("", self._started_s)))
+        found = driver.doing()
+        if found is None:
+            return Doing(number, "", self._started_s, -1)
+        task, since_s = found
+        return Doing(number, task.name, since_s, _hop_number(task))
 
     def take(self) -> list[Plan | Call]:
         """One call that has ended, with its plan if that is new; none: nothing has, or a device has
@@ -224,7 +245,7 @@ class CallLog:
         lanes = graph.lanes
         tasks = [
             TaskInfo(
-                task.name, task.lane, task.op.name if task.op else "exchange", hop_of(task.name),
+                task.name, task.lane, task.op.name if task.op else "exchange", _hop_number(task),
                 task.cost.size_bytes, task.cost.flops,
                 lanes[task.lane].ordered, [(m.peer, m.tag, m.size_bytes) for m in task.sends],
                 [(m.peer, m.tag, m.size_bytes) for m in task.recvs],

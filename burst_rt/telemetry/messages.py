@@ -13,7 +13,6 @@ since the hub began.
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -24,7 +23,7 @@ __all__ = [
     "Hello", "Item", "LaneCounters", "Note",
     "Notice", "Ping", "Plan", "Pong", "Presence", "RecordHeader", "Recorded", "Report", "Sample",
     "Severity", "Source", "Stopping",
-    "TaskInfo", "ToRank", "Wire", "hop_of",
+    "TaskInfo", "ToRank", "Wire",
 ]  # fmt: skip
 
 # Of the messages' meaning; a hub refuses ranks of another one.
@@ -32,15 +31,6 @@ VERSION = 1
 
 # Peer (rank of the group), tag, bytes.
 Wire: TypeAlias = tuple[int, int, int]
-
-
-_HOP = re.compile(r"\b(?:hop|sum) (\d+)")
-
-
-def hop_of(task: str) -> int:
-    """The hop of the ring that a task's name speaks of, -1 where it speaks of none."""
-    found = _HOP.search(task)
-    return int(found[1]) if found else -1
 
 
 class Severity(StrEnum):
@@ -79,7 +69,8 @@ class Heartbeat(_Message, tag="beat"):
 
     offset_s: hub's clock minus the rank's, by the ping-pong with the shortest way (half of rtt_s is
     its error bound; -1: none yet). call: number of the call under way in `group`, -1 outside any.
-    doing: its task, or what it waits for; since_s: since when (both empty outside a call).
+    doing: its task, or what it waits for; since_s: since when (both empty outside a call). hop: of
+    that task, -1 where it has none.
     """
 
     sent_s: float
@@ -89,6 +80,7 @@ class Heartbeat(_Message, tag="beat"):
     call: int
     doing: str
     since_s: float
+    hop: int = -1
 
 
 class Group(_Message, tag="group"):

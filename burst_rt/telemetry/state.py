@@ -38,7 +38,6 @@ from burst_rt.telemetry.messages import (
     Sample,
     Severity,
     Source,
-    hop_of,
 )
 from burst_rt.telemetry.timeline import Kept, Recent, Together, match_plans, spans_of, together
 from burst_rt.telemetry.views import (
@@ -568,9 +567,9 @@ class State:
         self._set_status(rank, status, severity, text)
 
     def _lost(self, rank: _Rank, said: str) -> Lost:
-        call, task, at_s = self._last_seen(rank)
+        call, task, hop, at_s = self._last_seen(rank)
         return Lost(
-            rank.hello.rank, self.began_at_s + self.now_s, call, task, hop_of(task), max(0.0,
+            rank.hello.rank, self.began_at_s + self.now_s, call, task, hop, max(0.0,
             self.now_s - at_s), rank.ended_call[1],
             self._known(rank), rank.exit_code, said,
         )  # fmt: skip
@@ -585,14 +584,14 @@ class State:
         self._num_events += 1
         self.events.append(EventView(self._num_events, self.now_s, rank, severity, kind, text))
 
-    def _last_seen(self, rank: _Rank) -> tuple[int, str, float]:
-        """A rank's call (-1: none), its task there, and when that was so: a rank tells it only now
-        and then.
+    def _last_seen(self, rank: _Rank) -> tuple[int, str, int, float]:
+        """A rank's call (-1: none), its task there, the task's hop (-1: none), and when that was
+        so: a rank tells it only now and then.
         """
         beat = rank.beat
         if beat.call < 0 or (rank.ended_call[0] == beat.group and rank.ended_call[1] >= beat.call):
-            return -1, "", rank.heard_s
-        return beat.call, beat.doing, rank.at(beat.sent_s)
+            return -1, "", -1, rank.heard_s
+        return beat.call, beat.doing, beat.hop, rank.at(beat.sent_s)
 
     def _known(self, rank: _Rank) -> str:
         """What a rank did when that was last known, and how long ago that is; nothing where nothing
@@ -600,7 +599,7 @@ class State:
         """
         if rank.beat is _NOWHERE:
             return ""
-        call, task, at_s = self._last_seen(rank)
+        call, task, _, at_s = self._last_seen(rank)
         if call >= 0:
             for_s = at_s - rank.at(rank.beat.since_s)
             how_long = f", for {for_s:.1f} s" if for_s >= _WORTH_SAYING_S else ""
@@ -617,12 +616,12 @@ class State:
 
     def _rank_view(self, number: int, rank: _Rank) -> RankView:
         hello, beat, counts = rank.hello, rank.beat, rank.counters
-        call, doing, _ = self._last_seen(rank)
+        call, doing, hop, _ = self._last_seen(rank)
         overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
         return RankView(
             number, hello.host, hello.pid, hello.device, rank.source, hello.gpu, rank.status,
             rank.status_since_s, rank.exit_code,
-            beat.group, call, hop_of(doing), doing, rank.at(beat.since_s) if call >= 0 else 0.0,
+            beat.group, call, hop, doing, rank.at(beat.since_s) if call >= 0 else 0.0,
             rank.heard_s,
             rank.offset_s or 0.0, beat.rtt_s,
             counts.calls, counts.compute_s, counts.wait_s, counts.total_s, overlap, counts.dropped,

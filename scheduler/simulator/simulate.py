@@ -529,10 +529,13 @@ class Simulation:
                 rank.busy_s += self.now_s - rank.computing_since_s
         self._on_end(rank, task)
         if self._spans is not None:
-            node = plan.tasks[task]
-            times = rank.issued_s.pop(task), rank.started_s.pop(task), self.now_s
             self._spans[rank.number].append(
-                Span(task, node.name, node.lane, *times, node.cost.size_bytes, node.cost.flops)
+                Span.of(
+                    plan.tasks[task],
+                    issued_s=rank.issued_s.pop(task),
+                    started_s=rank.started_s.pop(task),
+                    ended_s=self.now_s,
+                )
             )
         if not rank.unheard:
             self._on_unheard(rank)
