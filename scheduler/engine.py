@@ -270,9 +270,9 @@ class Engine:
     def _move(self, task: int, verb: str) -> None:
         step = _STEPS[verb][self.state[task]]
         if step is None:
+            node = self.schedule.graph.tasks[task]
             raise InternalError(
-                f"impossible transition {verb!r}: {self.story(task)}",
-                task=self.schedule.graph.tasks[task].name,
+                f"impossible transition {verb!r}: {self.story(task)}", task=node.name, hop=node.hop
             )
         self.state[task], number = step
         self._log.append(task * _NUM_VERBS + number)

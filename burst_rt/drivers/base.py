@@ -186,8 +186,8 @@ class BaseDriver:
             ] = (task, m.peer)
 
     def _perform(self, task: Task) -> TaskFailed | None:
-        """Calls the task's operation. What it says if there is no memory for it; other errors are
-        raised.
+        """Calls the task's operation. Returns the failure where there was no memory for it; raises
+        any other error.
         """
         op: Op | None = task.op
         if op is None or op.name not in self._ops:
@@ -196,6 +196,7 @@ class BaseDriver:
                 f"task {task.name!r} asks for operation {op and op.name!r}; this driver has "
                 f"{known}",
                 task=task.name,
+                hop=task.hop,
             )
         if self._flight is not None:
             self._flight.task(task.name)
@@ -207,7 +208,10 @@ class BaseDriver:
             rank = self._graph.rank
             takes = f"; {self._takes()}" if self._takes else ""
             why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
-            return TaskFailed(task.id, DeviceError(why, rank=rank, task=task.name))
+            return _failed(task, DeviceError(why, rank=rank))
+        except BurstError as error:
+            _name_task(error, task)
+            raise
         return None
 
     def _poll(self) -> list[Event]:
@@ -219,7 +223,7 @@ class BaseDriver:
             self._finish(task, self._issued_s[task.id])
             failure = self._opening.failure()
             self.refused = failure is not None
-            events.append(TaskFailed(task.id, failure) if failure else TaskDone(task.id))
+            events.append(_failed(task, failure) if failure else TaskDone(task.id))
         return events
 
     def _moved(self) -> list[Event]:
@@ -266,12 +270,12 @@ class BaseDriver:
             None if self._control is not None else {peer for _, peer in self._about.values()}
         )
         if lost:
-            return TaskFailed(task.id, lost)
+            return _failed(task, lost)
         # Any rank's last sign of life counts as progress; of this rank's own device they say
         # nothing.
         heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
-        return None if silent_s <= limit_s else TaskFailed(task.id, self._stalled(task, silent_s))
+        return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
 
     def _stalled(self, task: Task, silent_s: float) -> Stalled:
         rank = self._graph.rank
@@ -285,7 +289,12 @@ class BaseDriver:
                 "See what they are doing (py-spy dump)"
             )
             return Stalled(
-                message, rank=rank, peer=missing.only, task=task.name, elapsed_s=silent_s
+                message,
+                rank=rank,
+                peer=missing.only,
+                task=task.name,
+                hop=task.hop,
+                elapsed_s=silent_s,
             )
         peers = sorted({m.peer for m in (*task.sends, *task.recvs)})
         said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
@@ -295,7 +304,26 @@ class BaseDriver:
             f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or "
             "raise stall_s in burst_rt.init"
         )
-        return Stalled(message, rank=rank, peer=peers[0], task=task.name, elapsed_s=silent_s)
+        return Stalled(
+            message,
+            rank=rank,
+            peer=peers[0],
+            task=task.name,
+            hop=task.hop,
+            elapsed_s=silent_s,
+        )
+
+
+def _failed(task: Task, error: BurstError) -> TaskFailed:
+    """What the engine hears when a task ends in an error."""
+    _name_task(error, task)
+    return TaskFailed(task.id, error)
+
+
+def _name_task(error: BurstError, task: Task) -> None:
+    """Makes the error say which task it came from, unless it says so already."""
+    if error.task is None:
+        error.task, error.hop = task.name, task.hop
 
 
 class Progress:

@@ -225,4 +225,4 @@ class CudaDriver(BaseDriver):
             "Look at the device (nvidia-smi; compute-sanitizer on a small input); raise timeout_s "
             "in burst_rt.init if it is only slow"
         )
-        return Stalled(message, rank=rank, task=task.name, elapsed_s=silent_s)
+        return Stalled(message, rank=rank, task=task.name, hop=task.hop, elapsed_s=silent_s)

@@ -349,14 +349,15 @@ class _Run(Simulation):
             if due_s > self.now_s:
                 self._look_later(number, due_s)
             else:
-                name = rank.plan.tasks[waits_for].name
-                message = f"rank {number}: nothing moved for {limit_s:g} s in {name!r}"
-                self._tell(
-                    rank,
-                    TaskFailed(
-                        waits_for, Stalled(message, rank=number, task=name, elapsed_s=limit_s)
-                    ),
+                task = rank.plan.tasks[waits_for]
+                stalled = Stalled(
+                    f"rank {number}: nothing moved for {limit_s:g} s in {task.name!r}",
+                    rank=number,
+                    task=task.name,
+                    hop=task.hop,
+                    elapsed_s=limit_s,
                 )
+                self._tell(rank, TaskFailed(waits_for, stalled))
 
     def _look_later(self, number: int, when_s: float) -> None:
         if when_s < _NEVER_S:
