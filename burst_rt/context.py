@@ -32,7 +32,7 @@ from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.contract import Agreement, CallSpec, digest_of
 from burst_rt.drivers import Backoff, BaseDriver, CudaDriver, Progress, Watch, is_out_of_memory
-from burst_rt.drivers.device import Event
+from burst_rt.drivers.device import DeviceEvent as Event
 from burst_rt.drivers.watch import SharedWatch
 from burst_rt.drivers.watchdog import Watchdog
 from burst_rt.errors import (

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
-from burst_rt.errors import BurstError, InternalError
-from burst_rt.errors import PeerLost as PeerLostError
+from burst_rt.errors import BurstError, InternalError, PeerLost
 from burst_rt.scheduler.graph import Graph, Lane
 from burst_rt.scheduler.policy import Policy, critical_path
 
@@ -35,7 +34,7 @@ __all__ = [
     "Finish",
     "Instruction",
     "Issue",
-    "PeerLost",
+    "PeerGone",
     "Schedule",
     "State",
     "TaskDone",
@@ -88,7 +87,7 @@ class TaskFailed(NamedTuple):
     error: BurstError
 
 
-class PeerLost(NamedTuple):
+class PeerGone(NamedTuple):
     """A rank has left or died; whatever still waits for it never ends."""
 
     peer: int
@@ -112,7 +111,7 @@ class Abort(NamedTuple):
     error: BurstError
 
 
-Event: TypeAlias = "TaskDone | TaskFailed | PeerLost"
+Event: TypeAlias = "TaskDone | TaskFailed | PeerGone"
 Instruction: TypeAlias = "Issue | Finish | Abort"
 
 
@@ -232,8 +231,8 @@ class Engine:
         if not self._started or self._ended:
             raise InternalError("Engine.handle was called before start or after the run had ended")
         for event in events:
-            if isinstance(event, PeerLost):
-                lost = PeerLostError(
+            if isinstance(event, PeerGone):
+                lost = PeerLost(
                     f"rank {event.peer} was lost: {event.reason}",
                     rank=self.schedule.graph.rank,
                     peer=event.peer,

@@ -20,11 +20,10 @@ import time
 from typing import Any, NamedTuple
 
 from burst_rt.drivers.base import BaseDriver
-from burst_rt.drivers.device import Device, Event, Stream
+from burst_rt.drivers.device import Device, DeviceEvent, Stream
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
-from burst_rt.scheduler import Event as Happening
-from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone, TaskFailed, overlap
+from burst_rt.scheduler import Event, Lane, Schedule, Span, Task, TaskDone, TaskFailed, overlap
 from burst_rt.transport import OrderedTransport
 
 __all__ = ["CudaDriver"]
@@ -35,8 +34,8 @@ class _Issued(NamedTuple):
 
     task: Task
     issued_s: float
-    started: Event
-    ended: Event
+    started: DeviceEvent
+    ended: DeviceEvent
 
 
 class CudaDriver(BaseDriver):
@@ -94,7 +93,7 @@ class CudaDriver(BaseDriver):
         if self._wire is not None and not self.refused:
             self._wire.cancel()
 
-    def join(self) -> Event:
+    def join(self) -> DeviceEvent:
         """Makes the caller's stream wait for all lanes; returns the event after which the call's
         memory may be used again.
         """
@@ -190,7 +189,7 @@ class CudaDriver(BaseDriver):
             self._device.wait(stream, self._opened)
         return stream
 
-    def _poll(self) -> list[Happening]:
+    def _poll(self) -> list[Event]:
         if self._held and (self._caller_done or self._device.happened(self._opened)):
             self._caller_done = True
             for task in self._held:

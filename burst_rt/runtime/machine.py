@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
-from burst_rt.drivers.device import Device, Event, Stream, TorchDevice
+from burst_rt.drivers.device import Device, Stream, TorchDevice
+from burst_rt.drivers.device import DeviceEvent as Event
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule

@@ -23,9 +23,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from burst_rt.errors import BurstError, Stalled
-from burst_rt.errors import PeerLost as PeerLostError
-from burst_rt.scheduler.engine import Engine, Event, PeerLost, Schedule, TaskFailed
+from burst_rt.errors import BurstError, PeerLost, Stalled
+from burst_rt.scheduler.engine import Engine, Event, PeerGone, Schedule, TaskFailed
 from burst_rt.scheduler.simulator.hardware import Hardware
 from burst_rt.scheduler.simulator.payload import Memory, Values
 from burst_rt.scheduler.simulator.simulate import (
@@ -162,7 +161,7 @@ def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
             return f"rank {rank} finished, and its parts {wrong} are wrong"
         if not finished and faults.harmless:
             return f"rank {rank} did not finish, and nothing kept it from it: {error}"
-        if not finished and rank not in gone and not isinstance(error, PeerLostError | Stalled):
+        if not finished and rank not in gone and not isinstance(error, PeerLost | Stalled):
             return f"rank {rank} neither finished nor raised PeerLost or Stalled: {error!r}"
     return ""
 
@@ -327,7 +326,7 @@ class _Run(Simulation):
             for m in (*rank.plan.tasks[task].sends, *rank.plan.tasks[task].recvs)
         }
         if self._agreeing[rank.number] is not None or gone in waits_for:
-            self._tell(rank, PeerLost(gone, self._gone[gone]))
+            self._tell(rank, PeerGone(gone, self._gone[gone]))
 
     def _look(self, rank: SimulatedRank) -> None:
         """Gives up if the rank has waited too long; else looks again when that could be."""

@@ -12,8 +12,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from burst_rt.errors import InternalError, Stalled
-from burst_rt.errors import PeerLost as PeerLostError
+from burst_rt.errors import InternalError, PeerLost, Stalled
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full
@@ -28,7 +27,7 @@ from burst_rt.scheduler import (
     Finish,
     Graph,
     Instruction,
-    PeerLost,
+    PeerGone,
     Schedule,
     TaskDone,
     TaskFailed,
@@ -166,10 +165,10 @@ def test_who_needs_a_lost_rank_hears_of_it(machine: str) -> None:
         assert verdict(rehearsal, faults, world.expected) == ""
         # Nobody can agree without it: all hear of it, of it or of one that gave up for it.
         assert [type(error) for error in rehearsal.errors] == [
-            PeerLostError,
-            PeerLostError,
+            PeerLost,
+            PeerLost,
             type(None),
-            PeerLostError,
+            PeerLost,
         ]
         assert any(error is not None and error.peer == 2 for error in rehearsal.errors)
 
@@ -350,7 +349,7 @@ class _Brazen(Engine):
         heard = [*events]
         return (
             [Finish()]
-            if any(isinstance(event, PeerLost | TaskFailed) for event in heard)
+            if any(isinstance(event, PeerGone | TaskFailed) for event in heard)
             else super().handle(heard)
         )
 
