@@ -26,17 +26,15 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in
-    memory else).
+    """What a task costs."""
 
-    masked_flops: how many of the operations are done under a mask that cuts through, which kernels
-    do at a lower rate; edge_flops: those of cells along its edge, where kernels also compute what
-    it hides.
-    """
-
+    # Floating-point operations.
     flops: int = 0
+    # Bytes moved: on the wire by a transfer, in memory by any other task.
     size_bytes: int = 0
+    # Those of `flops` in pieces that a mask cuts through: kernels do them at a lower rate.
     masked_flops: int = 0
+    # Those of `flops` for cells along the mask's edge, where kernels also compute what it hides.
     edge_flops: int = 0
 
 
@@ -66,20 +64,18 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A queue of a device or of the network.
-
-    ordered: the hardware runs it in issue order (a CUDA stream); else tasks complete one by one
-    (MPI requests).
-    device: lanes with the same device can wait for each other's events; None: no such device.
-    in_program_order: tasks are issued strictly in program order whatever the policy (an ordered
-    communication lane must be). max_in_flight: how many tasks may be issued and not done; None: any
-    number.
-    """
+    """A queue of a device or of the network."""
 
     name: str
+    # The hardware runs the tasks in the order in which they were issued (a CUDA stream). Otherwise
+    # the lane is free: tasks end one by one, in any order (MPI requests).
     ordered: bool = False
+    # Lanes with the same device can wait for each other's events.
     device: int | None = None
+    # Tasks are issued strictly in program order, whatever the policy says. An ordered communication
+    # lane needs this.
     in_program_order: bool = False
+    # How many tasks may be issued and not done; None: any number.
     max_in_flight: int | None = None
 
 
@@ -88,8 +84,8 @@ COMPUTE = Lane("compute", max_in_flight=1)
 NETWORK = Lane("network")
 CONTROL = Lane("control")
 HOST_LANES = (COMPUTE, NETWORK, CONTROL)
-# Those of a rank with a GPU: compute is a stream; the network is one too with NCCL, else of the
-# host.
+# The lanes of a rank with a GPU: its compute lane is a stream. Its network lane is a stream with
+# NCCL, and a lane of the host otherwise.
 _STREAM = Lane("compute", ordered=True, device=0)
 DEVICE_LANES = (_STREAM, NETWORK, CONTROL)
 NCCL_LANES = (_STREAM, Lane("network", ordered=True, device=0, in_program_order=True), CONTROL)
@@ -177,8 +173,8 @@ class Graph:
 
     @cached_property
     def slots(self) -> tuple[Part, ...]:
-        """The parts that hold nothing at the start and are written: what a run has to bring beside
-        what is bound to it.
+        """The parts that hold nothing at the start and are written. A run needs memory for them
+        beside the memory that is bound to it.
         """
         return tuple(
             part
@@ -235,8 +231,8 @@ class GraphBuilder:
         size_bytes: int | Sequence[int] = 0,
         initialised: bool = False,
     ) -> Buffer:
-        """Declares memory. `size_bytes`: of each part (one number for all, or one each).
-        `initialised`: it holds data at the start.
+        """Declares memory. size_bytes: of each part, one number for all or one for each.
+        initialised: the memory holds data at the start.
         """
         if name in self._buffers:
             raise InputError(
