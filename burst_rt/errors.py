@@ -36,8 +36,8 @@ class BurstError(Exception):
     """Base of all errors of burst_rt.
 
     Fields are None where they mean nothing: `rank` (who raises), `peer` (the other rank concerned),
-    `task` (name of the task of the graph), `hop` (step of the ring, from 0), `elapsed_s` (seconds
-    waited).
+    `task` (name of the task of the graph), `hop` (step of the ring that the task belongs to, from
+    0), `elapsed_s` (seconds waited).
     """
 
     exit_code = 70

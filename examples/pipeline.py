@@ -35,7 +35,9 @@ def build(rank: int, world_size: int) -> Graph:
         coming = slots[hop % 2]
         if hop + 1 < world_size:
             after, before = (rank + 1) % world_size, (rank - 1) % world_size
-            g.exchange(f"hop {hop}", sends=[(here, after)], recvs=[(coming, before)], tag=hop)
+            g.exchange(
+                f"hop {hop}", sends=[(here, after)], recvs=[(coming, before)], tag=hop, hop=hop
+            )
         owner = (rank - hop) % world_size
         cost = Cost(flops=2 * ROWS * WIDTH * WIDTH)
         g.compute(
@@ -44,6 +46,7 @@ def build(rank: int, world_size: int) -> Graph:
             reads=[here],
             accumulates=[result],
             cost=cost,
+            hop=hop,
         )
         here = coming
     return g.build()

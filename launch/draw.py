@@ -41,8 +41,7 @@ def draw_timeline(
     """Draws the spans of some ranks (one row a rank and lane) over milliseconds, as PNG or whatever
     `path` ends in.
 
-    Compute tasks are coloured by hop where their name begins with one ("hop 2 ..."). Transfers that
-    overlap are stacked.
+    Compute tasks that have a hop are coloured by it. Transfers that overlap are stacked.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -69,7 +68,7 @@ def draw_timeline(
             for _, lane, found in rows
             if lane == "compute"
             for span in found
-            if (hop := _hop(span)) is not None
+            if (hop := span.hop) is not None
         }
     )
     handles = [Patch(facecolor=_COLOURS[hop % len(_COLOURS)], label=f"hop {hop}") for hop in hops]
@@ -102,7 +101,7 @@ def _draw_lane(axes: Axes, y: int, lane: str, spans: list[Span], start: float) -
     height = 0.8 / len(stacked_until)
     for span, level in placed:
         left, width = (span.started_s - start) * 1e3, (span.ended_s - span.started_s) * 1e3
-        hop = _hop(span)
+        hop = span.hop
         colour = (
             _TRANSFER
             if lane == "network"
@@ -124,11 +123,6 @@ def _draw_lane(axes: Axes, y: int, lane: str, spans: list[Span], start: float) -
                 fontsize=7,
                 clip_on=True,
             )
-
-
-def _hop(span: Span) -> int | None:
-    words = span.name.split()
-    return int(words[1]) if len(words) > 1 and words[0] == "hop" and words[1].isdigit() else None
 
 
 def draw_ring(graphs: Sequence[Graph], path: Path, *, title: str, labels: Sequence[str]) -> None:
@@ -257,7 +251,6 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
         result = burst_rt.burst_attention(
             q, k, v, causal=not full, layout=layout, strategy=strategy
         )
-        assert isinstance(result, torch.Tensor)
         torch.autograd.grad(result, (q, k, v), torch.ones_like(result))
     traces = ctx.gather_last_run()
     if ctx.rank == 0:

@@ -1,5 +1,5 @@
-"""The scheduler: task graphs, the engine that runs them, policies, traces, the verifier and the
-simulator. Standard library only.
+"""The scheduler: task graphs, the engine that runs them, policies, traces and the verifier. Pure,
+standard library only. The simulator stands beside it, in `burst_rt.scheduler.simulator`.
 """
 
 from burst_rt.scheduler.engine import (
@@ -9,13 +9,12 @@ from burst_rt.scheduler.engine import (
     Finish,
     Instruction,
     Issue,
-    PeerLost,
+    PeerGone,
     Schedule,
     State,
     TaskDone,
     TaskFailed,
 )
-from burst_rt.scheduler.faults import Faults, Loss, Rehearsal, Stall, rehearse, verdict
 from burst_rt.scheduler.graph import (
     COMPUTE,
     CONTROL,
@@ -34,24 +33,16 @@ from burst_rt.scheduler.graph import (
     Part,
     Task,
 )
-from burst_rt.scheduler.hardware import Hardware, load_hardware
 from burst_rt.scheduler.loop import Driver, run
-from burst_rt.scheduler.payload import BusyPart, EmptyPart, reference
 from burst_rt.scheduler.policy import Policy, critical_path, program_order
-from burst_rt.scheduler.simulate import Deadlock, RankTime, Rotated, Simulated, simulate
 from burst_rt.scheduler.trace import Idle, Span, Trace, Wait, exposed, overlap, waits
 from burst_rt.scheduler.verify import check_graph, check_messages, check_world, match_messages
 
 __all__ = [
     "COMPUTE", "CONTROL", "DEVICE_LANES", "HOST_LANES", "NCCL_LANES", "NETWORK",
-    "Abort", "Buffer", "BusyPart", "Cost", "Deadlock", "Driver", "EmptyPart", "Engine", "Event",
-    "Faults", "Finish", "Graph",
-    "GraphBuilder", "Hardware", "Idle", "Instruction", "Issue", "Lane", "Loss", "Message", "Op",
-    "Operation",
-    "Part", "PeerLost", "Policy", "RankTime",
-    "Rehearsal", "Rotated", "Schedule", "Simulated", "Span", "Stall", "State", "Task", "TaskDone",
-    "TaskFailed", "Trace", "Wait",
-    "check_graph", "check_messages", "check_world", "critical_path", "exposed", "load_hardware",
-    "match_messages", "overlap",
-    "program_order", "reference", "rehearse", "run", "simulate", "verdict", "waits",
+    "Abort", "Buffer", "Cost", "Driver", "Engine", "Event", "Finish", "Graph", "GraphBuilder",
+    "Idle", "Instruction", "Issue", "Lane", "Message", "Op", "Operation", "Part", "PeerGone",
+    "Policy", "Schedule", "Span", "State", "Task", "TaskDone", "TaskFailed", "Trace", "Wait",
+    "check_graph", "check_messages", "check_world", "critical_path", "exposed", "match_messages",
+    "overlap", "program_order", "run", "waits",
 ]  # fmt: skip

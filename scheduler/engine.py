@@ -2,15 +2,15 @@
 tensor.
 
 Events go in (past tense), instructions come out (imperative). Whoever holds the engine performs the
-instructions and reports what happened; `loop.run` is that loop. One table lists the legal
-transitions of a task; an impossible one raises `InternalError` with the task's own story.
+instructions and reports what happened; `loop.run` does so. One table lists the legal transitions
+of a task; an impossible transition raises `InternalError` with the task's own story.
 
-When an edge u -> v is satisfied depends on the lanes (see `Lane`):
+The lanes of u and v (see `Lane`) decide when an edge u -> v is satisfied:
 
-* both on one ordered lane: once u is issued;
-* on two ordered lanes of one device: once u is issued, and v is issued with `after=(u,)`, which
-  tells the driver to make the second lane wait for u's event;
-* otherwise: once u is done.
+* u and v are on one ordered lane: once u is issued;
+* u and v are on two ordered lanes of one device: once u is issued; v is then issued with
+  `after=(u,)`, by which the driver makes v's lane wait for u's event;
+* in all other cases: once u is done.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
-from burst_rt.errors import BurstError, InternalError
-from burst_rt.errors import PeerLost as PeerLostError
+from burst_rt.errors import BurstError, InternalError, PeerLost
 from burst_rt.scheduler.graph import Graph, Lane
 from burst_rt.scheduler.policy import Policy, critical_path
 
@@ -35,7 +34,7 @@ __all__ = [
     "Finish",
     "Instruction",
     "Issue",
-    "PeerLost",
+    "PeerGone",
     "Schedule",
     "State",
     "TaskDone",
@@ -47,7 +46,7 @@ class State(IntEnum):
     """Where a task stands."""
 
     WAITING = 0  # an edge into it is not satisfied
-    READY = 1  # all edges satisfied, its lane is full or has a better task
+    READY = 1  # all edges into it are satisfied; its lane is full or has a better task
     ISSUED = 2  # handed to the driver
     DONE = 3
     FAILED = 4
@@ -65,8 +64,8 @@ TRANSITIONS: dict[tuple[State, str], State] = {
 }
 _VERBS = sorted({verb for _, verb in TRANSITIONS})
 _NUM_VERBS = len(_VERBS)
-# The table as the engine looks it up: by verb and old state the new state and the verb's number for
-# the log; None: impossible.
+# The same table as the engine looks it up. Verb and old state give the new state and the verb's
+# number in the log, or None where the transition is impossible.
 _STEPS: dict[str, list[tuple[State, int] | None]] = {
     verb: [
         (TRANSITIONS[old, verb], number) if (old, verb) in TRANSITIONS else None for old in State
@@ -88,15 +87,15 @@ class TaskFailed(NamedTuple):
     error: BurstError
 
 
-class PeerLost(NamedTuple):
-    """A rank has left or died; whatever still waits for it never ends."""
+class PeerGone(NamedTuple):
+    """A rank has left or died. A task that still waits for that rank never ends."""
 
     peer: int
     reason: str
 
 
 class Issue(NamedTuple):
-    """Start the task; on its lane, first wait for the events of the tasks in `after`."""
+    """Start the task. Its lane waits for the events of the tasks in `after` first."""
 
     task: int
     after: tuple[int, ...]
@@ -107,33 +106,29 @@ class Finish(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Stop: nothing further is issued, `error` is to be raised."""
+    """Stop: nothing further is issued. Whoever runs the engine raises `error`."""
 
     error: BurstError
 
 
-Event: TypeAlias = "TaskDone | TaskFailed | PeerLost"
+Event: TypeAlias = "TaskDone | TaskFailed | PeerGone"
 Instruction: TypeAlias = "Issue | Finish | Abort"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A graph with everything an engine derives from it once: many engines (calls) run from one
-    schedule.
-
-    place: the policy's order; task_at is its inverse. num_before[t]: edges into t. on_issue[t] /
-    on_done[t]: the successors whose edge is satisfied when t is issued / done. after[t]:
-    predecessors on other ordered lanes of the same device. lane_of[t]: index into `lanes`.
+    """A graph and all that engines derive from it. It is derived once, and many engines (calls) run
+    from one schedule. Every list has an entry for each task.
     """
 
     graph: Graph
-    place: list[int]
-    task_at: list[int]
-    num_before: list[int]
-    on_issue: list[list[int]]
-    on_done: list[list[int]]
-    after: list[tuple[int, ...]]
-    lane_of: list[int]
+    place: list[int]  # where the policy puts the task
+    task_at: list[int]  # the inverse: the task at each place
+    num_before: list[int]  # how many edges lead to the task
+    on_issue: list[list[int]]  # successors whose edge is satisfied once the task is issued
+    on_done: list[list[int]]  # successors whose edge is satisfied once the task is done
+    after: list[tuple[int, ...]]  # predecessors on other ordered lanes of the task's device
+    lane_of: list[int]  # number of the task's lane, in the order of `graph.lanes`
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
@@ -162,13 +157,20 @@ class Schedule:
         num_before = [len(before) for before in graph.predecessors]
         task_at = sorted(range(num_tasks), key=place.__getitem__)
         return cls(
-            graph, place, task_at, num_before, on_issue, on_done, [tuple(a) for a in after], lane_of
+            graph=graph,
+            place=place,
+            task_at=task_at,
+            num_before=num_before,
+            on_issue=on_issue,
+            on_done=on_done,
+            after=[tuple(tasks) for tasks in after],
+            lane_of=lane_of,
         )
 
 
 def _passes_at(first: Lane, second: Lane) -> State:
-    """What a task on `first` must have reached before one on `second` that depends on it may be
-    issued.
+    """The state that a task on `first` must have reached before a task on `second` that depends on
+    it may be issued.
     """
     same_device = first.device is not None and first.device == second.device
     return (
@@ -179,10 +181,10 @@ def _passes_at(first: Lane, second: Lane) -> State:
 
 
 class Engine:
-    """One run of a schedule. `start()` once, then `handle(events)` until it answers `Finish` or
-    `Abort`.
+    """One run of a schedule: call `start()` once, then `handle(events)` until it returns `Finish`
+    or `Abort`.
 
-    With `validate=True` every step checks the engine's invariants (slow, for tests).
+    validate: every step checks the engine's invariants, which is slow and meant for tests.
     """
 
     def __init__(self, schedule: Schedule, *, validate: bool = False) -> None:
@@ -196,9 +198,11 @@ class Engine:
             for lane in lanes
         ]
         self._in_flight = [0] * len(lanes)
-        # Heaps: of places in the policy's order, or on a lane issued in program order of task ids.
+        # For each lane a heap: of places in the policy's order, or of task ids where the lane is
+        # issued in program order.
         self._ready: list[list[int]] = [[] for _ in lanes]
-        # For a lane issued in program order: its tasks, and how many of them went out.
+        # For each lane that is issued in program order its tasks, else None. `_issued_of` counts
+        # those that have been issued.
         self._program: list[list[int] | None] = [
             [] if lane.in_program_order else None for lane in lanes
         ]
@@ -208,15 +212,15 @@ class Engine:
                 program.append(task)
         self._issued_of = [0] * len(lanes)
         self._num_left = len(graph.tasks)
-        # Every transition as task * _NUM_VERBS + verb: a world of a thousand ranks has millions of
-        # them.
+        # Every transition as one number, task * _NUM_VERBS + verb, because a world of a thousand
+        # ranks makes millions of transitions.
         self._log = array("q")
         self._started = False
         self._ended = False
         self._validate = validate
 
     def start(self) -> list[Instruction]:
-        """The first instructions: everything that waits for nothing."""
+        """Returns the first instructions: they issue the tasks that wait for nothing."""
         if self._started:
             raise InternalError("Engine.start was called twice; an engine runs its schedule once")
         self._started = True
@@ -226,14 +230,14 @@ class Engine:
         return self._issue()
 
     def handle(self, events: Iterable[Event]) -> list[Instruction]:
-        """Takes what happened and says what to do next; an empty list means wait for more
+        """Takes what happened and returns what to do next. An empty list means: wait for more
         events.
         """
         if not self._started or self._ended:
             raise InternalError("Engine.handle was called before start or after the run had ended")
         for event in events:
-            if isinstance(event, PeerLost):
-                lost = PeerLostError(
+            if isinstance(event, PeerGone):
+                lost = PeerLost(
                     f"rank {event.peer} was lost: {event.reason}",
                     rank=self.schedule.graph.rank,
                     peer=event.peer,
@@ -264,15 +268,15 @@ class Engine:
         )
 
     def unfinished(self) -> list[int]:
-        """Tasks issued and not done, ascending."""
+        """Ids of the tasks that are issued and not done, ascending."""
         return [t for t, state in enumerate(self.state) if state is State.ISSUED]
 
     def _move(self, task: int, verb: str) -> None:
         step = _STEPS[verb][self.state[task]]
         if step is None:
+            node = self.schedule.graph.tasks[task]
             raise InternalError(
-                f"impossible transition {verb!r}: {self.story(task)}",
-                task=self.schedule.graph.tasks[task].name,
+                f"impossible transition {verb!r}: {self.story(task)}", task=node.name, hop=node.hop
             )
         self.state[task], number = step
         self._log.append(task * _NUM_VERBS + number)

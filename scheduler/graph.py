@@ -26,17 +26,15 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """What a task costs: floating-point operations, and bytes moved (on the wire for a transfer, in
-    memory else).
+    """What a task costs."""
 
-    masked_flops: how many of the operations are done under a mask that cuts through, which kernels
-    do at a lower rate; edge_flops: those of cells along its edge, where kernels also compute what
-    it hides.
-    """
-
+    # Floating-point operations.
     flops: int = 0
+    # Bytes moved: on the wire by a transfer, in memory by any other task.
     size_bytes: int = 0
+    # Those of `flops` in pieces that a mask cuts through: kernels do them at a lower rate.
     masked_flops: int = 0
+    # Those of `flops` for cells along the mask's edge, where kernels also compute what it hides.
     edge_flops: int = 0
 
 
@@ -74,20 +72,18 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A queue of a device or of the network.
-
-    ordered: the hardware runs it in issue order (a CUDA stream); else tasks complete one by one
-    (MPI requests).
-    device: lanes with the same device can wait for each other's events; None: no such device.
-    in_program_order: tasks are issued strictly in program order whatever the policy (an ordered
-    communication lane must be). max_in_flight: how many tasks may be issued and not done; None: any
-    number.
-    """
+    """A queue of a device or of the network."""
 
     name: str
+    # The hardware runs the tasks in the order in which they were issued (a CUDA stream). Otherwise
+    # the lane is free: tasks end one by one, in any order (MPI requests).
     ordered: bool = False
+    # Lanes with the same device can wait for each other's events.
     device: int | None = None
+    # Tasks are issued strictly in program order, whatever the policy says. An ordered communication
+    # lane needs this.
     in_program_order: bool = False
+    # How many tasks may be issued and not done; None: any number.
     max_in_flight: int | None = None
 
 
@@ -96,8 +92,8 @@ COMPUTE = Lane("compute", max_in_flight=1)
 NETWORK = Lane("network")
 CONTROL = Lane("control")
 HOST_LANES = (COMPUTE, NETWORK, CONTROL)
-# Those of a rank with a GPU: compute is a stream; the network is one too with NCCL, else of the
-# host.
+# The lanes of a rank with a GPU: its compute lane is a stream. Its network lane is a stream with
+# NCCL, and a lane of the host otherwise.
 _STREAM = Lane("compute", ordered=True, device=0)
 DEVICE_LANES = (_STREAM, NETWORK, CONTROL)
 NCCL_LANES = (_STREAM, Lane("network", ordered=True, device=0, in_program_order=True), CONTROL)
@@ -129,10 +125,12 @@ class Buffer:
         return self.parts[index]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One node: computes (`op`) or exchanges messages (`sends`, `recvs`); parts are named by id, in
-    program order by `id`.
+    """One node of a graph: it computes (`op`) or exchanges messages (`sends`, `recvs`).
+
+    id: the task's place in program order. reads, writes, accumulates: ids of parts. hop: the step
+    of the ring that the task belongs to, from 0; None: of no step.
     """
 
     id: int
@@ -145,16 +143,17 @@ class Task:
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
     cost: Cost
+    hop: int | None = None
 
     @property
     def is_exchange(self) -> bool:
         return bool(self.sends or self.recvs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Graph:
-    """All tasks of one rank. `predecessors[t]` and `successors[t]` are the derived edges, ascending
-    ids, no duplicates.
+    """All tasks of one rank. `predecessors[t]` and `successors[t]` are the derived edges: ids in
+    ascending order, no duplicates.
     """
 
     rank: int
@@ -182,8 +181,8 @@ class Graph:
 
     @cached_property
     def slots(self) -> tuple[Part, ...]:
-        """The parts that hold nothing at the start and are written: what a run has to bring beside
-        what is bound to it.
+        """The parts that hold nothing at the start and are written. A run needs memory for them
+        beside the memory that is bound to it.
         """
         return tuple(
             part
@@ -240,8 +239,8 @@ class GraphBuilder:
         size_bytes: int | Sequence[int] = 0,
         initialised: bool = False,
     ) -> Buffer:
-        """Declares memory. `size_bytes`: of each part (one number for all, or one each).
-        `initialised`: it holds data at the start.
+        """Declares memory. size_bytes: of each part, one number for all or one for each.
+        initialised: the memory holds data at the start.
         """
         if name in self._buffers:
             raise InputError(
@@ -272,20 +271,25 @@ class GraphBuilder:
         accumulates: Iterable[_Access] = (),
         cost: Cost = _FREE,
         lane: str = COMPUTE.name,
+        hop: int | None = None,
     ) -> int:
         """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write,
-        chained in program order.
+        chained in program order. hop: see `Task`.
         """
         return self._add(
-            name,
-            lane,
-            op,
-            self._ids(reads),
-            self._ids(writes),
-            self._ids(accumulates),
-            (),
-            (),
-            cost,
+            Task(
+                id=len(self._tasks),
+                name=name,
+                lane=lane,
+                op=op,
+                reads=self._ids(reads),
+                writes=self._ids(writes),
+                accumulates=self._ids(accumulates),
+                sends=(),
+                recvs=(),
+                cost=cost,
+                hop=hop,
+            )
         )
 
     def exchange(
@@ -297,12 +301,13 @@ class GraphBuilder:
         tag: int,
         reads: Iterable[_Access] = (),
         lane: str = NETWORK.name,
+        hop: int | None = None,
     ) -> int:
         """Adds one transfer task whose messages progress together; returns its id.
 
         Each message is (part or one-part buffer, peer) or (part, peer, size_bytes); without a size
         the whole part travels. `reads` names what must be there before anything is sent, beside the
-        parts sent themselves.
+        parts sent themselves. hop: see `Task`.
         """
         outgoing = tuple(self._message(name, send, tag) for send in sends)
         incoming = tuple(self._message(name, recv, tag) for recv in recvs)
@@ -318,8 +323,21 @@ class GraphBuilder:
                 f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, "
                 "in one exchange"
             )
-        cost = Cost(0, sum(m.size_bytes for m in outgoing))
-        return self._add(name, lane, None, read, written, (), outgoing, incoming, cost)
+        return self._add(
+            Task(
+                id=len(self._tasks),
+                name=name,
+                lane=lane,
+                op=None,
+                reads=read,
+                writes=written,
+                accumulates=(),
+                sends=outgoing,
+                recvs=incoming,
+                cost=Cost(0, sum(m.size_bytes for m in outgoing)),
+                hop=hop,
+            )
+        )
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
@@ -333,13 +351,13 @@ class GraphBuilder:
             for other in before:
                 successors[other].append(task)
         return Graph(
-            self.rank,
-            self.world_size,
-            dict(self._lanes),
-            tuple(self._parts),
-            tuple(self._tasks),
-            tuple(self._predecessors),
-            tuple(map(tuple, successors)),
+            rank=self.rank,
+            world_size=self.world_size,
+            lanes=dict(self._lanes),
+            parts=tuple(self._parts),
+            tasks=tuple(self._tasks),
+            predecessors=tuple(self._predecessors),
+            successors=tuple(map(tuple, successors)),
         )
 
     def _ids(self, accesses: Iterable[_Access]) -> tuple[int, ...]:
@@ -380,39 +398,25 @@ class GraphBuilder:
             )
         return Message(ids[0], peer, tag, size)
 
-    def _add(
-        self,
-        name: str,
-        lane: str,
-        op: Operation | None,
-        reads: tuple[int, ...],
-        writes: tuple[int, ...],
-        accumulates: tuple[int, ...],
-        sends: tuple[Message, ...],
-        recvs: tuple[Message, ...],
-        cost: Cost,
-    ) -> int:
-        if lane not in self._lanes:
+    def _add(self, task: Task) -> int:
+        if task.lane not in self._lanes:
             raise InputError(
-                f"GraphBuilder: task {name!r} names lane {lane!r}; the lanes are "
+                f"GraphBuilder: task {task.name!r} names lane {task.lane!r}; the lanes are "
                 f"{sorted(self._lanes)}"
             )
-        task = len(self._tasks)
         before: set[int] = set()
-        for part in (*reads, *accumulates):
+        for part in (*task.reads, *task.accumulates):
             before.add(self._last_writer[part])
-        for part in (*writes, *accumulates):
+        for part in (*task.writes, *task.accumulates):
             # After every reader of the last value; after the last writer only if nobody read in
             # between (they are after it already).
             before.update(self._readers[part] or (self._last_writer[part],))
-        for part in reads:
-            self._readers[part].append(task)
-        for part in (*writes, *accumulates):
-            self._last_writer[part] = task
+        for part in task.reads:
+            self._readers[part].append(task.id)
+        for part in (*task.writes, *task.accumulates):
+            self._last_writer[part] = task.id
             self._readers[part] = []
-        before -= {-1, task}
-        self._tasks.append(
-            Task(task, name, lane, op, reads, writes, accumulates, sends, recvs, cost)
-        )
+        before -= {-1, task.id}
+        self._tasks.append(task)
         self._predecessors.append(tuple(sorted(before)))
-        return task
+        return task.id

@@ -1,6 +1,4 @@
-"""The loop between an engine and a driver. The same dozen lines run a CPU graph, a GPU graph and a
-simulated one.
-"""
+"""The loop between an engine and a driver. The same dozen lines run graphs of CPUs and of GPUs."""
 
 from __future__ import annotations
 
@@ -18,24 +16,25 @@ class Driver(Protocol):
     """Performs instructions and says what happened."""
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
-        """Starts the task and returns without waiting for it; its lane first waits for the events
-        of the tasks in `after`.
+        """Starts the task and returns without waiting for it. The task's lane waits for the events
+        of the tasks in `after` first.
         """
 
     def wait(self) -> Sequence[Event]:
-        """Blocks until something happened, at most until the driver's own deadline, past which it
-        reports a failure event.
+        """Blocks until something has happened, and returns it. The driver has deadlines of its own;
+        past one of them it returns a failure.
         """
 
     def abort(self, error: BurstError) -> None:
-        """Stops what is under way as far as that is possible; must not raise and must not block."""
+        """Stops what is under way, as far as that is possible. Must neither raise nor block."""
 
 
 def run(engine: Engine, driver: Driver) -> None:
     """Runs the engine's schedule to its end on the driver. Blocks, bounded by the driver's
     deadlines.
 
-    Raises what a task raised, or `PeerLost` / `Stalled`; nothing further has been issued then.
+    Raises the error of the task that failed, or PeerLost or Stalled. By then the driver has been
+    told to abort, and nothing further is issued.
     """
     tasks = engine.schedule.graph.tasks
     instructions = engine.start()

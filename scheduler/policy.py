@@ -1,8 +1,8 @@
-"""Policies: in which order ready tasks of a lane are issued.
+"""Policies: the order in which a lane issues its ready tasks.
 
-A policy is a pure function of the graph. It orders compute and free lanes only, and can change the
-time a graph takes but never its result: accumulations are chained in program order by the graph
-itself.
+A policy is a pure function of the graph. It has no say on lanes that are issued in program order.
+It can change the time that a graph takes and never the result, because the graph itself chains
+accumulations in program order.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from burst_rt.scheduler.graph import Graph, Task
 
 __all__ = ["Policy", "critical_path", "program_order"]
 
-# For each task its place in the order: a permutation of range(len(graph.tasks)); the smaller goes
-# first.
+# Gives each task its place: a permutation of range(len(graph.tasks)). Of two ready tasks the one
+# with the smaller place is issued first.
 Policy: TypeAlias = Callable[[Graph], list[int]]
 
-# Nominal rates: a policy needs only the proportion of compute to transfers, so any plausible
-# machine will do.
+# Rates of no machine in particular: a policy needs only a plausible proportion of compute to
+# transfers.
 _SECONDS_PER_FLOP = 1e-11
 _SECONDS_PER_BYTE = 1e-10
 
 
 def program_order(graph: Graph) -> list[int]:
-    """Tasks in the order the program gave them."""
+    """Tasks in the order in which the program added them."""
     return list(range(len(graph.tasks)))
 
 
 def critical_path(graph: Graph) -> list[int]:
-    """Transfers first, then by upward rank (length of the costliest path from the task to the end),
-    ties by id.
+    """Transfers before all other tasks, each kind by falling upward rank, equal ranks by id. The
+    upward rank of a task is the length of the costliest path from the task to the end.
 
     Source: the upward rank of HEFT (Topcuoglu, Hariri, Wu 2002, section 5.1).
     """

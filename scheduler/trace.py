@@ -1,43 +1,59 @@
 """Traces: what each task of a run did and when, and what follows from it.
 
-A span is one task. Times are seconds of one monotonic clock; traces of several ranks can be
-compared when they share that clock (one host). `exposed` needs the traces of all ranks, because a
-transfer is on the wire only once both sides have been posted; what a rank idles before that is
-`skew`: it waits for a late peer, not for the network.
+A span is one task. Times are seconds of a monotonic clock. Traces of several ranks can be compared
+if the ranks share that clock, as ranks of one host do.
+
+A rank's compute lane stands still for one of two reasons. A transfer that it needs is on the wire:
+this is exposed communication. Or a peer has not yet posted its side of the transfer: this is skew,
+for which the network is not to blame. Only the traces of all ranks tell the two apart.
 """
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from burst_rt.errors import InputError
-from burst_rt.scheduler.graph import Graph
+from burst_rt.scheduler.graph import Graph, Task
 from burst_rt.scheduler.verify import Endpoint, match_messages
 
 __all__ = ["Idle", "Span", "Trace", "Wait", "exposed", "overlap", "waits"]
 
 
 class Span(NamedTuple):
-    """One task: issued (handed to its lane), started, ended; bytes sent or moved; floating-point
-    operations.
-    """
+    """One task of a run."""
 
     task: int
     name: str
     lane: str
-    issued_s: float
+    issued_s: float  # when it was handed to its lane
     started_s: float
     ended_s: float
-    size_bytes: int
+    size_bytes: int  # sent, or moved in memory
     flops: int
+    hop: int | None = None  # see `Task`
+
+    @classmethod
+    def of(cls, task: Task, *, issued_s: float, started_s: float, ended_s: float) -> Span:
+        """The span of a task, with what the graph says of the task."""
+        return cls(
+            task=task.id,
+            name=task.name,
+            lane=task.lane,
+            issued_s=issued_s,
+            started_s=started_s,
+            ended_s=ended_s,
+            size_bytes=task.cost.size_bytes,
+            flops=task.cost.flops,
+            hop=task.hop,
+        )
 
 
 class Trace:
-    """The last `capacity` spans; older ones are dropped and counted."""
+    """The last `capacity` spans of a run. Older spans are dropped, and counted."""
 
     def __init__(self, capacity: int = 100_000) -> None:
         if capacity < 1:
@@ -59,37 +75,30 @@ class Trace:
 
 
 class Idle(NamedTuple):
-    """Idle time of a rank's compute lane in seconds: while a needed transfer was on the wire, while
-    a peer was late, and the whole run.
-    """
+    """How long a rank's compute lane stood still in a run."""
 
-    exposed_s: float
-    skew_s: float
-    total_s: float
+    exposed_s: float  # while a transfer that it needed was on the wire
+    skew_s: float  # while a peer was late
+    total_s: float  # the whole run, work included
 
 
 class Wait(NamedTuple):
-    """A rank's compute lane stood still, from started_s to ended_s.
-
-    on_wire: a transfer it needed was on the wire (exposed communication); else a peer had not yet
-    come to it (skew). task: the exchange that ended the wait, as far as one did; peer: the rank
-    whose message that was.
-    """
+    """A time in which a rank's compute lane stood still for a message."""
 
     started_s: float
     ended_s: float
-    on_wire: bool
-    task: int
-    peer: int
+    on_wire: bool  # exposed communication; False: skew
+    task: int  # the exchange that ended the wait, or the nearest one where none did
+    peer: int  # the rank at the other side of that exchange's last message
 
 
 def exposed(
     graphs: Sequence[Graph], traces: Sequence[Iterable[Span]], compute_lane: str = "compute"
 ) -> list[Idle]:
-    """Idle time of each rank's compute lane over one run, split into exposed communication and
-    skew.
+    """How long each rank's compute lane stood still in one run, split into exposed communication
+    and skew.
 
-    `graphs[r]` and `traces[r]` belong to rank r; every task of the graph must have its span.
+    `graphs[r]` and `traces[r]` belong to rank r. Raises InputError where a task has no span.
     """
     spans = [list(trace) for trace in traces]
     for graph, known in zip(graphs, spans, strict=True):
@@ -113,8 +122,8 @@ def exposed(
 def overlap(
     trace: Iterable[Span], compute_lane: str = "compute", network_lane: str = "network"
 ) -> tuple[float, float]:
-    """Seconds in which at least one of a rank's transfers was under way, and in how many of them
-    its compute lane was busy.
+    """For how many seconds at least one transfer of a rank was under way, and for how many of these
+    seconds the rank's compute lane was busy.
     """
     busy: list[_Interval] = []
     moving: list[_Interval] = []
@@ -134,13 +143,14 @@ def waits(
     matched: Mapping[Endpoint, Endpoint],
     compute_lane: str = "compute",
 ) -> list[list[Wait]]:
-    """When each rank's compute lane stood still for a message, and for which. `matched` is what
-    `match_messages` says of the graphs.
+    """When each rank's compute lane stood still for a message, and for which message.
 
-    `traces[r]` belongs to rank r and has a span of every task.
+    `traces[r]` belongs to rank r and has a span of every task. matched: what `match_messages` says
+    of the graphs.
     """
     spans: list[Mapping[int, Span]] = [{span.task: span for span in trace} for trace in traces]
-    # A receive is on the wire from the moment both sides are posted until it ends.
+    # An exchange that receives is on the wire from the moment when both sides of its last message
+    # are posted until it ends. Kept for each: that moment, and the sender.
     posted: list[dict[int, tuple[float, int]]] = [{} for _ in spans]
     for end, source in matched.items():
         both = max(spans[end.rank][end.task].issued_s, spans[source.rank][source.task].issued_s)
@@ -166,7 +176,7 @@ def waits(
         arrivals = sorted((known[t].ended_s, t, peer) for t, (_, peer) in own.items())
         meetings = sorted((both, t, peer) for t, (both, peer) in own.items())
         found = [Wait(*piece, True, *_ending(piece, arrivals)) for piece in _cut(gaps, wire)]
-        # Late peers count only where nothing is on the wire.
+        # A late peer counts only while nothing else is on the wire.
         alone = _cut(_cut(gaps, early), _gaps(start, stop, wire))
         found += [Wait(*piece, False, *_ending(piece, meetings)) for piece in alone]
         result.append(sorted(found))
@@ -174,8 +184,10 @@ def waits(
 
 
 def _ending(piece: _Interval, moments: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
-    """The task and peer of the last moment within the piece; else of the first one after it."""
-    i = bisect_right(moments, (piece[1], sys.maxsize, 0))
+    """The task and the peer of the last moment within the piece, or else of the first moment after
+    it.
+    """
+    i = bisect_right(moments, piece[1], key=itemgetter(0))
     if i == len(moments) or (i > 0 and moments[i - 1][0] > piece[0]):
         i -= 1
     return moments[i][1:]
@@ -185,6 +197,7 @@ _Interval = tuple[float, float]
 
 
 def _gaps(start: float, stop: float, busy: Iterable[_Interval]) -> list[_Interval]:
+    """What lies between start and stop and in none of the intervals, which come sorted."""
     gaps, at = [], start
     for begin, end in busy:
         if begin > at:
@@ -196,6 +209,7 @@ def _gaps(start: float, stop: float, busy: Iterable[_Interval]) -> list[_Interva
 
 
 def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
+    """The same times as sorted intervals that do not touch."""
     merged: list[_Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -206,7 +220,7 @@ def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
 
 
 def _cut(first: Sequence[_Interval], second: Sequence[_Interval]) -> list[_Interval]:
-    """What is in both."""
+    """The times that are in both; each list is sorted and free of overlaps."""
     both: list[_Interval] = []
     j = 0
     for begin, end in first:

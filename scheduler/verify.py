@@ -1,17 +1,17 @@
 """The verifier: proves, before anything runs, that the graphs of all ranks fit together.
 
-`check_graph` looks at one rank's graph, `check_world` at all of them. Each raises `InternalError`
-(a wrong graph is a defect of whoever built it) that names the rank, the tasks and what is wrong.
-Checked:
+`check_graph` checks the graph of one rank, `check_world` the graphs of all ranks. A wrong graph is
+a defect of the code that built it, so both raise `InternalError`; it names the rank, the tasks and
+what is wrong. What is proved:
 
-* edges run forward in program order, and every pair of conflicting accesses to one part is ordered
-  by a path: nothing is overwritten while it is read or in flight;
-* nothing is read that was never written;
-* an ordered or bounded communication lane is issued in program order, and an ordered one is the
-  only one;
-* every send has its receive: peer, tag, order and size;
-* no deadlock: all lanes are played under rendezvous rules (a message moves only when both sides
-  have been posted).
+* Edges run forward in program order, and a path orders every two conflicting accesses to one part:
+  nothing is overwritten while it is read or in flight.
+* Nothing is read that was never written.
+* A communication lane that is ordered or bounded is issued in program order. A graph with an
+  ordered communication lane has no other communication lane.
+* Every send has its receive: peer, tag, order and size agree.
+* No deadlock: the graphs are played under rendezvous rules, by which a message moves only when both
+  of its sides have been posted.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["Endpoint", "check_graph", "check_messages", "check_world", "match_me
 
 
 class Endpoint(NamedTuple):
-    """One side of a message: the rank, its exchange task, and which of its sends or receives."""
+    """One side of a message."""
 
     rank: int
-    task: int
-    number: int
+    task: int  # the exchange
+    number: int  # place among the sends of the exchange, or among its receives
 
 
 def check_graph(graph: Graph) -> None:
     """Checks one rank's graph on its own. Raises InternalError."""
-    ancestors: list[int] = []  # bit t of ancestors[v]: there is a path t -> v
+    ancestors: list[int] = []  # bit t of ancestors[v] is set where a path leads from t to v
     for v, before in enumerate(graph.predecessors):
         bits = 0
         for u in before:
@@ -52,8 +52,8 @@ def check_graph(graph: Graph) -> None:
 
 
 def check_world(graphs: Sequence[Graph]) -> None:
-    """Checks every rank's graph and that together they can end. `graphs[r]` is rank r's. Raises
-    InternalError.
+    """Checks the graph of every rank, and that all of them together come to an end. `graphs[r]`
+    belongs to rank r. Raises InternalError.
     """
     ranks = [graph.rank for graph in graphs]
     if ranks != list(range(len(graphs))) or any(
@@ -70,15 +70,15 @@ def check_world(graphs: Sequence[Graph]) -> None:
 
 
 def check_messages(graphs: Sequence[Graph]) -> None:
-    """Checks that every send has its receive, with the same size, and every receive its send.
-    Raises InternalError.
+    """Checks that every send has a receive of the same size, and every receive a send. Raises
+    InternalError.
 
-    Given the graphs of some ranks only, it checks the messages among those.
+    Given the graphs of some ranks only, it checks the messages among these ranks.
     """
     by_rank = {graph.rank: graph for graph in graphs}
     for (source, receiver), (sends, recvs) in _flows(graphs).items():
         if _ordered(by_rank[source], sends) or _ordered(by_rank[receiver], recvs):
-            # Such a lane matches by order alone: tags do not travel.
+            # An ordered lane matches messages by their order alone: tags do not travel.
             wanted, offered = [m.tag for _, m in recvs], [m.tag for _, m in sends]
             if wanted != offered and sorted(wanted) == sorted(offered):
                 raise InternalError(
@@ -90,7 +90,9 @@ def check_messages(graphs: Sequence[Graph]) -> None:
 
 
 def match_messages(graphs: Sequence[Graph]) -> dict[Endpoint, Endpoint]:
-    """Maps each receive to the send that feeds it. Raises InternalError where they do not match."""
+    """Maps each receive to the send that feeds it. Raises InternalError where one has no other
+    side.
+    """
     matched: dict[Endpoint, Endpoint] = {}
     by_rank = {graph.rank: graph for graph in graphs}
     for sends, recvs in _flows(graphs).values():
@@ -134,8 +136,8 @@ def _check_lanes(graph: Graph) -> None:
         lane = graph.lanes[task.lane]
         if not task.is_exchange:
             continue
-        # A full lane holds back what a peer may wait for; only in program order is it known what it
-        # holds back.
+        # A full lane holds back exchanges that a peer may wait for. Which ones it holds back is
+        # known only if it is issued in program order.
         if (lane.ordered or lane.max_in_flight is not None) and not lane.in_program_order:
             kind = "ordered" if lane.ordered else "bounded"
             raise InternalError(
@@ -147,16 +149,16 @@ def _check_lanes(graph: Graph) -> None:
                 f"rank {graph.rank}: {_say(graph, task.id)} both computes and exchanges"
             )
         _check_exchange(graph, task)
-    # On a stream, what one transfer holds back is only sure to come after it on every rank if all
-    # transfers are in that one order.
+    # A transfer on a stream holds back the transfers that come after it. These are the same on
+    # every rank only if all transfers of a graph are on that one stream.
     used = {task.lane for task in graph.tasks if task.is_exchange}
     if len(used) > 1 and any(graph.lanes[name].ordered for name in used):
         raise InternalError(
             f"rank {graph.rank}: exchanges are on lanes {sorted(used)}; an ordered communication "
             "lane must be the only one"
         )
-    # On a free lane exchanges go out as they become ready, so no two of them may share a (peer,
-    # tag) flow.
+    # A free lane issues exchanges as they become ready, in any order. So two exchanges must not use
+    # one tag with one peer.
     owner: dict[tuple[bool, int, int], int] = {}
     for task in graph.tasks:
         for outgoing, messages in ((True, task.sends), (False, task.recvs)):
@@ -175,7 +177,7 @@ def _check_exchange(graph: Graph, task: Task) -> None:
     received = [m.part for m in task.recvs]
     if not {m.part for m in task.sends} <= {*task.reads} or not {*received} <= {*task.writes}:
         raise InternalError(f"{what} sends or receives parts it does not declare")
-    # Its messages move in any order.
+    # The messages of one exchange move in any order.
     if len({*received}) < len(received) or {*received} & {*task.reads, *task.accumulates}:
         raise InternalError(
             f"{what} receives into a part that it also reads, sends or receives into"
@@ -196,8 +198,8 @@ _Flow: TypeAlias = list[tuple[Endpoint, Message]]
 
 
 def _flows(graphs: Sequence[Graph]) -> dict[tuple[int, int], tuple[_Flow, _Flow]]:
-    """Messages among the given ranks by (source, destination): the sends and the receives, each in
-    program order.
+    """The sends and the receives between each two of the given ranks, by (source, destination),
+    both in program order.
     """
     here = {graph.rank for graph in graphs}
     flows: dict[tuple[int, int], tuple[_Flow, _Flow]] = defaultdict(lambda: ([], []))
@@ -245,12 +247,13 @@ def _pair(graphs: Mapping[int, Graph], sends: _Flow, recvs: _Flow) -> dict[Endpo
 
 
 def _play(graphs: Sequence[Graph]) -> None:
-    """Plays all ranks under rendezvous rules until every task is done, or raises with what is
-    stuck.
+    """Plays all ranks under rendezvous rules until every task is done. Raises InternalError with
+    the tasks that are stuck.
 
-    An exchange is posted when its predecessors are done (on a lane issued in program order: when
-    the exchange before it is done, too), and done when the other side of each of its messages is
-    posted. Real runs allow more than this, never less.
+    A task is posted when its predecessors are done; on a lane issued in program order the task
+    before it must be done too. A computing task is done once it is posted. An exchange is done once
+    the other side of each of its messages is posted. A real run may go further than this, and never
+    less far.
     """
     needs: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for end, source in match_messages(graphs).items():

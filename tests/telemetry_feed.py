@@ -57,7 +57,13 @@ def hello(rank: int, world_size: int, *, gpu: bool = False) -> Hello:
 
 
 def beat(
-    rank: int, hub_s: float, *, number: int = -1, doing: str = "", since_s: float = 0.0
+    rank: int,
+    hub_s: float,
+    *,
+    number: int = -1,
+    doing: str = "",
+    since_s: float = 0.0,
+    hop: int = -1,
 ) -> Heartbeat:
     """since_s: by the hub's clock."""
     back_s = offset_s(rank)
@@ -69,6 +75,7 @@ def beat(
         call=number,
         doing=doing,
         since_s=since_s - back_s if number >= 0 else 0.0,
+        hop=hop,
     )
 
 
@@ -288,6 +295,7 @@ class Load:
                     call=self.calls,
                     doing=f"hop {self.calls % _HOPS}",
                     since_s=now_s,
+                    hop=self.calls % _HOPS,
                 ),
             )
             lanes = {

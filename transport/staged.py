@@ -153,6 +153,7 @@ class _Staging:
                 accumulates=accumulates,
                 cost=task.cost,
                 lane=task.lane,
+                hop=task.hop,
             )
         return self.g.build()
 
@@ -173,6 +174,7 @@ class _Staging:
                     writes=[chunk],
                     cost=Cost(0, size),
                     lane="d2h",
+                    hop=task.hop,
                 )
                 g.exchange(
                     f"{task.name} out {i}",
@@ -180,6 +182,7 @@ class _Staging:
                     tag=out.tag,
                     reads=also,
                     lane=lane,
+                    hop=task.hop,
                 )
             if into:
                 chunk, whole, size = next(self.into), self.parts[into.part], into.size_bytes
@@ -190,6 +193,7 @@ class _Staging:
                     tag=into.tag,
                     reads=also,
                     lane=lane,
+                    hop=task.hop,
                 )
                 g.compute(
                     f"{task.name} h2d {i}",
@@ -198,6 +202,7 @@ class _Staging:
                     writes=[whole],
                     cost=Cost(0, size),
                     lane="h2d",
+                    hop=task.hop,
                 )
 
     def _chunks(self, way: str, messages: tuple[Message, ...]) -> Iterator[_Chunk]:

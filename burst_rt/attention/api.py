@@ -46,6 +46,20 @@ def burst_attention(
     strategy: str = "auto",
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def burst_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: ContextLayout,
+    kv_layout: ContextLayout | None = None,
+    mask: Mask | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    strategy: str = "auto",
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def burst_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -32,7 +32,7 @@ from burst_rt.scheduler import (
     check_messages,
     check_world,
 )
-from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["Memory", "Plan", "PlanKey", "Planner"]
 

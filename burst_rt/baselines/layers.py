@@ -42,15 +42,12 @@ from burst_rt.scheduler import (
     Cost,
     Graph,
     GraphBuilder,
-    Hardware,
     Lane,
     Op,
     Part,
-    Rotated,
     Schedule,
-    Simulated,
-    simulate,
 )
+from burst_rt.scheduler.simulator import Hardware, Rotated, Simulated, simulate
 
 __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLayer"]
 
@@ -562,6 +559,7 @@ class _Inserted:
                     accumulates=accumulates,
                     cost=task.cost,
                     lane=task.lane,
+                    hop=task.hop,
                 )
                 continue
             tag = first_tag + max(m.tag for m in (*task.sends, *task.recvs))
@@ -570,5 +568,11 @@ class _Inserted:
                 for side in (task.sends, task.recvs)
             )
             self.g.exchange(
-                task.name, sends=sends, recvs=recvs, tag=tag, reads=reads, lane=task.lane
+                task.name,
+                sends=sends,
+                recvs=recvs,
+                tag=tag,
+                reads=reads,
+                lane=task.lane,
+                hop=task.hop,
             )

@@ -296,7 +296,6 @@ class ParallelLayer(nn.Module):
             )
             return attended.transpose(1, 2).flatten(2)
         out = burst_attention(q, k, v, causal=True, layout=self.layout, strategy=self.spec.strategy)
-        assert isinstance(out, torch.Tensor)
         return out.flatten(2)
 
     def _feed_forward(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ class BaseDriver:
         """
         return True
 
-    def doing(self) -> tuple[str, float] | None:
+    def doing(self) -> tuple[Task, float] | None:
         """The task that runs or is waited for, and since when; None between tasks. Any thread may
         ask.
         """
@@ -150,7 +150,7 @@ class BaseDriver:
             if not still_open:
                 return None
             task = self._graph.tasks[still_open[0]]
-        return task.name, self._issued_s.get(task.id, 0.0)
+        return task, self._issued_s.get(task.id, 0.0)
 
     def abort(self, error: BurstError) -> None:
         """See `Driver.abort`."""
@@ -193,19 +193,24 @@ class BaseDriver:
             raise InternalError(
                 f"task {task.name!r} asks for operation {task.op!r}; this driver has {known}",
                 task=task.name,
+                hop=task.hop,
             )
         if self._flight is not None:
             self._flight.task(task.name)
         return does
 
-    def _no_memory(self, task: Task, error: Exception) -> TaskFailed:
-        """What there is to say where the task's operation found no memory; raises other errors."""
+    def _failure(self, task: Task, error: Exception) -> TaskFailed:
+        """What there is to say where the task's operation found no memory. Raises other errors; an
+        error of this package is told the task.
+        """
         if not is_out_of_memory(error):
+            if isinstance(error, BurstError):
+                _name_task(error, task)
             raise error
         rank = self._graph.rank
         takes = f"; {self._takes()}" if self._takes else ""
         why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
-        return TaskFailed(task.id, DeviceError(why, rank=rank, task=task.name))
+        return _failed(task, DeviceError(why, rank=rank))
 
     def _poll(self) -> list[Event]:
         events = self._landed
@@ -216,7 +221,7 @@ class BaseDriver:
             self._finish(task, self._issued_s[task.id])
             failure = self._opening.failure()
             self.refused = failure is not None
-            events.append(TaskFailed(task.id, failure) if failure else TaskDone(task.id))
+            events.append(_failed(task, failure) if failure else TaskDone(task.id))
         return events
 
     def _moved(self) -> list[Event]:
@@ -232,19 +237,8 @@ class BaseDriver:
 
     def _finish(self, task: Task, started_s: float) -> float:
         ended_s = time.perf_counter()
-        cost = task.cost
-        self.trace.add(
-            Span(
-                task.id,
-                task.name,
-                task.lane,
-                self._issued_s[task.id],
-                started_s,
-                ended_s,
-                cost.size_bytes,
-                cost.flops,
-            )
-        )
+        issued_s = self._issued_s[task.id]
+        self.trace.add(Span.of(task, issued_s=issued_s, started_s=started_s, ended_s=ended_s))
         return ended_s
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:
@@ -274,12 +268,12 @@ class BaseDriver:
             None if self._control is not None else {peer for _, peer in self._about.values()}
         )
         if lost:
-            return TaskFailed(task.id, lost)
+            return _failed(task, lost)
         # Any rank's last sign of life counts as progress; of this rank's own device they say
         # nothing.
         heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
-        return None if silent_s <= limit_s else TaskFailed(task.id, self._stalled(task, silent_s))
+        return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
 
     def _stalled(self, task: Task, silent_s: float) -> Stalled:
         rank = self._graph.rank
@@ -293,7 +287,12 @@ class BaseDriver:
                 "See what they are doing (py-spy dump)"
             )
             return Stalled(
-                message, rank=rank, peer=missing.only, task=task.name, elapsed_s=silent_s
+                message,
+                rank=rank,
+                peer=missing.only,
+                task=task.name,
+                hop=task.hop,
+                elapsed_s=silent_s,
             )
         peers = sorted({m.peer for m in (*task.sends, *task.recvs)})
         said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
@@ -303,7 +302,26 @@ class BaseDriver:
             f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or "
             "raise stall_s in burst_rt.init"
         )
-        return Stalled(message, rank=rank, peer=peers[0], task=task.name, elapsed_s=silent_s)
+        return Stalled(
+            message,
+            rank=rank,
+            peer=peers[0],
+            task=task.name,
+            hop=task.hop,
+            elapsed_s=silent_s,
+        )
+
+
+def _failed(task: Task, error: BurstError) -> TaskFailed:
+    """What the engine hears when a task ends in an error."""
+    _name_task(error, task)
+    return TaskFailed(task.id, error)
+
+
+def _name_task(error: BurstError, task: Task) -> None:
+    """Makes the error say which task it came from, unless it says so already."""
+    if error.task is None:
+        error.task, error.hop = task.name, task.hop
 
 
 class Progress:

@@ -20,11 +20,10 @@ import time
 from typing import Any, NamedTuple
 
 from burst_rt.drivers.base import BaseDriver
-from burst_rt.drivers.device import Device, Event, Stream
+from burst_rt.drivers.device import Device, DeviceEvent, Stream
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
-from burst_rt.scheduler import Event as Happening
-from burst_rt.scheduler import Lane, Schedule, Span, Task, TaskDone, TaskFailed, overlap
+from burst_rt.scheduler import Event, Lane, Schedule, Span, Task, TaskDone, TaskFailed, overlap
 from burst_rt.transport import OrderedTransport
 
 __all__ = ["CudaDriver"]
@@ -35,8 +34,8 @@ class _Issued(NamedTuple):
 
     task: Task
     issued_s: float
-    started: Event
-    ended: Event
+    started: DeviceEvent
+    ended: DeviceEvent
 
 
 class CudaDriver(BaseDriver):
@@ -94,7 +93,7 @@ class CudaDriver(BaseDriver):
         if self._wire is not None and not self.refused:
             self._wire.cancel()
 
-    def join(self) -> Event:
+    def join(self) -> DeviceEvent:
         """Makes the caller's stream wait for all lanes; returns the event after which the call's
         memory may be used again.
         """
@@ -137,24 +136,14 @@ class CudaDriver(BaseDriver):
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
         for issued in self._issued.values():
-            task, cost = issued.task, issued.task.cost
             start_s, end_s = (
                 self._origin_s + self._device.seconds(self._origin, e)
                 for e in (issued.started, issued.ended)
             )
             self.trace.add(
-                Span(
-                    task.id,
-                    task.name,
-                    task.lane,
-                    issued.issued_s,
-                    start_s,
-                    end_s,
-                    cost.size_bytes,
-                    cost.flops,
-                )
+                Span.of(issued.task, issued_s=issued.issued_s, started_s=start_s, ended_s=end_s)
             )
-            if task.lane == "compute":
+            if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
         if self._issued:
             # The host waits for other reasons, or not at all.
@@ -182,8 +171,8 @@ class CudaDriver(BaseDriver):
                 does = self._what_does(task)
                 try:
                     does(task.op)
-                except (MemoryError, RuntimeError) as error:
-                    failure = self._no_memory(task, error)
+                except (MemoryError, RuntimeError, BurstError) as error:
+                    failure = self._failure(task, error)
         self.putting = None
         if failure is not None:
             self._failed = True
@@ -204,7 +193,7 @@ class CudaDriver(BaseDriver):
             self._device.wait(stream, self._opened)
         return stream
 
-    def _poll(self) -> list[Happening]:
+    def _poll(self) -> list[Event]:
         if self._held and (self._caller_done or self._device.happened(self._opened)):
             self._caller_done = True
             for task in self._held:
@@ -239,4 +228,4 @@ class CudaDriver(BaseDriver):
             "Look at the device (nvidia-smi; compute-sanitizer on a small input); raise timeout_s "
             "in burst_rt.init if it is only slow"
         )
-        return Stalled(message, rank=rank, task=task.name, elapsed_s=silent_s)
+        return Stalled(message, rank=rank, task=task.name, hop=task.hop, elapsed_s=silent_s)

@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Device", "Event", "Stream", "TorchDevice"]
+__all__ = ["Device", "DeviceEvent", "Stream", "TorchDevice"]
 
 # Opaque to the driver: torch.cuda.Stream and torch.cuda.Event here, other things in tests.
 Stream: TypeAlias = Any
-Event: TypeAlias = Any
+DeviceEvent: TypeAlias = Any
 
 _ORIGIN_S = 10.0
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h: captures of other threads do not concern this one.
@@ -44,19 +44,19 @@ class Device(Protocol):
     def handle(self, stream: Stream) -> int:
         """The number by which libraries know the stream."""
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> DeviceEvent:
         """An event that has happened once all that is on the stream now is done."""
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: DeviceEvent) -> None:
         """What is put on the stream from now on starts after the event."""
 
-    def happened(self, event: Event) -> bool:
+    def happened(self, event: DeviceEvent) -> bool:
         """Whether it has; then its results can be read by the host."""
 
-    def seconds(self, first: Event, last: Event) -> float:
+    def seconds(self, first: DeviceEvent, last: DeviceEvent) -> float:
         """Time between two events that have happened."""
 
-    def origin(self) -> tuple[Event, float]:
+    def origin(self) -> tuple[DeviceEvent, float]:
         """An event that has happened, at most some seconds ago, and when it did by
         `time.perf_counter`.
         """

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from burst_rt.drivers.base import BaseDriver
+from burst_rt.errors import BurstError
 from burst_rt.scheduler import Task, TaskDone
 
 __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
@@ -61,8 +62,8 @@ class HostDriver(BaseDriver):
         does, failure = self._what_does(task), None
         try:
             does(task.op)
-        except (MemoryError, RuntimeError) as error:
-            failure = self._no_memory(task, error)
+        except (MemoryError, RuntimeError, BurstError) as error:
+            failure = self._failure(task, error)
         ended_s = self._finish(task, started_s)
         # Short tasks need not call `progress`, and there may be many of them.
         self._say_alive(ended_s)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from burst_rt.drivers.device import Device, Event, Stream
+from burst_rt.drivers.device import Device, DeviceEvent, Stream
 from burst_rt.transport import Memory
 
 __all__ = ["SlotPool", "Slots"]
@@ -46,7 +46,7 @@ class SlotPool:
     def __init__(self, device: Device | None, capacity: int = 4) -> None:
         self._device = device
         self._capacity = capacity
-        self._idle: list[tuple[object, Slots, Event]] = []
+        self._idle: list[tuple[object, Slots, DeviceEvent]] = []
 
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
         """A set for `key`: an idle one, which the caller's stream is made to wait for, or a new
@@ -60,7 +60,7 @@ class SlotPool:
                 return slots
         return make()
 
-    def give_back(self, key: object, slots: Slots, free: Event) -> None:
+    def give_back(self, key: object, slots: Slots, free: DeviceEvent) -> None:
         """The slots may be used again after the event (on the host: now)."""
         if (
             self._device is None

@@ -198,11 +198,11 @@ class Watchdog:
         self, kind: type[BurstError], call: Call, task: Task | None, why: str, **fields: Any
     ) -> BurstError:
         rank = self._wire.rank
-        name = None if task is None else task.name
+        name, hop = (None, None) if task is None else (task.name, task.hop)
         at = "" if name is None else f", at {name!r}"
         said = why.removeprefix(f"rank {rank}: ")
         message = (
             f"rank {rank}: call {call.number} ({call.name}) was issued and has not "
             f"ended{at}: {said}"
         )
-        return kind(message, rank=rank, task=name, **fields)
+        return kind(message, rank=rank, task=name, hop=hop, **fields)

@@ -1,7 +1,7 @@
 """Forecasts: what a strategy would take on a machine, from its graphs and a simulated run. Pure
 Python: no device, no MPI, no torch.
 
-The time is that of `scheduler.simulate` with the machine's `Hardware`; bytes and memory are counted
+The time is that of `simulate` with the machine's `Hardware`; bytes and memory are counted
 from the graphs themselves. What is left out: the scratch of kernels that work in tiles (small, and
 the kernel's own business), and whatever else lives on the device.
 """
@@ -16,8 +16,7 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, Ring, choose
 from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import Graph, Schedule
-from burst_rt.scheduler.hardware import Hardware
-from burst_rt.scheduler.simulate import Rotated, simulate
+from burst_rt.scheduler.simulator import Hardware, Rotated, simulate
 from burst_rt.scheduler.trace import exposed
 
 __all__ = [

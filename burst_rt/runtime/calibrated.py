@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.planning.machines import load_hardware
 from burst_rt.remembered import cache_folder
-from burst_rt.scheduler.hardware import Hardware, load_hardware
+from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["HARDWARE_VARIABLE", "calibrated_path", "find_hardware", "fitted"]
 

@@ -27,9 +27,9 @@ from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError
 from burst_rt.job import launched
 from burst_rt.job.reports import waiting_for
+from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.calibrated import find_hardware, fitted
 from burst_rt.runtime.machine import Machine
-from burst_rt.scheduler.hardware import parse_hardware
 from burst_rt.transport import ControlGroup, LocalWorld, OrderedTransport, Transport
 from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
 from burst_rt.transport.probe import remembered
@@ -152,7 +152,7 @@ def _decide(
         mine = asdict(facts) | {"asked": transport}
         # One machine file for all, or they would plan differently.
         planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
-        mine["hardware"] = planned.to_toml() if planned else ""
+        mine["hardware"] = to_toml(planned) if planned else ""
     except (ConfigError, InputError) as error:
         # Not raised yet: the others are waiting, and are to raise the same.
         mine = {"error": error.message, "class": type(error).__name__}

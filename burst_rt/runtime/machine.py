@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
-from burst_rt.drivers.device import Device, Event, Stream, TorchDevice
+from burst_rt.drivers.device import Device, DeviceEvent, Stream, TorchDevice
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
-from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.simulator import Hardware
 from burst_rt.transport import Memory, OrderedTransport, Transport
 from burst_rt.transport.staged import staged
 
@@ -116,13 +116,13 @@ class Machine:
         if self._streams is not None:
             self._streams.enter_to_watch()
 
-    def join(self, driver: BaseDriver) -> Event | None:
+    def join(self, driver: BaseDriver) -> DeviceEvent | None:
         """After a run: the caller's stream waits for it. Returns the event after which the run's
         memory is free (None: it is).
         """
         return driver.join() if isinstance(driver, CudaDriver) else None
 
-    def give_back(self, key: object, slots: Slots, free: Event | None) -> None:
+    def give_back(self, key: object, slots: Slots, free: DeviceEvent | None) -> None:
         """What was taken for `key` may be used again after the event; nothing on a device is given
         back without one.
         """

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
 from burst_rt.drivers import BaseDriver, CudaDriver, Progress, SharedWatch, Watch, Watchdog
-from burst_rt.drivers.device import Event
+from burst_rt.drivers.device import DeviceEvent
 from burst_rt.errors import (
     BurstError,
     ConfigError,
@@ -142,7 +142,7 @@ class Runtime:
         subject: object = None,
         takes: Callable[[], str] | None = None,
         agreed: bool = False,
-    ) -> tuple[BaseDriver, Event | None]:
+    ) -> tuple[BaseDriver, DeviceEvent | None]:
         """Runs a schedule on all ranks, once they agree on it. Collective. Blocks until this rank's
         part is done, or, with ordered lanes alone, until all of it is issued.
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from burst_rt.telemetry.calls import CallLog, Totals
+from burst_rt.telemetry.calls import NOTHING, CallLog, Totals
 from burst_rt.telemetry.host import HostSampler, ProcessSampler
 from burst_rt.telemetry.messages import (
     Bye,
@@ -253,19 +253,20 @@ class Agent:
 
     def _heartbeat(self, now_s: float) -> Heartbeat:
         rtt_s, offset_s, _ = min(self._pings, default=(-1.0, 0.0, 0.0))
-        group, (call, doing, since_s) = "", (-1, "", 0.0)
+        group, doing = "", NOTHING
         for log in self._logs:
             here = log.doing()
-            if here[0] >= 0:
-                group, (call, doing, since_s) = log.group.name, here
+            if here.call >= 0:
+                group, doing = log.group.name, here
         return Heartbeat(
             sent_s=now_s,
             offset_s=offset_s,
             rtt_s=rtt_s,
             group=group,
-            call=call,
-            doing=doing,
-            since_s=since_s,
+            call=doing.call,
+            doing=doing.doing,
+            since_s=doing.since_s,
+            hop=doing.hop,
         )
 
     def _receive(self) -> None:

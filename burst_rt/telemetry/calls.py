@@ -14,11 +14,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from burst_rt.scheduler import Graph, Schedule, overlap
+from burst_rt.scheduler import Graph, Schedule, Task, overlap
 from burst_rt.telemetry.messages import (
     Candidate,
     Counters,
@@ -27,13 +27,12 @@ from burst_rt.telemetry.messages import (
     LaneCounters,
     PlanSummary,
     TaskInfo,
-    hop_of,
 )
 
 if TYPE_CHECKING:
     from burst_rt.drivers import BaseDriver
 
-__all__ = ["CallLog", "Described", "Totals"]
+__all__ = ["NOTHING", "CallLog", "Described", "Doing", "Totals"]
 
 # How many calls' spans may wait for the agent.
 _MAX_WAITING = 256
@@ -52,6 +51,24 @@ class Described:
     problem: str = ""
     strategy: str = ""
     candidates: tuple[Candidate, ...] = ()
+
+
+class Doing(NamedTuple):
+    """What a context is doing: the fields of a `Heartbeat` that say so."""
+
+    call: int
+    doing: str
+    since_s: float
+    hop: int
+
+
+# Outside any call.
+NOTHING = Doing(-1, "", 0.0, -1)
+
+
+def _hop_number(task: Task) -> int:
+    """A task's hop as messages say it."""
+    return -1 if task.hop is None else task.hop
 
 
 class _Known:
@@ -199,15 +216,17 @@ class CallLog:
         self._stopped = True
         self._waiting.clear()
 
-    def doing(self) -> tuple[int, str, float]:
-        """The number of the call under way (-1: none), what the call does or waits for, and since
-        when.
-        """
+    def doing(self) -> Doing:
+        """What the context is doing now."""
         current = self.current
         if current is None:
-            return -1, "", 0.0
+            return NOTHING
         number, driver = current
-        return (number, *(driver.doing() or ("", self._started_s)))
+        found = driver.doing()
+        if found is None:
+            return Doing(number, "", self._started_s, -1)
+        task, since_s = found
+        return Doing(number, task.name, since_s, _hop_number(task))
 
     def take(self) -> list[PlanSummary | EndedCall]:
         """One call that has ended, after its plan if the plan is new. Nothing where no call has
@@ -239,7 +258,7 @@ class CallLog:
                 name=task.name,
                 lane=task.lane,
                 op=task.op.name if task.op else "exchange",
-                hop=hop_of(task.name),
+                hop=_hop_number(task),
                 size_bytes=task.cost.size_bytes,
                 flops=task.cost.flops,
                 ordered=lanes[task.lane].ordered,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_rt.scheduler import Hardware, load_hardware
+from burst_rt.planning.machines import load_hardware
+from burst_rt.scheduler.simulator import Hardware
 from burst_rt.telemetry.messages import Candidate
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ __all__ = ["describe", "machine_like"]
 # A simulation runs in Python: it is worth its time for worlds that take milliseconds, and on one
 # rank.
 _PREDICT_UP_TO = 16
-# The machines of `scheduler/hardware`, and the words that a device's name must hold to be one.
+# The machines of `planning/machines`, and the words that a device's name must hold to be one.
 _MACHINES = {
     "h200-sxm": ("H200",),
     "h100-sxm": ("H100", "HBM3"),

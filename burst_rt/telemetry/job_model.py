@@ -39,7 +39,6 @@ from burst_rt.telemetry.messages import (
     Sample,
     Severity,
     Source,
-    hop_of,
 )
 from burst_rt.telemetry.timeline import (
     KeptCall,
@@ -605,13 +604,13 @@ class JobModel:
         self._set_status(rank, status, severity, text)
 
     def _lost(self, rank: _Rank, said: str) -> Lost:
-        call, task, at_s = self._last_seen(rank)
+        call, task, hop, at_s = self._last_seen(rank)
         return Lost(
             rank=rank.hello.rank,
             at_s=self.began_at_s + self.now_s,
             call=call,
             task=task,
-            hop=hop_of(task),
+            hop=hop,
             age_s=max(0.0, self.now_s - at_s),
             last_call=rank.ended_call[1],
             known=self._known(rank),
@@ -638,14 +637,14 @@ class JobModel:
             )
         )
 
-    def _last_seen(self, rank: _Rank) -> tuple[int, str, float]:
-        """A rank's call (-1: none), the call's task, and when that was so. A rank tells this only
-        now and then.
+    def _last_seen(self, rank: _Rank) -> tuple[int, str, int, float]:
+        """A rank's call (-1: none), the call's task, the task's hop (-1: none), and when that was
+        so. A rank tells this only now and then.
         """
         beat = rank.beat
         if beat.call < 0 or (rank.ended_call[0] == beat.group and rank.ended_call[1] >= beat.call):
-            return -1, "", rank.heard_s
-        return beat.call, beat.doing, rank.at(beat.sent_s)
+            return -1, "", -1, rank.heard_s
+        return beat.call, beat.doing, beat.hop, rank.at(beat.sent_s)
 
     def _known(self, rank: _Rank) -> str:
         """What a rank was doing when that was last known, and how long ago that is. "" where
@@ -653,7 +652,7 @@ class JobModel:
         """
         if rank.beat is _NOWHERE:
             return ""
-        call, task, at_s = self._last_seen(rank)
+        call, task, _, at_s = self._last_seen(rank)
         if call >= 0:
             for_s = at_s - rank.at(rank.beat.since_s)
             how_long = f", for {for_s:.1f} s" if for_s >= _WORTH_SAYING_S else ""
@@ -670,7 +669,7 @@ class JobModel:
 
     def _rank_view(self, number: int, rank: _Rank) -> RankView:
         hello, beat, counts = rank.hello, rank.beat, rank.counters
-        call, doing, _ = self._last_seen(rank)
+        call, doing, hop, _ = self._last_seen(rank)
         overlap = counts.overlap_s / counts.transfer_s if counts.transfer_s > 0 else None
         counted = msgspec.structs.asdict(counts) | {"at_s": rank.at(counts.at_s)}
         return RankView(
@@ -686,7 +685,7 @@ class JobModel:
             exit_code=rank.exit_code,
             group=beat.group,
             call=call,
-            hop=hop_of(doing),
+            hop=hop,
             doing=doing,
             doing_since_s=rank.at(beat.since_s) if call >= 0 else 0.0,
             heard_s=rank.heard_s,

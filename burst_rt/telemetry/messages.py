@@ -13,7 +13,6 @@ times are seconds since the hub began.
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -49,7 +48,6 @@ __all__ = [
     "Stopping",
     "TaskInfo",
     "ToRank",
-    "hop_of",
 ]  # fmt: skip
 
 # Version of the messages' meaning. A hub refuses ranks of another version.
@@ -57,15 +55,6 @@ VERSION = 1
 
 # A message that a task sends or receives: peer (rank of the group), tag, bytes.
 MessageInfo: TypeAlias = tuple[int, int, int]
-
-
-_HOP = re.compile(r"\b(?:hop|sum) (\d+)")
-
-
-def hop_of(task: str) -> int:
-    """The hop of the ring that a task's name speaks of; -1 where the name speaks of none."""
-    found = _HOP.search(task)
-    return int(found[1]) if found else -1
 
 
 class Severity(StrEnum):
@@ -109,6 +98,7 @@ class Heartbeat(_Message, tag="beat", kw_only=True):
     call: int  # number of the call under way in `group`
     doing: str  # the task of the call that is under way, or what the call waits for
     since_s: float  # when `doing` began
+    hop: int = -1  # of that task; -1 where it has none
 
 
 class Group(_Message, tag="group"):

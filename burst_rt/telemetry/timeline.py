@@ -128,14 +128,29 @@ def _graph(plan: PlanSummary, place: int, world_size: int) -> Graph:
     """A graph with the tasks of a plan, as far as telemetry knows them: no buffers, no edges."""
     tasks = tuple(
         Task(
-            i, t.name, t.lane, Op(t.op), (), (), (), tuple(Message(0, *m) for m in t.sends),
-            tuple(Message(0, *m) for m in t.recvs),
-            Cost(t.flops, t.size_bytes),
+            id=i,
+            name=t.name,
+            lane=t.lane,
+            op=Op(t.op),
+            reads=(),
+            writes=(),
+            accumulates=(),
+            sends=tuple(Message(0, *m) for m in t.sends),
+            recvs=tuple(Message(0, *m) for m in t.recvs),
+            cost=Cost(t.flops, t.size_bytes),
         )
         for i, t in enumerate(plan.tasks)
-    )  # fmt: skip
+    )
     lanes = {t.lane: Lane(t.lane, ordered=t.ordered) for t in plan.tasks}
-    return Graph(place, world_size, lanes, (), tasks, (), ())
+    return Graph(
+        rank=place,
+        world_size=world_size,
+        lanes=lanes,
+        parts=(),
+        tasks=tasks,
+        predecessors=(),
+        successors=(),
+    )
 
 
 def spans_of(plan: PlanSummary, call: KeptCall) -> list[Span]:

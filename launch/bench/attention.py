@@ -87,7 +87,6 @@ class Bench:
 
         def run() -> None:
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
-            assert isinstance(out, torch.Tensor)
             torch.autograd.grad(out, (q, k, v), dout)
 
         return run
@@ -153,7 +152,6 @@ class Bench:
         found: dict[str, list[tuple[float, float, float]]] = {"forward": [], "backward": []}
         for _ in range(self.repeats + 1):
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
-            assert isinstance(out, torch.Tensor)
             for direction in found:
                 if direction == "backward":
                     torch.autograd.grad(out, (q, k, v), dout)
@@ -189,7 +187,6 @@ class Bench:
 
         def attend() -> torch.Tensor:
             out = burst_rt.burst_attention(q, k, v, layout=layout)
-            assert isinstance(out, torch.Tensor)
             return out
 
         def nothing() -> torch.Tensor:
@@ -371,7 +368,6 @@ def _local_attention(
     for x in (q, k, v):
         x.requires_grad_()
     out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout)
-    assert isinstance(out, torch.Tensor)
     return [layout.unshard(x) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
 
 
@@ -394,7 +390,6 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
 
     def forward() -> None:
         out = burst_rt.burst_attention(q, k, v, layout=layout, strategy="burst")
-        assert isinstance(out, torch.Tensor)
         held.append(out)
 
     def backward() -> None:

@@ -30,7 +30,7 @@ from burst_rt.planning.forecast import CANDIDATES, fastest, forecast
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path
-from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["main"]
 
@@ -90,7 +90,6 @@ class Bench:
                     out = burst_rt.burst_attention(
                         q, k, v, causal=point.causal, layout=layout, strategy=name
                     )
-                    assert isinstance(out, torch.Tensor)
                     kept.append(out)
 
                 forward_s = slowest_s(self.ctx, forward)

@@ -33,8 +33,9 @@ from burst_rt.launch.bench.timing import (
 )
 from burst_rt.launch.plan.doubts import BusyCores, doubts
 from burst_rt.launch.plan.fit import Sample, fit_link, fit_rates
+from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op, Span
-from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node
+from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node
 
 __all__ = ["Calibration", "main"]
 
@@ -145,7 +146,6 @@ class Calibration:
         suffix = "-untiled" if strategy == "burst-untiled" else ""
         for repeat in range(repeats + 1):
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
-            assert isinstance(out, torch.Tensor)
             for backward in (False, True):
                 if backward:
                     torch.autograd.grad(out, (q, k, v), dout)
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"# Made by `burst-rt calibrate` on {date.today().isoformat()}: {about}.\n# "
                 f"{made}\n\n"
             )
-            options.out.write_text(head + found.to_toml(), encoding="utf-8")
+            options.out.write_text(head + to_toml(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ from burst_rt.launch.plan.model import (
 )
 from burst_rt.launch.where import machine_options
 from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.planning.machines import load_hardware
 from burst_rt.runtime.calibrated import calibrated_path
-from burst_rt.scheduler.hardware import Hardware, load_hardware
+from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["calibrate", "parse_tokens", "plan", "simulate"]
 

@@ -13,7 +13,7 @@ import psutil
 
 from burst_rt.launch.plan.fit import Sample
 from burst_rt.scheduler import Cost
-from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["BusyCores", "doubts"]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from burst_rt.scheduler import Cost
-from burst_rt.scheduler.hardware import Link, Rate
+from burst_rt.scheduler.simulator import Link, Rate
 
 __all__ = ["Sample", "fit_link", "fit_rate", "fit_rates"]
 

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Causal, Full
-from burst_rt.scheduler.hardware import Hardware
+from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
     "MASKS", "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from burst_rt.launch.bench.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, forecast_model, published_mask
-from burst_rt.scheduler.hardware import load_hardware
+from burst_rt.planning.machines import load_hardware
 
 __all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "main"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from burst_rt.scheduler.hardware import load_hardware
+from burst_rt.planning.machines import load_hardware
 
 _SHAPE = ("--repeats", "1", "--heads", "2")
 

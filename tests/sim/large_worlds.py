@@ -10,18 +10,9 @@ import resource
 import sys
 import time
 
-from burst_rt.scheduler import (
-    HOST_LANES,
-    NCCL_LANES,
-    Cost,
-    Graph,
-    GraphBuilder,
-    Op,
-    Rotated,
-    Schedule,
-    load_hardware,
-    simulate,
-)
+from burst_rt.planning.machines import load_hardware
+from burst_rt.scheduler import HOST_LANES, NCCL_LANES, Cost, Graph, GraphBuilder, Op, Schedule
+from burst_rt.scheduler.simulator import Rotated, simulate
 
 __all__ = ["main", "one_tile_a_hop", "rotated"]
 

@@ -13,36 +13,37 @@ from itertools import pairwise, product
 import pytest
 from graphs import problem
 
-from burst_rt.errors import InternalError, Stalled
-from burst_rt.errors import PeerLost as PeerLostError
+from burst_rt.errors import InternalError, PeerLost, Stalled
+from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import (
     DEVICE_LANES,
     HOST_LANES,
     NCCL_LANES,
-    Deadlock,
     Engine,
     Event,
-    Faults,
     Finish,
     Graph,
-    Hardware,
     Instruction,
-    Loss,
-    PeerLost,
-    Rehearsal,
+    PeerGone,
     Schedule,
-    Stall,
     TaskDone,
     TaskFailed,
     check_graph,
-    load_hardware,
+)
+from burst_rt.scheduler.simulator import (
+    Deadlock,
+    Faults,
+    Hardware,
+    Loss,
+    Rehearsal,
+    Stall,
     reference,
     rehearse,
     verdict,
 )
-from burst_rt.scheduler.payload import Values
+from burst_rt.scheduler.simulator.payload import Values
 from burst_rt.transport.staged import staged
 
 _NUM_BATCHES = 10
@@ -161,10 +162,10 @@ def test_who_needs_a_lost_rank_hears_of_it(machine: str) -> None:
         assert verdict(rehearsal, faults, world.expected) == ""
         # Nobody can agree without it: all hear of it, of it or of one that gave up for it.
         assert [type(error) for error in rehearsal.errors] == [
-            PeerLostError,
-            PeerLostError,
+            PeerLost,
+            PeerLost,
             type(None),
-            PeerLostError,
+            PeerLost,
         ]
         assert any(error is not None and error.peer == 2 for error in rehearsal.errors)
 
@@ -345,7 +346,7 @@ class _Brazen(Engine):
         heard = [*events]
         return (
             [Finish()]
-            if any(isinstance(event, PeerLost | TaskFailed) for event in heard)
+            if any(isinstance(event, PeerGone | TaskFailed) for event in heard)
             else super().handle(heard)
         )
 

@@ -8,7 +8,9 @@ import tracemalloc
 import pytest
 from sim.large_worlds import one_tile_a_hop, rotated
 
-from burst_rt.scheduler import Cost, Schedule, load_hardware, simulate
+from burst_rt.planning.machines import load_hardware
+from burst_rt.scheduler import Cost, Schedule
+from burst_rt.scheduler.simulator import simulate
 
 # 1,024 ranks are to take less than a minute and 4 GiB; a task a quarter of that leaves room for a
 # slow or busy machine.

@@ -19,12 +19,8 @@ from burst_rt.scheduler import (
     COMPUTE,
     CONTROL,
     NETWORK,
-    BusyPart,
     Cost,
-    Deadlock,
-    EmptyPart,
     Engine,
-    Faults,
     Graph,
     GraphBuilder,
     Lane,
@@ -36,10 +32,9 @@ from burst_rt.scheduler import (
     check_world,
     critical_path,
     program_order,
-    reference,
-    rehearse,
 )
-from burst_rt.scheduler.payload import Values
+from burst_rt.scheduler.simulator import BusyPart, Deadlock, EmptyPart, Faults, reference, rehearse
+from burst_rt.scheduler.simulator.payload import Values
 
 _WORK = Op("work")
 

@@ -124,7 +124,6 @@ def _qkv(ctx: Context, tokens: int = 12) -> list[torch.Tensor]:
 
 def _good(ctx: Context) -> None:
     result = burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12))
-    assert isinstance(result, torch.Tensor)
     assert torch.isfinite(result).all()
 
 
@@ -544,7 +543,6 @@ def _slow_kernel(
 def _train_step(ctx: Context, strategy: str) -> None:
     q, k, v = (x.requires_grad_() for x in _qkv(ctx, 40))
     out = burst_rt.burst_attention(q, k, v, layout=ctx.layout(40, "contiguous"), strategy=strategy)
-    assert isinstance(out, torch.Tensor)
     out.sum().backward()
 
 
@@ -672,7 +670,6 @@ def test_ranks_that_make_different_calls_are_told() -> None:
         layout = ctx.layout(12)
         q, k, v = (x.requires_grad_() for x in _qkv(ctx))
         out = burst_rt.burst_attention(q, k, v, layout=layout)
-        assert isinstance(out, torch.Tensor)
         calls: list[Callable[[], object]] = [
             lambda: out.sum().backward(retain_graph=True),
             lambda: burst_rt.burst_attention(q, k, v, layout=layout),

@@ -17,8 +17,9 @@ from burst_rt.errors import ConfigError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.doubts import BusyCores, doubts
 from burst_rt.launch.plan.fit import Sample
+from burst_rt.planning.machines import to_toml
 from burst_rt.scheduler import Cost
-from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
+from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate
 
 _MACHINE = Hardware(
     "some CPU",
@@ -96,7 +97,7 @@ def test_figures_of_a_busy_machine_are_not_written_unless_forced(
 ) -> None:
     def measure(argv: Sequence[str], *, num_ranks: int) -> int:
         words = dict(zip(argv[2::2], argv[3::2], strict=True))
-        Path(words["--out"]).write_text(_MACHINE.to_toml(), encoding="utf-8")
+        Path(words["--out"]).write_text(to_toml(_MACHINE), encoding="utf-8")
         Path(words["--doubts"]).write_text("it was so\nand so\n", encoding="utf-8")
         return 0
 

@@ -16,6 +16,7 @@ from burst_rt.drivers import HostDriver, Watch
 from burst_rt.errors import (
     BurstError,
     ContractMismatch,
+    DeviceError,
     InternalError,
     PeerLost,
     ProtocolError,
@@ -120,8 +121,8 @@ def _receiver(peer: int = 1, world_size: int = 2) -> Graph:
     agreed = g.buffer("agreed")
     out, slot = g.buffer("out", initialised=True), g.buffer("slot", size_bytes=_BYTES)
     g.compute("agree", Op("agree"), writes=[agreed], lane="control")
-    g.exchange("receive", recvs=[(slot, peer)], tag=0, reads=[agreed])
-    g.compute("tile", Op("add", (slot[0].id, out[0].id)), reads=[slot], accumulates=[out])
+    g.exchange("receive", recvs=[(slot, peer)], tag=0, reads=[agreed], hop=3)
+    g.compute("tile", Op("add", (slot[0].id, out[0].id)), reads=[slot], accumulates=[out], hop=4)
     return g.build()
 
 
@@ -473,6 +474,31 @@ def test_what_an_operation_raises_comes_out_as_it_is() -> None:
     with pytest.raises(ValueError, match="a bug in a kernel") as caught:
         rank.run()
     assert caught.value is error
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_an_error_of_a_wait_names_the_task_and_its_hop(left: bool) -> None:
+    world = LocalWorld(2)
+    if left:
+        Watch(world.control(1)).say_left(1)
+    with pytest.raises(PeerLost if left else Stalled) as caught:
+        _Rank(world, _receiver(), stall_s=_LONG_S if left else 0.2).run()
+    assert (caught.value.task, caught.value.hop) == ("receive", 3)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), DeviceError("it broke")])
+def test_an_error_of_an_operation_names_the_task_and_its_hop(error: Exception) -> None:
+    world = LocalWorld(2)
+    receiver = _Rank(world, _receiver())
+    world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
+
+    def fail(part: int, other: int) -> None:
+        raise error
+
+    receiver.ops["add"] = fail
+    with pytest.raises(DeviceError) as caught:
+        receiver.run()
+    assert (caught.value.task, caught.value.hop) == ("tile", 4)
 
 
 def test_a_message_of_the_wrong_size_comes_out_as_a_protocol_error() -> None:

@@ -25,7 +25,7 @@ from burst_rt.scheduler import (
     Issue,
     Lane,
     Op,
-    PeerLost,
+    PeerGone,
     Schedule,
     State,
     Task,
@@ -87,7 +87,7 @@ _TO_STATE: dict[State, Sequence[Event]] = {
     State.ISSUED: _done(0),
     State.DONE: _done(0, 1),
     State.FAILED: [TaskDone(0), TaskFailed(1, _BAD)],
-    State.ABANDONED: [PeerLost(1, "gone")],
+    State.ABANDONED: [PeerGone(1, "gone")],
 }
 
 
@@ -304,7 +304,7 @@ def test_a_better_task_that_becomes_ready_overtakes() -> None:
 # Ends.
 
 
-@pytest.mark.parametrize("event", [TaskFailed(0, _BAD), PeerLost(3, "its process died")])
+@pytest.mark.parametrize("event", [TaskFailed(0, _BAD), PeerGone(3, "its process died")])
 def test_after_a_failure_nothing_further_is_issued(event: Event) -> None:
     engine = _engine(_chain(_FREE, _FREE, _FREE))
     engine.start()

@@ -23,8 +23,7 @@ from burst_rt.planning.masks import Causal, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule
-from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
-from burst_rt.scheduler.simulate import Rotated, simulate
+from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate, Rotated, simulate
 
 _WIRE = Link(latency_s=0.0, bytes_per_s=1e9, efficiency=1.0, duplex="full")
 _GIB = 1 << 30

@@ -125,6 +125,15 @@ def test_the_double_buffer_of_the_docstring() -> None:
     assert before[hop1] == (hop0, tile0)
 
 
+def test_a_task_knows_its_hop() -> None:
+    g = GraphBuilder(0, 2)
+    part = g.buffer("kv", size_bytes=8, initialised=True)
+    g.exchange("on", sends=[(part, 1)], tag=0, hop=1)
+    g.compute("tile", _WORK, reads=[part], hop=2)
+    g.compute("finish", _WORK, reads=[part])
+    assert [task.hop for task in g.build().tasks] == [1, 2, None]
+
+
 def test_accumulations_into_one_part_form_a_chain_in_program_order() -> None:
     g = GraphBuilder(0, 1)
     total = g.buffer("total", parts=2, initialised=True)

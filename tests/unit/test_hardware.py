@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.scheduler import Cost, GraphBuilder, Op, load_hardware
-from burst_rt.scheduler.hardware import Device, Hardware, Link, Nics, Node, Rate, Switch
+from burst_rt.planning.machines import load_hardware, to_toml
+from burst_rt.scheduler import Cost, GraphBuilder, Op
+from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node, Rate, Switch
 
 _SHIPPED = ["a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"]
 _RATE = Rate(launch_s=1e-6, flops_per_s=1e12, bytes_per_s=1e11, efficiency=0.5)
@@ -34,15 +35,15 @@ _FULL = replace(
 
 
 def test_the_package_holds_the_shipped_files() -> None:
-    files = resources.files("burst_rt.scheduler").joinpath("hardware").iterdir()
+    files = resources.files("burst_rt.planning").joinpath("machines").iterdir()
     assert sorted(file.name for file in files) == [f"{name}.toml" for name in _SHIPPED]
 
 
 @pytest.mark.parametrize("name", _SHIPPED)
 def test_every_number_of_a_shipped_file_says_where_it_is_from(name: str) -> None:
     text = (
-        resources.files("burst_rt.scheduler")
-        .joinpath("hardware", f"{name}.toml")
+        resources.files("burst_rt.planning")
+        .joinpath("machines", f"{name}.toml")
         .read_text(encoding="utf-8")
     )
     sources = set(re.findall(r"^#   ([A-Z]): .{20,}", text, re.MULTILINE))
@@ -80,7 +81,7 @@ def test_figures_that_tell_the_shipped_machines_apart() -> None:
 )
 def test_what_is_written_is_read_back_the_same(machine: Hardware, tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    path.write_text(machine.to_toml(), encoding="utf-8")
+    path.write_text(to_toml(machine), encoding="utf-8")
     assert load_hardware(path) == machine
     assert load_hardware(str(path)) == machine
 
@@ -164,7 +165,7 @@ def test_a_wrong_file_is_refused_with_the_place_and_what_is_expected(
     old: str, new: str, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "machine.toml"
-    text = _BARE.to_toml()
+    text = to_toml(_BARE)
     assert old in text
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(ConfigError, match=message) as caught:

@@ -22,6 +22,7 @@ from burst_rt import Causal, Context
 from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.launch import where
+from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime.calibrated import fitted
 from burst_rt.runtime.joining import (
     DEVICE_VARIABLE,
@@ -32,8 +33,7 @@ from burst_rt.runtime.joining import (
     choose_transport,
     resolve_device,
 )
-from burst_rt.scheduler.hardware import load_hardware
-from burst_rt.scheduler.network import Network
+from burst_rt.scheduler.simulator.network import Network
 from burst_rt.transport import LocalWorld, staged
 
 _CPU = Facts("a", "", 0, multi_rank=False, threads=False)
@@ -277,7 +277,7 @@ def test_auto_plans_on_more_ranks_than_the_file_was_measured_with(
 ) -> None:
     measured = load_hardware("h100-sxm")
     (tmp_path / "two.toml").write_text(
-        replace(measured, nics=None, node=replace(measured.node, ranks=2)).to_toml()
+        to_toml(replace(measured, nics=None, node=replace(measured.node, ranks=2)))
     )
     monkeypatch.setenv("BURST_RT_HARDWARE", str(tmp_path / "two.toml"))
 

@@ -10,11 +10,11 @@ import pytest
 
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
+from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Full
 from burst_rt.planning.strategies import choose
-from burst_rt.scheduler import NCCL_LANES, Schedule, check_world, load_hardware, simulate
-from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
-from burst_rt.scheduler.simulate import Rotated
+from burst_rt.scheduler import NCCL_LANES, Schedule, check_world
+from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate, Rotated, simulate
 
 _SHAPE = LayerShape(dim=64, num_heads=8, num_kv_heads=4, head_dim=8, ffn_dim=96)
 _LARGE = LayerShape(dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_dim=14336)

@@ -69,7 +69,6 @@ def test_a_call_that_cannot_be_bound_is_refused_on_every_rank(
 
 def _there_and_back(x: torch.Tensor, layout: ContextLayout) -> None:
     out = burst_rt.burst_attention(x, x, x, layout=layout)
-    assert isinstance(out, torch.Tensor)
     out.sum().backward()
 
 

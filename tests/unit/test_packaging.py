@@ -121,8 +121,8 @@ def test_a_wheel_holds_every_module_the_type_marker_the_machines_and_the_page(
     assert {name for name in names if name.endswith(".py")} == expected
     assert "burst_rt/py.typed" in names
     machines = {
-        f"burst_rt/scheduler/hardware/{path.name}"
-        for path in (_ROOT / "scheduler" / "hardware").glob("*.toml")
+        f"burst_rt/planning/machines/{path.name}"
+        for path in (_ROOT / "burst_rt" / "planning" / "machines").glob("*.toml")
     }
     assert machines
     assert {name for name in names if name.endswith(".toml")} == machines
@@ -164,6 +164,7 @@ def test_the_command_is_installed() -> None:
     [
         "import burst_rt",
         "import burst_rt.scheduler",
+        "import burst_rt.scheduler.simulator",
         "from burst_rt.launch.main import cli",
         "import burst_rt.launch.child",
     ],
@@ -242,9 +243,59 @@ _HEIGHT = {
     for floor, rooms in enumerate(_FLOORS, start=1)
     for place, room in enumerate(rooms)
 }
+# All that a module of the scheduler imports: no clock, no thread, no file, and chance only from a
+# seed (`faults`). The core knows nothing of the simulator. `errors` is all that they share with
+# others.
+_CORE = "burst_rt.scheduler"
+_SIMULATOR = "burst_rt.scheduler.simulator"
+_PURE = {
+    "burst_rt.errors": {"collections.abc"},
+    f"{_CORE}.graph": {
+        "burst_rt.errors", "collections.abc", "dataclasses", "functools", "typing",
+    },
+    f"{_CORE}.policy": {f"{_CORE}.graph", "collections.abc", "typing"},
+    f"{_CORE}.engine": {
+        "burst_rt.errors", f"{_CORE}.graph", f"{_CORE}.policy",
+        "array", "collections.abc", "dataclasses", "enum", "heapq", "typing",
+    },
+    f"{_CORE}.loop": {
+        "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.graph", "collections.abc", "typing",
+    },
+    f"{_CORE}.verify": {
+        "burst_rt.errors", f"{_CORE}.graph", "collections", "collections.abc", "typing",
+    },
+    f"{_CORE}.trace": {
+        "burst_rt.errors", f"{_CORE}.graph", f"{_CORE}.verify",
+        "bisect", "collections", "collections.abc", "operator", "typing",
+    },
+    _CORE: {f"{_CORE}.{name}" for name in ("engine", "graph", "loop", "policy", "trace", "verify")},
+    f"{_SIMULATOR}.hardware": {
+        f"{_CORE}.graph", "collections.abc", "dataclasses", "typing",
+    },
+    f"{_SIMULATOR}.network": {
+        "burst_rt.errors", f"{_SIMULATOR}.hardware", "collections.abc", "typing",
+    },
+    f"{_SIMULATOR}.payload": {
+        "burst_rt.errors", f"{_CORE}.graph", "collections", "collections.abc", "typing",
+    },
+    f"{_SIMULATOR}.simulate": {
+        "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.graph", f"{_CORE}.trace",
+        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.network",
+        "collections", "collections.abc", "dataclasses", "enum", "heapq", "typing",
+    },
+    f"{_SIMULATOR}.faults": {
+        "burst_rt.errors", f"{_CORE}.engine", f"{_CORE}.trace",
+        f"{_SIMULATOR}.hardware", f"{_SIMULATOR}.payload", f"{_SIMULATOR}.simulate",
+        "collections.abc", "dataclasses", "math", "random",
+    },
+    _SIMULATOR: {f"{_SIMULATOR}.{name}" for name in ("faults", "hardware", "payload", "simulate")},
+}  # fmt: skip
+# What reaches out of a module without an import.
+_REACHES_OUT = {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}
 _NEEDS_ONLY_PYTHON = (
     "burst_rt.planning.forecast",
     "burst_rt.planning.layouts",
+    "burst_rt.planning.machines",
     "burst_rt.planning.masks",
     "burst_rt.planning.strategies",
 )
@@ -263,10 +314,21 @@ def test_imports_point_down(name: str) -> None:
     assert not upward, f"{name} is on floor {here[0]}; above it or beside it: {sorted(upward)}"
 
 
+@pytest.mark.parametrize(
+    "name", ["burst_rt.errors", *sorted(n for n in _MODULES if _within(n, _CORE))]
+)
+def test_the_scheduler_is_pure(name: str) -> None:
+    assert _imports(name) - {"__future__"} == _PURE[name]
+    tree = ast.walk(ast.parse(_MODULES[name].read_text(encoding="utf-8")))
+    assert not _REACHES_OUT & {node.id for node in tree if isinstance(node, ast.Name)}
+
+
 @pytest.mark.parametrize("name", sorted(n for n in _MODULES if _within(n, "burst_rt.planning")))
 def test_planning_imports_only_python(name: str) -> None:
     own = {module for module in _imports(name) if _within(module, "burst_rt")}
-    assert all(map(_is_standard_library, _imports(name) - own))
+    # Machine files are TOML, which the standard library reads and does not write.
+    more = {"tomli_w"} if name == "burst_rt.planning.machines" else set()
+    assert all(map(_is_standard_library, _imports(name) - own - more))
 
 
 @pytest.mark.parametrize("name", _NEEDS_ONLY_PYTHON)

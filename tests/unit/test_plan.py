@@ -22,7 +22,7 @@ from burst_rt.launch.plan.model import (
     tile_of,
 )
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
-from burst_rt.scheduler.hardware import load_hardware
+from burst_rt.planning.machines import load_hardware
 
 _LLAMA = MODELS["llama-7b"]
 _A100 = load_hardware("a100-pcie")

@@ -10,27 +10,34 @@ from dataclasses import replace
 import pytest
 
 from burst_rt.errors import InputError
+from burst_rt.planning.machines import load_hardware
 from burst_rt.scheduler import (
     CONTROL,
     HOST_LANES,
     NCCL_LANES,
     NETWORK,
     Cost,
-    Deadlock,
     Graph,
     GraphBuilder,
-    Hardware,
     Lane,
     Op,
-    Rotated,
     Schedule,
-    Simulated,
     Task,
     exposed,
-    load_hardware,
+)
+from burst_rt.scheduler.simulator import (
+    Deadlock,
+    Device,
+    Hardware,
+    Link,
+    Nics,
+    Node,
+    Rate,
+    Rotated,
+    Simulated,
+    Switch,
     simulate,
 )
-from burst_rt.scheduler.hardware import Device, Link, Nics, Node, Rate, Switch
 from burst_rt.transport.staged import staged
 
 _WORK = Op("work")

@@ -4,25 +4,21 @@ the verifier reads them too.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from graphs import problem
 
 from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.planning.strategies import choose
-from burst_rt.scheduler import (
-    DEVICE_LANES,
-    Faults,
-    Graph,
-    GraphBuilder,
-    Schedule,
-    check_world,
-    reference,
-    rehearse,
-)
+from burst_rt.scheduler import DEVICE_LANES, Graph, GraphBuilder, Schedule, check_world
+from burst_rt.scheduler.simulator import Faults, reference, rehearse
 from burst_rt.transport.staged import ToDevice, ToHost, staged
 
 _CHUNK = 1000
+# A tile, an exchange with a neighbour or further on, a sum that travels, and the chunks of both.
+_OF_A_HOP = re.compile(r"(?:hop|sum) (\d+)\b")
 
 
 def graphs(
@@ -34,6 +30,8 @@ def graphs(
     return [program.graph(rank, *([DEVICE_LANES] if device else [])) for rank in range(world_size)]
 
 
+# A tile, an exchange between neighbours or further on, a travelling sum; and their chunks.
+_OF_A_HOP = re.compile(r"(?:hop|sum) (\d+)\b")
 _KINDS = [("ring-kv", True), ("ring-kv", False), ("burst", False)]
 
 
@@ -70,6 +68,15 @@ def test_every_byte_goes_once_through_a_chunk(
                     for at in range(0, m.size_bytes, _CHUNK)
                 ]
                 assert sorted(copied[part]) == sorted(wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "ring-naive", "hybrid:2", "two-level:2"])
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_task_knows_the_hop_that_its_name_speaks_of(strategy: str, forward: bool) -> None:
+    for plain in graphs(4, strategy, forward=forward):
+        for task in (*plain.tasks, *staged(plain, _CHUNK).tasks):
+            named = _OF_A_HOP.match(task.name)
+            assert task.hop == (int(named[1]) if named else None)
 
 
 @pytest.mark.parametrize("device", [True, False])

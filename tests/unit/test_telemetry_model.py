@@ -116,7 +116,7 @@ def test_counts_become_rates() -> None:
 
 def test_a_lost_rank_is_named_with_what_it_did() -> None:
     model = _job()
-    _feed(model, 1, [beat(1, 4.0, number=3, doing="hop 2", since_s=3.0)], at_s=4.0)
+    _feed(model, 1, [beat(1, 4.0, number=3, doing="hop 2", since_s=3.0, hop=2)], at_s=4.0)
     model.advance(4.5)
     model.apply(4.5, -1, Presence(1, "lost", "its connection ended without a word"))
     rank = model.snapshot().ranks[1]

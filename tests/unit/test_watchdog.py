@@ -76,7 +76,7 @@ class World:
     def fails(self, code: int = 1) -> None:
         """Rank 1 says so, as a rank does that runs out of memory in a later call, or dies of its
         own error."""
-        self.ctx[1].watch.say_left(code)
+        self.ctx[1].runtime.watch.say_left(code)
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def test_a_peers_device_that_fails_is_everybodys_error_and_they_are_told(
     world.run()
     world.fails(DeviceError.exit_code)
     assert type(ends.one()) is DeviceError
-    world.ctx[1].watch.look()
-    assert world.ctx[1].watch.left[0][1] == DeviceError.exit_code
+    world.ctx[1].runtime.watch.look()
+    assert world.ctx[1].runtime.watch.left[0][1] == DeviceError.exit_code
 
 
 def test_an_error_of_nccls_that_comes_late(world: World, ends: Ends) -> None:
@@ -250,7 +250,7 @@ def test_a_call_that_is_refused_leaves_nothing_to_watch(world: World, ends: Ends
 def test_the_thread_sleeps_while_nothing_is_under_way(
     world: World, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watchdog = world.ctx[0]._watchdog
+    watchdog = world.ctx[0].runtime._watchdog
     assert watchdog is not None
     assert watchdog._thread is None  # not before the first call
     looks: list[float] = []
@@ -275,13 +275,12 @@ def test_attention_is_watched_by_name(world: World, ends: Ends) -> None:
     def one(rank: int) -> None:
         x = torch.zeros(1, 8, 1, 16, requires_grad=True)
         out = burst_rt.burst_attention(x, x, x, layout=world.ctx[rank].layout(16))
-        assert isinstance(out, torch.Tensor)
         with torch.autograd.set_multithreading_enabled(False):
             out.sum().backward()
 
     world.device[0].held.add("network")
     world.both(one)
-    watchdog = world.ctx[0]._watchdog
+    watchdog = world.ctx[0].runtime._watchdog
     assert watchdog is not None
     assert [call.name for call in watchdog._calls] == [
         "burst_attention",
@@ -344,7 +343,7 @@ def test_the_thread_does_not_disturb_a_capture_of_the_programs(
     device = TorchDevice(torch.device("cuda", 1))
     monkeypatch.setattr(world.device[0], "enter_to_watch", device.enter_to_watch)
     world.run()
-    watchdog = world.ctx[0]._watchdog
+    watchdog = world.ctx[0].runtime._watchdog
     assert watchdog is not None
     while watchdog._calls:
         time.sleep(0.01)

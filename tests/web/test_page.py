@@ -12,8 +12,9 @@ import pytest
 from dashboards import RunningCommand, command, kill_rank
 from playwright.sync_api import Browser, Page, expect
 
+from burst_rt.planning.machines import to_toml
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE
-from burst_rt.scheduler.hardware import Device, Hardware, Link, Node, Rate
+from burst_rt.scheduler.simulator import Device, Hardware, Link, Node, Rate
 
 _PROGRAM = Path(__file__).parent / "programs" / "ring.py"
 _RED_S = 2.0
@@ -82,7 +83,7 @@ def test_a_job_of_four_ranks_from_its_first_call_to_its_replay(
     browser: Browser, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = tmp_path / "machine.toml"
-    machine.write_text(_MACHINE.to_toml(), encoding="utf-8")
+    machine.write_text(to_toml(_MACHINE), encoding="utf-8")
     monkeypatch.setenv(HARDWARE_VARIABLE, str(machine))
     record, stop, errors = tmp_path / "job.record", tmp_path / "stop", list[str]()
     options = ("--dashboard-at", "0", "--record", str(record))

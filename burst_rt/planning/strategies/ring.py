@@ -358,6 +358,7 @@ class RingBuilder:
                 recvs=recvs,
                 tag=self.first_tag + onward * self.tags_per_hop,
                 reads=[self.agreed],
+                hop=hop,
             )
 
     def _messages(
@@ -399,7 +400,12 @@ class RingBuilder:
         if sends or recvs:
             tag = self.first_tag + hop * self.tags_per_hop + 1 + block
             self.g.exchange(
-                f"sum {hop}.{block}", sends=sends, recvs=recvs, tag=tag, reads=[self.agreed]
+                f"sum {hop}.{block}",
+                sends=sends,
+                recvs=recvs,
+                tag=tag,
+                reads=[self.agreed],
+                hop=hop,
             )
 
     def _tile(self, hop: int, block: int) -> None:
@@ -441,6 +447,7 @@ class RingBuilder:
             writes=new,
             accumulates=[part for part in adds.values() if part not in new],
             cost=self._cost(pieces, sum(part.size_bytes for part in new)),
+            hop=hop,
         )
 
     def _cost(self, pieces: tuple[Piece, ...], zeroed_bytes: int) -> Cost:

@@ -111,6 +111,7 @@ class Rank:
         """A good call, but for the changes."""
         q, k, v = tensors or self.qkv()
         arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "layout": self.layout} | changes
+        out: torch.Tensor
         out, *_ = burst_rt.burst_attention(
             arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments
         )
@@ -118,7 +119,6 @@ class Rank:
 
     def good(self, *, grad: bool = False) -> torch.Tensor:
         out = burst_rt.burst_attention(*self.qkv(grad=grad), layout=self.layout)
-        assert isinstance(out, torch.Tensor)
         return out
 
     def changed(self, name: str, change: Callable[[torch.Tensor], object]) -> object:

@@ -50,7 +50,6 @@ def leave(*_: object) -> NoReturn:
 def call() -> None:
     q = torch.randn(1, layout.shard_len, 2, 16, requires_grad=True)
     out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
-    assert isinstance(out, torch.Tensor)
     out.sum().backward()
 
 

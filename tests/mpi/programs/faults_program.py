@@ -149,7 +149,6 @@ def watch_sums() -> None:
 def call() -> None:
     q = torch.randn(1, layout.shard_len, 2, 16, requires_grad=True)
     out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
-    assert isinstance(out, torch.Tensor)
     reach("between")
     out.sum().backward()
 

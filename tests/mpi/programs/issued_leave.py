@@ -31,7 +31,7 @@ if ctx.rank == 1:
         # A program may catch its error and do something else; only the other ranks can know that
         # the job is at its end.
         with ctx.runtime._busy:
-            ctx._say_broken(error)
+            ctx.runtime._break(error)
 if wire.cancelled.wait(60):
     time.sleep(60)
 print("the device has ended")

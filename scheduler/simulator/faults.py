@@ -23,12 +23,18 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from burst_rt.errors import BurstError, Stalled
-from burst_rt.errors import PeerLost as PeerLostError
-from burst_rt.scheduler.engine import Engine, Event, PeerLost, Schedule, TaskFailed
-from burst_rt.scheduler.hardware import Hardware
-from burst_rt.scheduler.payload import Memory, Values
-from burst_rt.scheduler.simulate import Happening, Kind, Side, SimulatedRank, Simulation, Transfer
+from burst_rt.errors import BurstError, PeerLost, Stalled
+from burst_rt.scheduler.engine import Engine, Event, PeerGone, Schedule, TaskFailed
+from burst_rt.scheduler.simulator.hardware import Hardware
+from burst_rt.scheduler.simulator.payload import Memory, Values
+from burst_rt.scheduler.simulator.simulate import (
+    Happening,
+    Kind,
+    Side,
+    SimulatedRank,
+    Simulation,
+    Transfer,
+)
 from burst_rt.scheduler.trace import Span
 
 __all__ = ["Faults", "Loss", "Rehearsal", "Stall", "rehearse", "verdict"]
@@ -155,7 +161,7 @@ def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
             return f"rank {rank} finished, and its parts {wrong} are wrong"
         if not finished and faults.harmless:
             return f"rank {rank} did not finish, and nothing kept it from it: {error}"
-        if not finished and rank not in gone and not isinstance(error, PeerLostError | Stalled):
+        if not finished and rank not in gone and not isinstance(error, PeerLost | Stalled):
             return f"rank {rank} neither finished nor raised PeerLost or Stalled: {error!r}"
     return ""
 
@@ -320,7 +326,7 @@ class _Run(Simulation):
             for m in (*rank.plan.tasks[task].sends, *rank.plan.tasks[task].recvs)
         }
         if self._agreeing[rank.number] is not None or gone in waits_for:
-            self._tell(rank, PeerLost(gone, self._gone[gone]))
+            self._tell(rank, PeerGone(gone, self._gone[gone]))
 
     def _look(self, rank: SimulatedRank) -> None:
         """Gives up if the rank has waited too long; else looks again when that could be."""
@@ -342,14 +348,15 @@ class _Run(Simulation):
             if due_s > self.now_s:
                 self._look_later(number, due_s)
             else:
-                name = rank.plan.tasks[waits_for].name
-                message = f"rank {number}: nothing moved for {limit_s:g} s in {name!r}"
-                self._tell(
-                    rank,
-                    TaskFailed(
-                        waits_for, Stalled(message, rank=number, task=name, elapsed_s=limit_s)
-                    ),
+                task = rank.plan.tasks[waits_for]
+                stalled = Stalled(
+                    f"rank {number}: nothing moved for {limit_s:g} s in {task.name!r}",
+                    rank=number,
+                    task=task.name,
+                    hop=task.hop,
+                    elapsed_s=limit_s,
                 )
+                self._tell(rank, TaskFailed(waits_for, stalled))
 
     def _look_later(self, number: int, when_s: float) -> None:
         if when_s < _NEVER_S:

@@ -51,14 +51,10 @@ class Memory:
         changed = (*task.writes, *task.accumulates)
         for part in changed:
             if self._num_users[part] or self._changing[part]:
-                raise BusyPart(
-                    self._say(task, part, "changes", "uses"), rank=self._rank, task=task.name
-                )
+                raise self._busy(task, part, "changes", "uses")
         for part in task.reads:
             if self._changing[part]:
-                raise BusyPart(
-                    self._say(task, part, "uses", "changes"), rank=self._rank, task=task.name
-                )
+                raise self._busy(task, part, "uses", "changes")
             self._num_users[part] += 1
         for part in changed:
             self._changing[part] = True
@@ -93,10 +89,13 @@ class Memory:
             )
         return value
 
-    def _say(self, task: Task, part: int, does: str, meets: str) -> str:
-        return (
+    def _busy(self, task: Task, part: int, does: str, meets: str) -> BusyPart:
+        return BusyPart(
             f"rank {self._rank}: {task.name!r} {does} {self._parts[part].name}, which a task "
-            f"under way {meets}"
+            f"under way {meets}",
+            rank=self._rank,
+            task=task.name,
+            hop=task.hop,
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from burst_rt.errors import InputError
-from burst_rt.scheduler.hardware import Hardware, Link
+from burst_rt.scheduler.simulator.hardware import Hardware, Link
 
 __all__ = ["Flow", "Network", "Path", "Resource", "Traffic"]
 

@@ -30,8 +30,8 @@ from typing import TypeAlias
 from burst_rt.errors import BurstError, InputError, InternalError
 from burst_rt.scheduler.engine import Engine, Event, Finish, Instruction, Issue, Schedule, TaskDone
 from burst_rt.scheduler.graph import COMPUTE, Task
-from burst_rt.scheduler.hardware import Hardware
-from burst_rt.scheduler.network import Flow, Network, Path, Resource, Traffic
+from burst_rt.scheduler.simulator.hardware import Hardware
+from burst_rt.scheduler.simulator.network import Flow, Network, Path, Resource, Traffic
 from burst_rt.scheduler.trace import Span
 
 __all__ = [
@@ -529,10 +529,13 @@ class Simulation:
                 rank.busy_s += self.now_s - rank.computing_since_s
         self._on_end(rank, task)
         if self._spans is not None:
-            node = plan.tasks[task]
-            times = rank.issued_s.pop(task), rank.started_s.pop(task), self.now_s
             self._spans[rank.number].append(
-                Span(task, node.name, node.lane, *times, node.cost.size_bytes, node.cost.flops)
+                Span.of(
+                    plan.tasks[task],
+                    issued_s=rank.issued_s.pop(task),
+                    started_s=rank.started_s.pop(task),
+                    ended_s=self.now_s,
+                )
             )
         if not rank.unheard:
             self._on_unheard(rank)

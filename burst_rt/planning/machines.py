@@ -1,0 +1,153 @@
+"""Machine files: a `Hardware` as TOML, read and written.
+
+Four machines are shipped (`burst_rt/planning/machines/*.toml`), with the vendors' nominal figures;
+any other is a file of the user's own, which `burst-rt calibrate` writes. A field of a file is a
+field of the dataclasses in `burst_rt.scheduler.simulator.hardware`, by its name.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from types import UnionType
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from burst_rt.errors import ConfigError, InputError
+from burst_rt.scheduler.simulator import Hardware
+
+__all__ = ["load_hardware", "parse_hardware", "to_toml"]
+
+
+def to_toml(hardware: Hardware) -> str:
+    """The machine as TOML text; `parse_hardware` reads the same machine from it."""
+
+    def given(items: list[tuple[str, object]]) -> dict[str, object]:
+        # TOML has no None; a field that is not there is read as None.
+        return {name: value for name, value in items if value is not None}
+
+    return tomli_w.dumps(asdict(hardware, dict_factory=given))
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """The shipped machine of that name ("a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"), or the
+    one in the TOML file at that path.
+
+    The beginning of a name is enough where no other begins so ("h100"). Raises InputError for an
+    unknown name or a file that is not there, ConfigError for a file that does not say what it has
+    to.
+    """
+    path = Path(name_or_path)
+    shipped = {
+        file.name.removesuffix(".toml"): file
+        for file in resources.files(__package__).joinpath("machines").iterdir()
+    }
+    meant = (
+        [name for name in shipped if name.startswith(str(name_or_path))]
+        if str(name_or_path)
+        else []
+    )
+    if len(meant) == 1:
+        return parse_hardware(shipped[meant[0]].read_text(encoding="utf-8"), f"{meant[0]}.toml")
+    if not path.is_file():
+        raise InputError(
+            f"hardware: expected one of {sorted(shipped)} or the path of a TOML file, got "
+            f"{str(name_or_path)!r}"
+        )
+    return parse_hardware(path.read_text(encoding="utf-8"), str(path))
+
+
+def parse_hardware(text: str, where: str) -> Hardware:
+    """The machine in a TOML text; `where` names it in errors. Raises ConfigError."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"hardware file {where}: expected TOML, got {error}; see the shipped files for an "
+            "example"
+        ) from error
+    return _table(Hardware, table, where, "")
+
+
+_T = TypeVar("_T")
+
+
+def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
+    """Reads a table into the dataclass `cls`, field by field. `at`: the table's own name in the
+    file.
+    """
+    if not isinstance(table, Mapping):
+        raise _wrong(where, at, "a table", table)
+    hints = get_type_hints(cls)
+    assert is_dataclass(cls)
+    known = {field.name: field for field in fields(cls)}
+    for name in table:
+        if name not in known:
+            raise ConfigError(
+                f"hardware file {where}: unknown field {_join(at, name)!r}; expected "
+                f"{sorted(known)}; remove it or correct its name"
+            )
+    values = {}
+    for name, field in known.items():
+        kinds = get_args(hints[name]) if get_origin(hints[name]) is UnionType else (hints[name],)
+        if name in table:
+            values[name] = _value(kinds[0], table[name], where, _join(at, name))
+        elif field.default is MISSING:
+            raise ConfigError(
+                f"hardware file {where}: {_join(at, name)!r} is missing; expected "
+                f"{_say(kinds[0])}, got nothing; add it"
+            )
+    return cls(**values)
+
+
+# What a field may hold is one of the types above; a union of all of them would say less than their
+# names do.
+def _value(kind: type[object], value: object, where: str, at: str) -> object:
+    if is_dataclass(kind):
+        return _table(kind, value, where, at)
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, Mapping) or "default" not in value:
+            raise _wrong(where, at, "tables, one of them 'default'", value)
+        return {
+            name: _table(get_args(kind)[1], of, where, _join(at, name))
+            for name, of in value.items()
+        }
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise _wrong(where, at, _say(kind), value)
+        return value
+    if kind is str:
+        if not isinstance(value, str) or not value:
+            raise _wrong(where, at, _say(kind), value)
+        return value
+    allowed = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
+        raise _wrong(where, at, _say(kind), value)
+    # A latency or a launch may be too short to matter; all else of nothing is a mistake.
+    may_be_zero = at.endswith(("latency_s", "launch_s"))
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise _wrong(where, at, "at least 0" if may_be_zero else "more than 0", value)
+    return kind(value)  # type: ignore[call-arg]  # int or float
+
+
+def _wrong(where: str, at: str, expected: str, got: object) -> ConfigError:
+    return ConfigError(
+        f"hardware file {where}: {at}: expected {expected}, got {got!r}; correct it there"
+    )
+
+
+def _say(kind: type[object]) -> str:
+    if is_dataclass(kind):
+        return f"a table of {[field.name for field in fields(kind)]}"
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(choice) for choice in get_args(kind))
+    return {int: "an integer", float: "a number"}.get(kind, "a string that is not empty")
+
+
+def _join(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else name

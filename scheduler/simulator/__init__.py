@@ -1,0 +1,29 @@
+"""The simulator: real engines of all ranks under a virtual clock, the machines it reckons with,
+and runs in which things go wrong. Pure, standard library only.
+"""
+
+from burst_rt.scheduler.simulator.faults import Faults, Loss, Rehearsal, Stall, rehearse, verdict
+from burst_rt.scheduler.simulator.hardware import (
+    Device,
+    Duplex,
+    Hardware,
+    Link,
+    Nics,
+    Node,
+    Rate,
+    Switch,
+)
+from burst_rt.scheduler.simulator.payload import BusyPart, EmptyPart, reference
+from burst_rt.scheduler.simulator.simulate import (
+    Deadlock,
+    RankTime,
+    Rotated,
+    Simulated,
+    simulate,
+)
+
+__all__ = [
+    "BusyPart", "Deadlock", "Device", "Duplex", "EmptyPart", "Faults", "Hardware", "Link", "Loss",
+    "Nics", "Node", "RankTime", "Rate", "Rehearsal", "Rotated", "Simulated", "Stall", "Switch",
+    "reference", "rehearse", "simulate", "verdict",
+]  # fmt: skip
