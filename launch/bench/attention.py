@@ -186,8 +186,7 @@ class Bench:
         q, k, v = (torch.randn(1, layout.shard_len, 1, 16, requires_grad=True) for _ in range(3))
 
         def attend() -> torch.Tensor:
-            out = burst_rt.burst_attention(q, k, v, layout=layout)
-            return out
+            return burst_rt.burst_attention(q, k, v, layout=layout)
 
         def nothing() -> torch.Tensor:
             out: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, **options: Any
 ) -> torch.Tensor:
     layout = ctx.layout(q.shape[1] * ctx.world_size)
-    out = burst_rt.burst_attention(q, k, v, layout=layout, **options)
+    out: torch.Tensor = burst_rt.burst_attention(q, k, v, layout=layout, **options)
     return out
 
 

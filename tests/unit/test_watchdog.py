@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -118,8 +118,7 @@ class Rank:
         return out
 
     def good(self, *, grad: bool = False) -> torch.Tensor:
-        out = burst_rt.burst_attention(*self.qkv(grad=grad), layout=self.layout)
-        return out
+        return burst_rt.burst_attention(*self.qkv(grad=grad), layout=self.layout)
 
     def changed(self, name: str, change: Callable[[torch.Tensor], object]) -> object:
         """A good call, but for one tensor."""
