@@ -63,7 +63,8 @@ def __getattr__(name: str) -> object:
         return import_module(f"burst_rt.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'burst_rt' has no attribute {name!r}")
-    return getattr(import_module(f"burst_rt.{_HOME[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"burst_rt.{_HOME[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -144,10 +144,11 @@ class Task:
     recvs: tuple[Message, ...]
     cost: Cost
     hop: int | None = None
+    # Follows from the rest, and is asked for whenever a task is issued.
+    is_exchange: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_exchange(self) -> bool:
-        return bool(self.sends or self.recvs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_exchange", bool(self.sends or self.recvs))
 
 
 @dataclass(frozen=True, kw_only=True)

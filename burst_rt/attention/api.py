@@ -174,9 +174,8 @@ def explain(
     Local: nothing is sent. Raises InputError.
     """
     call = make_call(q, k, v, **options)
-    plan = call.setup.planner.plan
     return Explanation(
-        plan(call.forward_key), plan(call.backward_key) if any(call.needs_grad) else None
+        forward=call.forward_plan, backward=call.backward_plan if any(call.needs_grad) else None
     )
 
 

@@ -15,7 +15,7 @@ from typing import NotRequired, TypedDict
 import torch
 
 from burst_rt.attention.mask_check import check_mask
-from burst_rt.attention.planner import PlanKey
+from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import InputError
@@ -29,8 +29,8 @@ from burst_rt.version import __version__
 __all__ = ["CAUSAL", "FULL", "Call", "Options", "make_call", "needs_of"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Kinds of calls whose checks are remembered.
-_KNOWN_CALLS = 256
+# Kinds of calls that are remembered, with their plans.
+_KNOWN_CALLS = 64
 # Where a call names none. The compiler reads their numbers, and makes no mask of its own.
 FULL, CAUSAL = Full(), Causal()
 
@@ -86,14 +86,16 @@ class Call:
         )
 
     @cached_property
-    def forward_key(self) -> PlanKey:
-        """What the plan of the forward depends on."""
-        return self._key(forward=True)
+    def forward_plan(self) -> Plan:
+        """The plan of the forward, made on first use. Raises InputError for what no kernel or
+        strategy can do; blocks while several kernels are timed, once for a chip.
+        """
+        return self.setup.planner.plan(self._key(forward=True))
 
     @cached_property
-    def backward_key(self) -> PlanKey:
-        """What the plan of the backward depends on."""
-        return self._key(forward=False)
+    def backward_plan(self) -> Plan:
+        """The plan of the backward; see `forward_plan`."""
+        return self.setup.planner.plan(self._key(forward=False))
 
     @cached_property
     def forward_terms(self) -> tuple[dict[str, str], int]:

@@ -30,7 +30,7 @@ def run_forward(
     setup, name = call.setup, "burst_attention"
     runtime = setup.runtime
     try:
-        plan = setup.planner.plan(call.forward_key)
+        plan = call.forward_plan
     except InputError as error:
         runtime.refuse(name, error)
     progress = Progress()
@@ -69,7 +69,7 @@ def run_backward(
     setup, name = call.setup, "backward of burst_attention"
     runtime = setup.runtime
     try:
-        plan = setup.planner.plan(call.backward_key)
+        plan = call.backward_plan
     except InputError as error:
         runtime.refuse(name, error)
     progress = Progress()

@@ -67,7 +67,6 @@ class BaseDriver:
         opening: Opening,
         timeout_s: float,
         stall_s: float,
-        trace: Trace,
         takes: Callable[[], str] | None = None,
         flight: FlightRecord | None = None,
     ) -> None:
@@ -79,7 +78,8 @@ class BaseDriver:
         self._opening = opening
         self._timeout_s = timeout_s
         self._stall_s = stall_s
-        self.trace = trace
+        # What has ended: task, issued, started, ended. Spans are made when somebody asks.
+        self._ended: list[tuple[Task, float, float, float]] = []
         self._takes = takes
         self._flight = flight
         self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
@@ -95,6 +95,14 @@ class BaseDriver:
         self.compute_s = 0.0
         self.wait_s = 0.0
         self.refused = False  # the ranks did not agree on the call: nothing was sent
+
+    @property
+    def trace(self) -> Trace:
+        """The spans of the tasks that have ended. Any thread may ask after the run."""
+        trace = Trace(max(1, len(self._graph.tasks)))
+        for task, issued_s, started_s, ended_s in self._ended:
+            trace.add(Span.of(task, issued_s=issued_s, started_s=started_s, ended_s=ended_s))
+        return trace
 
     def wait(self) -> Sequence[Event]:
         """See `Driver.wait`. Does this driver's own work, or blocks until something has moved;
@@ -238,7 +246,7 @@ class BaseDriver:
     def _finish(self, task: Task, started_s: float) -> float:
         ended_s = time.perf_counter()
         issued_s = self._issued_s[task.id]
-        self.trace.add(Span.of(task, issued_s=issued_s, started_s=started_s, ended_s=ended_s))
+        self._ended.append((task, issued_s, started_s, ended_s))
         return ended_s
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:

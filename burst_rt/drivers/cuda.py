@@ -23,7 +23,7 @@ from burst_rt.drivers.base import BaseDriver
 from burst_rt.drivers.device import Device, DeviceEvent, Stream
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
-from burst_rt.scheduler import Event, Lane, Schedule, Span, Task, TaskDone, TaskFailed, overlap
+from burst_rt.scheduler import Event, Lane, Schedule, Task, TaskDone, TaskFailed, overlap
 from burst_rt.transport import OrderedTransport
 
 __all__ = ["CudaDriver"]
@@ -140,9 +140,7 @@ class CudaDriver(BaseDriver):
                 self._origin_s + self._device.seconds(self._origin, e)
                 for e in (issued.started, issued.ended)
             )
-            self.trace.add(
-                Span.of(issued.task, issued_s=issued.issued_s, started_s=start_s, ended_s=end_s)
-            )
+            self._ended.append((issued.task, issued.issued_s, start_s, end_s))
             if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
         if self._issued:

@@ -33,7 +33,7 @@ from burst_rt.runtime.agreement import Agreement, digest_of
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.observer import Observer
 from burst_rt.runtime.process import process
-from burst_rt.scheduler import Engine, Graph, Schedule, Trace, run
+from burst_rt.scheduler import Engine, Graph, Schedule, run
 from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
 
 __all__ = ["Runtime", "Stats"]
@@ -164,11 +164,11 @@ class Runtime:
             if not agreed:
                 self._enter()
             agreement = Agreement(self.control, self._number, description, digest)
-            trace, flight, observer = Trace(), self._flight, self.observer
+            flight, observer = self._flight, self.observer
             driver = progress.driver = self.machine.driver(
                 schedule, operations=operations, memory=memory, watch=self.watch,
                 opening=agreement, timeout_s=self.timeout_s, stall_s=self.stall_s,
-                trace=trace, takes=takes, flight=flight,
+                takes=takes, flight=flight,
             )  # fmt: skip
             if flight is not None:
                 flight.enter(self._number, call)

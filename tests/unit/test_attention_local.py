@@ -18,11 +18,11 @@ from worlds import Case, attend, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
-from burst_rt.drivers import Slots
 from burst_rt.errors import InputError
 from burst_rt.kernels import sum_dtype
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Relation
+from burst_rt.runtime.machine import Slots
 
 _WORLDS = (1, 2, 3, 4, 5, 8)
 
@@ -424,7 +424,7 @@ def test_memory_is_poisoned_in_these_tests() -> None:
         x = torch.zeros(1, 10, 1, 16)
         spec = burst_rt.make_call(x, x, x, layout=layout)
         run = ForwardRun(
-            ctx.setup.planner.plan(spec.forward_key),
+            spec.forward_plan,
             ctx.runtime.machine,
             None,
             lambda: None,

@@ -27,7 +27,6 @@ from burst_rt.scheduler import (
     Lane,
     Op,
     Schedule,
-    Trace,
     run,
 )
 from burst_rt.telemetry.calls import CallLog, Described, Totals
@@ -112,7 +111,6 @@ def drive(device: FakeDevice, graph: Graph, **options: Any) -> CudaDriver:  # Cu
         opening=options.pop("opening", None) or Opened(polls),
         timeout_s=options.pop("timeout_s", 20.0),
         stall_s=20.0,
-        trace=Trace(),
     )
     run(Engine(schedule), driver)
     return driver

@@ -66,7 +66,6 @@ class _Rank:
     def __post_init__(self) -> None:
         self.transport: LocalTransport = self.world.transport(self.graph.rank)
         self.watch = Watch(self.world.control(self.graph.rank))
-        self.trace = Trace()
         self.bytes = [
             bytearray(bytes([16 * self.graph.rank + part.id]) * _BYTES) for part in self.graph.parts
         ]
@@ -84,7 +83,6 @@ class _Rank:
             opening=self.opening,
             timeout_s=self.timeout_s,
             stall_s=self.stall_s,
-            trace=self.trace,
         )
 
     def add(self, source: int, target: int) -> None:
@@ -103,7 +101,7 @@ class _Rank:
 
     def run(self) -> Trace:
         run(Engine(Schedule.of(self.graph), validate=True), self.driver)
-        return self.trace
+        return self.driver.trace
 
 
 def _run_together(mains: Sequence[Callable[[], object]]) -> None:
@@ -178,7 +176,7 @@ def test_a_ring_over_threads(world_size: int) -> None:
             for hop in range(world_size):
                 value = 3 * value + 16 * ((number - hop) % world_size) + own
             assert rank.bytes[out] == bytes([value % 256]) * _BYTES
-            spans = {span.task: span for span in rank.trace}
+            spans = {span.task: span for span in rank.driver.trace}
             assert sorted(spans) == [task.id for task in rank.graph.tasks]
             assert all(span.issued_s <= span.started_s <= span.ended_s for span in spans.values())
             assert [(s.name, s.lane, s.size_bytes) for _, s in sorted(spans.items())] == [
@@ -260,7 +258,7 @@ def test_a_message_starts_the_deadline_again() -> None:
             transport.isend(memoryview(bytearray(_BYTES)), 0, tag)
 
     _run_together([receiver.run, send_slowly])
-    assert len(receiver.trace) == len(slots)
+    assert len(receiver.driver.trace) == len(slots)
 
 
 @pytest.mark.parametrize("teller", [1, 2])
@@ -276,7 +274,7 @@ def test_a_sign_of_life_from_any_rank_extends_the_wait(teller: int) -> None:
         transport.isend(memoryview(bytearray(_BYTES)), 0, 0)
 
     _run_together([receiver.run, live_then_send])
-    assert len(receiver.trace) == len(receiver.graph.tasks)
+    assert len(receiver.driver.trace) == len(receiver.graph.tasks)
 
 
 def test_once_the_signs_of_life_end_so_does_the_wait() -> None:
@@ -357,7 +355,7 @@ def test_work_that_needs_no_message_runs_before_the_opening_has_ended() -> None:
     g.compute("tile", Op("progress", (0.3,)), accumulates=[out])
     rank = _Rank(LocalWorld(2), g.build(), opening=_Opening(after_s=0.2))
     rank.run()
-    spans = {span.name: span for span in rank.trace}
+    spans = {span.name: span for span in rank.driver.trace}
     assert spans["tile"].started_s < spans["agree"].ended_s
     # The tile's progress polls the opening, too.
     assert rank.opening.num_tests > 5
@@ -428,13 +426,13 @@ def test_progress_keeps_messages_moving_while_a_task_computes() -> None:
     def compute_until_received() -> None:
         world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
         deadline_s = time.perf_counter() + _LONG_S
-        while not any(span.name == "receive" for span in receiver.trace):
+        while not any(span.name == "receive" for span in receiver.driver.trace):
             assert time.perf_counter() < deadline_s, "the message was not taken while the tile ran"
             receiver.driver.progress()
 
     receiver.ops["until it came"] = compute_until_received
     receiver.run()
-    assert [span.name for span in receiver.trace] == ["receive", "tile"]
+    assert [span.name for span in receiver.driver.trace] == ["receive", "tile"]
 
 
 def test_compute_tasks_run_one_at_a_time_in_the_callers_thread() -> None:
@@ -446,7 +444,7 @@ def test_compute_tasks_run_one_at_a_time_in_the_callers_thread() -> None:
     rank.ops["note"] = noted.append
     rank.run()
     assert noted == [0, 1, 2, 3, 4]
-    spans = sorted(rank.trace, key=lambda span: span.started_s)
+    spans = sorted(rank.driver.trace, key=lambda span: span.started_s)
     assert all(before.ended_s <= after.started_s for before, after in pairwise(spans))
 
 

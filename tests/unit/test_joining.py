@@ -19,7 +19,6 @@ from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context
-from burst_rt.drivers.pool import SlotPool, Slots
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.launch import where
 from burst_rt.planning.machines import load_hardware, to_toml
@@ -33,6 +32,7 @@ from burst_rt.runtime.joining import (
     choose_transport,
     resolve_device,
 )
+from burst_rt.runtime.machine import SlotPool, Slots
 from burst_rt.scheduler.simulator.network import Network
 from burst_rt.transport import LocalWorld, staged
 

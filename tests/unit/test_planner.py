@@ -110,7 +110,7 @@ def _runs(
     )
     call = burst_rt.make_call(q, k, v, causal=True, layout=layout, strategy=strategy)
     q, k, v = (x.detach() for x in (q, k, v))
-    forward, backward = map(ctx.setup.planner.plan, (call.forward_key, call.backward_key))
+    forward, backward = call.forward_plan, call.backward_plan
     first = ForwardRun(forward, ctx.runtime.machine, None, lambda: None, False, (q, k, v))
     second = BackwardRun(
         backward,

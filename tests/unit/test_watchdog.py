@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from burst_rt.drivers.device import TorchDevice
 from burst_rt.drivers.watch import SharedWatch, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, PeerLost, Stalled
 from burst_rt.job.ending import mpi_takes_threads
+from burst_rt.runtime import runtime
 from burst_rt.runtime.process import process
 from burst_rt.transport import LocalWorld, NoticeKind
 
@@ -81,7 +83,7 @@ class World:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     ends = Ends()
-    monkeypatch.setattr("burst_rt.runtime.end_job", ends)
+    monkeypatch.setattr(runtime, "end_job", ends)
     return ends
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from burst_rt.attention.planner import Plan
-from burst_rt.drivers import Slots, flat_bytes
+from burst_rt.drivers import flat_bytes
 from burst_rt.kernels import State, Tile, sum_dtype
 from burst_rt.planning.operations import (
     Add,
@@ -26,7 +26,7 @@ from burst_rt.planning.operations import (
 )
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies import Ring
-from burst_rt.runtime.machine import Machine
+from burst_rt.runtime.machine import Machine, Slots
 from burst_rt.transport.staged import ToDevice, ToHost
 
 __all__ = ["BackwardRun", "ForwardRun", "Run", "dense"]
@@ -51,7 +51,7 @@ class Run:
         progress: Callable[[], None],
         poison: bool,
     ) -> None:
-        self.plan = plan
+        self.plan, self.kernel = plan, plan.picked.kernel
         self.ring, self.rank = self.place(plan)
         problem = self.problem = self.ring.problem
         self.scale = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
@@ -239,7 +239,7 @@ class ForwardRun(Run):
 
     def _forward(self, op: ForwardTile) -> None:
         x = self.reads(op)
-        self.plan.kernel.forward(x[Role.Q], x[Role.K], x[Role.V], self.tile(op), self.state)
+        self.kernel.forward(x[Role.Q], x[Role.K], x[Role.V], self.tile(op), self.state)
 
     def _finish(self, _: Finish) -> None:
         """No tile at all: these queries see no key."""
@@ -305,7 +305,7 @@ class BackwardRun(Run):
     def _backward(self, op: BackwardTile) -> None:
         x, sums = self.reads(op), self.sums_at(op)
         lse, delta = x[Role.ROWS]
-        self.plan.kernel.backward(
+        self.kernel.backward(
             x[Role.Q], x[Role.K], x[Role.V], x[Role.DOUT], lse, delta, self.tile(op),
             *map(sums.get, GRADIENTS),
         )  # fmt: skip
@@ -318,7 +318,7 @@ class BackwardRun(Run):
     def delta(self, start: int, stop: int, rows: torch.Tensor) -> None:
         """lse and delta of some of this rank's queries into `rows`."""
         dlse = None if self._dlse is None else self._dlse[:, :, start:stop]
-        self.plan.kernel.delta(
+        self.kernel.delta(
             self._dout[:, start:stop],
             self._out[:, start:stop],
             self._lse[:, :, start:stop],

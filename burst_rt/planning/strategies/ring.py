@@ -108,7 +108,7 @@ class Ring:
         blocks = self.problem.q_blocks if self.queries_travel else self.problem.kv_blocks
         return tuple((range(sum(map(len, own))),) for own in blocks) if self.whole else blocks
 
-    @property
+    @cached_property
     def resident(self) -> tuple[tuple[range, ...], ...]:
         """Blocks of the side at home, by rank."""
         return self.problem.kv_blocks if self.queries_travel else self.problem.q_blocks
