@@ -12,6 +12,7 @@ refused.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from burst_rt.attention.run import run_backward, run_forward
 from burst_rt.attention.sharding import LAYOUTS, ContextLayout
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.kernels import sum_dtype
+from burst_rt.planning import numbers
 from burst_rt.planning.masks import MASKS, Mask
 
 __all__ = ["BurstAttentionFunction", "forward_op", "terms_of", "terms_of_call"]
@@ -30,6 +32,11 @@ __all__ = ["BurstAttentionFunction", "forward_op", "terms_of", "terms_of_call"]
 # What the ops know of a call: the numbers of layout, kv_layout and mask, scale, strategy,
 # return_lse, and whether q, k and v need gradients.
 Terms = tuple[int, int, int, float | None, str, bool, list[bool]]
+
+
+# Masks that compiled programs have made; the programs know their numbers only.
+_constants: deque[Mask] = deque(maxlen=4096)
+numbers.is_tracing = torch.compiler.is_compiling
 
 
 class BurstAttentionFunction(torch.autograd.Function):
@@ -106,8 +113,22 @@ def terms_of(
     needs_grad: tuple[bool, bool, bool],
 ) -> Terms:
     """What the ops know of a call. The compiler traces this: numbers are read, nothing else."""
-    numbers = (layout.number, kv_layout.number, mask.number)
-    return (*numbers, scale, strategy, return_lse, list(needs_grad))
+    mask_number = mask.number or _number_of_constant(mask)
+    known = (layout.number, kv_layout.number, mask_number)
+    return (*known, scale, strategy, return_lse, list(needs_grad))
+
+
+def _number_of_constant(mask: Mask) -> int:
+    """The number of a mask that is made inside a compiled program, and so is a constant of it. The
+    compiler calls this once, while it traces, with a mask like that.
+    """
+    _constants.append(mask)
+    return MASKS.give(mask)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler, which costs a
+# second on every rank.
+_number_of_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def terms_of_call(call: Call) -> Terms:

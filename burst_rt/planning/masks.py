@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self
 
 from burst_rt.errors import InputError
+from burst_rt.planning import numbers
 from burst_rt.planning.numbers import Numbers
 
 __all__ = ["MASKS", "Both", "Causal", "Full", "Mask", "Piece", "Relation", "Rule"]
@@ -81,7 +82,8 @@ class Mask:
 
     def __new__(cls, *args: object, **options: object) -> Self:
         mask = super().__new__(cls)
-        object.__setattr__(mask, "number", MASKS.give(mask))
+        number = numbers.UNNUMBERED if numbers.is_tracing() else MASKS.give(mask)
+        object.__setattr__(mask, "number", number)
         return mask
 
     def __getstate__(self) -> object:

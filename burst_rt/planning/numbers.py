@@ -6,9 +6,21 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Numbers"]
+__all__ = ["UNNUMBERED", "Numbers", "is_tracing"]
+
+# Of an object that a compiler makes while it traces: it is no input, and has no number of its own.
+UNNUMBERED = 0
+
+
+def _never() -> bool:
+    return False
+
+
+# Whether a compiler is tracing. `attention/autograd.py` says how to ask; here there is no torch.
+is_tracing: Callable[[], bool] = _never
 
 _T = TypeVar("_T")
 

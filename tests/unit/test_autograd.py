@@ -8,6 +8,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +17,11 @@ import torch
 from spec import errors_of, reference
 from tolerances import ERROR
 from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from worlds import Case, attend_over_threads
 
 import burst_rt
-from burst_rt import Causal, Context, Mask
+from burst_rt import Causal, Context, ContextLayout, Mask, Relation
 from burst_rt.attention import autograd
 from burst_rt.attention.sharding import LAYOUTS
 from burst_rt.errors import InputError
@@ -347,6 +349,89 @@ def _attend_with(
 ) -> torch.Tensor:
     out: torch.Tensor = burst_rt.burst_attention(q, k, v, **options)
     return out
+
+
+@dataclass(frozen=True)
+class _Window(Mask):
+    width: int
+
+    def relation(self, q: range, kv: range) -> Relation:
+        return Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        return (kv_position <= q_position) & (kv_position >= q_position - self.width)
+
+
+@pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_another_layout_or_mask_is_another_input_and_no_other_program(ctx: Context) -> None:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: ContextLayout, mask: Mask
+    ) -> torch.Tensor:
+        return burst_rt.burst_attention(q, k, v, layout=layout, mask=mask).sin()
+
+    def results(fn: Any, layout: ContextLayout, mask: Mask) -> list[torch.Tensor]:
+        q, k, v = _qkv(ctx)
+        out = fn(q, k, v, layout, mask)
+        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    programs = torch._dynamo.utils.counters["stats"]
+    first = (ctx.layout(16), _Window(3))
+    wanted = results(call, *first)
+    for width in range(20):
+        given = (ctx.layout(16), _Window(width)) if width else first
+        for got, expected in zip(results(compiled, *given), results(call, *given), strict=True):
+            assert torch.equal(got, expected)
+    assert programs["unique_graphs"] <= 3, "at most two recompilations"
+    # Beyond every bound there is, by far.
+    many = [(ctx.layout(16), _Window(width)) for width in range(10_000)]
+    with torch.no_grad():
+        q, k, v = _qkv(ctx)
+        for given in many[::10]:
+            compiled(q, k, v, *given)
+    for got, expected in zip(results(compiled, *first), wanted, strict=True):
+        assert torch.equal(got, expected)
+    assert len(ctx.setup._held) <= 4096
+
+
+@pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_program_may_make_its_mask(ctx: Context) -> None:
+    layout = ctx.layout(16)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return burst_rt.burst_attention(q, k, v, layout=layout, mask=Causal())
+
+    with torch.no_grad():
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        q, k, v = _qkv(ctx)
+        expected = burst_rt.burst_attention(q, k, v, layout=layout, causal=True)
+        assert torch.equal(compiled(q, k, v), expected)
+
+
+def test_selective_checkpointing_keeps_attention_and_runs_no_ring_twice() -> None:
+    """The mode sees the op; it would not see an autograd function."""
+    kept = [torch.ops.burst_rt.attention_forward.default]
+
+    def run(ctx: Context) -> None:
+        contexts = partial(create_selective_checkpoint_contexts, kept)
+        grads = []
+        for kept_too in (False, True):
+            q, k, v = _qkv(ctx)
+            before = ctx.stats().calls
+            out = (
+                checkpoint(_attend, q, k, v, ctx, use_reentrant=False, context_fn=contexts)
+                if kept_too
+                else _attend(q, k, v, ctx)
+            )
+            grads.append(torch.autograd.grad(out.sum(), (q, k, v)))
+            assert ctx.stats().calls - before == 2, "a forward and a backward"
+        assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+    burst_rt.run_local(2, run)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
