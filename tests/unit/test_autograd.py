@@ -378,18 +378,19 @@ def test_another_layout_or_mask_is_another_input_and_no_other_program(ctx: Conte
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     programs = torch._dynamo.utils.counters["stats"]
+    before = programs["unique_graphs"]
     first = (ctx.layout(16), _Window(3))
     wanted = results(call, *first)
     for width in range(20):
         given = (ctx.layout(16), _Window(width)) if width else first
         for got, expected in zip(results(compiled, *given), results(call, *given), strict=True):
             assert torch.equal(got, expected)
-    assert programs["unique_graphs"] <= 3, "at most two recompilations"
+    assert programs["unique_graphs"] - before <= 3, "at most two recompilations"
     # Beyond every bound there is, by far.
     many = [(ctx.layout(16), _Window(width)) for width in range(10_000)]
     with torch.no_grad():
         q, k, v = _qkv(ctx)
-        for given in many[::10]:
+        for given in many[::100]:
             compiled(q, k, v, *given)
     for got, expected in zip(results(compiled, *first), wanted, strict=True):
         assert torch.equal(got, expected)
