@@ -122,8 +122,9 @@ class OrderedTransport(Protocol):
 
 
 class NoticeKind(IntEnum):
-    """Why a rank writes to another outside any collective, and what `Notice.value` and `text` then
-    are.
+    """Why a rank writes to another outside any collective.
+
+    Each kind says what `Notice.value` and `Notice.text` are.
     """
 
     # "I am inside a call and still computing." value: the id of the task.
