@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy.typing as npt
 
 __all__ = [
-    "Capabilities",
+    "TRANSPORTS",
     "Completed",
     "ControlGroup",
     "Memory",
@@ -32,13 +32,8 @@ __all__ = [
 # tensor on a device. The type is Any because this package needs no torch.
 Memory: TypeAlias = Any
 
-
-class Capabilities(NamedTuple):
-    """What a transport can do."""
-
-    device_memory: bool  # whether messages may lie in device memory
-    ordered: bool  # whether messages complete in issue order; else one by one
-    max_message_bytes: int  # the largest message
+# The transports that a user may ask for by name.
+TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
 
 
 class Completed(NamedTuple):
@@ -51,13 +46,13 @@ class Transport(Protocol):
     """Moves messages between the ranks of one context. No method blocks.
 
     One thread uses a transport at a time. Buffers are contiguous bytes: memoryviews, or device
-    tensors where `capabilities.device_memory` is true. A buffer stays alive and untouched until its
-    handle completes. Messages with the same peer and tag match in the order they are started.
+    tensors where the transport takes device memory (see `runtime/machine.py`). A buffer stays alive
+    and untouched until its handle completes. Messages with the same peer and tag match in the order
+    they are started.
     """
 
     rank: int
     size: int
-    capabilities: Capabilities
     bytes_sent: int
     bytes_received: int
 
@@ -93,7 +88,6 @@ class OrderedTransport(Protocol):
 
     rank: int
     size: int
-    capabilities: Capabilities
     bytes_sent: int
     bytes_received: int
     # since when (`time.perf_counter`) a thread is in `exchange`; None: no thread is
