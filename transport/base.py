@@ -106,13 +106,14 @@ class OrderedTransport(Protocol):
         """Raises DeviceError if what was started has failed since. Never blocks."""
 
     def cancel(self) -> None:
-        """Aborts everything under way; the transport cannot be used any more.
+        """Aborts everything under way; the transport cannot be used any more. May block for
+        seconds.
 
         What was to be received has not been received.
         """
 
     def close(self) -> None:
-        """Releases the transport; nothing may be under way."""
+        """Releases the transport; nothing may be under way. May block for seconds."""
 
 
 class NoticeKind(IntEnum):

@@ -66,8 +66,7 @@ def unique_id_bytes(nccl: Nccl) -> bytes:
 
 
 def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
-    """The rounds in which ranks connect: for each, the rank to send to and the rank to receive
-    from.
+    """The rounds in which ranks connect: in each, the ranks to send to and to receive from.
 
     Every round fits on all ranks: the rank that this one sends to receives in the same round.
     """
@@ -112,10 +111,10 @@ class NcclTransport:
     def exchange(
         self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int
     ) -> None:
-        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this
-        rank's device.
+        """See `OrderedTransport.exchange`.
 
-        Raises DeviceError with NCCL's message, ConfigError after `cancel` or `close`.
+        `Memory` is a contiguous torch uint8 tensor on this rank's device. Raises DeviceError with
+        NCCL's message, ConfigError after `cancel` or `close`.
         """
         # The thread that watches may end the communicator at any time.
         communicator = self._communicator

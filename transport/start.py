@@ -31,8 +31,7 @@ _started_by: set[int] = set()
 
 
 def start_mpi(deadline_s: float) -> None:
-    """Starts MPI in this process, unless it runs already. Blocks until all ranks of the job have
-    come.
+    """Starts MPI, unless it runs already. Blocks until all ranks of the job have come.
 
     After `deadline_s` it prints which ranks are missing, as far as this host can know, and ends the
     process with the exit code of `Stalled`, which ends the job: MPI_Init cannot be left in any
@@ -97,9 +96,7 @@ def _finalize() -> None:
 
 
 def who_is_missing() -> str:
-    """Which ranks of this host have ended, or that none has; for the message of a wait that is
-    over.
-    """
+    """Which ranks of this host have ended, or that none has, for a Stalled message."""
     here, expected = launched.ranks_here(), launched.num_local_ranks()
     own = launched.rank()
     if own is None or expected is None or own not in here:

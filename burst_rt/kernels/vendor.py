@@ -106,9 +106,7 @@ class _VendorKernel:
         return forward
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: whether partials are in 16 bits; whether results differ from run to
-        run.
-        """
+        """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
         rounded = (
             ()
             if _whole(work)

@@ -68,9 +68,7 @@ class Probabilities(TileOperation):
 
 
 class ScoreGradients(TileOperation):
-    """Adds dv of a tile, and turns the tile's probabilities into gradients of scores
-    (`ring-naive`).
-    """
+    """Adds dv of a tile, and makes gradients of scores from its probabilities (`ring-naive`)."""
 
     name = "score gradients"
 
@@ -121,9 +119,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Pack:
-    """Copies the heads or tokens for another member of an all-to-all group into the part to be
-    sent.
-    """
+    """Copies what another member of an all-to-all group needs into the part to be sent."""
 
     tensor: Role
     gather: bool  # whether tokens were spread and heads will be; else the way back

@@ -90,12 +90,12 @@ def check_name(strategy: object) -> tuple[str, int | None]:
 
 
 def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: int = 1) -> Choice:
-    """The program for one direction. Raises InputError for a strategy that this problem does not
-    allow.
+    """The program for one direction.
 
     A strategy may have several programs, which differ in the side that travels or in the half that
     goes each way round. The program that sends the fewest bytes is taken. Ties go to the first,
-    `ring-kv` before `burst`, because `ring-kv` sends fewer messages.
+    `ring-kv` before `burst`, because `ring-kv` sends fewer messages. Raises InputError for a
+    strategy that this problem does not allow.
     """
     name, number = check_name(strategy)
     if name == "burst-untiled":

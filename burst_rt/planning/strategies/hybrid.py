@@ -71,9 +71,7 @@ class Hybrid:
 
     @property
     def gathered(self) -> tuple[Role, ...]:
-        """The tensors whose tokens are spread at first and whose heads are spread after the
-        exchange.
-        """
+        """The tensors that a rank has for its own tokens first, and later for its own heads."""
         if self.forward:
             return (Role.Q, Role.K, Role.V)
         return (Role.Q, Role.DOUT, Role.ROWS, Role.K, Role.V)
@@ -127,9 +125,7 @@ class Hybrid:
         return spread + self.group_size * self.ring.wire_bytes()
 
     def footprint(self, rank: int) -> Footprint:
-        """See `Program.footprint`. Gathered tensors, and results before they go back, count as
-        copies.
-        """
+        """See `Program.footprint`. Copies are gathered tensors, and results before they go back."""
         inner = self.ring.footprint(rank // self.group_size)
         members = range(
             rank - rank % self.group_size, rank - rank % self.group_size + self.group_size

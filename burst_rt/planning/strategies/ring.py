@@ -117,9 +117,7 @@ class Ring:
 
     @cached_property
     def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By owner: where each travelling block stands in its owner's shard, as (first token, last
-        + 1).
-        """
+        """By owner: (first token, last + 1) of each travelling block in its owner's shard."""
         return tuple(
             tuple(pairwise(accumulate(map(len, blocks), initial=0))) for blocks in self.travelling
         )
@@ -168,10 +166,9 @@ class Ring:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By owner and block: the first hop at which a rank computes with the block, and so starts
-        its sum.
+        """By owner and block: the first hop at which a rank computes with the block.
 
-        W where no rank computes with the block.
+        At this hop the block's sum starts. W where no rank computes with the block.
         """
         world = self.problem.world_size
         return tuple(
@@ -204,10 +201,10 @@ class Ring:
         )
 
     def footprint(self, rank: int) -> Footprint:
-        """See `Program.footprint`. What travels must be contiguous: own blocks are copied where
-        batch > 1.
+        """See `Program.footprint`.
 
-        Copies of strided inputs are not counted.
+        What travels must be contiguous: own blocks are copied where batch > 1. Copies of strided
+        inputs are not counted.
         """
         problem = self.problem
         q_len, kv_len = (
@@ -397,8 +394,7 @@ class RingBuilder:
         return self.ring.starts[owner][block] <= hop
 
     def _pass_sums(self, hop: int, block: int) -> None:
-        """Sends a block's sums on once the block's tiles are done; at the last hop, sends them
-        home.
+        """Sends a block's sums on once its tiles are done; at the last hop, sends them home.
 
         Receives the sums that the next hop adds to.
         """

@@ -77,12 +77,12 @@ class OneRing:
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """Rings inside the nodes and rings between them (the double ring of LoongTrain, arXiv
-    2406.18485).
+    """Rings inside the nodes and rings between them.
 
-    A rank passes what it got from another node on to the next node at once, and has
-    `ranks_per_node` steps until it needs the next block from there. A block from the rank's own
-    node has one step. Raises InputError where the nodes are not equally large.
+    This is the double ring of LoongTrain (arXiv 2406.18485). A rank passes what it got from another
+    node on to the next node at once, and has `ranks_per_node` steps until it needs the next block
+    from there. A block from the rank's own node has one step. Raises InputError where the nodes are
+    not equally large.
     """
 
     world_size: int
