@@ -1,7 +1,7 @@
-"""Transports: moving bytes between ranks (`LocalTransport`, `MpiTransport`) and the small control
-group beside each.
+"""Transports move bytes between ranks; beside each stands a small control group.
 
-`burst_rt.transport.mpi` needs an MPI library and is imported only when asked for.
+`LocalTransport` joins threads, `MpiTransport` processes. `burst_rt.transport.mpi` needs an MPI
+library and is imported only when asked for.
 """
 
 from burst_rt.transport.base import (

@@ -29,26 +29,26 @@ __all__ = [
 
 
 # The bytes of one message: a contiguous memoryview of host memory, or a contiguous torch uint8
-# tensor of a device (any, so that this package needs no torch).
+# tensor on a device. The type is Any because this package needs no torch.
 Memory: TypeAlias = Any
 
-# What a user may ask for by name.
+# The transports that a user may ask for by name.
 TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
 
 
 class Completed(NamedTuple):
-    """A finished send or receive, by the handle its start returned."""
+    """A send or receive that has finished."""
 
-    handle: int
+    handle: int  # what `isend` or `irecv` returned
 
 
 class Transport(Protocol):
-    """Moves messages between the ranks of one context. One thread uses it at a time; no method
-    blocks.
+    """Moves messages between the ranks of one context. No method blocks.
 
-    Buffers are contiguous bytes that stay alive and untouched until their handle completes:
-    memoryviews, or device tensors where the transport takes device memory (see
-    `runtime/machine.py`). Messages with the same peer and tag match in the order they are started.
+    One thread uses a transport at a time. Buffers are contiguous bytes: memoryviews, or device
+    tensors where the transport takes device memory (see `runtime/machine.py`). A buffer stays alive
+    and untouched until its handle completes. Messages with the same peer and tag match in the order
+    they are started.
     """
 
     rank: int
@@ -63,13 +63,15 @@ class Transport(Protocol):
         """Starts receiving exactly `len(buffer)` bytes and returns a handle."""
 
     def poll(self) -> list[Completed]:
-        """Makes progress and returns what has completed since the last poll. A message of the wrong
-        size raises ProtocolError.
+        """Makes progress and returns what has completed since the last poll.
+
+        Raises ProtocolError for a received message of the wrong size.
         """
 
     def cancel(self) -> None:
-        """Gives up on everything under way. Memory of messages under way may still be touched: the
-        caller keeps it.
+        """Gives up on everything under way.
+
+        The memory of messages under way may still be read or written: the caller keeps it.
         """
 
     def close(self) -> None:
@@ -77,48 +79,60 @@ class Transport(Protocol):
 
 
 class OrderedTransport(Protocol):
-    """Moves messages between the ranks of one context on a stream of the device, which orders them:
-    the host only starts them.
+    """Moves messages between the ranks of one context on a stream of the device.
 
-    Messages with the same peer match in the order they are started; tags do not exist. One thread
-    starts messages; a second may watch: `entered_s`, `check` and `cancel` are for any thread.
-    entered_s: since when (`time.perf_counter`) a thread is in `exchange`, or None.
+    The stream orders the messages; the host only starts them. Messages with the same peer match in
+    the order they are started; there are no tags. One thread starts messages. A second thread may
+    watch: any thread may read `entered_s` and call `check` and `cancel`.
     """
 
     rank: int
     size: int
     bytes_sent: int
     bytes_received: int
+    # since when (`time.perf_counter`) a thread is in `exchange`; None: no thread is
     entered_s: float | None
 
     def exchange(
         self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int
     ) -> None:
-        """Starts messages (device bytes, peer) that progress together, as one group on the
-        stream. Does not wait for them; but two ranks may have to connect first, which has no
-        deadline."""
+        """Starts messages (device bytes, peer) that progress together, as one group on the stream.
+
+        Does not wait for the messages. But two ranks that exchange for the first time may have to
+        connect, which blocks until the other rank comes and has no deadline.
+        """
 
     def check(self) -> None:
         """Raises DeviceError if what was started has failed since. Never blocks."""
 
     def cancel(self) -> None:
-        """Aborts everything under way; the transport cannot be used any more. What was to be
-        received is not."""
+        """Aborts everything under way; the transport cannot be used any more. May block for
+        seconds.
+
+        What was to be received has not been received.
+        """
 
     def close(self) -> None:
-        """Releases the transport; nothing may be under way."""
+        """Releases the transport; nothing may be under way. May block for seconds."""
 
 
 class NoticeKind(IntEnum):
-    """Why a rank writes to another outside any collective."""
+    """Why a rank writes to another outside any collective.
 
-    ALIVE = 1  # I am inside a call and still computing: the id of my task
-    LEFT = 2  # I have closed my context and will enter no further call: my exit code, and my error
-    ENTERED = 3  # I wait for you to enter a call: its number
-    REFUSES = (
-        4  # I cannot make my next call; do you wait for it in this context? Number of the question
-    )
-    # neither can I: number of your question; "here" where I was about to make mine in this context
+    Each kind says what `Notice.value` and `Notice.text` are.
+    """
+
+    # "I am inside a call and still computing." value: the id of the task.
+    ALIVE = 1
+    # "I have closed my context and will enter no further call." value: exit code; text: error.
+    LEFT = 2
+    # "I wait for you to enter a call." value: the number of the call.
+    ENTERED = 3
+    # "I cannot make my next call. Do you wait for it in this context?" value: the question's
+    # number.
+    REFUSES = 4
+    # "I cannot make mine either." value: the number of the peer's question; text: "here" if this
+    # context is where the call was to be made.
     REFUSES_TOO = 5
 
 
@@ -142,42 +156,45 @@ class PendingInts(Pending, Protocol):
     """A reduction under way."""
 
     def result(self) -> list[int]:
-        """The reduced values; only after `test` was True."""
+        """The reduced values. May be read only after `test` was True."""
 
 
 class PendingBytes(Pending, Protocol):
     """A gather under way."""
 
     def result(self) -> list[bytes]:
-        """Every rank's bytes, in rank order; only after `test` was True."""
+        """Every rank's bytes, in rank order. May be read only after `test` was True."""
 
 
 class ControlGroup(Protocol):
     """Small collectives and notices between the ranks of one context. No method blocks.
 
-    All ranks start the same collectives in the same order, one at a time: a gather may be two of
-    the library's, between which no other may come.
+    All ranks start the same collectives in the same order, one at a time: a gather may consist of
+    two collectives of the library, and no other collective may come between them.
     """
 
     rank: int
     size: int
-    # of each rank: which process or thread it is, the same in all groups of a job
+    # Which process or thread each rank is. A place is the same in all groups of a job.
     places: Sequence[object]
 
     def allreduce_max(self, values: Sequence[int]) -> PendingInts:
         """Elementwise maximum of 64-bit integers over the ranks."""
 
     def allreduce_sum(self, array: npt.NDArray[Any]) -> Pending:
-        """Elementwise sum over the ranks, in place, in the array's own type (float32, float64 or
-        int64: not every MPI adds bfloat16 correctly); the same bits on every rank and in every run.
+        """Elementwise sum over the ranks, in place and in the array's own type.
+
+        The type is float32, float64 or int64: not every MPI adds bfloat16 correctly. The sum has
+        the same bits on every rank and in every run.
         """
 
     def allgather(self, payload: bytes) -> PendingBytes:
         """Every rank's bytes (any lengths) on every rank."""
 
     def notify(self, peer: int, kind: NoticeKind, value: int = 0, text: str = "") -> None:
-        """Writes to a peer that may read it at any later time, or never. Of a long text the
-        beginning arrives.
+        """Writes to a peer, which may read the notice at any later time, or never.
+
+        A long text is cut: its beginning arrives.
         """
 
     def notices(self) -> list[Notice]:

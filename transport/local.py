@@ -1,9 +1,8 @@
-"""Ranks as threads of one process: for tests, notebooks and trying things out. Also the simplest
-statement of what a transport does.
+"""Ranks as threads of one process: for tests, notebooks and trying things out.
 
-`LocalWorld(n)` is shared by n threads; `world.transport(r)` and `world.control(r)` are rank r's
-ends. A message moves when both sides have been started (rendezvous), copied by whichever thread
-came second.
+This is also the simplest statement of what a transport does. `LocalWorld(n)` is shared by n
+threads; `world.transport(r)` and `world.control(r)` are rank r's ends. A message moves when both
+sides have started it (rendezvous); the thread that came second copies the bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ _streams = threading.local()
 
 
 class LocalWorld:
-    """What the threads share. One lock guards all of it; it is held for look-ups only, never while
-    bytes are copied.
+    """What the threads share. No method waits for another rank.
+
+    One lock guards all of it. A thread holds the lock for look-ups only, never while it copies
+    bytes.
     """
 
     def __init__(self, size: int, origin: object = None) -> None:
@@ -46,14 +47,15 @@ class LocalWorld:
         self._rounds: dict[int, dict[int, Any]] = {}
         self._readers_left: dict[int, int] = {}
         self._notices: list[deque[Notice]] = [deque() for _ in range(size)]
-        # Worlds that some ranks have taken and others not yet, by number; and the number of each
-        # rank's next.
+        # Duplicates by number: the worlds that some ranks have taken and others have not yet, with
+        # the ranks that have. Beside them, the number of each rank's next duplicate.
         self._duplicates: dict[int, tuple[LocalWorld, set[int]]] = {}
         self._next_duplicate = [0] * size
 
     def duplicate(self, rank: int) -> LocalWorld:
-        """A world of the same ranks in which no message meets one of this world's: for a rank's nth
-        request always the same.
+        """A world of the same ranks whose messages never meet messages of this world.
+
+        Every rank's nth request gives the same world.
         """
         with self._lock:
             number = self._next_duplicate[rank]
@@ -77,8 +79,9 @@ class LocalWorld:
     def post(
         self, outgoing: bool, key: tuple[int, int, int], entry: tuple[LocalTransport, int, Memory]
     ) -> None:
-        """Posts one side of a message; moves it if the other side is there. `key` is (source,
-        destination, tag).
+        """Posts one side of a message, and moves the message if the other side is there.
+
+        `key` is (source, destination, tag).
         """
         mine, theirs = (self._sends, self._recvs) if outgoing else (self._recvs, self._sends)
         with self._lock:
@@ -104,7 +107,7 @@ class LocalWorld:
             return len(self._rounds[number]) == self.size
 
     def leave(self, number: int) -> list[Any]:
-        """All payloads of a full round in rank order; the last reader clears it away."""
+        """All payloads of a full round, in rank order. The last reader removes the round."""
         with self._lock:
             payloads = [self._rounds[number][r] for r in range(self.size)]
             self._readers_left[number] -= 1
@@ -122,7 +125,7 @@ class LocalWorld:
         return [box.popleft() for _ in range(len(box))]
 
     def withdraw(self, transport: LocalTransport) -> None:
-        """Takes back all that a transport has posted and nobody has matched."""
+        """Takes back everything that a transport has posted and no peer has matched."""
         with self._lock:
             for table in (self._sends, self._recvs):
                 for key, box in table.items():
@@ -130,15 +133,16 @@ class LocalWorld:
 
 
 def _copy(source: Memory, target: Memory) -> None:
-    """Copies bytes, and returns when they are there."""
+    """Copies bytes. Blocks until they have arrived."""
     if isinstance(target, memoryview):
         target[:] = source
         return
     import torch  # only ranks on a device get here, and they have it
 
-    # Both sides say that their memory is ready, and expect that of the other when the message has
-    # landed. A stream for each thread: torch has few, which ranks' compute streams are among, and
-    # with a priority other than theirs it is none of those.
+    # Both sides say that their memory is ready, and expect the other side's memory to be ready when
+    # the message has landed. Each thread copies on a stream of its own. torch hands out its streams
+    # from a small pool, and the ranks' compute streams come from there too; a stream of another
+    # priority is none of theirs.
     streams = _streams.__dict__
     stream = streams.get(str(target.device))
     if stream is None:
@@ -200,7 +204,7 @@ class LocalTransport:
         self.cancel()
 
     def landed(self, handle: int, size_bytes: int) -> None:
-        """Called by the thread that moved a message of this transport."""
+        """Notes that a message of this transport has moved; called by the thread that moved it."""
         self._landed.append((handle, size_bytes))
 
     def _start(self, outgoing: bool, buffer: Memory, peer: int, tag: int) -> int:

@@ -1,10 +1,10 @@
-"""Ranks as MPI processes, host memory: mpi4py, non-blocking requests, one communicator for data and
-one for control.
+"""Ranks as MPI processes and host memory: mpi4py, non-blocking requests.
 
-Nothing here waits: every request is tested. Two communicators are duplicated from the caller's, so
-no message of ours can match one of the program's. Sizes are checked on arrival, because MPI accepts
-a short message in silence. Whoever lets go of something of this module, and whenever: the memory
-that MPI may still read or write stays (`_in_use`).
+Nothing here waits, except `duplicate`: every request is tested. Data and control each have a
+communicator that was duplicated from the caller's, so that no message of this project can match a
+message of the program's. Sizes are checked on arrival, because MPI accepts a message that is too
+short without an error. Memory that MPI may still read or write is kept (`_in_use`), whoever lets go
+of an object of this module, and whenever.
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ from burst_rt.transport.start import who_is_missing
 __all__ = ["MpiControl", "MpiTransport", "duplicate", "numbers_in_job"]
 
 _NOTICE_TAG = 1
-# A notice: kind, value, length of the text, text. Small enough for every MPI to send it at once
-# (eagerly).
+# A notice: kind, value, length of the text, text. 512 bytes are few enough for every MPI to send
+# them at once (eagerly).
 _NOTICE = struct.Struct("=qqq")
 _NOTICE_BYTES = 512
-# Counts are 32-bit before MPI 4 and in parts of Open MPI 5; larger messages go in pieces that match
-# in order.
+# Counts are 32-bit before MPI 4 and in parts of Open MPI 5. Larger messages go in pieces, which
+# match in order.
 _PIECE_BYTES = 1 << 30
-# By id: what holds memory that MPI has been given and has not done with. Without it an error on the
-# way would free memory that a late message then overwrites.
+# Objects that hold memory MPI has been given and has not done with, by id. Without this table an
+# error on the way would free the memory, and a late message would overwrite whatever lies there by
+# then.
 _in_use: dict[int, object] = {}
 
 
 def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
-    """A communicator with the same ranks and a message space of its own. Collective; blocks at most
-    `timeout_s`, then raises Stalled.
+    """A communicator with the same ranks and a message space of its own. Collective.
+
+    Blocks until all ranks have called it, at most `timeout_s`, then raises Stalled. Raises
+    ConfigError where `comm` is no intracommunicator.
     """
     if comm == MPI.COMM_NULL or comm.Is_inter():
         raise ConfigError(
@@ -63,8 +66,9 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
 
 
 def numbers_in_job(comm: MPI.Intracomm) -> list[int]:
-    """The numbers in MPI_COMM_WORLD of a communicator's ranks; none where it is no
-    intracommunicator.
+    """The numbers in MPI_COMM_WORLD of a communicator's ranks.
+
+    The list is empty where `comm` is no intracommunicator.
     """
     if comm == MPI.COMM_NULL or comm.Is_inter():
         return []
@@ -89,12 +93,12 @@ class MpiTransport:
         tag_ub = comm.Get_attr(MPI.TAG_UB)
         self._max_tag = int(tag_ub) if tag_ub is not None else 32767
         self._next_handle = 0
-        # Parallel lists: each request, the handle it belongs to, its peer and size, and whether it
-        # sends. The buffers are kept by the requests.
+        # Two parallel lists: the requests, and for each request its handle, its peer, its size in
+        # bytes, and whether it sends. A request keeps its buffer alive.
         self._requests: list[MPI.Request] = []
         self._about: list[tuple[int, int, int, bool]] = []
-        # Written by MPI, one for each request that has finished; as many as there ever were
-        # requests at once.
+        # MPI writes one of these for each request that has finished. There are as many as there
+        # ever were requests at once.
         self._statuses: list[MPI.Status] = []
         self._num_left: dict[int, int] = {}
         _in_use[id(self)] = self
@@ -143,11 +147,12 @@ class MpiTransport:
         return done
 
     def cancel(self) -> None:
-        """See `Transport.cancel`. MPI cannot cancel a send: its request, and with it the memory, is
-        kept until the process ends.
+        """See `Transport.cancel`.
+
+        MPI cannot cancel a send: its request and memory are kept until the process ends.
         """
         for request, (_, _, _, outgoing) in zip(self._requests, self._about, strict=True):
-            # After an error some are gone already.
+            # After an error some requests are freed already.
             if request and not outgoing:
                 request.Cancel()
 
@@ -166,7 +171,7 @@ class MpiTransport:
         handle = self._next_handle
         self._next_handle += 1
         start = self._comm.Isend if outgoing else self._comm.Irecv
-        # An empty message is one empty piece: it has to arrive, too.
+        # An empty message is one empty piece, because its arrival counts too.
         size, most = len(buffer), self._piece_bytes
         pieces = (
             [buffer] if size <= most else [buffer[at : at + most] for at in range(0, size, most)]
@@ -180,8 +185,9 @@ class MpiTransport:
 
 
 class _Rounds:
-    """A collective under way, in as many rounds as its size takes, one after the other; the same
-    number on every rank.
+    """A collective under way, in as many rounds as its size takes, one round after the other.
+
+    Every rank makes the same number of rounds.
     """
 
     def __init__(self) -> None:
@@ -201,7 +207,7 @@ class _Rounds:
 
 
 class _Reduction(_Rounds):
-    """An allreduce of flat arrays; send: None where recv holds what is sent."""
+    """An allreduce of flat arrays. `send` is None where `recv` holds the values to be sent."""
 
     def __init__(
         self,
@@ -293,8 +299,10 @@ class MpiControl:
         return _Gather(self._comm, payload, self._piece_bytes)
 
     def notify(self, peer: int, kind: NoticeKind, value: int = 0, text: str = "") -> None:
-        """See `ControlGroup.notify`. Small enough to leave at once (eager), so a rank that is about
-        to exit can still say so.
+        """See `ControlGroup.notify`.
+
+        A notice is small enough to leave at once (eagerly), so that a rank about to exit can still
+        write one.
         """
         self._outgoing = [(request, box) for request, box in self._outgoing if not request.Test()]
         written = text.encode()[: _NOTICE_BYTES - _NOTICE.size]
@@ -313,8 +321,9 @@ class MpiControl:
         return found
 
     def close(self) -> None:
-        """See `ControlGroup.close`. The communicator itself is left to MPI_Finalize: peers may
-        still write farewells to it.
+        """See `ControlGroup.close`.
+
+        The communicator itself is left to MPI_Finalize: peers may still write farewells to it.
         """
         if not self._inbox:
             return

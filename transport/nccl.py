@@ -1,14 +1,13 @@
-"""GPUs over NCCL, point to point, through CuPy: messages are work on a stream, in one group each
-exchange.
+"""GPUs over NCCL, point to point, through CuPy: each exchange is one group of work on a stream.
 
 Only host work happens here: the stream orders everything. NCCL's communicators start and end
-blocking and have no deadline of their own, so that happens in threads that are watched; a
-communicator that hangs is aborted (`cancel`), which also ends its kernels. Two ranks connect in
-their first exchange, on the host and without a deadline too: `first_pairs` says whom to exchange
-something with from the start.
+blocking and have no deadline of their own, so threads start and end them, and the caller waits for
+the thread with a deadline. A communicator that hangs is aborted (`cancel`), which also ends its
+kernels. Two ranks connect in their first exchange, which blocks the host without a deadline too;
+`first_pairs` names the ranks to exchange something with from the start.
 
-CuPy's `nccl` module is taken as an argument so that tests can record the calls; nothing here
-imports CuPy or needs a GPU.
+CuPy's `nccl` module is an argument, so that tests can record the calls. Nothing here imports CuPy
+or needs a GPU.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ __all__ = ["Nccl", "NcclTransport", "first_pairs", "unique_id_bytes"]
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
 _CLOSE_DEADLINE_S = 5.0
-# Up to so many ranks every two are connected from the start. With more that takes many rounds, and
-# memory of the device for connections that only all-to-alls use: then only neighbours in the ring
-# are.
+# In worlds up to this size every pair of ranks is connected from the start. In larger worlds that
+# would take many rounds, and device memory for connections that only all-to-alls use; there only
+# neighbours in the ring are connected.
 _ALL_PAIRS_UP_TO = 64
-# CuPy's NcclError is a RuntimeError. For results that its table lacks (7 and up) it raises KeyError
-# while it makes one.
+# CuPy's NcclError is a RuntimeError. CuPy's table of results ends at 6; for a result of 7 or more
+# CuPy raises KeyError while it makes the NcclError.
 _ERRORS = (RuntimeError, KeyError)
 _IN_PROGRESS = 7
 
 
 class Nccl(Protocol):
-    """What is used of `cupy.cuda.nccl`."""
+    """The part of `cupy.cuda.nccl` that is used."""
 
     def NcclCommunicator(self, size: int, unique_id: bytes, rank: int, /) -> Any:
-        """Joins a communicator; blocks until all ranks have."""
+        """Joins a communicator. Blocks until all ranks have joined, without a deadline."""
 
     def get_unique_id(self) -> bytes:
-        """A new id, made by one rank and given to all."""
+        """A new id; one rank makes it and gives it to all."""
 
     def groupStart(self) -> None:
         """Begins a group: its sends and receives progress together."""
@@ -54,8 +53,10 @@ class Nccl(Protocol):
 
 
 def unique_id_bytes(nccl: Nccl) -> bytes:
-    """A fresh unique id, for the control group to hand on. Raises DeviceError with what NCCL
-    says."""
+    """A fresh unique id, for the control group to hand on.
+
+    Raises DeviceError with NCCL's message.
+    """
     try:
         return nccl.get_unique_id()
     except _ERRORS as error:
@@ -65,17 +66,16 @@ def unique_id_bytes(nccl: Nccl) -> bytes:
 
 
 def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
-    """The rounds in which ranks connect: in each, whom this rank sends to and whom it receives
-    from.
+    """The rounds in which ranks connect: in each, the ranks to send to and to receive from.
 
-    Every round fits on all ranks: who is sent to in one receives in the same one.
+    Every round fits on all ranks: the rank that this one sends to receives in the same round.
     """
     shifts = range(1, size) if size <= _ALL_PAIRS_UP_TO else (1, size - 1)
     return [((rank + shift) % size, (rank - shift) % size) for shift in shifts]
 
 
 class NcclTransport:
-    """See `OrderedTransport`. One communicator a context and device."""
+    """See `OrderedTransport`. A context has one communicator for each device."""
 
     def __init__(
         self,
@@ -87,11 +87,13 @@ class NcclTransport:
         enter_device: Callable[[], None],
         connect: Callable[[NcclTransport], None] = lambda _: None,
     ) -> None:
-        """Joins the communicator and connects: collective; blocks at most `timeout_s`, then raises
-        Stalled. Raises DeviceError with what NCCL says.
+        """Joins the communicator and connects the ranks. Collective.
 
-        enter_device: makes this rank's device current in the thread that calls it. connect:
-        exchanges something with the `first_pairs`, and waits for it.
+        Blocks until all ranks have joined, at most `timeout_s`, then raises Stalled. Raises
+        DeviceError with NCCL's message.
+
+        enter_device: makes this rank's device current in the calling thread. connect: exchanges
+        something with the `first_pairs` and waits for the messages.
         """
         self.rank = rank
         self.size = size
@@ -99,7 +101,8 @@ class NcclTransport:
         self.bytes_received = 0
         self.entered_s: float | None = None
         self._nccl = nccl
-        self._ending = threading.Lock()  # nobody may ask a communicator that is no more
+        # Held while a communicator is asked or taken away: a destroyed one must not be asked.
+        self._ending = threading.Lock()
         self._enter_device = enter_device
         self._communicator: Any = None
         self._join(unique_id, timeout_s, connect)
@@ -108,12 +111,12 @@ class NcclTransport:
     def exchange(
         self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int
     ) -> None:
-        """See `OrderedTransport.exchange`. `Memory` is a contiguous torch uint8 tensor on this
-        rank's device.
+        """See `OrderedTransport.exchange`.
 
-        Raises DeviceError with what NCCL says.
+        `Memory` is a contiguous torch uint8 tensor on this rank's device. Raises DeviceError with
+        NCCL's message, ConfigError after `cancel` or `close`.
         """
-        # Who watches may end it at any time.
+        # The thread that watches may end the communicator at any time.
         communicator = self._communicator
         if communicator is None:
             raise ConfigError(
@@ -158,12 +161,13 @@ class NcclTransport:
                 raise DeviceError(why, rank=self.rank) from error
 
     def cancel(self) -> None:
-        """See `OrderedTransport.cancel`. Waits at most 5 s."""
+        """See `OrderedTransport.cancel`. Blocks at most 5 s."""
         self._end("abort")
 
     def close(self) -> None:
-        """See `OrderedTransport.close`. Waits at most 5 s: NCCL waits for the work on the streams,
-        and for the other ranks of this host.
+        """See `OrderedTransport.close`. Blocks at most 5 s.
+
+        NCCL waits for the work on the streams, and for the other ranks of this host.
         """
         self._end("destroy")
 
@@ -174,8 +178,8 @@ class NcclTransport:
             return
 
         def end() -> None:
-            # NCCL goes back to the device that the thread had before, and so would take memory on
-            # the first one.
+            # NCCL makes the thread's former device current again. In a new thread that is the first
+            # device, and NCCL would take memory there.
             with suppress(RuntimeError):
                 self._enter_device()
             getattr(communicator, how)()
@@ -194,7 +198,7 @@ class NcclTransport:
             try:
                 self._enter_device()
                 communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
-                if given_up:  # it came too late: nobody knows of it
+                if given_up:  # the caller has stopped waiting and does not know of it
                     communicator.abort()
                     return
                 self._communicator = communicator
@@ -202,7 +206,7 @@ class NcclTransport:
             except Exception as error:  # noqa: BLE001  (whatever CuPy raises: it is handed to the caller below)
                 failed.append(error)
 
-        # A daemon: NCCL cannot be told to give up before there is a communicator.
+        # The thread is a daemon: before there is a communicator, NCCL cannot be told to give up.
         thread = threading.Thread(target=join, name=f"burst_rt nccl rank {self.rank}", daemon=True)
         thread.start()
         thread.join(timeout_s)
@@ -228,5 +232,5 @@ class NcclTransport:
 
 
 def _said(error: BaseException) -> str:
-    """What an error of CuPy's says."""
+    """The message of an error of CuPy's."""
     return f"result {error} of nccl.h" if isinstance(error, KeyError) else str(error)

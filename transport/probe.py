@@ -1,9 +1,9 @@
-"""Does this MPI take device memory? Only a throw-away job tells: the query flag lies, and an MPI
-that does not take it crashes.
+"""Does this MPI take device memory? Only a throw-away job tells.
 
+The library's query flag is wrong at times, and an MPI that does not take device memory crashes.
 `python -m burst_rt.transport.probe DEVICE` is a rank of that job: it passes device tensors round a
-ring and checks them. `burst-rt doctor` starts it and remembers the answer per host, MPI library and
-device, where `burst_rt.init` finds it; a job never probes by itself.
+ring and checks them. `burst-rt doctor` starts the job and remembers the answer by host, MPI library
+and device. `burst_rt.init` looks the answer up; a job never probes by itself.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ _DEADLINE_S = 20.0
 
 
 def remembered(library: str, device: str) -> bool | None:
-    """What the last probe of this host, MPI library (its version string) and device name said; None
-    if there was none.
+    """The last probe's answer for this host, MPI library and device; None if there was no probe.
+
+    `library` is the MPI library's version string, `device` the device's name.
     """
     answer = recall(_KIND, _key(library, device))
     return answer if isinstance(answer, bool) else None
 
 
 def remember(library: str, device: str, answer: bool) -> None:
-    """Writes the answer down, for jobs to come. A cache folder that cannot be written is no error:
-    the next doctor probes again.
+    """Writes the answer down for later jobs.
+
+    A cache folder that cannot be written is no error: the next `burst-rt doctor` probes again.
     """
     keep(_KIND, _key(library, device), answer)
 
@@ -43,8 +45,9 @@ def _key(library: str, device: str) -> dict[str, str]:
 
 
 def _rank(device: str) -> None:
-    """One rank: sends to the next and receives from the one before; raises, or crashes, where
-    device memory is not taken.
+    """One rank: sends to the next rank and receives from the one before.
+
+    Raises, or crashes, where MPI does not take device memory. Blocks at most 20 s for each size.
     """
     import torch
     from mpi4py import MPI
@@ -54,7 +57,7 @@ def _rank(device: str) -> None:
     for size in _SIZES:
         mine = torch.full((size,), world.rank, dtype=torch.uint8, device=device)
         other = torch.full_like(mine, 255)
-        # MPI starts when told to, whatever the device is still doing.
+        # MPI starts at once, though the device may not have written the tensors yet.
         synchronize()
         before = (world.rank - 1) % world.size
         requests = [

@@ -1,10 +1,11 @@
 """Staging: device memory over a transport that takes host memory only, as a lowering of the graph.
 
-`staged(graph)` is the same graph with every exchange of device memory replaced by chunks: a copy to
-a pinned chunk of the host (lane `d2h`), a message of that chunk, and on the other side a message
-into a chunk and a copy to the device (lane `h2d`). Chunks are few and used in turn, so copies and
-messages of neighbouring chunks overlap; that they are not overwritten too early is said by the same
-derived edges as everything else, and the verifier, the trace and the simulator see all of it.
+`staged(graph)` is the same graph with every exchange of device memory replaced by chunks. On the
+sending side a chunk is a copy to a pinned chunk of the host (lane `d2h`) and a message out of that
+chunk; on the receiving side it is a message into a chunk and a copy to the device (lane `h2d`).
+There are few chunks, used in turn, so that copies and messages of neighbouring chunks overlap. The
+graph's derived edges keep a chunk from being overwritten too early, and the verifier, the trace and
+the simulator see every copy and message.
 
     exchange "hop 0": send k, receive k1      becomes, for each chunk i
         d2h  "hop 0 d2h i"    reads k, writes out[i % 2]
@@ -14,8 +15,8 @@ derived edges as everything else, and the verifier, the trace and the simulator 
         h2d  "hop 0 h2d i"    reads in[i % 2], writes k1
                               ToDevice: copies in[i % 2] to k1, from offset on
 
-Parts keep their numbers; those of the chunks come after them. Chunks have tags of their own, the
-same on both sides, because both cut a message at the same places.
+Parts keep their numbers; the chunks' parts come after them. Both sides cut a message at the same
+places, so that the chunks' tags are the same on both.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ __all__ = ["CHUNK_BYTES", "COPY_LANES", "ToDevice", "ToHost", "staged"]
 # Large enough for PCIe and the wire to run at full speed, small enough that a message of a few
 # dozen MiB has several.
 CHUNK_BYTES = 4 << 20
-# A longer message has larger ones: graphs grow with the number of chunks, and gain nothing from
-# more.
+# The most chunks of one message, unless `chunk_bytes` is given: a longer message has larger chunks.
+# Graphs grow with the number of chunks and gain nothing from more.
 _CHUNKS_OF_A_MESSAGE = 32
 # Chunks each way: one is copied while the other is on the wire.
 _NUM_CHUNKS = 2
-# More chunks than all messages of a tag have: tags are tag * _TAG_ROOM + number.
+# More than the chunks of all messages of one tag: a chunk's tag is tag * _TAG_ROOM + number.
 _TAG_ROOM = 4096
 
 
@@ -47,10 +48,10 @@ _TAG_ROOM = 4096
 class ToHost:
     """Copies `size_bytes` of a part, from `offset` on, to the beginning of a chunk."""
 
-    part: int
+    part: int  # number of the part that is read
     offset: int
     size_bytes: int
-    chunk: int  # part
+    chunk: int  # number of the part that is written
     name: ClassVar[str] = "to host"
 
 
@@ -58,10 +59,10 @@ class ToHost:
 class ToDevice:
     """Copies the beginning of a chunk to `size_bytes` of a part, from `offset` on."""
 
-    part: int
+    part: int  # number of the part that is written
     offset: int
     size_bytes: int
-    chunk: int  # part
+    chunk: int  # number of the part that is read
     name: ClassVar[str] = "to device"
 
 
@@ -70,7 +71,7 @@ _HOST_COPY_LANES = (Lane("d2h"), Lane("h2d"))
 
 
 class _Chunk(NamedTuple):
-    """A piece of a message of part `part`."""
+    """A piece of the message that carries the part `part`."""
 
     part: int
     offset: int
@@ -80,16 +81,16 @@ class _Chunk(NamedTuple):
 
 
 def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
-    """The graph with its exchanges staged through host chunks of at most `chunk_bytes` (None:
-    CHUNK_BYTES, or a 32nd of a message). Pure.
+    """The graph with its exchanges staged through host chunks of at most `chunk_bytes`. Pure.
 
-    On a graph whose compute lane is a stream the copies are on streams of their own; else (host
-    memory standing in for a device) they are tasks of the host. Raises ConfigError where the
-    messages of one tag to one peer are more than 4,096 chunks.
+    chunk_bytes: None takes CHUNK_BYTES, or a 32nd of the message where that is more. Where the
+    graph's compute lane is a stream, the copies are on streams of their own; otherwise (host memory
+    standing in for a device) they are tasks of the host. Raises ConfigError where the messages of
+    one tag to one peer are more than 4,096 chunks.
     """
 
     def chunk(size_bytes: int) -> int:
-        # Of this message alone: both sides must cut it alike.
+        # The size depends on this message alone: both sides must cut it alike.
         return chunk_bytes or max(CHUNK_BYTES, -(-size_bytes // _CHUNKS_OF_A_MESSAGE))
 
     sizes: Counter[tuple[bool, int, int]] = Counter()
@@ -124,7 +125,7 @@ class _Staging:
             self.parts += self.g.buffer(
                 name, parts=len(own), size_bytes=sizes, initialised=own[0].initialised
             ).parts
-        # Chunks of one direction are used in turn.
+        # The chunks of one direction are used in turn.
         self.out, self.into = (
             cycle(
                 [

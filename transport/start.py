@@ -1,13 +1,13 @@
 """Starting MPI, under a deadline.
 
-MPI_Init waits for every rank of the job and has no deadline of its own. mpi4py calls it, when
-`mpi4py.MPI` is imported, while it holds the interpreter's lock, so no thread could end that wait.
-Here mpi4py is imported without starting MPI, and MPI_Init_thread is called with the lock released,
-while a thread watches the time. A program that imports `mpi4py.MPI` before it calls
+MPI_Init waits for every rank of the job and has no deadline of its own. Importing `mpi4py.MPI`
+calls MPI_Init while the thread holds the interpreter's lock, so that no other thread could end the
+wait. Here mpi4py is imported without starting MPI, and MPI_Init_thread is called with the lock
+released, while a thread watches the time. A program that imports `mpi4py.MPI` before it calls
 `burst_rt.init` starts MPI by itself, without a deadline.
 
-Who starts MPI ends it: at exit, and not in a child that was forked, whose MPI_Finalize would
-disturb its parent's (mpi4py's own does).
+The process that starts MPI also ends it, at exit. A child that was forked does not: its
+MPI_Finalize would disturb its parent's. (mpi4py's own does.)
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from burst_rt.job import launched, reports
 
 __all__ = ["start_mpi", "who_is_missing"]
 
-# The process that has started MPI here, and is to end it.
+# The id of the process that has started MPI here and must end it; empty if there is none.
 _started_by: set[int] = set()
 
 
 def start_mpi(deadline_s: float) -> None:
-    """Starts MPI in this process, unless it runs already. Blocks until all ranks of the job have
-    come.
+    """Starts MPI, unless it runs already. Blocks until all ranks of the job have come.
 
-    After `deadline_s` it prints who is missing, as far as that can be known, and ends the process
-    with the exit code of `Stalled`, which ends the job: MPI_Init cannot be left in any other way.
-    Raises ImportError or RuntimeError where there is no MPI library, ConfigError where mpi4py is
-    told not to start MPI.
+    After `deadline_s` it prints which ranks are missing, as far as this host can know, and ends the
+    process with the exit code of `Stalled`, which ends the job: MPI_Init cannot be left in any
+    other way. Raises ImportError or RuntimeError where there is no MPI library, ConfigError where
+    mpi4py is told not to start MPI.
     """
     loaded = sys.modules.get("mpi4py.MPI")
     if loaded is not None and loaded.Is_initialized():
@@ -88,8 +87,8 @@ def _finalize() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or os.getpid() not in _started_by or mpi.Is_finalized():
         return
-    # Not yet: what the program has registered may still use MPI, and so may objects that go last.
-    # As mpi4py does.
+    # MPI is ended later than this hook: other exit hooks of the program may still use MPI, and so
+    # may objects that are destroyed last. mpi4py registers its own MPI_Finalize in the same way.
     library = ctypes.CDLL(mpi.__file__)
     register = ctypes.pythonapi.Py_AtExit
     register.argtypes = [ctypes.c_void_p]
@@ -97,9 +96,7 @@ def _finalize() -> None:
 
 
 def who_is_missing() -> str:
-    """Which ranks of this host have ended, or that none has: for the message of a wait that is
-    over.
-    """
+    """Which ranks of this host have ended, or that none has, for a Stalled message."""
     here, expected = launched.ranks_here(), launched.num_local_ranks()
     own = launched.rank()
     if own is None or expected is None or own not in here:

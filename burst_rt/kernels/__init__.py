@@ -1,9 +1,9 @@
 """Tile kernels and the registry that picks one.
 
-`naive` is the float64 spec and `untiled` the same without its width: taken only when asked for by
-name. `cpu` is torch's fused CPU attention; `triton` the project's own kernels for NVIDIA GPUs;
-`cudnn` and `flash` are the vendors' own, through torch. Where several can do the work, the fastest
-one measured on this machine is taken.
+`naive` is the float64 spec, and `untiled` is the same computation in the type of the sums; both are
+taken only when asked for by name. `cpu` is torch's fused CPU attention. `triton` is the project's
+own kernels for NVIDIA GPUs. `cudnn` and `flash` are the vendors' kernels, through torch. Where
+several kernels can do the work, the one measured fastest on this machine is taken.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ KERNELS: dict[str, Kernel] = {
     )
 }
 
-# What "auto" chooses from, by the kind of device, the project's own kernel first.
+# The kernels that "auto" chooses from, by kind of device; the project's own kernel comes first.
 _CANDIDATES = {"cpu": ("cpu",), "cuda": ("triton", "cudnn", "flash")}
 
 
 class Picked(NamedTuple):
-    """A kernel and why it was taken."""
+    """A kernel and the reason why it was taken."""
 
     kernel: Kernel
     reason: str
 
 
 def pick(work: Work, name: str = "auto") -> Picked:
-    """The kernel for some work; `name` insists on one. Raises InputError where none fits.
+    """The kernel for some work; `name` insists on one kernel.
 
-    "auto" takes the fastest of those that can do it and give the same bits every time; blocks while
-    several are timed, once for a chip.
+    "auto" takes the fastest of the kernels that can do the work and give the same bits every time.
+    Blocks while several kernels are timed, by this rank or another one; that happens once for a
+    chip. Raises InputError where no kernel fits.
     """
     if name != "auto":
         if name not in KERNELS:

@@ -1,5 +1,7 @@
-"""What a tile kernel is. A kernel computes one tile: a block that travels against the whole shard
-at home, on whichever side.
+"""What a tile kernel is.
+
+A kernel computes one tile: a block that travels against the whole shard at home, whichever side
+travels.
 
 Tensors are views of that block or shard, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v,
 dk, dv `[batch, kv_len, kv_heads, head_dim]`; lse and delta `[batch, heads, q_len]`. Query head h
@@ -21,32 +23,34 @@ from burst_rt.planning.problem import TileShape
 __all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", "sum_dtype"]
 
 
-# What the sum over a row's tiles may be made of: parts that are rounded nowhere, or parts that a
-# kernel has rounded to the inputs' 16 bits.
+# What the sum over a row's tiles may be made of. "exact": parts that are not rounded. "16bit": a
+# kernel may have rounded the parts to the inputs' 16 bits.
 PARTIALS = ("exact", "16bit")
-# Rows of a shard that are worked on at once where that takes temporary memory.
+# Rows of a shard that are worked on at once where the work takes temporary memory.
 _SOME_ROWS = 1024
 
 
 class State(NamedTuple):
-    """The running forward state of a shard of queries (online softmax, Milakov & Gimelshein 2018),
-    unnormalised, and where it ends.
+    """The running forward state of a shard of queries, and the results made from it at the end.
 
-    acc `[batch, q_len, heads, head_dim]` = sum of exp(score - m) * v; m, l `[batch, heads, q_len]`:
-    the largest score so far and the sum of exp(score - m). A row that has seen no key has acc = 0,
-    m = -inf, l = 0. A kernel may keep m in a unit of its own: the tiles of one call are all done by
-    one kernel. out (like acc, in the inputs' type; may be acc itself) and lse (like m) are written
-    once, at the end.
+    Online softmax (Milakov & Gimelshein 2018), not normalised. A row that has seen no key has acc =
+    0, m = -inf, l = 0. A kernel may keep m in a unit of its own, because one kernel does all tiles
+    of a call.
     """
 
+    # sum of exp(score - m) * v, `[batch, q_len, heads, head_dim]`
     acc: torch.Tensor
+    # the largest score so far, `[batch, heads, q_len]`
     m: torch.Tensor
+    # sum of exp(score - m), `[batch, heads, q_len]`
     l: torch.Tensor  # noqa: E741  (the field's name for it)
+    # shaped like acc, in the inputs' type; may be acc itself; written once, at the end
     out: torch.Tensor
+    # shaped like m; written once, at the end
     lse: torch.Tensor
 
     def start(self) -> None:
-        """No key seen yet."""
+        """Makes every row one that has seen no key."""
         self.acc.zero_()
         self.m.fill_(-torch.inf)
         self.l.zero_()
@@ -57,7 +61,7 @@ class State(NamedTuple):
         if self.out.dtype == self.acc.dtype:
             torch.div(self.acc, norm, out=self.out)
         else:
-            # Some rows at a time: the quotient is a temporary.
+            # Some rows at a time, because the quotient is a temporary.
             parts = (x.split(_SOME_ROWS, 1) for x in (self.out, self.acc, norm))
             for row, acc, n in zip(*parts, strict=True):
                 row.copy_(acc / n)
@@ -65,22 +69,23 @@ class State(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is to be computed: the pieces that the mask leaves of a tile, positions of its rows and
-    columns, the mask, the softmax scale.
+    """What is to be computed.
 
-    Positions are runs, in local order (a shard has one run a block); a kernel that evaluates the
-    mask itself may go by them alone. `progress` is called between parts of a long tile so that
-    transfers move on. first, last: the first tile of a forward call (nothing is in the state yet,
-    not even zeros) and the last (whose kernel also finishes the state, all rows of it).
+    A position tuple has one run for each block of its side, in local order. A kernel that evaluates
+    the mask itself may use the positions and ignore the pieces.
     """
 
-    pieces: tuple[Piece, ...]
-    q_positions: tuple[range, ...]
-    kv_positions: tuple[range, ...]
+    pieces: tuple[Piece, ...]  # what the mask leaves of the tile
+    q_positions: tuple[range, ...]  # of the rows
+    kv_positions: tuple[range, ...]  # of the columns
     mask: Mask
-    scale: float
+    scale: float  # of the softmax
+    # Called between parts of a long tile, so that transfers move on.
     progress: Callable[[], None]
+    # Whether it is the first tile of a forward call: the state then holds nothing, not even zeros.
     first: bool = False
+    # Whether it is the last tile of a forward call: the kernel then also finishes all rows of the
+    # state.
     last: bool = False
 
     def relation(self, rows: slice, columns: slice) -> Relation:
@@ -92,8 +97,9 @@ class Tile(NamedTuple):
     def visible(
         self, piece: Piece, rows: slice, columns: slice, device: torch.device
     ) -> torch.Tensor | None:
-        """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`, or None for
-        all of them.
+        """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`.
+
+        None if all cells are seen.
         """
         if piece.masked:
             q, kv = (
@@ -112,42 +118,41 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one direction of a call asks of its kernel on this rank.
-
-    ring_size: of its `Program`; tiles: the pieces of each; partials: one of `PARTIALS`.
-    """
+    """What one direction of a call asks of its kernel on this rank."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     mask: Mask
     forward: bool = True
-    ring_size: int = 1
-    tiles: tuple[tuple[Piece, ...], ...] = ()
-    partials: str = "exact"
+    ring_size: int = 1  # `Program.ring_size`
+    tiles: tuple[tuple[Piece, ...], ...] = ()  # the pieces of each tile
+    partials: str = "exact"  # one of `PARTIALS`
 
 
 class Kernel(Protocol):
-    """A tile kernel. Never called with an empty range."""
+    """A tile kernel. No method is called with an empty range."""
 
     name: str
 
     def refuses(self, work: Work) -> str | None:
-        """Why it cannot do this work (the first reason there is), or None."""
+        """The first reason why the kernel cannot do this work, or None."""
 
     def repeatable(self, forward: bool) -> bool:
-        """Whether the same inputs give the same bits every time. "auto" takes no kernel of which
-        that is not true.
+        """Whether the same inputs give the same bits every time.
+
+        "auto" takes only kernels that say True.
         """
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """What a user should know of this kernel doing this work; `explain` tells."""
+        """What a user should know about this kernel doing this work; `explain` shows it."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
     ) -> None:
-        """Folds the pieces into the rows of `state` they cover; before the first tile it starts it,
-        after the last it finishes it.
+        """Folds the pieces into the rows of `state` that they cover.
+
+        Starts the state before the first tile and finishes it after the last.
         """
 
     def delta(
@@ -158,9 +163,11 @@ class Kernel(Protocol):
         dlse: torch.Tensor | None,
         rows: torch.Tensor,
     ) -> None:
-        """Writes what `backward` needs of each query, `rows` `[2, batch, heads, q_len]`: lse, +inf
-        where it is -inf (a row that saw no key: its probabilities exp(score - lse), and so its
-        gradients, are then 0), and delta = rowsum(dout * out) - dlse (0 there).
+        """Writes what `backward` needs of each query to `rows` `[2, batch, heads, q_len]`.
+
+        rows[0] is lse, or +inf where lse is -inf. Such a row saw no key; with +inf its
+        probabilities exp(score - lse), and so its gradients, are 0. rows[1] is delta = rowsum(dout
+        * out) - dlse, or 0 where lse is -inf.
         """
 
     def backward(
@@ -178,13 +185,14 @@ class Kernel(Protocol):
     ) -> None:
         """Adds the gradients of the tile's pieces to the sums (None: not needed).
 
-        `lse` is of the whole row, +inf where a row sees no key at all (so that its probabilities
-        are 0); `delta` = rowsum(dout * out) - dlse.
+        `lse` is the lse of the whole row, +inf where a row sees no key at all (so that its
+        probabilities are 0). `delta` = rowsum(dout * out) - dlse.
         """
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """The most memory one call allocates for tiles of up to that shape; what a mask of the
-        user's own takes is a guess.
+        """The most memory in bytes that one call allocates for tiles of up to that shape.
+
+        The memory that a mask of the user's own takes is a guess.
         """
 
 
@@ -205,8 +213,8 @@ def delta_rows(
         delta[:, :, some] = product.sum(-1).transpose(1, 2)
     if dlse is not None:
         delta.sub_(dlse)
-        # A row that sees no key has no gradient, whatever comes for its lse (of logaddexp(-inf,
-        # -inf), say, NaN).
+        # A row that sees no key has no gradient, whatever dlse holds for it; the gradient of
+        # logaddexp(-inf, -inf), for example, is NaN.
         delta.masked_fill_(top == torch.inf, 0.0)
 
 
@@ -217,11 +225,12 @@ def fold(
     m: torch.Tensor,
     l: torch.Tensor,  # noqa: E741
 ) -> None:
-    """Folds a normalised part, out `[batch, q, heads, d]` and lse `[batch, heads, q]`, into the
-    running state with weight exp(lse - m).
+    """Folds a normalised part into the running state with weight exp(lse - m).
+
+    The part is out `[batch, q, heads, d]` and lse `[batch, heads, q]`.
     """
     m_new = torch.maximum(m, lse)
-    # exp(-inf - -inf) would be NaN: such a row has seen nothing
+    # exp(-inf - -inf) would be NaN: such a row has seen no key.
     safe = torch.where(m_new == -torch.inf, 0.0, m_new)
     old, new = torch.exp(m - safe), torch.exp(lse - safe)
     acc.mul_(_rows(old)).addcmul_(out, _rows(new))
@@ -230,7 +239,7 @@ def fold(
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type sums are kept in: float64 for float64 inputs, else float32."""
+    """The type that sums are kept in: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -246,9 +255,7 @@ def _positions(runs: tuple[range, ...], rows: slice, device: torch.device) -> to
 
 
 def _some_of(runs: tuple[range, ...], rows: slice) -> list[range]:
-    """Some of the positions, which are counted through all runs; a run that has none of them is
-    left out.
-    """
+    """Some of the positions, counted through all runs. Runs without any of them are left out."""
     found, first = [], 0
     for run in runs:
         part = run[max(rows.start - first, 0) : max(rows.stop - first, 0)]

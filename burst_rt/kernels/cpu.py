@@ -1,18 +1,18 @@
 """Tiles on a CPU by torch's fused CPU attention, called in parts of bounded size.
 
-16-bit inputs are cast to float32 part by part, so that sums are float32 whatever the input, and
-because on a CPU without native bfloat16 torch's own 16-bit backward is several times slower.
+16-bit inputs are cast to float32 part by part. Sums are then float32 whatever the input, and
+torch's own 16-bit backward is several times slower on a CPU without native bfloat16.
 
-The fused backward wants the output O, of which it uses only rowsum(dO * O). It is given O' = dO *
-delta / |dO|^2: then rowsum(dO * O') = delta exactly, so O never has to travel. Where |dO|^2 is near
-overflow or underflow it is O' = u * delta / (amax * |u|^2) with u = dO / amax and amax the row's
+The fused backward takes the output O and uses only rowsum(dO * O). It is given O' = dO * delta /
+|dO|^2 instead: then rowsum(dO * O') = delta exactly, so that O never has to travel. Where |dO|^2 is
+near overflow or underflow, O' = u * delta / (amax * |u|^2) with u = dO / amax and amax the row's
 largest |dO|.
 
-A tile of a handful of cells is done in float64 instead: where a row sees one to three keys its
+A tile of a handful of cells is done in float64 instead. Where a row sees one to three keys, its
 gradients are differences of nearly equal numbers, and O' costs a rounding more than O does.
 
-Two habits of the fused kernel are worked around here: it crashes on empty tensors (never called
-with one), and a row that sees no key gets lse 0 instead of -inf.
+Two habits of the fused kernel are worked around here: it crashes on empty tensors (so it is never
+called with one), and it gives a row that sees no key lse 0 instead of -inf.
 """
 
 from __future__ import annotations
@@ -36,44 +36,43 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class _Part(NamedTuple):
-    """The most of a tile that one call of the fused kernel does: rows of queries, of keys; heads of
-    keys for each thread.
+    """The most of a tile that one call of the fused kernel does.
 
-    The kernel spreads heads over threads. More than one for each gains nothing, and lets transfers
-    move on less often: with all heads at once a call can take the better part of a second.
+    The kernel spreads heads over threads. More than one head for each thread gains nothing and lets
+    transfers move on less often: with all heads at once a call can take the better part of a
+    second.
     """
 
-    q_len: int
-    kv_len: int
-    kv_heads: int
+    q_len: int  # rows
+    kv_len: int  # columns
+    kv_heads: int  # for each thread
 
 
 # Large enough that adding up the parts costs about one percent.
 _PART = _Part(4096, 4096, 1)
-# In a tile under a mask, which is made as a matrix: less of that, for more heads.
+# For a tile under a mask, which is made as a matrix: fewer rows and columns, more heads.
 _MASKED_PART = _Part(1024, 1024, 4)
-# Of a cell, while a mask is made: booleans.
+# Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
-# What the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in the
-# backward.
+# Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
+# the backward.
 _FUSED_BYTES = 2**20
-# Cells of a tile that is done in float64.
+# The most cells of a tile that is done in float64.
 _HANDFUL = 16
-# Norms whose squares are neither near overflow nor near underflow, in float32 and so in float64.
+# Between these, a norm's square is neither near overflow nor near underflow in float32, and so not
+# in float64.
 _TINY, _HUGE = 1e-15, 1e15
 
 _naive = NaiveKernel()
 
 
 class _Cut(NamedTuple):
-    """One call of the fused kernel: rows and columns of the tile; under a triangle (row i sees
-    column j <= i), or the mask of `piece`.
-    """
+    """One call of the fused kernel."""
 
-    rows: slice
-    columns: slice
-    triangle: bool = False
-    piece: Piece | None = None
+    rows: slice  # of the tile
+    columns: slice  # of the tile
+    triangle: bool = False  # whether row i sees only the columns j <= i
+    piece: Piece | None = None  # the piece whose mask hides cells, if there is one
 
 
 class CpuKernel:
@@ -82,7 +81,7 @@ class CpuKernel:
     name = "cpu"
 
     def refuses(self, work: Work) -> str | None:
-        """Only CPU tensors of a floating type."""
+        """Refuses all but CPU tensors of a floating type."""
         if work.device.type != "cpu":
             return f"the cpu kernel takes CPU tensors, got {work.device}"
         if work.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -164,14 +163,16 @@ class CpuKernel:
                     tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """Bounded by the parts' sizes: casts of the inputs, O', the fused kernel's results and its
-        own buffers; the mask, twice.
+        """See `Kernel.scratch_bytes`. The parts' sizes bound it.
+
+        It counts casts of the inputs, O', the fused kernel's results and own buffers, and the mask,
+        twice.
         """
         size = sum_dtype(dtype).itemsize
         part = _MASKED_PART if tile.masked else _PART
         q_len, kv_len = min(tile.q_len, part.q_len), min(tile.kv_len, part.kv_len)
         kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
-        # the channel more that some rows need
+        # One channel more, which some rows need (see `_Queries`).
         head_dim = tile.head_dim if forward else tile.head_dim + 1
         q_part = (
             tile.batch * q_len * kv_heads * (tile.num_heads // tile.num_kv_heads) * head_dim * size
@@ -189,7 +190,7 @@ def _part_of(tile: Tile) -> _Part:
 
 
 def _some_heads(q: torch.Tensor, k: torch.Tensor, part: _Part) -> Iterator[tuple[slice, slice]]:
-    """Heads of q and of k for one call."""
+    """The heads of q and of k for each call."""
     num_heads, num_kv_heads, step = q.shape[2], k.shape[2], part.kv_heads * torch.get_num_threads()
     group = num_heads // num_kv_heads
     for a in range(0, num_kv_heads, step):
@@ -208,8 +209,9 @@ def _parts(tile: Tile, part: _Part) -> Iterator[tuple[slice, Iterator[_Cut]]]:
 
 
 def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterator[_Cut]:
-    """What some rows, all of them in every piece, are to compute: full rectangles first, joined
-    where they touch.
+    """What some rows, all of which are in every piece, are to compute.
+
+    Full rectangles come first, joined where they touch.
     """
     full, rest = [], []
     for piece in pieces:
@@ -228,8 +230,8 @@ def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterato
         )
         full.append((piece.kv_start, full_stop))
         if full_stop < piece.kv_stop:
-            # Whole: the fused kernel leaves out most of what is masked by itself, and the less the
-            # larger the triangle.
+            # The triangle is not cut: the fused kernel by itself leaves out most of what is masked,
+            # and the larger the triangle, the larger that share.
             rest.append(
                 _Cut(
                     rows,
@@ -243,7 +245,7 @@ def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterato
 
 
 def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ranges that do not overlap, those that touch as one; empty ones left out."""
+    """Ranges that do not overlap. Ranges that touch become one; empty ranges are left out."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if start < stop:
@@ -257,7 +259,8 @@ def _split(start: int, stop: int, size: int) -> Iterator[slice]:
     return (slice(c, min(c + size, stop)) for c in range(start, stop, size))
 
 
-# One function a part, so that a part's memory is free before the next part takes its own.
+# A part is a function of its own, so that a part's memory is free before the next part takes its
+# memory.
 def _forward_part(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State, cut: _Cut
 ) -> None:
@@ -284,11 +287,12 @@ def _forward_part(
 
 
 class _Queries:
-    """Some rows of the query side, as the fused backward wants them: q, dout, O' `[batch, heads, q,
-    d]`; lse `[batch, heads, q]`.
+    """Some rows of the query side, in the form that the fused backward takes.
 
-    first: where they stand in the tile. extra: one channel more was needed, because a row of dout
-    is 0, or nearly, and its delta is not (a gradient of lse alone).
+    q, dout and out (O' of the module's text) are `[batch, heads, q, d]`, lse `[batch, heads, q]`.
+    first: the rows' first row in the tile. extra: whether the rows have one channel more. It is
+    needed where a row of dout is 0, or nearly, and the row's delta is not (a gradient of lse
+    alone).
     """
 
     def __init__(
@@ -306,8 +310,8 @@ class _Queries:
         stand_in = _stand_in(self.dout, delta)
         self.extra = stand_in is None
         if stand_in is None:
-            # The channel more, 1 in dout and delta in O', carries delta past any dout; in q, k and
-            # v it is 0.
+            # The channel more is 1 in dout and delta in O', so that it carries delta whatever dout
+            # is; in q, k and v it is 0.
             stand_in = pad(delta.unsqueeze(-1), (q.shape[3], 0))
             self.q, self.dout = pad(self.q, (0, 1)), pad(self.dout, (0, 1), value=1.0)
         self.out = stand_in
@@ -347,8 +351,9 @@ def _backward_part(
 
 
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """O' of the module's text, `[batch, heads, q, d]` like dout; None where a row of dout is 0, or
-    nearly, and delta is not.
+    """O' of the module's text, `[batch, heads, q, d]` like dout.
+
+    None where a row of dout is 0, or nearly, and delta is not.
     """
     norm = torch.linalg.vector_norm(dout, dim=-1)
     least, most = torch.aminmax(norm)
@@ -362,7 +367,7 @@ def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
 
 
 def _cut(x: torch.Tensor, dim: int, at: slice) -> torch.Tensor:
-    """x[..., at, ...]; cheaper, and cheaper still where that is all of x."""
+    """x[..., at, ...] by a cheaper call, and without a call where that is all of x."""
     length = at.stop - at.start
     return x if x.shape[dim] == length else x.narrow(dim, at.start, length)
 
@@ -374,5 +379,5 @@ def _additive(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, S, H, D] -> [B, H, S, D] in the sums' type; a view where that is x's own."""
+    """[B, S, H, D] -> [B, H, S, D] in the sums' type; a view where x has that type."""
     return x.to(dtype).transpose(1, 2)

@@ -1,13 +1,15 @@
-"""The spec: attention in float64, score matrix and all. Every other kernel is tested against this
-one; it is never chosen by itself. `UntiledKernel` is the same in the type of the sums: what local
-attention costs without tiles in fast memory (the paper's baseline).
+"""The spec: attention in float64, score matrix and all.
+
+Every other kernel is tested against `NaiveKernel`; "auto" never takes it. `UntiledKernel` is the
+same in the type of the sums: what local attention costs without tiles in fast memory (the paper's
+baseline).
 
 Forward:  s = scale * q k^T;  p = exp(s - m);  acc = p v;  l = rowsum(p)
 Backward: p = exp(s - lse);  dv = p^T dout;  ds = p * (dout v^T - delta);
           dq = scale * ds k;  dk = scale * ds^T q
 
-Scores are rounded to the type that lse is kept in: p is relative to that lse, and so exactly 1 in a
-row that sees a single key.
+Scores are rounded to the type of lse: p is relative to that lse, and so exactly 1 in a row that
+sees a single key.
 
 Worked example (one head, d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8]: scores 0 and log 3,
 p = [1/4, 3/4], out = 7, lse = log 4.
@@ -25,16 +27,16 @@ __all__ = ["NaiveKernel", "UntiledKernel", "dense_scores", "per_group", "per_hea
 
 
 class NaiveKernel:
-    """See `Kernel`. Takes every device and dtype; memory grows with q_len x kv_len."""
+    """See `Kernel`. Takes every device and dtype. Memory grows with q_len x kv_len."""
 
     name = "naive"
 
     def work_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What inputs of a type are computed in."""
+        """The type to compute in, for inputs of a type."""
         return torch.float64
 
     def refuses(self, work: Work) -> str | None:
-        """Nothing is refused."""
+        """Refuses nothing."""
         return None
 
     def repeatable(self, forward: bool) -> bool:
@@ -57,7 +59,7 @@ class NaiveKernel:
             s = dense_scores(q, k, tile, piece, work, state.m.dtype)
             acc, m, l = state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows]  # noqa: E741
             m_new = torch.maximum(m.to(work), s.amax(-1))
-            # exp(-inf - -inf) would be NaN: such a row has seen nothing
+            # exp(-inf - -inf) would be NaN: such a row has seen no key.
             safe = torch.where(m_new == -torch.inf, 0.0, m_new)
             p = torch.exp(s - safe[..., None])
             old = torch.exp(m.to(work) - safe)
@@ -121,7 +123,7 @@ class NaiveKernel:
                 dv[:, columns] += per_group(p.mT @ do, kv_heads).to(dv.dtype)
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """About six score matrices."""
+        """See `Kernel.scratch_bytes`: about six score matrices."""
         return (
             6
             * self.work_dtype(dtype).itemsize
@@ -150,8 +152,9 @@ def dense_scores(
     work: torch.dtype,
     rounded: torch.dtype,
 ) -> torch.Tensor:
-    """A piece's scores `[B, H, q, kv]` in the type to compute in, -inf where the mask hides;
-    rounded to another before.
+    """A piece's scores `[B, H, q, kv]` in the type `work`, -inf where the mask hides a cell.
+
+    The scores are rounded to the type `rounded` first.
     """
     rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
     s: torch.Tensor = (
@@ -167,8 +170,9 @@ def dense_scores(
 
 
 def per_head(x: torch.Tensor, num_heads: int, work: torch.dtype) -> torch.Tensor:
-    """[B, S, H, D] -> [B, num_heads, S, D] in the type to compute in, kv heads repeated for their
-    group.
+    """[B, S, H, D] -> [B, num_heads, S, D] in the type `work`.
+
+    kv heads are repeated for every query head of their group.
     """
     return x.to(work).transpose(1, 2).repeat_interleave(num_heads // x.shape[2], dim=1)
 

@@ -1,10 +1,10 @@
-"""Which of several tile kernels is fastest on this machine: each is timed once for a class of work,
-and the answer is kept.
+"""Which of several tile kernels is fastest on this machine.
 
-A class is chip and versions, input type, head size, direction, mask, and whether a tile is the only
-one of its call. One standard tile stands for it. The first rank of a host to ask measures, the
-others wait for its answer and take the same, and so do later jobs: with one kernel for all and
-always, results are the same bits from run to run.
+Each kernel is timed once for a class of work, and the answer is kept. A class is chip and versions,
+input type, head size, direction, mask, and whether a tile is the only tile of its call; one
+standard tile stands for the class. The first rank of a host that asks measures. The other ranks
+wait for its answer and take the same kernel, and so do later jobs: one kernel for all and always
+means results with the same bits from run to run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from burst_rt.remembered import alone, recall, remember
 
 __all__ = ["KIND", "TileProblem", "Timed", "failures", "fastest", "seconds_of", "speed_key", "told"]
 
-# The name of what is remembered.
+# The answers' name in `remembered`.
 KIND = "kernel-speed"
 
 _TOKENS = 4096
 _CHANNELS = 2048  # heads x head_dim
 _ROUNDS = 5
-# Compiling takes seconds a kernel; more than this, and a rank measures for itself.
+# Compiling takes seconds a kernel. A rank that waits longer than this measures for itself.
 _DEADLINE_S = 120.0
 
 _lock = threading.Lock()
@@ -38,20 +38,20 @@ _known: dict[tuple[str, ...], dict[str, float | str]] = {}
 
 
 class Timed(NamedTuple):
-    """The fastest kernel and the figures it was taken by."""
+    """The fastest kernel, and the figures that decided."""
 
     kernel: Kernel
     reason: str
 
 
 class TileProblem:
-    """A standard tile of a class of work, bound to memory: what is timed."""
+    """A standard tile of a class of work, bound to memory, for kernels to be timed on."""
 
     def __init__(self, work: Work, *, tokens: int = _TOKENS, alone: bool = True) -> None:
         device, wide = work.device, sum_dtype(work.dtype)
         heads = max(1, _CHANNELS // work.head_dim)
         shape = (1, tokens, heads, work.head_dim)
-        # Numbers of the usual size, and the same every time.
+        # Numbers of the usual size, the same in every run.
         generator = torch.Generator().manual_seed(0)
         some = torch.randn(shape, generator=generator)
         self._q, self._k, self._v, self._dout = (
@@ -72,14 +72,15 @@ class TileProblem:
         acc, *self._sums = (torch.zeros(shape, dtype=wide, device=device) for _ in range(4))
         m, l, lse = (torch.zeros(1, heads, tokens, dtype=wide, device=device) for _ in range(3))  # noqa: E741
         self._state = State(acc, m, l, torch.empty_like(self._q), lse)
-        # As if every row had an lse of about its right size, and no delta.
+        # Every row has an lse of about its right size, and delta 0.
         self._rows = torch.full((2, 1, heads, tokens), 0.0, dtype=wide, device=device)
         self._rows[0].fill_(10.0)
         self._forward = work.forward
 
     def run(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> None:
-        """The kernel does the tile once; in the backward, the gradients that are needed. Does not
-        wait for the device.
+        """Has the kernel do the tile once, in the backward with the gradients that are needed.
+
+        Does not wait for the device.
         """
         if self._forward:
             kernel.forward(self._q, self._k, self._v, self._tile, self._state)
@@ -103,8 +104,10 @@ class TileProblem:
     def results(
         self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)
     ) -> list[torch.Tensor]:
-        """What the kernel gives: out and lse, or the gradients that are needed. Of a tile that is
-        not alone: as the first and the last.
+        """The kernel's results: out and lse, or the gradients that are needed.
+
+        A forward tile that is not the only one of its call is done twice, as the first tile and as
+        the last.
         """
         for total in self._sums:
             total.zero_()
@@ -124,11 +127,14 @@ def fastest(
     candidates: Sequence[Kernel],
     measure: Callable[[Work, Sequence[Kernel]], dict[str, float | str]] | None = None,
 ) -> Timed:
-    """The fastest of several kernels that can do this work, by what is remembered, or else measured
-    now.
+    """The fastest of several kernels that can do this work.
 
-    measure: seconds by kernel, or why there are none (default: on the device). Blocks while it
-    measures, or another rank does. Where nothing can be measured the first candidate is taken.
+    Remembered figures decide; where there are none, the kernels are measured now. Blocks while this
+    rank measures, and at most 120 s while another rank of the host does. Where no kernel can be
+    measured, the first candidate is taken.
+
+    measure: gives seconds by kernel, or the reason why there are none; by default it measures on
+    the device.
     """
     key = speed_key(work)
     names = tuple(sorted(kernel.name for kernel in candidates))
@@ -140,7 +146,8 @@ def fastest(
                 found, whence = recall(KIND, asked), "remembered for this chip"
                 if found is None:
                     found, whence = (measure or seconds_of)(work, candidates), "measured now"
-                    # A kernel that found no memory may find some another time.
+                    # The answer is not kept where a kernel found no memory: another time there may
+                    # be some.
                     if not any(
                         isinstance(x, str) and x.startswith("OutOfMemoryError")
                         for x in found.values()
@@ -165,8 +172,9 @@ def fastest(
 
 
 def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
-    """Median seconds of each kernel on a standard tile, in turn, by events of the device; or its
-    error. Blocks until it is done.
+    """Median seconds of each kernel on a standard tile, or the kernel's error in words.
+
+    The kernels run in turn, timed by events of the device. Blocks until all are done.
     """
     try:
         problem = TileProblem(work, alone=work.ring_size == 1)
@@ -186,7 +194,7 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
                     end.record()
                     end.synchronize()
                 except failures() as error:
-                    # This one is not taken, and `explain` says so.
+                    # A kernel that fails is not taken, and `explain` says so.
                     found[kernel.name] = told(error)
                     continue
                 if i:  # the first round compiles
@@ -197,7 +205,7 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
 
 
 def speed_key(work: Work) -> dict[str, str]:
-    """What a speed depends on."""
+    """Everything that a speed depends on."""
     from burst_rt.version import __version__
 
     return {
@@ -208,7 +216,8 @@ def speed_key(work: Work) -> dict[str, str]:
         "cudnn": str(
             torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
         ),
-        # A program may put another one behind torch's operators (`activate_flash_attention_impl`).
+        # A program may put another implementation behind torch's operators
+        # (`activate_flash_attention_impl`).
         "flash": str(getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()),
         "dtype": str(work.dtype),
         "head_dim": str(work.head_dim),
@@ -219,8 +228,9 @@ def speed_key(work: Work) -> dict[str, str]:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a kernel that does not fit raises: torch's operators and the device RuntimeError, triton
-    its own.
+    """The errors of a kernel that does not fit.
+
+    torch's operators and the device raise RuntimeError, triton raises its own.
     """
     triton = sys.modules.get("triton.errors")
     return (RuntimeError,) if triton is None else (RuntimeError, triton.TritonError)

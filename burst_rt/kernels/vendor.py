@@ -1,20 +1,19 @@
-"""NVIDIA's and Tri Dao's kernels as torch has them (cuDNN attention, FlashAttention 2), behind the
-`Kernel` protocol.
+"""cuDNN's attention and Tri Dao's FlashAttention 2, through torch, behind the `Kernel` protocol.
 
-They give a part of the result in the inputs' 16 bits. Where one call of theirs is all there is (a
-world of one, one rectangle or one square under the diagonal) that is the rounding every result has
-at its end, and nothing is lost. Where parts are added up, each would be rounded before it is: that
-is done only where the user has said partials="16bit".
+These kernels give their result in the inputs' 16 bits. Where a single call is all there is (a world
+of one, one rectangle or one square under the diagonal), this is the rounding that every result has
+at its end, and nothing is lost. Where the results of several calls are added up, each is rounded
+before it is added; that is done only where the user has said partials="16bit".
 
-Their backward wants O where the protocol has delta; it gets the O' of `cpu.py`, in 16 bits. That
+Their backward takes O where the protocol has delta. It gets the O' of `cpu.py`, in 16 bits. That
 costs no accuracy: delta = rowsum(dO * O') is then off by about sqrt(3 / head_dim) roundoffs of
-itself, less than with O itself, whose terms are larger than their sum. (Emulated for head sizes 16
-to 128, grouped heads, gradients of lse: 0.6 to 0.8 roundoffs in dq, dk, dv with O, with O' and with
-delta itself.)
+itself. With O itself it is off by more, because the terms of O are larger than their sum. (Emulated
+for head sizes 16 to 128, grouped heads, gradients of lse: 0.6 to 0.8 roundoffs in dq, dk, dv with
+O, with O' and with delta itself.)
 
 A gradient of lse may make delta so large beside dO that O' needs the range of bfloat16 (see
-`_stand_in`); float16 has no such range, and whether it is needed only the device knows, for which
-nothing here waits. So float16 is taken in the forward only.
+`_stand_in`). float16 has no such range. Only the device knows whether the range is needed, and
+nothing here waits for the device. So float16 is taken in the forward only.
 """
 
 from __future__ import annotations
@@ -35,32 +34,33 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.de
 _cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
-# Both load 16 bytes at a time: what starts or steps otherwise is copied first.
+# Both kernels load 16 bytes at a time: tensors with another start or step are copied first.
 _ALIGNED_BYTES = 16
-# The largest O', and the smallest dO of a replaced row: well inside what bfloat16 holds.
+# The largest O', and the smallest dO of a replaced row: well inside the range of bfloat16.
 _LARGEST, _SMALLEST = 2.0**100, 2.0**-126
 
 _Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Call(NamedTuple):
-    """One call of a vendor's kernel: rows and columns of the tile; causal: row i of them sees
-    column j <= i, and they are a square.
-    """
+    """One call of a vendor's kernel."""
 
-    rows: slice
-    columns: slice
-    causal: bool
+    rows: slice  # of the tile
+    columns: slice  # of the tile
+    causal: bool  # whether row i sees only the columns j <= i; the call is then a square
 
 
 class _VendorKernel:
-    """What the two share. bfloat16, and float16 in the forward; masks whose tiles are rectangles
-    and triangles.
+    """What the two kernels share.
+
+    They take bfloat16, and float16 in the forward only; masks whose tiles are rectangles and
+    triangles.
     """
 
     name: str
     most_head_dim: int
-    # What its tensors must be on; tests with doubles of torch's operators have others.
+    # The kind of device that tensors must be on; tests with doubles of torch's operators set
+    # another.
     device_type = "cuda"
 
     def refuses(self, work: Work) -> str | None:
@@ -99,15 +99,14 @@ class _VendorKernel:
         return None
 
     def repeatable(self, forward: bool) -> bool:
-        """See `Kernel.repeatable`: the backward adds up in an order of its own, different every
-        time.
+        """See `Kernel.repeatable`: the forward only.
+
+        The backward adds up in an order that differs every time.
         """
         return forward
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: where partials are in 16 bits; where results differ from run to
-        run.
-        """
+        """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
         rounded = (
             ()
             if _whole(work)
@@ -128,7 +127,7 @@ class _VendorKernel:
         """See `Kernel.forward`."""
         calls = list(_calls(tile.pieces))
         if tile.first and tile.last and [call.rows for call in calls] == [slice(0, q.shape[1])]:
-            # Nothing to add up: what comes is what is wanted.
+            # Nothing is added up: the call's result is the tile's result.
             out, lse = self._part(q, k, v, calls[0], tile.scale)
             state.out.copy_(out)
             state.lse.copy_(lse)
@@ -186,9 +185,11 @@ class _VendorKernel:
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """Grows with the tile. Copies of inputs that are not aligned, a part's results; in the
-        backward O' and how it is made, and the float32 dq and the dk, dv of every query head that
-        FlashAttention takes for itself. Measured by nobody yet.
+        """See `Kernel.scratch_bytes`. It grows with the tile.
+
+        It counts copies of inputs that are not aligned and a part's results. The backward also
+        counts O' and the temporaries that make it, and what FlashAttention takes for itself: the
+        float32 dq, and the dk, dv of every query head. The sum has not been measured yet.
         """
         token = tile.batch * tile.head_dim * dtype.itemsize
         q, kv = token * tile.q_len * tile.num_heads, token * tile.kv_len * tile.num_kv_heads
@@ -211,20 +212,20 @@ class _VendorKernel:
             call.causal,
             scale,
         )
-        # Kernels may pad the rows of lse, or give it a dimension more.
+        # Kernels may pad the rows of lse, or give it one dimension more.
         return out.transpose(1, 2), lse.flatten(2)[:, :, : rows.stop - rows.start]
 
     def _short_columns(self, tiles: Iterable[tuple[Piece, ...]]) -> str | None:
         return None
 
     def _missing(self, device: torch.device) -> str | None:
-        """Why torch cannot do it here, or None."""
+        """Why torch cannot run the kernel here, or None."""
         raise NotImplementedError
 
     def _call_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse; all with heads before tokens, as in the backward."""
+        """out and lse. All tensors have heads before tokens, here and in the backward."""
         raise NotImplementedError
 
     def _call_backward(
@@ -242,7 +243,7 @@ class _VendorKernel:
 
 
 class FlashKernel(_VendorKernel):
-    """FlashAttention 2 (arXiv 2307.08691). head_dim a multiple of 8, at most 256.
+    """FlashAttention 2 (arXiv 2307.08691). head_dim is a multiple of 8, at most 256.
 
     Its backward gives the same bits every time where torch.use_deterministic_algorithms(True) is in
     force.
@@ -283,7 +284,7 @@ class FlashKernel(_VendorKernel):
         causal: bool,
         scale: float,
     ) -> _Grads:
-        # The state of a random generator, which nobody asks without dropout.
+        # The state of a random generator, which is not read without dropout.
         seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
         grads: _Grads = _flash_backward(
             dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
@@ -293,7 +294,7 @@ class FlashKernel(_VendorKernel):
 
 
 class CudnnKernel(_VendorKernel):
-    """cuDNN's attention (9.0 or newer). head_dim a multiple of 8, at most 128."""
+    """cuDNN's attention (9.0 or newer). head_dim is a multiple of 8, at most 128."""
 
     name = "cudnn"
     most_head_dim = 128
@@ -336,11 +337,11 @@ class CudnnKernel(_VendorKernel):
         causal: bool,
         scale: float,
     ) -> _Grads:
-        # The state of a random generator, which nobody asks without dropout.
+        # The state of a random generator, which is not read without dropout.
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
-        # lse as the forward gives it: torch hands its shape on to cuDNN. And dense, because some
-        # versions of torch keep graphs by the strides of q, k and v alone, and take one again for a
-        # dO and an O of others.
+        # lse has the shape that the forward gives, because torch hands the shape on to cuDNN. dO
+        # and O are made dense, because some versions of torch keep cuDNN graphs by the strides of
+        # q, k and v alone, and would reuse a graph for a dO and an O of other strides.
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
         grads: _Grads = _cudnn_backward(
             dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2],
@@ -350,8 +351,9 @@ class CudnnKernel(_VendorKernel):
 
 
 def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
-    """Rectangles and squares under the diagonal. Where a triangle has more rows than columns, those
-    below its square see all of them.
+    """The pieces as rectangles, and squares under the diagonal.
+
+    Where a triangle has more rows than columns, the rows below its square see all columns.
     """
     for piece in pieces:
         rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
@@ -359,7 +361,7 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
             yield _Call(rows, columns, causal=False)
             continue
         size = min(rows.stop - rows.start, columns.stop - columns.start)
-        # The two vendors align the diagonal of what is no square at different corners.
+        # The two vendors align the diagonal of a part that is no square at different corners.
         yield _Call(
             slice(rows.start, rows.start + size),
             slice(columns.start, columns.start + size),
@@ -370,7 +372,7 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
 
 
 def _whole(work: Work) -> bool:
-    """Whether a single call is all there is, so that nothing is added up."""
+    """Whether a single call does all the work, so that nothing is added up."""
     return work.ring_size == 1 and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
 
 
@@ -386,10 +388,10 @@ def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """dO and O' `[batch, q, heads, d]` in bfloat16, with rowsum(dO * O') = delta.
 
-    O' = u * delta / (amax * |u|^2), u = dO / amax, amax the row's largest |dO|. Where that is too
-    large (a gradient of lse, and a dO that is 0 or next to it) the row of dO becomes a constant e,
-    and O' the constant delta / (d * e). With e = |delta| / (d * 2^100) neither the dO that was
-    there nor this one has any digit in a sum with delta.
+    O' = u * delta / (amax * |u|^2), with u = dO / amax and amax the row's largest |dO|. Where that
+    is too large (a gradient of lse, and a dO that is 0 or next to it), the row of dO becomes a
+    constant e, and the row of O' the constant delta / (d * e). With e = |delta| / (d * 2^100),
+    neither the former dO nor this one has any digit in a sum with delta.
     """
     wide, delta = dout.float(), delta.transpose(1, 2).unsqueeze(-1)
     amax = wide.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

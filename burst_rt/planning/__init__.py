@@ -1,3 +1,4 @@
-"""Planning: masks, layouts, problems, strategies and what they are forecast to take.
-Needs Python alone: no torch, no MPI.
+"""Planning: masks, layouts, problems, strategies, and forecasts of what a strategy takes.
+
+Planning is pure Python: it needs neither torch nor MPI.
 """

@@ -1,9 +1,9 @@
-"""Forecasts: what a strategy would take on a machine, from its graphs and a simulated run. Pure
-Python: no device, no MPI, no torch.
+"""Forecasts: what a strategy would take on a machine, from its graphs and a simulated run.
 
-The time is that of `simulate` with the machine's `Hardware`; bytes and memory are counted
-from the graphs themselves. What is left out: the scratch of kernels that work in tiles (small, and
-the kernel's own business), and whatever else lives on the device.
+Pure Python: no device, no MPI, no torch. The time is the time of `simulate` with the machine's
+`Hardware`; bytes and memory are counted from the graphs themselves. A forecast leaves out the
+scratch memory of kernels that work in tiles (it is small, and the kernel's own business) and
+whatever else lives on the device.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ __all__ = [
     "working_bytes",
 ]
 
-# What a planner weighs against each other; the paper's baselines are for comparing only.
+# The strategies that a planner chooses from. The paper's baselines are for comparing only.
 CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "all-to-all", "hybrid")
-# Up to here a shape that is new takes a second or two to plan; at 64 ranks it takes ten.
+# The largest world for which planners forecast. Up to 32 ranks a new shape takes a second or two to
+# plan; at 64 ranks it takes ten.
 FORECAST_UP_TO = 32
-# What the "untiled" kernel holds of a tile at once.
+# Matrices of scores that the "untiled" kernel holds of a tile at once.
 _SCORE_MATRICES = 6
-# Closer forecasts than this are equal: then the fewer bytes are taken.
+# Forecasts that differ by less than this share count as equal; of those, the one that sends the
+# fewest bytes is taken.
 _SAME = 0.02
-# Of larger worlds no spans are kept: idle time is then not told apart into transfers and late
-# peers.
+# The largest world whose spans are kept. Without spans, idle time cannot be told apart into
+# transfers and late peers.
 _SPANS_UP_TO = 16
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One direction of one strategy on one machine; of the worst rank each.
-
-    time_s: of the last rank to end. exposed_s: computing stands still while a transfer it needs is
-    on the wire (in worlds above 16: all standing still). sent_bytes; memory_bytes: inputs, outputs,
-    sums and slots. fits: whether that is within the device's memory.
-    """
+    """One direction of one strategy on one machine. Every number is the worst rank's."""
 
     strategy: str
     forward: bool
-    time_s: float
+    time_s: float  # when the last rank ends
+    # Seconds for which computing stands still while a transfer that it needs is on the wire; in
+    # worlds above 16 ranks, for any reason.
     exposed_s: float
     sent_bytes: int
-    memory_bytes: int
-    fits: bool
+    memory_bytes: int  # inputs, outputs, sums and slots
+    fits: bool  # whether memory_bytes is within the device's memory
 
 
 def forecast(
@@ -69,18 +68,20 @@ def forecast(
     forward: bool,
     ranks_per_node: int | None = None,
 ) -> Forecast:
-    """Simulates one direction. ranks_per_node: as for `choose`; None: as many as the machine's
-    nodes have.
+    """Simulates one direction of a strategy.
 
-    Raises InputError for a strategy that this problem does not allow.
+    ranks_per_node: see `choose`; None takes as many as the machine's nodes have. Raises InputError
+    for a strategy that this problem does not allow.
     """
     per_node = ranks_per_node or min(hardware.node.ranks, problem.world_size)
     return of_choice(choose(problem, strategy, forward=forward, ranks_per_node=per_node), hardware)
 
 
 def fastest(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int) -> Choice:
-    """The program that is forecast to be done first, of those that fit into memory (of all, if none
-    does).
+    """The program that is forecast to end first, among those that fit into memory.
+
+    If no program fits, the choice is among all of them. Forecasts within 2 percent count as equal;
+    of those, the program that sends the fewest bytes is taken.
     """
     found: list[tuple[Choice, Forecast]] = []
     for strategy in CANDIDATES:
@@ -114,7 +115,8 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
         seconds=lambda task: device.seconds(task, choice.kernel),
         spans=in_detail,
     )
-    # Ranks that share a schedule hold the same; in detail, each rank's own graph is needed.
+    # Ranks that share a schedule hold the same buffers. Where spans are kept, each rank's own graph
+    # is needed.
     graphs = [
         program.graph(rank) if isinstance(given, Rotated) else given.graph
         for rank, given in enumerate(schedules)
@@ -139,7 +141,7 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
 
 
 def schedules_of(program: Program) -> list[Schedule | Rotated]:
-    """The schedules of all ranks; one that all share where all ranks do the same."""
+    """The schedules of all ranks. Where all ranks do the same, they share one schedule."""
     world = program.problem.world_size
     first = Schedule.of(program.graph(0))
     if world > 1 and _all_alike(program):
@@ -148,7 +150,7 @@ def schedules_of(program: Program) -> list[Schedule | Rotated]:
 
 
 def memory_bytes(choice: Choice, rank: int, graph: Graph) -> int:
-    """What a rank holds: inputs, outputs, and what it works with."""
+    """Bytes that a rank holds: inputs, outputs, and what it works with."""
     program = choice.program
     problem = program.problem
     q_len, kv_len = problem.q_layout.shard_len(rank), problem.kv_layout.shard_len(rank)
@@ -160,8 +162,9 @@ def memory_bytes(choice: Choice, rank: int, graph: Graph) -> int:
 
 
 def working_bytes(choice: Choice, rank: int, graph: Graph) -> int:
-    """What a rank holds beyond inputs and outputs: slots, sums and copies, and matrices of scores
-    where the kernel makes them.
+    """Bytes that a rank holds beyond inputs and outputs.
+
+    These are slots, sums, copies, and matrices of scores where the kernel makes them.
     """
     held = choice.program.footprint(rank)
     scores = untiled_bytes(choice.program, rank) if choice.kernel == "untiled" else 0
@@ -169,7 +172,7 @@ def working_bytes(choice: Choice, rank: int, graph: Graph) -> int:
 
 
 def untiled_bytes(program: Program, rank: int) -> int:
-    """What a tile takes that is not worked in fast memory: whole matrices of scores."""
+    """Bytes of the matrices of scores of a tile that is not worked in fast memory."""
     tile = program.footprint(rank).tile
     return (
         _SCORE_MATRICES

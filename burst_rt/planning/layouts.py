@@ -1,11 +1,13 @@
-"""Layouts: which rank owns which positions of the sequence. Pure Python: planning and simulating
-need layouts too.
+"""Layouts: which rank owns which positions of the sequence.
+
+Pure Python: planning and simulating need layouts too.
 
 A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is
-its blocks, one after another. Every rank has the same number of blocks, whose lengths differ by at
-most one between ranks: two, because gradient sums travel block by block, so that one block's sum
-can leave while the other is still being made; in a world of one, one. Lengths that divide by
-nothing and sequences shorter than the world are fine: some blocks are empty then.
+its blocks, one after another. Every rank has the same number of blocks, and the lengths of blocks
+differ by at most one between ranks. A rank has two blocks, because gradient sums travel block by
+block: one block's sum can leave while the other is still being made. In a world of one rank there
+is one block. Lengths that divide by nothing and sequences shorter than the world are fine: some
+blocks are empty then.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ MOST_TOKENS = 1 << 48
 
 @dataclass(frozen=True)
 class Layout:
-    """`blocks[rank]` are the ranges of global positions that rank owns, in local order; the other
-    fields determine them.
-    """
+    """Which positions every rank owns. kind, seq_len and world_size determine the blocks."""
 
-    kind: str
+    kind: str  # "contiguous", "zigzag", "striped", or a name that a strategy made up
     seq_len: int
     world_size: int
+    # `blocks[rank]`: the ranges of global positions that the rank owns, in local order.
     blocks: tuple[tuple[range, ...], ...] = field(repr=False, compare=False)
 
     def shard_len(self, rank: int) -> int:
-        """Tokens of a rank's shard."""
+        """Number of tokens in a rank's shard."""
         return sum(map(len, self.blocks[rank]))
 
 
 def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
-    """The layout of `kind` ("contiguous", "zigzag", "striped") for `seq_len` tokens. Raises
-    InputError.
+    """The layout of `kind` ("contiguous", "zigzag", "striped") for `seq_len` tokens.
+
+    Raises InputError for another kind, or a length below 1 or above 2**48.
     """
     if not isinstance(kind, str) or kind not in KINDS:
         raise InputError(f"layout: kind must be one of {sorted(KINDS)}, got {kind!r}")
@@ -56,7 +58,7 @@ def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
 @lru_cache(maxsize=256)
 def _make(kind: str, seq_len: int, world_size: int) -> Layout:
     if world_size == 1:
-        # Nothing travels: one block, and so one tile.
+        # Nothing travels, so one block is enough, and gives one tile.
         return Layout(kind, seq_len, 1, ((range(seq_len),),))
     return Layout(
         kind,
@@ -82,8 +84,9 @@ def _contiguous(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
 
 
 def _zigzag(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
-    """Of 2W runs rank r has the r-th from the front and the r-th from the back, so that causal work
-    is equal.
+    """Rank r has the r-th of 2W runs from the front and the r-th from the back.
+
+    Causal work is then equal on all ranks.
     """
     runs = _cut(range(seq_len), 2 * world_size)
     return (runs[rank], runs[2 * world_size - 1 - rank])

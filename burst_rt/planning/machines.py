@@ -1,8 +1,8 @@
 """Machine files: a `Hardware` as TOML, read and written.
 
-Four machines are shipped (`burst_rt/planning/machines/*.toml`), with the vendors' nominal figures;
-any other is a file of the user's own, which `burst-rt calibrate` writes. A field of a file is a
-field of the dataclasses in `burst_rt.scheduler.simulator.hardware`, by its name.
+Four machines are shipped (`burst_rt/planning/machines/*.toml`) with the vendors' nominal figures.
+Any other is a file of the user's own, which `burst-rt calibrate` writes. A field of a file has the
+name of the field of the dataclasses in `burst_rt.scheduler.simulator.hardware` that it sets.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ def to_toml(hardware: Hardware) -> str:
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
-    """The shipped machine of that name ("a100-pcie", "a100-sxm", "h100-sxm", "h200-sxm"), or the
-    one in the TOML file at that path.
+    """The shipped machine of that name, or the machine in the TOML file at that path.
 
-    The beginning of a name is enough where no other begins so ("h100"). Raises InputError for an
-    unknown name or a file that is not there, ConfigError for a file that does not say what it has
-    to.
+    Shipped are "a100-pcie", "a100-sxm", "h100-sxm" and "h200-sxm". The beginning of a name is
+    enough where only one name begins so ("h100"). Raises InputError for an unknown name or a
+    missing file, ConfigError for a file with a missing, unknown or wrong field.
     """
     path = Path(name_or_path)
     shipped = {
@@ -63,7 +62,10 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 
 def parse_hardware(text: str, where: str) -> Hardware:
-    """The machine in a TOML text; `where` names it in errors. Raises ConfigError."""
+    """The machine in a TOML text; `where` names the text in errors.
+
+    Raises ConfigError for a missing, unknown or wrong field, and for what is no TOML.
+    """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -78,8 +80,9 @@ _T = TypeVar("_T")
 
 
 def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
-    """Reads a table into the dataclass `cls`, field by field. `at`: the table's own name in the
-    file.
+    """Reads a table into the dataclass `cls`, field by field.
+
+    `at` is the table's own name in the file.
     """
     if not isinstance(table, Mapping):
         raise _wrong(where, at, "a table", table)
@@ -105,8 +108,8 @@ def _table(cls: type[_T], table: object, where: str, at: str) -> _T:
     return cls(**values)
 
 
-# What a field may hold is one of the types above; a union of all of them would say less than their
-# names do.
+# The return type is object: a field holds one of the types above, and a union of them all would say
+# less than their names do.
 def _value(kind: type[object], value: object, where: str, at: str) -> object:
     if is_dataclass(kind):
         return _table(kind, value, where, at)
@@ -128,7 +131,7 @@ def _value(kind: type[object], value: object, where: str, at: str) -> object:
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
         raise _wrong(where, at, _say(kind), value)
-    # A latency or a launch may be too short to matter; all else of nothing is a mistake.
+    # A latency or a launch may be too short to matter. Zero in any other field is a mistake.
     may_be_zero = at.endswith(("latency_s", "launch_s"))
     if value < 0 or (value == 0 and not may_be_zero):
         raise _wrong(where, at, "at least 0" if may_be_zero else "more than 0", value)

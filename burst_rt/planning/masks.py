@@ -1,17 +1,17 @@
 """Masks: which query sees which key, answered for whole ranges of positions at once.
 
 Pure Python: planning needs masks too. A range of positions is a Python `range` (start, stop, step),
-which covers runs of consecutive tokens and strided ones alike. For a query range and a key range a
-mask answers EMPTY, FULL or PARTIAL (`relation`), cuts the PARTIAL case into pieces a kernel can do
-(`pieces`), and gives the exact truth for positions (`allows`).
+which covers runs of consecutive tokens and strided runs alike. For a query range and a key range a
+mask answers EMPTY, FULL or PARTIAL (`relation`), cuts a PARTIAL tile into pieces that a kernel can
+do (`pieces`), and gives the exact truth for positions (`allows`).
 
-When there are more keys than queries or fewer, the last query stands at the last key (bottom-right
+Where there are more or fewer keys than queries, the last query stands at the last key (bottom-right
 alignment, as in flash-attn): query i is at position i + Skv - Sq. The planner shifts query
-positions; masks know nothing of it.
+positions; masks know nothing of the shift.
 
-A new mask needs `relation` and `allows`; without `pieces` of its own a PARTIAL tile is computed
-under the boolean mask itself. A mask's `repr` must say everything about it: ranks compare masks by
-it.
+A new mask needs `relation` and `allows`. Without `pieces` of its own, a PARTIAL tile is computed
+under the boolean mask itself. A mask's `repr` must say everything about the mask: ranks compare
+masks by `repr`.
 """
 
 from __future__ import annotations
@@ -36,48 +36,45 @@ class Relation(Enum):
 
 
 class Piece(NamedTuple):
-    """A part of a tile that a kernel can do in one go: rows [q_start, q_stop) of the q-block, rows
-    [kv_start, kv_stop) of the kv-block.
+    """A part of a tile that a kernel can do in one go.
 
-    diagonal=False, masked=False: every cell. diagonal=True: row i of the piece sees columns j <= i.
-    masked=True: ask `Mask.allows`. num_cells: how many cells are seen (an upper bound when masked).
+    Rows are counted from the start of the q-block, columns from the start of the kv-block. Without
+    diagonal and masked, every cell is seen.
     """
 
     q_start: int
-    q_stop: int
+    q_stop: int  # one after the last row
     kv_start: int
-    kv_stop: int
-    diagonal: bool
-    masked: bool
-    num_cells: int
+    kv_stop: int  # one after the last column
+    diagonal: bool  # row i of the piece sees columns j <= i
+    masked: bool  # `Mask.allows` says which cells are seen
+    num_cells: int  # how many cells are seen; an upper bound if masked
 
 
 class Rule(Enum):
-    """How a mask decides on every cell by the positions of query and key, for kernels that have
-    code for that.
+    """How a mask decides on every cell by the positions of query and key.
 
-    EVERYTHING: the query sees the key. NOT_LATER: the query sees keys that stand at or before it.
-    OWN: only the mask itself can tell.
+    Kernels have code of their own for some rules.
     """
 
-    EVERYTHING = "everything"
-    NOT_LATER = "not later"
-    OWN = "own"
+    EVERYTHING = "everything"  # the query sees every key
+    NOT_LATER = "not later"  # the query sees the keys that stand at or before it
+    OWN = "own"  # only the mask itself can tell
 
 
 class Mask:
-    """Which (query, key) pairs attend. Immutable, hashable, comparable; `a & b` allows what both
-    allow.
+    """Which (query, key) pairs attend. Immutable, hashable, comparable.
 
-    rule: which code of the kernels' own gives this mask; what a class does not say itself, it does
-    not inherit. number: by which compiled programs know the mask; no other object has it.
+    `a & b` allows what both allow.
     """
 
-    # The number stands beside what a mask is made of: it takes no part in comparing masks, nor in
-    # copying or sending them.
+    # The number is no part of the mask's contents: it is neither compared, nor copied, nor sent.
     __slots__ = ("__dict__", "__weakref__", "number")
 
+    # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
+    # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
+    # By this number compiled programs know the mask; no other mask has it.
     number: int
 
     def __new__(cls, *args: object, **options: object) -> Self:
@@ -94,20 +91,23 @@ class Mask:
             cls.rule = Rule.OWN
 
     def relation(self, q: range, kv: range) -> Relation:
-        """EMPTY, PARTIAL or FULL for two non-empty ranges of positions. FULL and EMPTY must be
-        right; PARTIAL may be said of anything.
+        """EMPTY, PARTIAL or FULL for two non-empty ranges of positions.
+
+        FULL and EMPTY must be right; PARTIAL is allowed for any pair of ranges.
         """
         raise NotImplementedError
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:
-        """True where the query sees the key. Takes two ints, or two integer tensors that broadcast,
-        and uses operators only.
+        """True where the query sees the key.
+
+        Takes two ints, or two integer tensors that broadcast, and uses operators only.
         """
         raise NotImplementedError
 
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
-        """The non-empty part of a tile as pieces that do not overlap. Empty ranges have no
-        pieces.
+        """The non-empty part of a tile as pieces that do not overlap.
+
+        Empty ranges have no pieces.
         """
         if not q or not kv:
             return ()
@@ -142,12 +142,12 @@ class Full(Mask):
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """A query sees the keys at its own position and before."""
+    """A query sees the key at its own position and all keys before it."""
 
     rule = Rule.NOT_LATER
 
     def relation(self, q: range, kv: range) -> Relation:
-        """By the first and last positions."""
+        """Compares the first and last positions."""
         if kv[0] > q[-1]:
             return Relation.EMPTY
         return Relation.FULL if kv[-1] <= q[0] else Relation.PARTIAL
@@ -157,11 +157,11 @@ class Causal(Mask):
         return kv_position <= q_position
 
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
-        """Of ranges with the same step: at most one full rectangle, then one triangle.
+        """For ranges with the same step: at most one full rectangle, then one triangle.
 
-        Worked example: q = range(4, 8), kv = range(2, 8): row i sees columns j <= i + 2, so columns
-        0 and 1 are seen by all (a rectangle of 4 x 2) and columns 2.. by rows with j - 2 <= i (a
-        triangle of 4 x 4).
+        Worked example: q = range(4, 8), kv = range(2, 8). Row i sees columns j <= i + 2. All rows
+        see columns 0 and 1 (a rectangle of 4 x 2); rows with j - 2 <= i see the columns j from 2 on
+        (a triangle of 4 x 4).
         """
         if not q or not kv or q.step != kv.step or self.relation(q, kv) is not Relation.PARTIAL:
             return super().pieces(q, kv)
@@ -192,20 +192,20 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Both(Mask):
-    """What two masks both allow; made by `a & b`."""
+    """Allows what two masks both allow; made by `a & b`."""
 
     first: Mask
     second: Mask
 
     def relation(self, q: range, kv: range) -> Relation:
-        """EMPTY if either is, FULL if both are."""
+        """EMPTY if either mask says EMPTY, FULL if both say FULL."""
         relations = {self.first.relation(q, kv), self.second.relation(q, kv)}
         if Relation.EMPTY in relations:
             return Relation.EMPTY
         return Relation.FULL if relations == {Relation.FULL} else Relation.PARTIAL
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:
-        """Both say so."""
+        """True where both masks allow the pair."""
         return self.first.allows(q_position, kv_position) & self.second.allows(
             q_position, kv_position
         )

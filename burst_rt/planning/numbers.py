@@ -1,5 +1,7 @@
-"""Numbers for objects that a compiled program cannot hold: it is given the number instead, each
-time it runs, as an input like any other.
+"""Numbers for objects that a compiled program cannot hold.
+
+A compiled program is given the number instead of the object, each time it runs, as an input like
+any other.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import Generic, TypeVar
 
 __all__ = ["UNNUMBERED", "Numbers", "is_tracing"]
 
-# Of an object that a compiler makes while it traces: it is no input, and has no number of its own.
+# The number of an object that a compiler makes while it traces: the object is no input, and so
+# needs no number of its own.
 UNNUMBERED = 0
 
 
@@ -19,18 +22,19 @@ def _never() -> bool:
     return False
 
 
-# Whether a compiler is tracing. `attention/autograd.py` says how to ask; here there is no torch.
+# Says whether a compiler is tracing. `attention/autograd.py` sets it, because there is no torch
+# here.
 is_tracing: Callable[[], bool] = _never
 
 _T = TypeVar("_T")
 
 
 class Numbers(Generic[_T]):
-    """Numbers for objects of one kind, from `first` on. An object is found as long as somebody
-    holds it.
+    """Numbers for objects of one kind, from `first` on.
 
-    first: far from the sizes of tensors, and from the numbers of other kinds: a compiler takes
-    inputs that are equal when it looks for the same.
+    An object can be found as long as somebody holds it. `first` is far from the sizes of tensors
+    and from the numbers of other kinds, because a compiler takes two inputs for the same input if
+    they are equal when it looks.
     """
 
     def __init__(self, first: int) -> None:
@@ -44,5 +48,5 @@ class Numbers(Generic[_T]):
         return number
 
     def find(self, number: int) -> _T | None:
-        """The object, if it is still there."""
+        """The object with a number, or None if the object is gone."""
         return self._objects.get(number)

@@ -1,7 +1,7 @@
-"""What the tasks of attention's graphs do: one frozen type for each operation, with what it needs.
+"""What the tasks of attention's graphs do: one frozen type for each operation.
 
-`name` is what telemetry shows, and what machine files rate. Parts are numbers of a graph's parts;
-blocks are counted by owner. Who performs them: `attention/execute`.
+`name` is what telemetry shows and what machine files rate. Parts are given by their numbers in the
+graph; blocks are counted by owner. `attention/execute` performs the operations.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class TileOperation:
     owner: int  # whose block travels
     block: int  # which of the owner's blocks
     pieces: tuple[Piece, ...]  # what the mask leaves of the tile
-    reads: Tensors
+    reads: Tensors  # the tensors the tile reads
     adds: Tensors  # the sums the tile adds to
-    starts_sums: bool  # whether those of the sums that travel begin with this tile
-    first: bool  # whether it is the first tile of the rank
-    last: bool  # whether it is the last one
+    starts_sums: bool  # whether this tile begins the sums that travel
+    first: bool  # whether this is the first tile of the rank
+    last: bool  # whether this is the last tile of the rank
     name: ClassVar[str]
 
 
@@ -68,7 +68,7 @@ class Probabilities(TileOperation):
 
 
 class ScoreGradients(TileOperation):
-    """Adds dv of a tile, and turns its probabilities into gradients of scores (`ring-naive`)."""
+    """Adds dv of a tile, and makes gradients of scores from its probabilities (`ring-naive`)."""
 
     name = "score gradients"
 
@@ -89,16 +89,16 @@ class Delta:
 
 @dataclass(frozen=True)
 class Add:
-    """Adds the sums that have arrived to the rank's own."""
+    """Adds sums that have arrived to the rank's own sums."""
 
-    own: int  # part
-    arrived: int  # part
+    own: int  # number of the part that is added to
+    arrived: int  # number of the part that has arrived
     name: ClassVar[str] = "add"
 
 
 @dataclass(frozen=True)
 class Blank:
-    """Fills whole rows of scores with what stands for no key seen (`ring-naive`)."""
+    """Fills whole rows of scores with the value for "no key seen" (`ring-naive`)."""
 
     name: ClassVar[str] = "blank"
 
@@ -112,37 +112,37 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Finish:
-    """Writes out and lse from the running state, where no tile does."""
+    """Writes out and lse from the running state, where no tile writes them."""
 
     name: ClassVar[str] = "finish"
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Copies what goes to another member of an all-to-all group into the part that is sent."""
+    """Copies what another member of an all-to-all group needs into the part to be sent."""
 
     tensor: Role
-    gather: bool  # from tokens spread to heads spread; else back
-    member: int
-    part: int
+    gather: bool  # whether tokens were spread and heads will be; else the way back
+    member: int  # number of the other member in the group
+    part: int  # number of the part that is written
     name: ClassVar[str] = "pack"
 
 
 @dataclass(frozen=True)
 class Unpack:
-    """Copies what has come from another member out of the part it was received into."""
+    """Copies what has come from another member out of the part that received it."""
 
     tensor: Role
-    gather: bool
-    member: int
-    part: int
+    gather: bool  # as in `Pack`
+    member: int  # number of the other member in the group
+    part: int  # number of the part that is read
     name: ClassVar[str] = "unpack"
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Copies what stays on this rank: the piece of its own tokens and heads."""
+    """Copies what stays on this rank: the rank's own heads of its own tokens."""
 
     tensor: Role
-    gather: bool
+    gather: bool  # as in `Pack`
     name: ClassVar[str] = "keep"

@@ -1,5 +1,6 @@
-"""One attention problem as plain numbers: everything a strategy needs to build graphs, on any rank,
-without a tensor.
+"""One attention problem as plain numbers.
+
+A problem is everything that a strategy needs to build the graphs of any rank, without a tensor.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ __all__ = ["Problem", "TileShape"]
 
 
 class TileShape(NamedTuple):
-    """The largest tile of a rank, which a kernel's memory depends on. masked: tiles may have pieces
-    under the mask itself.
-    """
+    """The largest tile of a rank, on which a kernel's memory depends."""
 
     batch: int
     num_heads: int
@@ -25,28 +24,23 @@ class TileShape(NamedTuple):
     head_dim: int
     q_len: int
     kv_len: int
-    masked: bool = False
+    masked: bool = False  # whether a tile may have pieces under the mask itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Global shapes and placement.
-
-    batch, num_heads (queries), num_kv_heads, head_dim; input_bytes and sum_bytes: element sizes of
-    the inputs and of the sums (gradients, lse and delta); needs_grad: whether q, k, v need
-    gradients.
-    """
+    """Global shapes and placement."""
 
     q_layout: Layout
     kv_layout: Layout
     mask: Mask
     batch: int
-    num_heads: int
+    num_heads: int  # of the queries
     num_kv_heads: int
     head_dim: int
-    input_bytes: int
-    sum_bytes: int
-    needs_grad: tuple[bool, bool, bool]
+    input_bytes: int  # of one element of the inputs
+    sum_bytes: int  # of one element of the sums (gradients, lse and delta)
+    needs_grad: tuple[bool, bool, bool]  # whether q, k, v need gradients
 
     @property
     def world_size(self) -> int:
@@ -54,8 +48,9 @@ class Problem:
 
     @cached_property
     def q_blocks(self) -> tuple[tuple[range, ...], ...]:
-        """Blocks of queries by rank, at the positions the mask sees: query i stands at i + Skv - Sq
-        (bottom-right alignment).
+        """Blocks of queries by rank, at the positions the mask sees.
+
+        Query i stands at i + Skv - Sq (bottom-right alignment).
         """
         shift = self.kv_layout.seq_len - self.q_layout.seq_len
         return tuple(

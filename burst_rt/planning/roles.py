@@ -1,4 +1,4 @@
-"""The tensors of attention by what they are for, and on which side each of them stands."""
+"""The tensors of attention by what they are for, and the side on which each of them stands."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ __all__ = ["Role"]
 
 
 class Role(StrEnum):
-    """A tensor's part in attention. Buffers of graphs are named by it.
-
-    ROWS: lse and delta together. STATE: the running forward state. SCORES: whole rows of scores.
-    """
+    """A tensor's part in attention. Buffers of graphs are named by their role."""
 
     Q = "q"
     K = "k"
     V = "v"
     DOUT = "dout"
-    ROWS = "rows"
+    ROWS = "rows"  # lse and delta together
     OUT = "out"
     LSE = "lse"
-    STATE = "state"
-    SCORES = "scores"
+    STATE = "state"  # the running forward state
+    SCORES = "scores"  # whole rows of scores
     DQ = "dq"
     DK = "dk"
     DV = "dv"
 
-    # Set below: an enum's own properties are slow, and every call of attention asks for it.
+    # Set below and not a property: an enum's properties are slow, and every call of attention reads
+    # this.
     queries: bool
     """Whether the tensor has a row for each query; else it has one for each key."""
 

@@ -1,7 +1,7 @@
-"""The project's own tile kernels, in Triton, for NVIDIA GPUs (and, slowly, for CPU tensors under
-Triton's interpreter).
+"""The project's own tile kernels, in Triton, for NVIDIA GPUs.
 
-Importing this package does not import triton: that happens with the first tile.
+Under Triton's interpreter they also run, slowly, on CPU tensors. Importing this package does not
+import triton: the first tile does.
 """
 
 from burst_rt.kernels.triton.kernel import TritonKernel

@@ -1,11 +1,10 @@
-"""Compiles the kernels for a chip that need not be there, and reads from the machine code what it
-costs.
+"""Compiles the kernels for a chip that need not be there, and reads the machine code's cost.
 
-For tuning, and for tests without a GPU: registers, spills and shared memory decide how many blocks
-a multiprocessor can hold, and the instructions tell whether the tensor cores are used. It says
-nothing about speed. `compile_all` is the way in; the compiling is done by a child process (`python
--m burst_rt.kernels.triton.aot`), because in a process that interprets kernels (TRITON_INTERPRET=1)
-Triton cannot compile them.
+This serves tuning, and tests without a GPU: registers, spills and shared memory decide how many
+blocks a multiprocessor can hold, and the instructions tell whether the tensor cores are used. It
+says nothing about speed. `compile_all` is the way in. A child process (`python -m
+burst_rt.kernels.triton.aot`) does the compiling, because Triton cannot compile in a process that
+interprets kernels (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["Compiled", "Request", "compile_all"]
 
 _SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
-# Pointers to what is float32 whatever the inputs.
+# Pointers to tensors that are float32 whatever the inputs are.
 _SUMS = {"p_acc", "p_m", "p_l", "p_lse", "p_dlse", "p_delta", "p_top", "p_dq", "p_dk", "p_dv"}
-# In SASS: tensor-core products of the generations; local memory, where registers spill to.
+# Patterns in SASS: products on the tensor cores of each generation; loads by the copy engine;
+# accesses to local memory, where registers spill to.
 _INSTRUCTIONS = {
     "HMMA": r"\bHMMA\.",
     "HGMMA": r"\bHGMMA\.",
@@ -44,49 +44,43 @@ _DEADLINE_S = 600.0
 
 
 class Request(NamedTuple):
-    """One kernel (of `configs.KINDS`) for one chip (of `configs.ARCHES`).
+    """One kernel for one chip."""
 
-    dtype: "bf16", "fp16" or "fp32". config: None for the table's. ragged: for lengths that blocks
-    do not divide, and the only tile of its call; else for lengths they do, and a tile that loads
-    and stores the running state.
-    """
-
-    kind: str
-    arch: int
+    kind: str  # one of `configs.KINDS`
+    arch: int  # one of `configs.ARCHES`
     head_dim: int
     causal: bool
-    dtype: str = "bf16"
-    config: Config | None = None
+    dtype: str = "bf16"  # "bf16", "fp16" or "fp32"
+    config: Config | None = None  # None takes the table's
+    # True: for lengths that blocks do not divide, and for the only tile of its call. False: for
+    # lengths that blocks divide, and for a tile that loads and stores the running state.
     ragged: bool = False
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes on its chip. shared_bytes: of shared memory, a block; registers and
-    stack_bytes: a thread.
-
-    instructions: how often HMMA, HGMMA, tcgen05 (products on the tensor cores of sm_80, sm_90,
-    sm_100), TMA (loads by the copy engine) and LDL, STL (loads from and stores to local memory:
-    spills) stand in the machine code.
-    """
+    """What a kernel takes on its chip."""
 
     request: Request
     config: Config
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
+    registers: int  # of one thread
+    stack_bytes: int  # of one thread
+    shared_bytes: int  # of shared memory, for one block
+    # How often each kind of instruction stands in the machine code. HMMA, HGMMA, tcgen05: products
+    # on the tensor cores of sm_80, sm_90, sm_100. TMA: loads by the copy engine. LDL, STL: loads
+    # from and stores to local memory (spills).
     instructions: dict[str, int]
 
     @property
     def spills(self) -> int:
-        """Loads and stores of registers that did not fit."""
+        """How many loads and stores move registers that did not fit."""
         return self.instructions["LDL"] + self.instructions["STL"]
 
 
 def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) -> list[Compiled]:
-    """Compiles in a child process, blocks until it is done. Seconds a kernel the first time; then
-    Triton's own cache has it.
+    """Compiles in a child process. Blocks until the child is done, at most `timeout_s`.
 
-    Raises DeviceError with the child's output where Triton fails or takes longer than `timeout_s`.
+    A kernel takes seconds the first time; afterwards Triton's own cache has it. Raises DeviceError
+    with the child's output where Triton fails or takes longer than `timeout_s`.
     """
     asked = list(requests)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -119,8 +113,9 @@ def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) 
 
 
 def _main() -> None:
-    """The child: requests as JSON on standard input; one line of JSON for each on standard
-    output.
+    """The child: reads requests as JSON, writes one line of JSON for each.
+
+    Requests come on standard input; answers go to standard output.
     """
     for kind, arch, head_dim, causal, dtype, config, ragged in json.load(sys.stdin):
         request = Request(
@@ -140,7 +135,7 @@ def _compile(request: Request) -> Compiled:
     kernel = _kernel(request.kind)
     constants = _constants(request, config)
     signature = {name: _type_of(name, request.dtype, constants) for name in kernel.arg_names}
-    # What a call with lengths and strides of the usual kind is specialised on.
+    # What Triton specialises on in a call with lengths and strides of the usual kind.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -200,7 +195,7 @@ def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
 
 
 def _cuobjdump(option: str, cubin: Path) -> str:
-    """The one inside triton's package, which knows all chips that triton knows."""
+    """The output of triton's own cuobjdump, which knows all chips that triton knows."""
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"

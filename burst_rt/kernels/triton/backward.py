@@ -1,8 +1,8 @@
-"""The backward tile kernels, one for dq and one for dk and dv: no atomics, so the same bits every
-time.
+"""The backward tile kernels: one for dq, one for dk and dv.
 
-FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes: each recomputes the probabilities
-it needs from lse, and each program owns the sums it adds into.
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, in two passes. Each pass recomputes the
+probabilities it needs from lse, and each program owns the sums it adds to. There are no atomic
+additions, so the bits are the same every time.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def _add_columns(
     SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """dq of a block of rows from the columns [start, stop), unscaled; MASKED: of them a row sees
-    those before its `b_limit`.
+    """dq of a block of rows from the columns [start, stop), not yet scaled.
+
+    MASKED: a row sees only the columns before its `b_limit`.
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
@@ -139,14 +140,14 @@ def dq_kernel(
 
         dq <- dq + scale * sum_j p_j * (dout v_j - delta) k_j
 
-    Adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh); writes nothing where
+    Adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh). Writes nothing where
     the block sees no key. lse (+inf: a row without gradient) and delta `[batch, heads, q_len]` are
     dense.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8], dout = [1]: lse = log 4, p
     = [1/4, 3/4], out = delta = 7, so dq += 1/4 * (4 - 7) * 0 + 3/4 * (8 - 7) * log 3 = 3/4 log 3.
 
-    Grid: as of `forward_kernel`.
+    Grid: as for `forward_kernel`.
     """
     num_blocks = tl.cdiv(q_len, BLOCK_M)
     i_m = tl.program_id(0) % num_blocks
@@ -159,7 +160,7 @@ def dq_kernel(
     row = i_m * BLOCK_M
     o_m = row + tl.arange(0, BLOCK_M)
 
-    # All rows of the block see the first num_full columns, some the first num_seen.
+    # All rows of the block see the first num_full columns; some see the first num_seen.
     num_full = kv_len
     num_seen = kv_len
     if CAUSAL:
@@ -197,7 +198,7 @@ def dq_kernel(
         rows_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
     )
     in_row = i_bh.to(tl.int64) * q_len + o_m
-    # log2(e): lse in powers of two.
+    # Times log2(e): lse in powers of two.
     b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
     b_delta = tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
     rows_k = rows_of(
@@ -296,22 +297,22 @@ def dkdv_kernel(
     SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """One block of BLOCK_N keys of one kv head against all queries of the tile, of every head of
-    its group.
+    """One block of BLOCK_N keys of one kv head against all queries of the tile.
 
-    With p_i = 2^(scale_log2 * q_i k - lse_i * log2(e)) where query i sees the key (else 0):
+    The queries are those of every head of the kv head's group. With p_i = 2^(scale_log2 * q_i k -
+    lse_i * log2(e)) where query i sees the key (else 0):
 
         dv <- dv + sum_i p_i dout_i;    dk <- dk + scale * sum_i p_i * (dout_i v - delta_i) q_i
 
-    Adds to dk and dv `[batch, kv_len, kv_heads, HEAD_DIM]` (float32, strides x and y), to each only
-    if needed; writes nothing where nobody sees the block. lse (+inf: a row without gradient) and
-    delta `[batch, group * kv_heads, q_len]` are dense.
+    Adds to dk if NEED_DK and to dv if NEED_DV, `[batch, kv_len, kv_heads, HEAD_DIM]` (float32,
+    strides x and y). Writes nothing where no query sees the block. lse (+inf: a row without
+    gradient) and delta `[batch, group * kv_heads, q_len]` are dense.
 
-    Worked example (d = 1, scale 1), of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv += [1/4, 3/4] and
-    dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
+    Worked example (d = 1, scale 1), with the tensors of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv
+    += [1/4, 3/4] and dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
 
-    Grid: one dimension, the key blocks of a head one after another, the first (which have most to
-    do when causal) first.
+    Grid: one dimension, the key blocks of a head one after another. The first blocks come first,
+    because they have most to do when causal.
     """
     num_blocks = tl.cdiv(kv_len, BLOCK_N)
     i_n = tl.program_id(0) % num_blocks
@@ -321,7 +322,8 @@ def dkdv_kernel(
     column = i_n * BLOCK_N
     o_n = column + tl.arange(0, BLOCK_N)
 
-    # The first row of the tile that sees any of these keys, and each key's own.
+    # start: the first row of the tile that sees any of these keys. b_from: the first row that sees
+    # each key.
     start = 0
     b_from = o_n
     if CAUSAL:
@@ -359,8 +361,8 @@ def dkdv_kernel(
     )
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # One loop over the row blocks of all query heads of the group: the loads of the next head run
-    # ahead as those of the next block do.
+    # One loop over the row blocks of all query heads of the group, so that the loads of the next
+    # head run ahead like the loads of the next block.
     p_q += i_b * stride_qb + i_kv * group * stride_qh
     p_dout += i_b * stride_db + i_kv * group * stride_dh
     heads_q = heads_of(
@@ -403,7 +405,7 @@ def dkdv_kernel(
             DESCRIBED,
             INTERPRET,
         )
-        # Rows beyond the end count for nothing: their lse is +inf.
+        # Rows beyond the end add nothing, because their lse is +inf.
         b_lse = (
             tl.load(p_lse + o_m)
             if EVEN_M
@@ -445,7 +447,10 @@ _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: Problem, config: Config) -> None:
-    """Starts `dq_kernel`; inputs are q, k, v, dout (BSHD), lse and delta."""
+    """Starts `dq_kernel`. `inputs` are q, k, v, dout (BSHD), lse and delta.
+
+    Does not wait for the device.
+    """
     q, k, v, dout, _, _ = inputs
     batch, q_len, heads, head_dim = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
@@ -468,12 +473,16 @@ def launch_dkdv(
     problem: Problem,
     config: Config,
 ) -> None:
-    """Starts `dkdv_kernel`; inputs as of `launch_dq`. One of dk and dv may be None: not needed."""
+    """Starts `dkdv_kernel`. `inputs` are as for `launch_dq`. Does not wait for the device.
+
+    One of dk and dv may be None: not needed.
+    """
     q, k, v, dout, _, _ = inputs
     batch, kv_len, kv_heads, head_dim = k.shape
     q_len = q.shape[1]
     grid = (triton.cdiv(kv_len, config.block_n) * batch * kv_heads,)
-    # What is not needed is given a place that is never touched.
+    # A gradient that is not needed gets the other gradient's tensor, which the kernel then does not
+    # touch for it.
     x, y = (next(total for total in pair if total is not None) for pair in ((dk, dv), (dv, dk)))
     dkdv_kernel[grid](
         *inputs, x, y, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(x),

@@ -1,8 +1,8 @@
-"""How kernels load and add to blocks of rows: by pointers, or through tensor descriptors made on
-the device, by the chip's copy engine.
+"""How kernels load blocks of rows and add to them.
 
-Descriptors take memory on the device while the kernel runs (kernel.py gives it), and inputs that
-fit them (`loads_of` of launch.py).
+Blocks are loaded by pointers, or by the chip's copy engine through tensor descriptors that are made
+on the device. Descriptors take memory on the device while the kernel runs (`kernel.py` gives it),
+and inputs that fit them (`loads_of` of `launch.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ def load_rows(
     EVEN: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Rows [row, row + BLOCK_R) of a matrix `[length, HEAD_DIM]` as a block `[BLOCK_R, BLOCK_D]`, 0
-    beyond its edges.
+    """Rows [row, row + BLOCK_R) of a matrix `[length, HEAD_DIM]` as a block `[BLOCK_R, BLOCK_D]`.
 
-    EVEN: none of these rows is beyond. The block's corner is addressed in 64 bits, what is inside
-    it in 32.
+    The block is 0 beyond the matrix's edges. EVEN: none of these rows is beyond the edge. The
+    block's corner is addressed in 64 bits, elements inside the block in 32.
     """
     o_r = tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
@@ -62,8 +61,9 @@ def rows_of(
     BLOCK_R: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """What `load_block` loads blocks of a matrix `[length, HEAD_DIM]` from: if DESCRIBED a
-    descriptor, made here, else the pointer.
+    """The source from which `load_block` loads blocks of a matrix `[length, HEAD_DIM]`.
+
+    If DESCRIBED it is a descriptor, made here, else the pointer.
     """
     if DESCRIBED:
         source = tl.make_tensor_descriptor(
@@ -87,10 +87,10 @@ def load_block(
     DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Rows [row, row + BLOCK_R) of what `rows_of` gave as a block `[BLOCK_R, BLOCK_D]`, 0 beyond
-    its edges. EVEN: none of them is beyond.
+    """Rows [row, row + BLOCK_R) of a source of `rows_of` as a block `[BLOCK_R, BLOCK_D]`.
 
-    Through a descriptor the chip's copy engine loads, and sees to the edges by itself.
+    The block is 0 beyond the matrix's edges. EVEN: none of these rows is beyond the edge. Through a
+    descriptor the chip's copy engine loads, and handles the edges by itself.
     """
     if DESCRIBED:
         block = source.load([row, 0])
@@ -115,8 +115,8 @@ def heads_of(
 ):
     """`rows_of` for matrices `[heads, length, HEAD_DIM]`.
 
-    Only where heads are gone through: Triton's Hopper compiler cannot share out among warps what is
-    loaded as three dimensions.
+    Only for kernels that loop over heads: Triton's Hopper compiler cannot share out among warps
+    what is loaded as three dimensions.
     """
     if DESCRIBED:
         source = tl.make_tensor_descriptor(
@@ -145,7 +145,7 @@ def load_of_head(
     DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """`load_block` from one head of what `heads_of` gave."""
+    """`load_block` from one head of a source of `heads_of`."""
     if DESCRIBED:
         block = tl.reshape(source.load([head, row, 0]), (BLOCK_R, BLOCK_D))
         if INTERPRET:
@@ -186,11 +186,10 @@ def add_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Adds a block `[BLOCK_R, BLOCK_D]` to the rows [row, row + BLOCK_R) of a float32 matrix
-    `[length, HEAD_DIM]`.
+    """Adds a block `[BLOCK_R, BLOCK_D]` to rows of a float32 matrix `[length, HEAD_DIM]`.
 
-    One half of the columns after the other: what is loaded for all of them at once has no room in
-    the registers beside two blocks of sums.
+    The rows are [row, row + BLOCK_R). One half of the columns is added after the other: all columns
+    at once would find no room in the registers beside two blocks of sums.
     """
     HALF: tl.constexpr = BLOCK_D // 2
     left, right = tl.split(tl.permute(tl.reshape(block, (BLOCK_R, 2, HALF)), (0, 2, 1)))

@@ -1,8 +1,8 @@
 """Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type.
-Data only: neither torch nor triton.
 
-How they were found: compiled ahead of time for each chip (`aot.py`), the largest blocks whose
-registers do not spill and whose shared memory fits. No GPU has timed them.
+Data only: neither torch nor triton. The numbers were found by compiling ahead of time for each chip
+(`aot.py`): the largest blocks whose registers do not spill and whose shared memory fits. No GPU has
+timed them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ KINDS = ("forward", "dq", "dkdv", "delta")
 ARCHES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
-# How blocks of the inputs are loaded: every thread by pointers of its own; by the copy engine of
-# Hopper and later chips, through tensor descriptors (TMA); or so, while some warps do nothing but
-# load and the others compute (warp specialisation).
+# How blocks of the inputs are loaded. "pointers": every thread loads by pointers of its own.
+# "descriptors": the copy engine of Hopper and later chips loads, through tensor descriptors (TMA).
+# "specialized": the copy engine loads, while some warps do nothing but load and the others compute
+# (warp specialisation).
 Loads = Literal["pointers", "descriptors", "specialized"]
 
 
 class Config(NamedTuple):
-    """How one kernel is cut: BLOCK_M queries x BLOCK_N keys, `num_warps` warps a block, loads
-    `num_stages` deep.
-    """
+    """How one kernel is cut."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+    block_m: int  # queries in a block
+    block_n: int  # keys in a block
+    num_warps: int  # warps of a block
+    num_stages: int  # how many stages deep loads run ahead
     loads: Loads = "pointers"
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ _SINGLE = {
     "dkdv": (Config(32, 32, 8, 2), Config(32, 16, 8, 2), Config(16, 32, 8, 1)),
 }
 
-# Small and unequal, so that short tests cross every kind of edge.
+# Sizes for Triton's interpreter: small and unequal, so that short tests cross every kind of edge.
 _INTERPRETED = {
     "forward": Config(32, 16, 4, 1),
     "dq": Config(16, 32, 4, 1),
@@ -77,15 +76,17 @@ _INTERPRETED = {
 
 
 def padded(head_dim: int) -> int:
-    """The columns a block has for a head: a power of two, at least 16 (the least a tensor core
-    multiplies by).
+    """The columns of a block for a head size.
+
+    A power of two, at least 16 (the least that a tensor core multiplies by).
     """
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def arch_of(capability: tuple[int, int]) -> int:
-    """The column of the table for a compute capability: the same generation's, or one that needs
-    less shared memory.
+    """The key of `ARCHES` for a compute capability.
+
+    It is the same generation's, or a chip's with less shared memory.
     """
     major, minor = capability
     number = 10 * major + minor
@@ -95,7 +96,11 @@ def arch_of(capability: tuple[int, int]) -> int:
 
 
 def choose(kind: str, arch: int | None, head_dim: int, input_bytes: int) -> Config:
-    """The configuration of a kernel (one of KINDS) on a chip (None: Triton's interpreter)."""
+    """The configuration of a kernel on a chip.
+
+    kind: one of KINDS. arch: a key of ARCHES, or None for Triton's interpreter. input_bytes: size
+    of one element of the inputs.
+    """
     if arch is None:
         return _INTERPRETED[kind]
     if kind == "delta":

@@ -1,4 +1,4 @@
-"""The delta kernel: what the backward needs of each query, once a call."""
+"""The delta kernel: computes, once a call, what the backward needs of each query."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ def delta_kernel(
     HAS_DLSE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """BLOCK_M queries of one head: top = lse, +inf where that is -inf; delta = rowsum(dout * out) -
-    dlse, 0 there.
+    """BLOCK_M queries of one head: top = lse, delta = rowsum(dout * out) - dlse.
 
-    dout, out `[batch, q_len, heads, HEAD_DIM]` and lse, dlse `[batch, heads, q_len]` may be
-    strided; top and delta (shaped like lse) are dense. A row that saw no key has no gradient
-    whatever comes for its lse, NaN too.
+    Where lse is -inf, top is +inf and delta is 0: a row that saw no key has no gradient, whatever
+    dlse holds for it, NaN too. dout, out `[batch, q_len, heads, HEAD_DIM]` and lse, dlse `[batch,
+    heads, q_len]` may be strided; top and delta (shaped like lse) are dense.
 
     Worked example: dout = [1, 2], out = [3, 4], lse = 5, dlse = 6: top = 5, delta = 1 * 3 + 2 * 4 -
     6 = 5.
@@ -108,7 +107,10 @@ def launch_delta(
     config: Config,
     interpret: bool,
 ) -> None:
-    """Starts `delta_kernel`; `rows` `[2, batch, heads, q_len]` is what it writes."""
+    """Starts `delta_kernel`, which writes `rows` `[2, batch, heads, q_len]`.
+
+    Does not wait for the device.
+    """
     batch, q_len, heads, head_dim = dout.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dlse_or_lse = lse if dlse is None else dlse

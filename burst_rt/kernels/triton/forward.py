@@ -1,8 +1,8 @@
-"""The forward tile kernel: folds a tile into the running state of its queries, and starts and
-finishes that state.
+"""The forward tile kernel: folds a tile into the running state of its queries.
 
-Online softmax (Milakov & Gimelshein 2018) with the tiling of FlashAttention-2 (arXiv 2307.08691),
-in powers of two: the state's m is the largest score so far times log2(e).
+It also starts and finishes that state. Online softmax (Milakov & Gimelshein 2018) with the tiling
+of FlashAttention-2 (arXiv 2307.08691), in powers of two: the state's m is the largest score so far
+times log2(e).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def _fold(
     SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Folds the columns [start, stop) into a block of rows; MASKED: of them a row sees those before
-    its `b_limit`.
+    """Folds the columns [start, stop) into a block of rows.
+
+    MASKED: a row sees only the columns before its `b_limit`.
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
@@ -68,7 +69,7 @@ def _fold(
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
         b_safe = b_m_new
         if MASKED:
-            # exp2(-inf - -inf) would be NaN: such a row has seen nothing yet.
+            # exp2(-inf - -inf) would be NaN: such a row has seen no key yet.
             b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
         b_p = tl.exp2(b_s * scale_log2 - b_safe[:, None])
         b_old = tl.exp2(b_m - b_safe)
@@ -140,20 +141,23 @@ def forward_kernel(
 
     With s = scale_log2 * q k^T (unseen cells -inf) and m' = max(m, max_j s_j):
 
-        acc <- acc * 2^(m - m') + sum_j 2^(s_j - m') v_j;    l <- l * 2^(m - m') + sum_j 2^(s_j -
-        m');    m <- m'
+        acc <- acc * 2^(m - m') + sum_j 2^(s_j - m') v_j
+        l <- l * 2^(m - m') + sum_j 2^(s_j - m')
+        m <- m'
 
-    Reads (acc, m, l) unless FIRST; writes them unless LAST; if LAST writes out = acc / l (0 where l
-    = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf there). acc, out `[batch, q_len,
-    heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may be acc. DESCRIBED:
-    loads through tensor descriptors; SPECIALIZE: some warps load while others compute.
+    Reads (acc, m, l) unless FIRST, and writes them unless LAST. If LAST it writes out = acc / l (0
+    where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc, out
+    `[batch, q_len, heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may be
+    acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
+    compute.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s =
     [0, log2 3], m = log2 3, l = 1/3 + 1, acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) *
     log 2 = log 4.
 
-    Grid: one dimension (it has no limit of 65,535), the row blocks of a head one after another, so
-    that they find its keys in the cache; causal ones from the last, which have most to do.
+    Grid: one dimension (which has no limit of 65,535). The row blocks of a head come one after
+    another, so that they find the head's keys in the cache. Causal blocks come from the last, which
+    have most to do.
     """
     num_blocks = tl.cdiv(q_len, BLOCK_M)
     i_m = tl.program_id(0) % num_blocks
@@ -167,7 +171,7 @@ def forward_kernel(
     o_m = row + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
 
-    # All rows of the block see the first num_full columns, some the first num_seen.
+    # All rows of the block see the first num_full columns; some see the first num_seen.
     num_full = kv_len
     num_seen = kv_len
     if CAUSAL:
@@ -181,7 +185,7 @@ def forward_kernel(
             if num_seen == 0:
                 return
 
-    # acc and out; m, l and lse.
+    # Places in acc and out (in_rows); in m, l and lse (in_row).
     in_rows = (
         (i_b * q_len + row) * heads * HEAD_DIM
         + i_h * HEAD_DIM
@@ -254,7 +258,7 @@ def forward_kernel(
     if LAST:
         b_norm = tl.where(b_l == 0.0, 1.0, b_l)
         tl.store(p_out + in_rows, (b_acc / b_norm[:, None]).to(p_out.dtype.element_ty), mask=inside)
-        # log(2). Of a row that saw nothing m is -inf.
+        # Times log(2). m is -inf in a row that saw no key.
         tl.store(p_lse + in_row, (b_m + tl.log2(b_norm)) * 0.6931471805599453, mask=o_m < q_len)
     else:
         tl.store(p_acc + in_rows, b_acc, mask=inside)
@@ -272,11 +276,11 @@ def launch_forward(
     config: Config,
     ends: tuple[bool, bool],
 ) -> None:
-    """Starts `forward_kernel` on q `[batch, q_len, heads, head_dim]`, k, v `[batch, kv_len,
-    kv_heads, head_dim]`.
+    """Starts `forward_kernel` on q `[batch, q_len, heads, head_dim]` and k, v of the tile.
 
-    `out` is written in place of the state's own; ends: whether this is the first and whether it is
-    the last tile.
+    k, v are `[batch, kv_len, kv_heads, head_dim]`. `out` is written in place of the state's own
+    out. ends: whether this is the first tile, and whether it is the last. Does not wait for the
+    device.
     """
     batch, q_len, heads, head_dim = q.shape
     kv_len = k.shape[1]

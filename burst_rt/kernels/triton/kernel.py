@@ -1,8 +1,8 @@
-"""`TritonKernel`: the Triton kernels behind the `Kernel` protocol. Checks, positions, and which
-kernel is started; no kernel code.
+"""`TritonKernel`: the Triton kernels behind the `Kernel` protocol.
 
-triton is imported with the first tile: that takes time, and TRITON_INTERPRET=1 (CPU tensors, for
-tests) must be set before.
+Checks, positions, and the choice of the kernel to start; no kernel code. triton is imported with
+the first tile: the import takes time, and TRITON_INTERPRET=1 (CPU tensors, for tests) must be set
+before it.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ __all__ = ["TritonKernel"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
 
-# Ranks may be threads. The interpreter keeps the program it is at in a global; and while a compiled
-# kernel is first started, the launcher leaves it half made for a moment in which another thread
-# would take it.
+# Ranks may be threads. The interpreter keeps its current program in a global. And while a compiled
+# kernel is started for the first time, the launcher leaves it half made for a moment in which
+# another thread would use it.
 _one_at_a_time = threading.RLock()
 
 
 class TritonKernel:
     """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256; masks Full and Causal.
 
-    Launches are asynchronous, on the current stream. Of a tile it reads positions and mask, not the
-    pieces. The state's m is in powers of two. float32 is multiplied in float32 (no TF32); 16-bit
-    inputs on the tensor cores with float32 sums, probabilities and score gradients rounded to the
-    inputs' type.
+    Launches are asynchronous, on the current stream: no method waits for the device. The kernel
+    reads a tile's positions and mask, not its pieces. The state's m is in powers of two. float32 is
+    multiplied in float32 (no TF32). 16-bit inputs are multiplied on the tensor cores with float32
+    sums; probabilities and score gradients are rounded to the inputs' type.
     """
 
     name = "triton"
 
     def refuses(self, work: Work) -> str | None:
-        """CUDA tensors (CPU tensors under TRITON_INTERPRET=1) of the types, head sizes and masks it
-        has code for.
+        """Refuses all but the devices, types, head sizes and masks that it has code for.
+
+        The device is a GPU, or a CPU under TRITON_INTERPRET=1.
         """
         wanted = "cpu" if _interpreting() else "cuda"
         if work.device.type != wanted:
@@ -74,11 +75,11 @@ class TritonKernel:
         return None
 
     def repeatable(self, forward: bool) -> bool:
-        """See `Kernel.repeatable`: yes; it has no atomic additions."""
+        """See `Kernel.repeatable`: always, because it has no atomic additions."""
         return True
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: whether block sizes are those of `burst-rt bench tune`."""
+        """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
         kinds = ("forward",) if work.forward else ("dq", "dkdv")
         found = {kind: tuned(kind, work.device, work.head_dim, work.dtype) for kind in kinds}
         if not any(found.values()):
@@ -164,9 +165,9 @@ class TritonKernel:
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
-        """Nothing: all there is is registers and shared memory.
+        """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
-        Not counted: tensor descriptors, where they are used (at most 512 bytes a block of the
+        Not counted are tensor descriptors, where they are used (at most 512 bytes a block of the
         grid), and the interpreter's temporaries.
         """
         return 0
@@ -182,7 +183,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Problem:
     if causal:
         q_runs, kv_runs = runs_of(tile.q_positions, q_len), runs_of(tile.kv_positions, kv_len)
     else:
-        # Nobody asks where anything stands.
+        # Without a causal mask nothing reads the positions.
         q_runs, kv_runs = Runs(0, q_len, 0, 1, q_len), Runs(0, kv_len, 0, 1, kv_len)
     return Problem(q_runs, kv_runs, causal, tile.scale, _interpreting())
 
@@ -200,11 +201,14 @@ def _arch(device: torch.device) -> int:
 
 
 def _start(device: torch.device, launch: Callable[..., None], *args: object) -> None:
-    """Triton starts kernels on the current device. One thread at a time: starting one does not wait
-    for the device.
+    """Starts a kernel on the tensors' device, since Triton starts kernels on the current device.
+
+    One thread starts kernels at a time; another thread waits for the lock. Starting a kernel does
+    not wait for the device.
     """
     with _one_at_a_time, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        # In a context of its own, for the program may have set an allocator for kernels of its own.
+        # In a context of its own, because the program may have set an allocator for its own
+        # kernels.
         copy_context().run(_start_with_scratch, launch, args)
 
 
@@ -216,8 +220,9 @@ def _start_with_scratch(launch: Callable[..., None], args: tuple[object, ...]) -
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where a kernel makes its tensor descriptors, on the current stream: torch gives the memory to
-    what comes after the kernel there.
+    """Memory for a kernel's tensor descriptors, on the current stream.
+
+    torch gives the memory again to work that comes after the kernel on that stream.
     """
     return torch.empty(size, dtype=torch.int8, device="cuda")
 

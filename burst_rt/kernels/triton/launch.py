@@ -1,5 +1,6 @@
-"""What every launcher needs: a tile as the kernels' plain arguments, strides that are fit for them,
-and how tensors are loaded.
+"""What every launcher needs.
+
+A tile as the kernels' plain arguments, strides that fit the kernels, and how tensors are loaded.
 """
 
 from __future__ import annotations
@@ -15,31 +16,34 @@ from burst_rt.kernels.triton.runs import Runs
 __all__ = ["LOG2_E", "Problem", "loads_of", "strides"]
 
 LOG2_E = 1.4426950408889634
-# Within a block of at most 256 rows elements are addressed in 32 bits.
+# Elements within a block of at most 256 rows are addressed in 32 bits.
 _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
 
 
 class Problem(NamedTuple):
-    """A tile without its tensors. scale: of the scores; interpret: whether the kernels are run by
-    Triton's interpreter.
-    """
+    """A tile without its tensors."""
 
     q: Runs
     kv: Runs
     causal: bool
-    scale: float
-    interpret: bool
+    scale: float  # of the scores
+    interpret: bool  # whether Triton's interpreter runs the kernels
 
     @property
     def scale_log2(self) -> float:
-        """The scale of scores in powers of two; never so small that float32 makes it 0, for 0 times
-        the -inf of unseen cells is NaN.
+        """The scale of scores in powers of two.
+
+        It is never so small that float32 makes it 0, because 0 times the -inf of unseen cells is
+        NaN.
         """
         return max(self.scale * LOG2_E, torch.finfo(torch.float32).tiny)
 
 
 def strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Batch, token and head stride of a BSHD tensor, in elements."""
+    """Batch, token and head stride of a BSHD tensor, in elements.
+
+    Raises InternalError where the last dimension is not dense or tokens are too far apart.
+    """
     batch, token, head, channel = x.stride()
     if channel != 1 or token > _MAX_TOKEN_STRIDE:
         raise InternalError(
@@ -51,15 +55,19 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def loads_of(config: Config, *inputs: torch.Tensor) -> dict[str, bool]:
-    """DESCRIBED and SPECIALIZE of a kernel that loads these BSHD tensors: as configured, if the
-    copy engine can read all of them.
+    """DESCRIBED and SPECIALIZE of a kernel that loads these BSHD tensors.
+
+    They are as configured if the copy engine can read all of the tensors, else False.
     """
     described = config.loads != "pointers" and all(map(_fits_descriptor, inputs))
     return {"DESCRIBED": described, "SPECIALIZE": described and config.loads == "specialized"}
 
 
 def _fits_descriptor(x: torch.Tensor) -> bool:
-    """CUDA Driver API, cuTensorMapEncodeTiled: addresses and strides are multiples of 16 bytes."""
+    """Whether the address and the strides are multiples of 16 bytes.
+
+    CUDA Driver API, cuTensorMapEncodeTiled.
+    """
     return not any(
         number % 16
         for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3]))

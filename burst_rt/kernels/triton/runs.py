@@ -1,6 +1,6 @@
 """Positions as a kernel takes them: five integers for a side of a tile, instead of a table.
 
-Host side, pure Python; `positions.py` reads them inside a kernel.
+Host side, pure Python. `positions.py` reads the integers inside a kernel.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ __all__ = ["Runs", "runs_of"]
 
 
 class Runs(NamedTuple):
-    """Positions of one side of a tile, `length` of them, in at most two runs of one step, growing
-    from row to row.
+    """Positions of one side of a tile, in at most two runs of one step, growing from row to row.
 
     Local row i stands at `first + i * step` where i < split, else at `second + (i - split) * step`.
     """
 
-    first: int
-    split: int
-    second: int
+    first: int  # position of the first run's first row
+    split: int  # rows in the first run
+    second: int  # position of the second run's first row; 0 without a second run
     step: int
-    length: int
+    length: int  # rows in both runs
 
 
 def runs_of(positions: tuple[range, ...], length: int) -> Runs:
-    """The runs of a side with `length` rows. Raises InternalError where positions are not of that
-    kind: no layout makes such.
+    """The runs of a side with `length` rows.
+
+    Raises InternalError where positions do not form such runs; no layout makes such positions.
 
     Worked example, rank 0 of 2 in a zigzag of 16 tokens: (range(0, 4), range(12, 16)) gives Runs(0,
-    4, 12, 1, 8); contiguous:
-    (range(0, 4), range(4, 8)) is a single run, Runs(0, 8, 0, 1, 8).
+    4, 12, 1, 8). Contiguous: (range(0, 4), range(4, 8)) is a single run, Runs(0, 8, 0, 1, 8).
     """
     runs: list[range] = []
     for run in filter(len, positions):
@@ -59,7 +58,7 @@ def runs_of(positions: tuple[range, ...], length: int) -> Runs:
 
 
 def _joined(a: range, b: range) -> range | None:
-    """Two runs as one, where the second goes on in the step of the first."""
+    """Two runs as one run, where the second continues the first in its step; else None."""
     step = a.step if len(a) > 1 else b.step
     if b[0] - a[-1] != step or (len(b) > 1 and b.step != step):
         return None

@@ -1,8 +1,7 @@
-"""Block sizes measured on this machine, which come before those of `configs.py`: `burst-rt bench
-tune` writes them, later jobs read them.
+"""Block sizes measured on this machine. They come before the sizes of `configs.py`.
 
-They are kept for a chip (by name), a kernel, a head size and an input type, and for the versions of
-triton and of this package.
+`burst-rt bench tune` writes them, and later jobs read them. They are kept for a chip (by name), a
+kernel, a head size and an input type, and for the versions of triton and of this package.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ from burst_rt.remembered import recall, remember
 
 __all__ = ["TUNED", "candidates", "keep", "trying", "tuned"]
 
-# The kernels it is worth it for.
+# The kernels that are worth tuning.
 TUNED = ("forward", "dq", "dkdv")
 
-# The name of what is remembered.
+# The configurations' name in `remembered`.
 _KIND = "triton-blocks"
 _MOST_CANDIDATES = 24
 _MOST_SPECIALIZED = 8
 
-# What a trial insists on, by kernel.
+# The configurations under trial, by kernel.
 _trial: dict[str, Config] = {}
 
 
 def tuned(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config | None:
-    """The configuration measured for a kernel on this chip (or the one under trial), None where
-    there is none.
+    """The configuration under trial, or else the one measured for a kernel on this chip.
+
+    None where there is neither.
     """
     return _trial.get(kind) or _recalled(kind, device, head_dim, dtype)
 
@@ -42,7 +42,10 @@ def tuned(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) ->
 def keep(
     kind: str, device: torch.device, head_dim: int, dtype: torch.dtype, config: Config
 ) -> bool:
-    """Remembers a configuration for this chip. False where the cache folder cannot be written."""
+    """Remembers a configuration for this chip.
+
+    Returns False where the cache folder cannot be written.
+    """
     kept = remember(_KIND, _key(kind, device, head_dim, dtype), list(config))
     _recalled.cache_clear()
     return kept
@@ -50,7 +53,7 @@ def keep(
 
 @contextmanager
 def trying(kind: str, config: Config) -> Iterator[None]:
-    """Inside, the kernel is started with this configuration, by all threads."""
+    """Inside, all threads start the kernel with this configuration."""
     _trial[kind] = config
     try:
         yield
@@ -59,11 +62,12 @@ def trying(kind: str, config: Config) -> Iterator[None]:
 
 
 def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Config]:
-    """What to measure: the table's own first, then what may fit the chip's shared memory and
-    registers, the largest blocks first.
+    """The configurations to measure.
 
-    An estimate that is meant to let too many through: what does not fit after all fails to compile
-    or to start, and is passed over. Those with specialised warps come last.
+    The table's own comes first. Then come those that may fit the chip's shared memory and
+    registers, the largest blocks first, and last those with specialised warps. The estimate is
+    meant to let too many through: a configuration that does not fit after all fails to compile or
+    to start, and is passed over.
     """
     own = choose(kind, arch, head_dim, input_bytes)
     width = padded(head_dim)
@@ -72,16 +76,16 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
         for n in (128, 64, 32):
             for warps in (4, 8):
                 for stages in (3, 2, 1):
-                    # The side that is gone through is loaded `stages` deep, two tensors of it; of
-                    # the other, one or two are kept.
+                    # Two tensors of the side that the loop walks are loaded `stages` deep; one or
+                    # two tensors of the other side are kept.
                     walked, kept = (m, n) if kind == "dkdv" else (n, m)
                     shared = (
                         width
                         * input_bytes
                         * (2 * walked * stages + kept * (1 if kind == "forward" else 2))
                     )
-                    # float32 sums beside the scores, in registers of 32 threads a warp; 255 a
-                    # thread is the most there is.
+                    # float32 sums and scores lie in the registers of 32 threads a warp; a thread
+                    # has at most 255 registers.
                     sums = kept * width * (2 if kind == "dkdv" else 1) + m * n * (
                         1 if kind == "forward" else 2
                     )
@@ -107,13 +111,14 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
 
 
 def _loads(arch: int, stages: int) -> tuple[Loads, ...]:
-    """The copy engine came with Hopper."""
+    """The ways to load. The copy engine came with Hopper."""
     return ("descriptors", "pointers") if arch >= 90 and stages > 1 else ("pointers",)
 
 
 def _may_specialize(kind: str, arch: int, block_m: int, warps: int) -> bool:
-    """What Triton (3.7) compiles. On Hopper: the forward, and its warps come twice, each four with
-    half of the rows.
+    """Whether Triton (3.7) compiles the kernel with specialised warps.
+
+    On Hopper it compiles the forward only, whose warps come twice: each four take half of the rows.
     """
     return arch == 100 or (arch == 90 and kind == "forward" and warps == 4 and block_m == 128)
 

@@ -1,11 +1,12 @@
-"""Strategies: how attention is spread over ranks. A strategy turns a `Problem` into a `Program`:
-one graph per rank and direction.
+"""Strategies: how attention is spread over ranks.
+
+A strategy turns a `Problem` into a `Program`: one graph for each rank and direction.
 
 | strategy | forward sends | backward sends |
 |---|---|---|
 | `ring-kv` | K, V | K, V, dK, dV |
 | `burst` | K, V | Q, dO, lse, delta, dQ |
-| `auto` | K, V | whichever of the two sends fewer bytes for this problem |
+| `auto` | K, V | as `ring-kv` or `burst`, whichever sends fewer bytes for this problem |
 | `bidirectional` | K, V: one half each way round | as `auto`, one half each way round |
 | `two-level:N` | K, V: inside nodes of N ranks, and between them | as `auto`, the same way |
 | `all-to-all` | Q, K, V, out | Q, K, V, dO, lse, delta, dQ, dK, dV |
@@ -13,8 +14,8 @@ one graph per rank and direction.
 | `burst-untiled` | as `burst`, without tiles in fast memory: to compare with | the same |
 | `ring-naive` | K, then V; whole rows of scores: to compare with | K, then V, dV, then K, dK |
 
-N may be left out: the ranks of a host, where all hosts have as many; in `hybrid` of those as many
-as can share the heads.
+N may be left out. It is then the number of ranks of a host, where all hosts have as many; in
+`hybrid` it is the largest divisor of that number that also divides the kv heads.
 
 Pure Python: neither torch nor MPI, so that planning and simulating need only Python.
 """
@@ -57,24 +58,20 @@ STRATEGIES = (
     "ring-naive",
     "two-level",
 )
-# Those that take a number of ranks: "hybrid:4".
+# Strategies that take a number of ranks: "hybrid:4".
 _SIZED = ("hybrid", "two-level")
-# Which side travels in the backward of a ring: what it is called, and whether it is the queries.
+# Which side travels in the backward of a ring: the side's name, and whether the queries travel.
 _SIDES = {"ring-kv": False, "burst": True}
 
 
 class Choice(NamedTuple):
-    """The program taken, the strategy's name, and the bytes all ranks together would send with each
-    candidate.
-
-    kernel: the tile kernel that belongs to the strategy, if one does. seconds: what each candidate
-    was forecast to take, where one was.
-    """
+    """The program taken, and what it was chosen from."""
 
     program: Program
-    strategy: str
-    candidates: dict[str, int]
-    kernel: str | None = None
+    strategy: str  # the name of the strategy taken
+    candidates: dict[str, int]  # bytes that all ranks together would send with each candidate
+    kernel: str | None = None  # the tile kernel that belongs to the strategy, if there is one
+    # the forecast time of each candidate, where forecasts were made
     seconds: Mapping[str, float] | None = None
 
 
@@ -93,12 +90,12 @@ def check_name(strategy: object) -> tuple[str, int | None]:
 
 
 def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: int = 1) -> Choice:
-    """The program for one direction. Raises InputError for a strategy that this problem does not
-    allow.
+    """The program for one direction.
 
-    Where there are several of one strategy (which side travels, which half goes which way round)
-    the fewest bytes are taken; ties go to the first, `ring-kv` before `burst`, whose messages are
-    fewer.
+    A strategy may have several programs, which differ in the side that travels or in the half that
+    goes each way round. The program that sends the fewest bytes is taken. Ties go to the first,
+    `ring-kv` before `burst`, because `ring-kv` sends fewer messages. Raises InputError for a
+    strategy that this problem does not allow.
     """
     name, number = check_name(strategy)
     if name == "burst-untiled":
@@ -112,14 +109,14 @@ def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: in
 def _programs(
     problem: Problem, name: str, size: int | None, forward: bool, ranks_per_node: int
 ) -> Iterator[tuple[str, Program]]:
-    """What a strategy may turn into, by what to call it."""
+    """The programs that a strategy may turn into, each with its name."""
     if name in ("all-to-all", "hybrid"):
         group = (
             problem.world_size
             if name == "all-to-all"
             else size or gcd(ranks_per_node, problem.num_kv_heads)
         )
-        # in a ring of one group nothing travels
+        # With one group there is no ring: nothing travels.
         sides = _SIDES if group < problem.world_size else {"": False}
         for side, queries in {"": False}.items() if forward else sides.items():
             program = (

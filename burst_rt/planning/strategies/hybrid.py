@@ -1,22 +1,22 @@
-"""All-to-all inside groups of ranks, a ring between the groups: heads are spread inside a group,
-the sequence over the groups.
+"""All-to-all inside groups of ranks, a ring between the groups.
 
-One group of all ranks is DeepSpeed-Ulysses (arXiv 2309.14509), several are USP (arXiv 2405.07719),
-groups of one rank are the plain ring. Group g is ranks g * size to g * size + size - 1, so that the
-all-to-all stays inside a node where the group fits in one.
+Heads are spread inside a group, the sequence over the groups. One group of all ranks is
+DeepSpeed-Ulysses (arXiv 2309.14509), several groups are USP (arXiv 2405.07719), groups of one rank
+are the plain ring. Group g is ranks g * size to g * size + size - 1, so that the all-to-all stays
+inside a node where the group fits in one.
 
-A rank packs, for every other member, that member's heads of its own tokens; one exchange later it
-has its own heads of the whole group's tokens, and the members run the ring as if their group were
-one rank with a part of the heads. Another exchange takes the results back. The backward does the
-same with dO, lse and delta beside q, k, v, and brings dq, dk, dv back in the inputs' type: their
-sums are complete then.
+For every other member, a rank packs that member's heads of its own tokens. One exchange later the
+rank has its own heads of the whole group's tokens. The members then run the ring as if their group
+were one rank with a part of the heads. Another exchange takes the results back. The backward does
+the same with dO, lse and delta beside q, k, v, and brings dq, dk, dv back in the inputs' type:
+their sums are complete then.
 
-Bytes a rank sends, with n tokens each, s bytes an input, a bytes a sum, U ranks a group, R groups,
-E = n x heads x head_dim, g query heads a kv head, full mask:
+Bytes that a rank sends, with n tokens each, s bytes an input, a bytes a sum, U ranks a group, R
+groups, E = n x heads x head_dim, g query heads a kv head, full mask:
 
 * forward: (U - 1) / U x (2 s E + 2 s E / g + a n heads) and (R - 1) x 2 s E / g for the ring;
 * backward: (U - 1) / U x (2 s E + 2 s E / g + 2 a n heads, and s E for dq, s E / g each for dk and
-  dv) and the ring's for E and E / g.
+  dv) and the ring's own bytes for E and E / g.
 """
 
 from __future__ import annotations
@@ -41,12 +41,10 @@ _Blocks = tuple[tuple[range, ...], ...]
 
 @dataclass(frozen=True)
 class Hybrid:
-    """A `Program`: the `problem` of all ranks, and the `ring` that a group's members run on the
-    group's shard and their heads.
-    """
+    """A `Program`: an all-to-all in every group around a ring of the groups."""
 
-    problem: Problem
-    ring: Ring
+    problem: Problem  # the problem of all ranks
+    ring: Ring  # the ring that a group's members run on the group's shard and their heads
     group_size: int
 
     @property
@@ -73,14 +71,14 @@ class Hybrid:
 
     @property
     def gathered(self) -> tuple[Role, ...]:
-        """What goes from tokens spread to heads spread."""
+        """The tensors that a rank has for its own tokens first, and later for its own heads."""
         if self.forward:
             return (Role.Q, Role.K, Role.V)
         return (Role.Q, Role.DOUT, Role.ROWS, Role.K, Role.V)
 
     @property
     def returned(self) -> tuple[Role, ...]:
-        """What goes back."""
+        """The tensors that go back."""
         if self.forward:
             return (Role.OUT, Role.LSE)
         return tuple(
@@ -92,19 +90,20 @@ class Hybrid:
         )
 
     def token_bytes(self, role: Role) -> int:
-        """Bytes on the wire of one token's share of a tensor, that is of one member's heads."""
+        """Bytes on the wire of one token's share of a tensor: one member's heads."""
         inner = self.ring.problem
         sizes = {Role.LSE: inner.row_bytes // 2, Role.ROWS: inner.row_bytes}
         return sizes.get(role, inner.q_token_bytes if role.queries else inner.kv_token_bytes)
 
     def shard_len(self, role: Role, rank: int) -> int:
-        """Tokens of a rank's shard, on the tensor's side."""
+        """Number of tokens in a rank's shard, on the tensor's side."""
         blocks = self.problem.q_blocks if role.queries else self.problem.kv_blocks
         return sum(map(len, blocks[rank]))
 
     def places(self, role: Role, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Where a rank's blocks, in local order, stand in its group's shard: (block of the group,
-        first token in it, length).
+        """Where a rank's blocks, in local order, stand in the shard of its group.
+
+        Each place is (block of the group, first token in that block, length).
         """
         inner, group = self.ring.problem, rank // self.group_size
         own = (self.problem.q_blocks if role.queries else self.problem.kv_blocks)[rank]
@@ -126,14 +125,13 @@ class Hybrid:
         return spread + self.group_size * self.ring.wire_bytes()
 
     def footprint(self, rank: int) -> Footprint:
-        """See `Program.footprint`: the gathered tensors are copies, and so are results before they
-        go back.
-        """
+        """See `Program.footprint`. Copies are gathered tensors, and results before they go back."""
         inner = self.ring.footprint(rank // self.group_size)
         members = range(
             rank - rank % self.group_size, rank - rank % self.group_size + self.group_size
         )
-        # Where gradients are summed in a wider type, it is the sums that go back.
+        # Where gradients are summed in a wider type, the sums themselves go back: there are no
+        # copies of them.
         wider = self.problem.input_bytes != self.problem.sum_bytes
         sums = (Role.DQ, Role.DK, Role.DV) if wider else ()
         held = set(self.gathered + self.returned) - {Role.ROWS, Role.LSE, *sums}
@@ -142,14 +140,15 @@ class Hybrid:
             for role in held
             for member in members
         )
-        # lse and delta of the rank's own queries, before they are spread.
+        # lse and delta of the rank's own queries, before they are spread over the group.
         own_rows = 0 if self.forward else self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
         return Footprint(inner.sums + own_rows, copies, inner.tile)
 
 
 class _HybridBuilder:
-    """Builds one rank's graph. "x > 2" is what goes to member 2 of the group, "x < 2" what comes
-    from it.
+    """Builds one rank's graph.
+
+    Buffer "x > 2" goes to member 2 of the group, buffer "x < 2" comes from member 2.
     """
 
     def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...]) -> None:
@@ -170,15 +169,17 @@ class _HybridBuilder:
         if rows:
             cost = Cost(0, 2 * rows * self.hybrid.problem.q_token_bytes)
             self.g.compute("delta", Delta(0), accumulates=[self.local[Role.ROWS]], cost=cost)
-        # Tags 0 and 1; the ring's own begin at its `tags_per_hop`, which is more.
+        # The exchanges take tags 0 and 1. The ring's tags begin at its `tags_per_hop`, which is
+        # more than 1.
         self._spread(self.hybrid.gathered, gather=True)
         self.inner.go_round()
         self._spread(self.hybrid.returned, gather=False)
         return self.g.build()
 
     def _spread(self, roles: tuple[Role, ...], *, gather: bool) -> None:
-        """One exchange of everything between the members. gather: from tokens spread to heads
-        spread; else back.
+        """One exchange of everything between the members.
+
+        gather: whether tokens were spread and heads will be; else the way back.
         """
         hybrid, first = self.hybrid, self.group * self.hybrid.group_size
         sends: list[tuple[Part, int]] = []
@@ -188,7 +189,8 @@ class _HybridBuilder:
             whole: list[Buffer | Part] = self._whole(role)
             local: list[Buffer | Part] = [self.local[role]]
             source, target = (local, whole) if gather else (whole, local)
-            # Both sides of a pair hold as many tokens as the one whose tokens they are.
+            # On the way there a message has as many tokens as its sender's shard, on the way back
+            # as its receiver's.
             for member in range(hybrid.group_size):
                 if member == self.number:
                     if hybrid.shard_len(role, self.rank):
@@ -242,7 +244,7 @@ class _HybridBuilder:
         )
 
     def _whole(self, role: Role) -> list[Buffer | Part]:
-        """What the ring calls the tensor."""
+        """The ring's buffer for the tensor."""
         ring = self.inner
         if role in (Role.OUT, Role.LSE):
             return [ring.home_sums[Role.STATE]]
@@ -257,8 +259,9 @@ def forward_hybrid(problem: Problem, group_size: int) -> Hybrid:
 
 @lru_cache(maxsize=64)
 def backward_hybrid(problem: Problem, group_size: int, *, queries_travel: bool) -> Hybrid:
-    """The backward; `queries_travel` between the groups. Raises InputError where groups or heads do
-    not divide.
+    """The backward. Raises InputError where groups or heads do not divide.
+
+    queries_travel: whether the query side travels between the groups.
     """
     return Hybrid(
         problem,
@@ -268,8 +271,9 @@ def backward_hybrid(problem: Problem, group_size: int, *, queries_travel: bool) 
 
 
 def _inner(problem: Problem, size: int) -> Problem:
-    """The problem that each set of members with the same number solves: groups for ranks, a part of
-    the heads.
+    """The problem that the members with the same number in their groups solve together.
+
+    Groups stand for ranks; each member has a part of the heads.
     """
     world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
     if size < 1 or world % size:
@@ -303,10 +307,10 @@ def _inner(problem: Problem, size: int) -> Problem:
 
 
 def _group_blocks(blocks: _Blocks, size: int) -> _Blocks:
-    """The members' blocks in order of position, joined where they touch: as few as there can be,
-    the same number in every group.
+    """The blocks of each group's members in order of position, joined where they touch.
 
-    Two at least where there are several groups, so that gradient sums can travel block by block.
+    Every group has the same number of blocks, as few as possible. Where there are several groups, a
+    group has at least two, so that gradient sums can travel block by block.
     """
     groups = [
         sorted((b for own in blocks[i : i + size] for b in own if b), key=lambda b: b.start)
@@ -330,8 +334,10 @@ def _join(blocks: list[range]) -> list[range]:
 
 
 def _cut_up(runs: list[range], blocks: list[range], count: int) -> list[range]:
-    """Cuts the longest run between two blocks, as near its middle as there is one, until there are
-    enough; then empty ones follow.
+    """Cuts runs until there are `count` of them.
+
+    Each cut divides the longest run between two blocks, as near its middle as possible. Where no
+    cut is left, empty runs are added.
     """
     runs = list(runs)
     while len(runs) < count:

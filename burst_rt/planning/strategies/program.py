@@ -1,5 +1,6 @@
-"""What a strategy makes of a problem: a program, that is the graphs of all ranks for one direction,
-and what they send and hold.
+"""What a strategy makes of a problem: a program.
+
+A program is the graphs of all ranks for one direction, and what the ranks send and hold.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ AGREE = Op("agree")
 
 
 class Footprint(NamedTuple):
-    """What a rank holds beyond inputs, outputs and the buffers that its graph receives into, in
-    bytes; and the largest tile.
+    """What a rank holds, in bytes, and its largest tile.
 
-    sums: running state, gradient sums that are not outputs themselves, lse and delta. copies: of
-    its own tensors, where they must be made.
+    Inputs, outputs and the buffers that its graph receives into are not counted.
     """
 
-    sums: int
-    copies: int
+    sums: int  # running state, gradient sums that are not outputs themselves, lse and delta
+    copies: int  # copies of the rank's own tensors, where they must be made
     tile: TileShape
 
 
@@ -37,17 +36,19 @@ class Program(Protocol):
 
     @property
     def forward(self) -> bool:
-        """Which direction."""
+        """Whether the direction is forward; else it is backward."""
 
     @property
     def ring_size(self) -> int:
-        """How many ranks, or groups of ranks, the keys of a query are spread over: 1 where all are
-        in one place.
+        """How many ranks, or groups of ranks, the keys of a query are spread over.
+
+        1 if all keys are in one place.
         """
 
     def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
-        """The graph of one rank. The lanes are those of its machine: HOST_LANES, DEVICE_LANES or
-        NCCL_LANES.
+        """The graph of one rank.
+
+        The lanes are the lanes of the rank's machine: HOST_LANES, DEVICE_LANES or NCCL_LANES.
         """
 
     def wire_bytes(self) -> int:

@@ -1,5 +1,4 @@
-"""Rings: one side of the attention stays at home, the other travels, and so do the sums that belong
-to it.
+"""Rings: one side of the attention stays at home; the other side travels, and so do its sums.
 
 One builder makes three graphs:
 
@@ -9,16 +8,18 @@ One builder makes three graphs:
 * backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with
   dQ; dK, dV stay at home.
 
-Everything makes W-1 hops, by a `Route`: the ring of all ranks, or another way round. While the
-tiles of a hop run, one exchange passes the bundle on and receives the next into another slot. A
-tile is one travelling block against the whole shard at home. The owner keeps its own contribution
-at home; the first rank after it that has one starts the travelling sum; the last hop brings the sum
-home. Sums travel block by block, each as soon as its last tile is done, so that a rank's first
-tiles of a hop do not wait for all of the previous rank's. Shards of a few tokens under the full
-mask, to which positions mean nothing, travel as one block: half the messages and tasks.
+Everything makes W-1 hops along a `Route`: the ring of all ranks, or another way round. While the
+tiles of a hop run, one exchange passes the bundle on and receives the next bundle into another
+slot. A tile is one travelling block against the whole shard at home.
 
-Not sent: a block that no rank further on computes with, a sum that nobody has started, an empty
-block.
+The owner keeps its own contribution at home. The first rank after the owner that has a contribution
+starts the travelling sum, and the last hop brings the sum home. Sums travel block by block, each as
+soon as its last tile is done, so that a rank's first tiles of a hop do not wait for all tiles of
+the previous rank. Shards of a few tokens under the full mask, for which positions do not matter,
+travel as one block: half the messages and tasks.
+
+Three things are not sent: a block that no rank further on computes with, a sum that no rank has
+started, an empty block.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
 
-# How wide the edge of a causal mask is, in keys: about a kernel's blocks.
+# How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
 _EDGE = 512
-# Tokens of a shard that travels whole: up to here a tile takes less time than a task costs.
+# The most tokens of a shard that travels as one block: with so few, a tile takes less time than the
+# overhead of a task.
 _FEW_TOKENS = 64
 # Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of
-# head_dim: 2 for each product.
+# head_dim: 2 for each matrix product.
 _FLOPS: dict[type[TileOperation], int] = {
     ForwardTile: 4,
     BackwardTile: 10,
@@ -73,12 +75,12 @@ class Ring:
     """One ring: what travels, what stays, and what a tile does. A `Program`."""
 
     problem: Problem
-    operation: type[TileOperation]  # on a tile
-    queries_travel: bool  # else keys and values do
+    operation: type[TileOperation]  # what a tile does
+    queries_travel: bool  # whether the query side travels; else keys and values do
     bundle: tuple[tuple[Role, int], ...]  # the tensors that travel, with their bytes a token
-    sums: tuple[tuple[Role, int], ...] = ()  # the sums that travel, likewise
+    sums: tuple[tuple[Role, int], ...] = ()  # the sums that travel, with their bytes a token
     home: tuple[Role, ...]  # the tensors that stay
-    home_sums: tuple[Role, ...]  # what a tile adds to at home
+    home_sums: tuple[Role, ...]  # the sums at home that a tile adds to
     route: Route  # which way round
     whole: bool = False  # whether a shard travels as one block
 
@@ -115,21 +117,20 @@ class Ring:
 
     @cached_property
     def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Where each travelling block stands in its owner's shard: first token and last + 1, by
-        owner.
-        """
+        """By owner: (first token, last + 1) of each travelling block in its owner's shard."""
         return tuple(
             tuple(pairwise(accumulate(map(len, blocks), initial=0))) for blocks in self.travelling
         )
 
     @cached_property
     def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The same of the side at home, whose shard is one part."""
+        """By rank: the bounds of the shard at home, which is one part."""
         return tuple(((0, sum(map(len, blocks))),) for blocks in self.resident)
 
     def pieces(self, travelling: range, rank: int) -> tuple[Piece, ...]:
-        """What a rank has to compute with a travelling block; on the side at home counted along its
-        shard.
+        """What a rank has to compute with a travelling block.
+
+        On the side at home rows or columns are counted along the whole shard.
         """
         found: list[Piece] = []
         first = 0
@@ -145,8 +146,9 @@ class Ring:
 
     @cached_property
     def wanted(self) -> tuple[tuple[frozenset[int], ...], ...]:
-        """By owner and block: the hops at which the bundle must be there, because that rank or one
-        it passes it on to computes with it.
+        """By owner and block: the hops at which the bundle must be there.
+
+        The rank at such a hop computes with the bundle, or passes it on to a rank that does.
         """
         return tuple(
             tuple(self._wanted(owner, number, block) for number, block in enumerate(blocks))
@@ -164,8 +166,9 @@ class Ring:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By owner and block: the first hop at which a rank computes with it, and so starts its
-        sum; W where none does.
+        """By owner and block: the first hop at which a rank computes with the block.
+
+        At this hop the block's sum starts. W where no rank computes with the block.
         """
         world = self.problem.world_size
         return tuple(
@@ -184,8 +187,10 @@ class Ring:
         )
 
     def wire_bytes(self) -> int:
-        """Bytes that all ranks together send: a bundle over the hops that want it, a sum from the
-        first hop that adds to it to home.
+        """Bytes that all ranks together send.
+
+        A bundle is sent for every hop that wants it; a sum from the first hop that adds to it until
+        it is home.
         """
         world = self.problem.world_size
         bundle, sums = sum(size for _, size in self.bundle), sum(size for _, size in self.sums)
@@ -196,15 +201,17 @@ class Ring:
         )
 
     def footprint(self, rank: int) -> Footprint:
-        """See `Program.footprint`. What travels must be contiguous: own blocks are copied where
-        batch > 1 (or strided: not counted).
+        """See `Program.footprint`.
+
+        What travels must be contiguous: own blocks are copied where batch > 1. Copies of strided
+        inputs are not counted.
         """
         problem = self.problem
         q_len, kv_len = (
             sum(map(len, problem.q_blocks[rank])),
             sum(map(len, problem.kv_blocks[rank])),
         )
-        # An output of the sums' own type is the sum itself.
+        # Where outputs have the sums' type, an output is the sum itself.
         in_place = problem.input_bytes == problem.sum_bytes
         if self.forward:
             sums = q_len * (problem.row_bytes + (0 if in_place else problem.q_sum_bytes))
@@ -240,12 +247,14 @@ class Ring:
 
 
 class RingBuilder:
-    """Adds one rank's part of a ring to a graph. Buffers are named after their tensors; slots carry
-    the slot number: k0, k1.
+    """Adds one rank's part of a ring to a graph.
 
-    rank: in the ring. ranks: what the ranks of the ring are in the world of the graph; None: the
-    same. Messages' tags are from first_tag up to below end_tag; buffers of the same name are shared
-    by all rings of a graph.
+    Buffers are named after their tensors; a slot's name ends with the slot's number: k0, k1. Rings
+    of one graph share the buffers of the same name. Messages have tags from first_tag up to below
+    end_tag.
+
+    rank: this rank's number in the ring. ranks: the numbers of the ring's ranks in the world of the
+    graph; None: the same numbers.
     """
 
     def __init__(
@@ -285,7 +294,7 @@ class RingBuilder:
 
         self.slots = [slots(ring.bundle, i) for i in range(self.route.num_slots)]
         self.sum_slots = [slots(ring.sums, i) for i in range(2)]
-        # (hop, block) -> pieces of every tile there is, in order.
+        # (hop, block) -> pieces, for every tile that is not empty, in order.
         self.tiles = {
             (hop, block): pieces
             for hop in range(self.world)
@@ -297,11 +306,11 @@ class RingBuilder:
         return self.g.buffers[name] if name in self.g.buffers else self.g.buffer(name, **options)
 
     def agree(self) -> None:
-        """What every graph opens with."""
+        """Adds the task that every graph opens with."""
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
 
     def deltas(self) -> None:
-        """delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
+        """Adds delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
         travel = self.ring.queries_travel
         rows = self.own[Role.ROWS] if travel else self.home[Role.ROWS]
         lengths = (
@@ -315,7 +324,7 @@ class RingBuilder:
                 self.g.compute(f"delta {part}", Delta(part), accumulates=[rows[part]], cost=cost)
 
     def go_round(self) -> None:
-        """All hops, and the sums home."""
+        """Adds all hops, and brings the sums home."""
         for hop in range(self.world):
             for onward in self.route.onward(hop):
                 self._pass_bundle(hop, onward)
@@ -338,8 +347,9 @@ class RingBuilder:
         return self.slots[self.route.slot(hop)] if hop else self.own
 
     def _pass_bundle(self, hop: int, onward: int) -> None:
-        """Sends what is here at this hop to who needs it at hop `onward`, and receives what is
-        needed here then.
+        """Sends the bundle of this hop to the ranks that need it at hop `onward`.
+
+        Receives the bundle that this rank needs at hop `onward`.
         """
         sends, recvs = [], []
         for block in range(len(self.ring.travelling[self.rank])):
@@ -369,7 +379,7 @@ class RingBuilder:
         block: int,
         peer_hop: int,
     ) -> list[tuple[Part, int, int]]:
-        """A block's tensors, to or from the rank that has it at `peer_hop`."""
+        """The messages of a block's tensors, to or from the rank that has it at `peer_hop`."""
         peer, length = (
             self.ranks[self.route.holder(owner, peer_hop, block)],
             len(self.ring.travelling[owner][block]),
@@ -377,14 +387,16 @@ class RingBuilder:
         return [(buffers[name][block], peer, length * size) for name, size in tensors]
 
     def _started(self, owner: int, block: int, hop: int) -> bool:
-        """Whether the travelling sum of a block exists on the rank that has it at a hop, once that
-        rank's tiles are done.
+        """Whether a block's travelling sum exists once the tiles of a hop are done.
+
+        The sum is on the rank that has the block at that hop.
         """
         return self.ring.starts[owner][block] <= hop
 
     def _pass_sums(self, hop: int, block: int) -> None:
-        """Sends a block's sums on (at the last hop: home) once its tiles are done, and receives
-        those the next hop adds to.
+        """Sends a block's sums on once its tiles are done; at the last hop, sends them home.
+
+        Receives the sums that the next hop adds to.
         """
         sums, here, coming = self.ring.sums, self._owner(hop, block), self._owner(hop + 1, block)
         sends = (
@@ -409,7 +421,7 @@ class RingBuilder:
             )
 
     def _tile(self, hop: int, block: int) -> None:
-        """The tile between the travelling block here at this hop and the shard at home."""
+        """Adds the tile between the block that is here at this hop and the shard at home."""
         ring, owner = self.ring, self._owner(hop, block)
         sums = self.sum_slots[hop % 2] if hop else self.own_sums
         pieces = self.tiles.get((hop, block))
@@ -422,7 +434,7 @@ class RingBuilder:
         adds = {name: sums[name][block] for name, _ in ring.sums} | {
             name: b[0] for name, b in self.home_sums.items()
         }
-        # Sums that begin with this tile: it is their first, nothing is in them yet.
+        # Sums that begin with this tile: nothing is in them yet.
         new = (
             [sums[name][block] for name, _ in ring.sums]
             if hop and ring.starts[owner][block] == hop
@@ -469,7 +481,7 @@ class RingBuilder:
         return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
     def _bring_home(self, block: int) -> None:
-        """Adds the sums that arrived with the last hop to the owner's own."""
+        """Adds the sums that arrived with the last hop to the owner's own sums."""
         if not self._started(self.rank, block, self.world - 1):
             return
         for name, size in self.ring.sums:
@@ -486,8 +498,9 @@ class RingBuilder:
 
 @lru_cache(maxsize=64)
 def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = False) -> Ring:
-    """K, V travel: 2 tensors of E / g elements a hop. `route`: None for the plain ring. whole: see
-    `travels_whole`.
+    """The forward. K, V travel: 2 tensors of E / g elements a hop.
+
+    route: None takes the plain ring. whole: see `travels_whole`.
     """
     kv = problem.kv_token_bytes
     return Ring(
@@ -506,8 +519,10 @@ def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = 
 def backward_ring(
     problem: Problem, *, queries_travel: bool, route: Route | None = None, whole: bool = False
 ) -> Ring:
-    """The backward of `burst` (queries travel) or of `ring-kv`. Gradients that are not needed are
-    neither summed nor sent.
+    """The backward of `burst` (queries travel) or of `ring-kv`.
+
+    Gradients that are not needed are neither summed nor sent. route and whole: as in
+    `forward_ring`.
     """
     q, kv, rows = problem.q_token_bytes, problem.kv_token_bytes, problem.row_bytes
     q_side = ((Role.Q, q), (Role.DOUT, q), (Role.ROWS, rows))
@@ -538,8 +553,9 @@ def backward_ring(
 
 
 def travels_whole(problem: Problem) -> bool:
-    """Whether a shard is better sent as one block: few tokens, and no block of them that some rank
-    does not need.
+    """Whether a shard is better sent as one block.
+
+    True if every shard has few tokens and every rank needs every block.
     """
     return problem.mask.rule is Rule.EVERYTHING and all(
         sum(map(len, own)) <= _FEW_TOKENS
@@ -553,7 +569,7 @@ def _plain(problem: Problem, blocks: tuple[tuple[range, ...], ...], whole: bool)
 
 
 def _moved(piece: Piece, rows: int, columns: int) -> Piece:
-    """The same piece counted from further on."""
+    """The same piece, counted from an earlier start: rows and columns are added."""
     q_start, q_stop, kv_start, kv_stop = piece[:4]
     return piece._replace(
         q_start=q_start + rows,
@@ -564,7 +580,7 @@ def _moved(piece: Piece, rows: int, columns: int) -> Piece:
 
 
 def _touch(a: Piece, b: Piece) -> bool:
-    """Whether two full rectangles, the second further on, are one."""
+    """Whether two full rectangles, the second further on, form one rectangle."""
     if a.diagonal or a.masked or b.diagonal or b.masked:
         return False
     if a[:2] == b[:2]:

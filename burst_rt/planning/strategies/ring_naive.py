@@ -1,14 +1,15 @@
-"""RingAttention without tiles: K goes round and each rank keeps whole rows of scores, then V goes
-round.
+"""RingAttention without tiles: K goes round and each rank keeps whole rows of scores; V goes round.
 
-The baseline of the BurstAttention paper (arXiv 2403.09347, section 4), the ring of "Sequence
-Parallelism" (arXiv 2105.13120). It is here to be compared with: a rank holds n x N scores a head,
-in the type of the sums, so that memory grows with the square of the sequence.
+This is the baseline of the BurstAttention paper (arXiv 2403.09347, section 4), the ring of
+"Sequence Parallelism" (arXiv 2105.13120). It is here to be compared with. A rank holds n x N scores
+a head, in the type of the sums, so that memory grows with the square of the sequence.
 
 * forward: K round: scores; softmax of whole rows; V round: out. Sends K, V: 2 s E / g a hop.
 * backward: K round: the probabilities again, from lse; V round with dV: dV, and dS over the
   probabilities; K round with dK: dQ, dK.
   Sends K, V, K, dV, dK: (3 s + 2 a) E / g a hop.
+
+The letters are explained in `hybrid.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class RingNaive:
             g.compute("blank", Blank(), writes=[scores], cost=Cost(0, self.score_bytes(rank)))
         first.go_round()
         if self.forward and any(self.problem.q_blocks[rank]):
-            # Read for the maximum, read and written for the exponential, read for the sum.
+            # The scores are read for the maximum, read and written for the exponential, read for
+            # the sum.
             cost = Cost(0, 4 * self.score_bytes(rank))
             g.compute(
                 "softmax",
@@ -86,7 +88,7 @@ class RingNaive:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Where the keys of each owner's block stand in a row of scores."""
+        """By owner and block: the column at which the block's keys begin in a row of scores."""
         found, at = [], 0
         for blocks in self.problem.kv_blocks:
             row = []
@@ -98,14 +100,14 @@ class RingNaive:
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`: scores of whole rows among the sums."""
-        # Of the rounds of the forward none is one, for `Ring`: the state at home is that of any
-        # forward.
+        # For `Ring` none of these rounds is a forward, so its footprint lacks the running state.
+        # The state is as large as in any forward.
         inner = self.rounds[-1].footprint(rank)
         sums = forward_ring(self.problem).footprint(rank).sums if self.forward else inner.sums
         return Footprint(sums + self.score_bytes(rank), 2 * inner.copies, inner.tile)
 
     def score_bytes(self, rank: int) -> int:
-        """Whole rows of scores of the rank's queries."""
+        """Bytes of the whole rows of scores of a rank's queries."""
         problem = self.problem
         return (
             problem.batch
@@ -121,7 +123,7 @@ class RingNaive:
 
 @lru_cache(maxsize=64)
 def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
-    """One direction. Gradients that are not needed are neither summed nor sent."""
+    """One direction of `ring-naive`. Gradients that are not needed are neither summed nor sent."""
     kv, kv_sum = problem.kv_token_bytes, problem.kv_sum_bytes
     needs_q, needs_k, needs_v = problem.needs_grad
     route = OneRing(problem.world_size, (1,) * len(problem.kv_blocks[0]))

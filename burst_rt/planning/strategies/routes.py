@@ -1,9 +1,10 @@
-"""Routes: in which order a block visits the ranks, and from whom each rank gets it.
+"""Routes: in which order a block visits the ranks, and which rank each rank gets the block from.
 
-A block makes W - 1 steps; at step s each rank holds one block of everybody's number b, so that
-every rank has a tile to do at every step. `holder` says who has an owner's block at a step, `owner`
-the inverse, `onward` to which later steps the holder passes the bundle on. The sums that belong to
-a block follow it step by step and come home after the last: at step W the holder is the owner.
+A block makes W - 1 steps. At step s each rank holds one block number b, of some owner, so that
+every rank has a tile to do at every step. `holder` says which rank has an owner's block at a step;
+`owner` is the inverse; `onward` says for which later steps the holder passes the bundle on. The
+sums that belong to a block follow it step by step and come home after the last step: at step W the
+holder is the owner.
 
 | route | block of rank o at step s | passed on |
 |---|---|---|
@@ -25,38 +26,37 @@ __all__ = ["OneRing", "Route", "TwoLevel"]
 
 
 class Route(Protocol):
-    """See the module's text. Frozen. num_slots: receive buffers that the bundles take turns in."""
+    """See the module's text. Frozen."""
 
     def __hash__(self) -> int:
-        """Equal routes, equal numbers."""
+        """Equal routes have equal hashes."""
 
     @property
     def num_slots(self) -> int:
-        """How many slots `slot` speaks of."""
+        """How many receive buffers the bundles use in turn; `slot` numbers them."""
 
     def holder(self, owner: int, step: int, block: int) -> int:
-        """The rank that has block number `block` of `owner` at a step (0: the owner; W: the owner
-        again).
+        """The rank that has block number `block` of `owner` at a step.
+
+        At step 0 and at step W it is the owner.
         """
 
     def owner(self, rank: int, step: int, block: int) -> int:
-        """Whose block number `block` a rank has at a step."""
+        """The rank whose block number `block` a rank has at a step."""
 
     def onward(self, step: int) -> tuple[int, ...]:
-        """The later steps whose holder gets the bundle from the holder at this one."""
+        """The later steps whose holder gets the bundle from the holder at this step."""
 
     def slot(self, step: int) -> int:
-        """Where the bundle of a step (from 1 on) is received."""
+        """The number of the slot that receives the bundle of a step (from 1 on)."""
 
 
 @dataclass(frozen=True)
 class OneRing:
-    """One ring of all ranks. directions: of each block, 1 (to the next rank) or -1 (to the rank
-    before).
-    """
+    """One ring of all ranks."""
 
     world_size: int
-    directions: tuple[int, ...]
+    directions: tuple[int, ...]  # for each block 1 (to the next rank) or -1 (to the rank before)
 
     @property
     def num_slots(self) -> int:
@@ -77,12 +77,12 @@ class OneRing:
 
 @dataclass(frozen=True)
 class TwoLevel:
-    """Rings inside the nodes and rings between them (the double ring of LoongTrain, arXiv
-    2406.18485).
+    """Rings inside the nodes and rings between them.
 
-    A rank passes what it got from another node on to the next node at once, and has
-    `ranks_per_node` steps until it needs the next; what comes from its own node has one step.
-    Raises InputError where the nodes are not equally large.
+    This is the double ring of LoongTrain (arXiv 2406.18485). A rank passes what it got from another
+    node on to the next node at once, and has `ranks_per_node` steps until it needs the next block
+    from there. A block from the rank's own node has one step. Raises InputError where the nodes are
+    not equally large.
     """
 
     world_size: int
@@ -108,7 +108,7 @@ class TwoLevel:
 
     def onward(self, step: int) -> tuple[int, ...]:
         local = self.ranks_per_node
-        # To the other node first: it is the longer way.
+        # The other node comes first, because its way is longer.
         outer = (step + local,) if step % local == 0 and step + local < self.world_size else ()
         return outer + ((step + 1,) if (step + 1) % local else ())
 
