@@ -352,7 +352,7 @@ def _end_with(launcher: int) -> None:
 
 @contextmanager
 def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dict[str, str]]]:
-    """The job's hub, where telemetry is asked for, and the variables by which ranks find the hub."""
+    """The job's hub, where telemetry is asked for, and the variables by which ranks find it."""
     settings = read_settings()
     if not settings.asked or settings.address:
         yield None, {}

@@ -114,7 +114,7 @@ class StopRequests:
 
     @staticmethod
     def heard(votes: Sequence[float]) -> signal.Signals | None:
-        """The signal that any rank has heard, from the sum of all ranks' votes; None without one."""
+        """The signal that any rank has heard, from the sum of all ranks' votes; None if none."""
         return next((number for number, count in zip(SIGNALS, votes, strict=True) if count), None)
 
     def __enter__(self) -> Self:

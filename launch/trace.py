@@ -1,4 +1,4 @@
-"""`burst-rt trace`: a recorded run as a trace for Perfetto, or as figures and its longest stalls."""
+"""`burst-rt trace`: a recorded run as a trace for Perfetto, or its figures and longest stalls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`--device`, `--transport`, `--telemetry`, `--record`, `--dashboard`: options of every command
-that starts ranks, by environment.
+"""Options of every command that starts ranks: `--device`, `--transport`, `--telemetry` and others.
 
-`burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they
-work for any program.
+The options set environment variables. `burst_rt.init` obeys these variables wherever the program
+itself leaves the choice open, so that the options work for any program. The others are `--record`,
+`--dashboard`, `--dashboard-at` and `--metrics-port`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from burst_rt.telemetry.wire import (
 
 __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
 
-# Set for the ranks where the person who started them has a terminal; under mpirun a rank cannot
-# tell.
+# Tells the ranks that the person who started them has a terminal; under mpirun a rank cannot see
+# that.
 TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
-# Those of burst_rt.runtime.joining, which needs torch.
+# The variables of burst_rt.runtime.joining, which is not imported here because it needs torch.
 VARIABLES = {"device": "BURST_RT_DEVICE", "transport": "BURST_RT_TRANSPORT"}
 
 _TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
@@ -40,7 +40,8 @@ def _export(_: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str | None) -> None:
     if value or (value == 0 and parameter.name == "metrics_port"):
-        # An address may be there already, of the hub of whoever started this; "0" is overruled.
+        # The variable may hold the address of a hub that runs already; that stays. "0" is
+        # overruled.
         if not os.environ.get(TELEMETRY_VARIABLE, "").startswith(("unix:", "tcp:")):
             os.environ[TELEMETRY_VARIABLE] = "1"
         if parameter.name == "record":
@@ -54,8 +55,9 @@ def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str |
 
 
 def telemetry_options(command: _F) -> _F:
-    """Adds `--telemetry`, `--record` and the dashboard's options to a command; they go into the
-    environment, and so to its ranks.
+    """Adds `--telemetry`, `--record` and the dashboard's options to a command.
+
+    Their values go into the environment, and so to the ranks that the command starts.
     """
     telemetry = click.option(
         "--telemetry",
@@ -101,8 +103,9 @@ def telemetry_options(command: _F) -> _F:
 
 
 def machine_options(command: _F) -> _F:
-    """Adds both options to a command; their values go into the environment, and so to the ranks it
-    starts.
+    """Adds `--device` and `--transport` to a command.
+
+    Their values go into the environment, and so to the ranks that the command starts.
     """
     device = click.option(
         "--device",
