@@ -1,4 +1,4 @@
-"""What all tests share: poisoned memory, one torch thread, the modules beside this file, a marker."""
+"""What all tests share: poisoned memory, one torch thread, the modules beside this file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# Tests import modules of this folder (spec, tolerances, worlds, jobs), and pytest's import mode does
-# not put the folder on the path. The folder above must stay off the path: `scheduler` would be
+# Tests import modules of this folder (spec, tolerances, worlds, jobs), which pytest's import mode
+# does not put on the path. The folder above must stay off the path: `scheduler` would be
 # importable by that name.
 sys.path.insert(0, str(Path(__file__).parent))
 # Fresh outputs and receive slots hold NaN: memory that is used before it is written shows. MPI jobs

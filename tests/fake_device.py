@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from burst_rt.transport import Capabilities, Completed
+from burst_rt.transport import Completed
 
 __all__ = ["FakeDevice", "FakeMessages", "FakeWire", "Part", "Race"]
 
@@ -141,7 +141,7 @@ class FakeMessages:
     """A transport of the host, whose messages take times drawn from the device's seed."""
 
     def __init__(self, device: FakeDevice) -> None:
-        self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, False, 2**62)
+        self.rank, self.size = 0, 3
         self.bytes_sent = self.bytes_received = 0
         self._device = device
         self._open: list[int] = []
@@ -177,7 +177,7 @@ class FakeWire:
     """An ordered transport: messages are work on the stream."""
 
     def __init__(self, device: FakeDevice) -> None:
-        self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, True, 2**62)
+        self.rank, self.size = 0, 3
         self.bytes_sent = self.bytes_received = 0
         self.entered_s: float | None = None
         self._device = device

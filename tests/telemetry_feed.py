@@ -153,9 +153,10 @@ def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRan
 def call(
     rank: int, number: int, start_s: float, *times: tuple[float, float, float], group: str = "0-1"
 ) -> EndedCall:
-    """A call that has ended. times: (issued, started, ended) of each task, in seconds after start_s.
+    """A call that has ended.
 
-    start_s is a time on the hub's clock.
+    times: (issued, started, ended) of each task, in seconds after start_s, which is a time on the
+    hub's clock.
     """
     spans = np.array([(task, *when) for task, when in enumerate(times)], SPAN)
     began_s = start_s - offset_s(rank)

@@ -43,6 +43,6 @@ PRODUCTS = {dtype: ROUNDING[dtype] for dtype in (torch.float16, torch.bfloat16)}
 # attention in one process on the same inputs. Measured 0.7 to 1.2: the order of adding up differs.
 RATIO = 1.5
 
-# The project promises for causal zigzag, from 1,000 tokens a rank on, that the busiest rank computes
-# at most this many times the score cells of the idlest rank.
+# The project promises for causal zigzag, from 1,000 tokens a rank on, that the busiest rank
+# computes at most this many times the score cells of the idlest rank.
 BALANCE = 1.02
