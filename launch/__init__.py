@@ -1,7 +1,6 @@
-"""The command `burst-rt`: starting jobs under MPI, the training and evaluation jobs, benchmarks and
-the doctor.
+"""The command `burst-rt`: jobs under MPI, training and evaluation, benchmarks, the doctor.
 
-Nothing is imported here: every rank passes through this package before its program starts.
+This file imports nothing: every rank passes through this package before its program starts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""`burst-rt dashboard`: a running job or a record in a browser, from beside it (`--dashboard`
-starts one with the job).
+"""`burst-rt dashboard`: shows a running job, or a record, in a browser.
+
+The option `--dashboard` of other commands starts a dashboard together with the job instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`burst-rt doctor`: what this machine has for a job, and what to do about what is missing.
 
 Whatever can crash, hang or print (MPI, torch, CUDA libraries) is asked in a child process under a
-deadline, so that a broken installation shows up as a line of the table. It starts one real job of
-two ranks; it changes nothing.
+deadline, so that a broken installation shows up as a line of the table. The doctor starts one real
+job of two ranks. With a GPU a second job asks whether MPI takes device memory, and the answer is
+remembered for later jobs. The doctor changes nothing else.
 """
 
 from __future__ import annotations
@@ -39,22 +40,20 @@ _STYLES = {"ok": "green", "warning": "yellow", "missing": "red", "absent": "dim"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table.
-
-    `state` is "ok", "warning" (works, could be better), "missing" (a job cannot run without it) or
-    "absent" (not here, and not needed for a CPU job); `advice` says what to do, "" where nothing is
-    to be done.
-    """
+    """One line of the table."""
 
     name: str
+    # "ok", "warning" (works, could be better), "missing" (a job cannot run without it) or "absent"
+    # (not here, and not needed for a CPU job).
     state: str
     found: str
-    advice: str = ""
+    advice: str = ""  # what to do; "" where there is nothing to do
 
 
 def examine() -> list[Finding]:
-    """Look at everything a job needs. Blocks for some 10 s, and never longer than the deadlines of
-    its probes together (4 minutes).
+    """Look at everything a job needs; blocks for its probes' processes, some 10 s.
+
+    The deadlines of all probes together are 4 minutes.
     """
     launcher, mpirun = _find_mpirun()
     return [
@@ -114,7 +113,7 @@ def _print_table(findings: Sequence[Finding]) -> None:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a probe printed, or why it did not (`error` is then not empty)."""
+    """What a probe printed; where the probe failed, `error` says why and is not empty."""
 
     text: str = ""
     error: str = ""
@@ -138,7 +137,7 @@ def _ask(
         out, err = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
         kill_job(process)
-        # Something that it started may hold its output open for as long as it likes.
+        # A process that the probe has started may hold the probe's output open for ever.
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -146,7 +145,7 @@ def _ask(
         return _Answer(error=f"no answer within {deadline_s:.0f} s")
     if process.returncode != 0:
         lines = [line for line in err.splitlines() if line.strip(" -")]
-        # mpirun has the last word on a failed rank, but the rank's own is the telling one.
+        # mpirun's words about a failed rank come last, but the rank's own error says more.
         telling = (
             [line for line in lines if "Error" in line]
             or lines
@@ -161,7 +160,7 @@ def _ask_python(source: str, *, deadline_s: float = _PROBE_DEADLINE_S) -> _Answe
 
 
 def _ask_job(launcher: MpiLauncher, program: Sequence[str], *, deadline_s: float) -> _Answer:
-    """What two ranks of `program` print."""
+    """What two ranks of `program` print. Blocks until they have ended, at most `deadline_s`."""
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
         return _ask(
             launcher.command(program, 2),
@@ -286,8 +285,9 @@ def _hello_job(launcher: MpiLauncher | None) -> Finding:
 
 
 def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> Finding:
-    """Whether MPI takes memory of the device, by a job that may crash; the answer is remembered for
-    jobs to come. Blocks some seconds.
+    """Whether MPI takes memory of the device, by a job that may crash; blocks until the job ends.
+
+    That takes some seconds. The answer is remembered for jobs to come.
     """
     words = [sys.executable, "-P", "-m", "burst_rt.transport.probe", device]
     answer = _ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
@@ -369,7 +369,7 @@ print(f"driver {pynvml.nvmlSystemGetDriverVersion()}, {pynvml.nvmlDeviceGetCount
 
 _EXTRA = "in the clone, pip install '.[cuda13]' (or '.[cuda12]')"
 _DRIVER = "install NVIDIA's driver, which no pip package brings; a container needs --gpus all"
-# What Python, NVML and CUDA say where it is the driver that is not there.
+# What Python, NVML and CUDA say where the driver is missing.
 _NO_DRIVER = (
     "NVMLError_LibraryNotFound",
     "NVMLError_DriverNotLoaded",
@@ -380,8 +380,9 @@ _NO_DRIVER = (
 
 
 def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
-    """A part of what GPUs need that does not work: whether it is the driver, the Python package or
-    a library, and what brings that.
+    """The finding where a part that GPUs need does not work: what is missing, and what brings it.
+
+    What is missing is the driver, the Python package or a library.
     """
     if any(word in error for word in _NO_DRIVER):
         what, advice = "the driver", _DRIVER
@@ -424,6 +425,6 @@ def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
         "from burst_rt.runtime.joining import describe_choice; print(describe_choice())",
         deadline_s=_TORCH_DEADLINE_S,
     )
-    # With one GPU two ranks share it: that is what is described.
+    # With one GPU, the choice described is that for two ranks that share the GPU.
     last = Finding("transport", "warning" if choice.error else "ok", choice.error or choice.text)
     return [first, *rest, last]

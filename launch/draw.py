@@ -1,5 +1,4 @@
-"""Pictures of the runtime by the runtime: the ring with what travels on it, and timelines of real
-traces.
+"""Pictures of the runtime: the ring with what travels on it, and timelines of real traces.
 
 `burst-rt draw` runs one forward and backward on the ranks of an MPI job and draws both.
 `draw_timeline` draws any trace, such as a custom pipeline's.
@@ -31,17 +30,18 @@ _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#
 _LANES = ("compute", "network", "control")
 _TRANSFER, _OTHER = "#BBBBBB", "#444444"
 _PLAIN = (("network", _TRANSFER, "transfer"), ("control", _OTHER, "agreement, others"))
-# Of an arrow's bend, as a part of its length; of two ranks' arrows, which have the same ends.
+# The bend of an arrow as a part of its length. The two arrows between two ranks have the same ends
+# and bend more.
 _BEND, _BEND_OF_TWO = 0.22, 0.34
 
 
 def draw_timeline(
     traces: Sequence[Iterable[Span]], path: Path, *, title: str, ranks: Sequence[int] | None = None
 ) -> None:
-    """Draws the spans of some ranks (one row a rank and lane) over milliseconds, as PNG or whatever
-    `path` ends in.
+    """Draws spans over milliseconds, a row for each rank and lane.
 
-    Compute tasks that have a hop are coloured by it. Transfers that overlap are stacked.
+    The file is a PNG, or what the end of `path` says. `ranks` names the traces; None means 0, 1 and
+    so on. Compute tasks with a hop are coloured by the hop. Transfers that overlap are stacked.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -126,8 +126,9 @@ def _draw_lane(axes: Axes, y: int, lane: str, spans: list[Span], start: float) -
 
 
 def draw_ring(graphs: Sequence[Graph], path: Path, *, title: str, labels: Sequence[str]) -> None:
-    """Draws ranks on a ring with a label each, and on the arrows the bytes each sends to each peer,
-    counted from the graphs.
+    """Draws ranks on a ring, each with its label, and arrows with the bytes sent along them.
+
+    The bytes are counted from the graphs of all ranks.
     """
     _ring(graphs, title, labels).savefig(path, dpi=130)
 
@@ -156,7 +157,7 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     ]  # fmt: skip
     bend = _BEND_OF_TWO if world == 2 else _BEND
     for (source, peer), size in sent.items():
-        # From box to box.
+        # The arrow goes from box to box.
         style = {
             "arrowstyle": "-|>",
             "color": "#555555",
@@ -166,7 +167,8 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
         }
         style |= {"shrinkA": 3, "shrinkB": 3, "connectionstyle": f"arc3,rad={-bend}"}
         axes.annotate("", at[peer], at[source], arrowprops=style)
-        # Beside the middle of the curve: words are wider than they are high.
+        # The words stand beside the middle of the curve. They are wider than high, and so stand
+        # further off sideways.
         dx, dy = at[peer][0] - at[source][0], at[peer][1] - at[source][1]
         length = math.hypot(dx, dy)
         nx, ny = -dy / length, dx / length

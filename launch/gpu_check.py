@@ -1,11 +1,10 @@
-"""`make gpu-check`: everything of this project that needs an NVIDIA GPU, on a machine that has one,
-within eight minutes.
+"""`make gpu-check`: everything of this project that needs an NVIDIA GPU, within eight minutes.
 
-Correctness (kernels tile by tile, the vendors' kernels, whole rings), compute-sanitizer on small
-shapes, speed against torch's kernels, block sizes, rings on one GPU, staged transfers. Every step
-is a process of its own with a deadline, so that one that hangs or crashes does not take the others
-along. Steps that measure nothing run beside each other: most of their time is compiling. What came
-out goes to a JSON file and a table.
+The steps are: correctness (kernels tile by tile, the vendors' kernels, whole rings),
+compute-sanitizer on small shapes, speed against torch's kernels, rings on one GPU, staged
+transfers, block sizes. Every step is a process of its own with a deadline, so that a step that
+hangs or crashes leaves the others alone. Steps that measure nothing run beside each other: most of
+their time is compiling. The results go to a JSON file and a table.
 """
 
 from __future__ import annotations
@@ -38,32 +37,27 @@ _TAIL = 4000
 
 @dataclass(frozen=True)
 class Step:
-    """One child process. needs: a program that must be there; `{out}` in the words stands for the
-    JSON file of benchmarks. beside: starts with the step before it, and does not write to that
-    file.
-    """
+    """One child process."""
 
     name: str
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # the command; `{out}` stands for the JSON file of benchmarks
     limit_s: float
-    needs: str = ""
-    beside: bool = False
+    needs: str = ""  # a program that must be on PATH
+    beside: bool = False  # starts with the step before it, and does not write to the JSON file
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step went: "ok", "failed", "timed out" or "not run" (and why, in `tail`, else the end
-    of its output).
-    """
+    """How a step went."""
 
     name: str
-    state: str
+    state: str  # "ok", "failed", "timed out" or "not run"
     took_s: float
-    tail: str
+    tail: str  # the end of the step's output, or why the step did not run
 
 
-# What takes the time is compiling: several at once where that can be had. Each test's name as it
-# ends: what is killed says how far it was.
+# Most of the time is compiling, so tests run four at a time where pytest-xdist is installed. With
+# -v a step that is killed has printed how far it came.
 _SHARED = ("-n", "4", "-p", "no:benchmark") if find_spec("xdist") else ()
 _PYTEST = (sys.executable, "-m", "pytest", "-v", "--maxfail=8", "-p", "no:cacheprovider")
 _BENCH = (sys.executable, "-m", "burst_rt.launch.main", "bench", "gpu", "--out", "{out}")
@@ -82,8 +76,7 @@ _RANKS = (
     "--out",
     "{out}",
 )
-# Without torch's own cache of memory, in whose blocks a small tensor that is overrun runs into
-# others, unseen.
+# Without torch's cache of memory: inside one of its blocks a tensor may be overrun unseen.
 _SANITIZER = (
     "env",
     "PYTORCH_NO_CUDA_MEMORY_CACHING=1",
@@ -92,7 +85,7 @@ _SANITIZER = (
     "9",
     "--tool",
 )
-# Plain float32 tiles, and such as models have: with wgmma, and loads that run ahead.
+# Plain float32 tiles, and tiles as models have them: with wgmma, and loads that run ahead.
 _SMALL = (*_PYTEST, "tests/gpu/test_rings.py", "-k", "three or (short and 2-local)")
 _TILES = "tests/interpreted/test_tiles.py"
 _HALF = "bfloat16 or float16 or 16_bit or head_sizes"
@@ -128,13 +121,13 @@ STEPS = (
     Step("kernel speed", (*_BENCH, "--part", "kernels", "--repeats", "5"), 90),
     Step("rings on one GPU", (*_BENCH, "--part", "ring", "--repeats", "5"), 45),
     Step("staged transfers", (*_RANKS, "--part", "staged", "--repeats", "5"), 45),
-    # The last, and as far as it gets: every trial compiles.
+    # This step comes last and gets as far as its time allows: every trial compiles.
     Step("block sizes", (*_TUNE, "--head-dim", "128", "--repeats", "5", "--limit-s", "70"), 90),
 )
 
 
 def groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Steps that start together, in order."""
+    """The steps in order, in lists of those that start together."""
     group: list[Step] = []
     for step in steps:
         if group and not step.beside:
@@ -146,7 +139,7 @@ def groups(steps: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def perform(step: Step, out: Path, left_s: float) -> Outcome:
-    """Runs one step; blocks until it has ended or its time, or all time, is up."""
+    """Runs one step; blocks until the step has ended, or its limit or `left_s` is up."""
     if step.needs and shutil.which(step.needs) is None:
         return Outcome(step.name, "not run", 0.0, f"{step.needs} is not on this machine")
     limit_s = min(step.limit_s, left_s)
@@ -166,7 +159,7 @@ def perform(step: Step, out: Path, left_s: float) -> Outcome:
             code: int | None = child.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
-            # All of its session: under a sanitizer what holds the GPU is a child of the child.
+            # End the whole session: under a sanitizer, a child of the child holds the GPU.
             os.killpg(child.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(10)
@@ -210,7 +203,7 @@ def command(out: Path) -> None:
                 f"{outcome.tail}\n{outcome.name}: {outcome.state} after {outcome.took_s:.0f} s\n",
                 flush=True,
             )
-        # As it goes: what is there when the time of the machine is up is kept.
+        # Write after every group: these results are kept when the machine's time is up.
         results = json.loads(out.read_text()) if out.exists() else {}
         results |= {"machine": machine(), "steps": [asdict(outcome) for outcome in outcomes]}
         out.write_text(json.dumps(results, indent=1) + "\n")

@@ -58,7 +58,7 @@ _COMMANDS = {
 
 
 class _Misused(click.ClickException):
-    """A usage error as all other errors are told: in one line."""
+    """A usage error, printed in one line as every other error is."""
 
     exit_code = 2
 
@@ -119,8 +119,9 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point of `burst-rt`: a BurstError ends it with its message and exit code, without a
-    traceback.
+    """Entry point of `burst-rt`.
+
+    A BurstError ends the process with the error's message and exit code, without a traceback.
     """
     try:
         cli(prog_name="burst-rt")

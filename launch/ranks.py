@@ -1,8 +1,8 @@
-"""The processes of a job's ranks on this host, as its launcher sees them: which have ended, and in
-which order.
+"""The processes of a job's ranks on this host: which have ended, and in which order.
 
-Ranks are mpirun's children, not the launcher's. Each tells its process id when it starts, and the
-kernel tells at once when that process ends, through a file descriptor (pidfd, Linux 5.3).
+This is the launcher's view. Ranks are mpirun's children, not the launcher's. Each rank reports its
+process id when it starts, and the kernel reports the end of that process at once, through a file
+descriptor (pidfd, Linux 5.3).
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """The ranks that have started on this host. A context manager.
-
-    ended_at_s: when a rank's process was seen to have ended, in seconds since the epoch.
-    """
+    """The ranks that have started on this host. A context manager."""
 
     def __init__(self, job_dir: Path, num_ranks: int) -> None:
+        # By rank: when its process was seen to have ended, in seconds since the epoch.
         self.ended_at_s: dict[int, float] = {}
         self._job_dir = job_dir
         self._num_ranks = num_ranks
         self._seen: set[int] = set()
         self._where = whereabouts()
-        self._ranks: dict[int, int] = {}  # by descriptor
+        self._ranks: dict[int, int] = {}  # by the descriptor of the rank's process
         self._poller = select.poll()
 
     def __enter__(self) -> Ranks:
@@ -50,7 +48,7 @@ class Ranks:
             os.close(descriptor)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until a rank has ended, at most `timeout_s`."""
+        """Blocks until a rank has ended, at most `timeout_s`."""
         if len(self._seen) < self._num_ranks:
             self._look_for_more()
         ended = self._poller.poll(timeout_s * 1e3)
@@ -61,8 +59,9 @@ class Ranks:
             self.ended_at_s[self._ranks.pop(descriptor)] = now_s
 
     def stuck(self) -> tuple[Waiting, int] | None:
-        """A rank that waits to join others, and that of them which ended first, before it; None
-        where there is none.
+        """A rank that waits to join ranks of which one has ended; None where there is none.
+
+        Returns the wait, and the awaited rank that ended first. Does not block.
         """
         ended = {
             report.rank: report.ended_at_s for report in read_reports(self._job_dir)
@@ -75,16 +74,12 @@ class Ranks:
         return None
 
     def first_silent(self, reported: Collection[int]) -> list[int]:
-        """The rank whose process ended first of those that gave no report; several where they ended
-        at once.
-        """
+        """The rank that ended first without a report; several ranks where they ended at once."""
         silent = {rank: at_s for rank, at_s in self.ended_at_s.items() if rank not in reported}
         return [rank for rank, at_s in silent.items() if at_s == min(silent.values())]
 
     def kill(self) -> None:
-        """Kills the ranks that are still there. For when mpirun, which would have ended them, is
-        gone.
-        """
+        """Kills the ranks that still run, once mpirun, which would have ended them, is gone."""
         self._look_for_more()
         for descriptor in self._ranks:
             with suppress(ProcessLookupError):
@@ -102,7 +97,7 @@ class Ranks:
             except ProcessLookupError:
                 self.ended_at_s[rank] = time.time()
             except OSError:
-                continue  # a kernel that has none
+                continue  # a kernel without pidfd
             else:
                 self._ranks[descriptor] = rank
                 self._poller.register(descriptor, select.POLLIN)

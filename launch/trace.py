@@ -1,6 +1,4 @@
-"""`burst-rt trace`: a recorded run as a trace for Perfetto, or as a few figures with the longest
-stalls and why.
-"""
+"""`burst-rt trace`: a recorded run as a trace for Perfetto, or its figures and longest stalls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The last words of `burst-rt run` on a job: who failed first, how, doing what; and the job's exit
-code.
+"""The last words of `burst-rt run` on a job: who failed first, how, doing what; the exit code.
 
-What is known comes from the ranks' reports, from the order in which their processes ended
-(`ranks.py`), from their flight records, and from mpirun's exit code.
+The sources are the ranks' reports, the order in which the ranks' processes ended (`ranks.py`),
+their flight records, and mpirun's exit code.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from burst_rt.telemetry.views import Lost
 
 __all__ = ["verdict"]
 
-# The error itself stands right above, whole.
+# The whole error stands right above the headline.
 _HEADLINE_WIDTH = 200
 
 
@@ -36,15 +35,15 @@ def verdict(
 ) -> tuple[str, int]:
     """The text to print ("" where all is well), whose last line names the cause, and the exit code.
 
-    mpirun_code: negative where a signal ended mpirun. stuck: for whom a rank waited in vain, where
-    that is why the launcher ended the job. lost: what telemetry knows of the rank that was lost
-    first.
+    mpirun_code: negative where a signal ended mpirun. stuck: a rank's wait and the ended rank it
+    waited for, where the launcher ended the job for that reason. lost: what telemetry knows of the
+    rank that was lost first. Does not block.
     """
     reports = read_reports(job_dir)
     failure = primary_failure(reports)
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     silent = sorted(set(range(num_ranks)) - {report.rank for report in reports})
-    # Also on the way out, once the program had ended well.
+    # A rank may also crash on its way out, after its program has ended well.
     crashed = [
         rank
         for rank in range(num_ranks)
@@ -60,7 +59,7 @@ def verdict(
             f"({how}){_doing(job_dir, rank)}\n",
             code or 1,
         )
-    # An MPI may notice by itself that a rank has ended without it.
+    # mpirun may have noticed by itself that a rank ended before it had joined.
     noticed = ranks.stuck() if code and failure is None else None
     if noticed is not None and noticed[1] not in silent:
         stuck = noticed
@@ -74,10 +73,11 @@ def verdict(
     first = ranks.first_silent({report.rank for report in reports})
     went_at_s = ranks.ended_at_s[first[0]] if first else 0.0
     if len(first) != 1 and lost is not None and lost.exit_code is None and lost.rank in silent:
-        # On another host, or too soon after another to tell here.
+        # The first rank ended on another host, or too close to another rank's end to tell here.
         first, went_at_s = [lost.rank], lost.at_s
     known = {} if lost is None else {lost.rank: lost.known}
-    # Out of the middle of a call, and so the others were ended, perhaps before they could say why.
+    # A rank that left in the middle of a call. The other ranks were ended because of it, perhaps
+    # before they could say why.
     leaver = next(
         (report for report in reports if not report.failed and read_flight(job_dir, report.rank)),
         None,
@@ -142,8 +142,8 @@ def _went(
     failure: RankReport | None,
     known: Mapping[int, str],
 ) -> str:
-    """Ranks whose processes were gone before the others', without a report."""
-    # Where another rank reported that it lost this one, mpirun's exit code is of that other rank.
+    """The words for ranks whose processes were gone before the others', without a report."""
+    # Where another rank reported that it lost this one, mpirun's exit code is that other rank's.
     name = "" if failure else _in_words(code)
     how = (
         f"was killed by {name}" if name else f"ended without a word (mpirun's exit code is {code})"
@@ -167,7 +167,7 @@ def _secondary(
     silent: Sequence[int],
     started_at_s: float,
 ) -> str:
-    """The words where every failure reported is another rank's fault: name that other rank."""
+    """The words where every reported failure is another rank's fault: they name that other rank."""
     ended = [report for report in reports if not report.failed]
     left = next(
         (report for report in ended if report.rank == failure.peer), ended[0] if ended else None
@@ -208,7 +208,7 @@ def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:
 
 
 def _in_words(code: int) -> str:
-    """The signal that an exit code stands for, as a shell counts; "" where it stands for none."""
+    """The signal that an exit code stands for, as a shell counts (128 + signal); "" without one."""
     try:
         return f"signal {code - 128}, {signal.Signals(code - 128).name}"
     except ValueError:

@@ -42,8 +42,9 @@ def viewer_options(command: _F) -> _F:
 
 @contextmanager
 def open_reader(attach: int | None, replay: Path | None, until: float | None) -> Iterator[Reader]:
-    """The reader that these options ask for. Reads a record whole. Raises InputError and
-    ConfigError.
+    """The reader that these options ask for: of a record, or of a running job's hub.
+
+    A record is read whole. Raises InputError and ConfigError.
     """
     from burst_rt.dashboard.reader import HubReader, ModelReader
 

@@ -1,8 +1,8 @@
-"""`--device`, `--transport`, `--telemetry`, `--record`, `--dashboard`: options of every command
-that starts ranks, by environment.
+"""Options of every command that starts ranks: `--device`, `--transport`, `--telemetry` and others.
 
-`burst_rt.init` obeys these variables wherever the program itself leaves the choice open, so they
-work for any program.
+The options set environment variables. `burst_rt.init` obeys these variables wherever the program
+itself leaves the choice open, so that the options work for any program. The others are `--record`,
+`--dashboard`, `--dashboard-at` and `--metrics-port`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from burst_rt.transport import TRANSPORTS
 
 __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
 
-# Set for the ranks where the person who started them has a terminal; under mpirun a rank cannot
-# tell.
+# Tells the ranks that the person who started them has a terminal; under mpirun a rank cannot see
+# that.
 TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
-# What the options are passed on as.
+# The variables that pass the values of the options on to the ranks.
 VARIABLES = {"device": DEVICE_VARIABLE, "transport": TRANSPORT_VARIABLE}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,7 +40,8 @@ def _export(_: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str | None) -> None:
     if value or (value == 0 and parameter.name == "metrics_port"):
-        # An address may be there already, of the hub of whoever started this; "0" is overruled.
+        # The variable may hold the address of a hub that runs already; that stays. "0" is
+        # overruled.
         if not os.environ.get(TELEMETRY_VARIABLE, "").startswith(("unix:", "tcp:")):
             os.environ[TELEMETRY_VARIABLE] = "1"
         if parameter.name == "record":
@@ -54,8 +55,9 @@ def _ask(_: click.Context, parameter: click.Parameter, value: bool | int | str |
 
 
 def telemetry_options(command: _F) -> _F:
-    """Adds `--telemetry`, `--record` and the dashboard's options to a command; they go into the
-    environment, and so to its ranks.
+    """Adds `--telemetry`, `--record` and the dashboard's options to a command.
+
+    Their values go into the environment, and so to the ranks that the command starts.
     """
     telemetry = click.option(
         "--telemetry",
@@ -101,8 +103,9 @@ def telemetry_options(command: _F) -> _F:
 
 
 def machine_options(command: _F) -> _F:
-    """Adds both options to a command; their values go into the environment, and so to the ranks it
-    starts.
+    """Adds `--device` and `--transport` to a command.
+
+    Their values go into the environment, and so to the ranks that the command starts.
     """
     device = click.option(
         "--device",

@@ -1,6 +1,4 @@
-"""What all tests share: poisoned memory, one thread of torch's, the modules beside this file, and
-MPI jobs.
-"""
+"""What all tests share: poisoned memory, one torch thread, the modules beside this file."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ import pytest
 import torch
 
 # Tests import modules of this folder (spec, tolerances, worlds, jobs), which pytest's import mode
-# leaves to us. The folder above must stay off the path: its `scheduler` would be importable by that
-# name.
+# does not put on the path. The folder above must stay off the path: `scheduler` would be
+# importable by that name.
 sys.path.insert(0, str(Path(__file__).parent))
-# Fresh outputs and receive slots hold NaN: what is used before it is written shows. Jobs inherit
-# it.
+# Fresh outputs and receive slots hold NaN: memory that is used before it is written shows. MPI jobs
+# inherit the variable.
 os.environ["BURST_RT_POISON"] = "1"
-# What somebody has calibrated on this machine decides nothing here.
+# A machine file of this machine must not decide what tests do.
 os.environ["BURST_RT_HARDWARE"] = "none"
 # Ranks are threads or processes on few cores. `make other-cpus` tries more.
 torch.set_num_threads(int(os.environ.get("BURST_RT_TEST_THREADS", "1")))
@@ -29,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests under tests/mpi are marked so: `-m 'not mpi'` leaves them out."""
+    """Marks the tests under tests/mpi, so that `-m 'not mpi'` leaves them out."""
     for item in items:
         if item.path.parent.name == "mpi":
             item.add_marker("mpi")

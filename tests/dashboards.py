@@ -1,4 +1,4 @@
-"""Dashboards of tests: served over a model made by hand, or by a `burst-rt` command that runs."""
+"""Dashboards for tests: served over a model made by hand, or by a running `burst-rt` command."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from burst_rt.telemetry.job_model import JobModel
 
 __all__ = ["RunningCommand", "Serving", "command", "installed", "kill_rank", "serving"]
 
-# Set where every test must run: a program that is missing then fails its tests instead of leaving
-# them out.
+# Set where every test must run: tests whose program is missing then fail instead of being skipped.
 _ALL_VARIABLE = "BURST_RT_ALL_TESTS"
 _START_S = 60.0
 _END_S = 20.0
 
 
 def installed(*names: str, package: str) -> str:
-    """The path of the first of these programs that this machine has; without any, the test is
-    skipped and says what to install.
+    """The path of the first of these programs that this machine has.
+
+    Where the machine has none of them, the test is skipped and says what to install.
     """
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
@@ -47,10 +47,10 @@ def installed(*names: str, package: str) -> str:
 
 @dataclass
 class Serving:
-    """A dashboard that listens. model: only for `do`, which runs in the server's thread."""
+    """A dashboard that listens."""
 
     served: Served
-    model: JobModel
+    model: JobModel  # to be changed by `do` alone, which runs in the server's thread
     _loop: asyncio.AbstractEventLoop
 
     @property
@@ -62,7 +62,7 @@ class Serving:
         return urlsplit(self.served.link).port or 0
 
     def do(self, change: Callable[[JobModel], None]) -> None:
-        """Changes the model."""
+        """Changes the model; blocks until that is done, at most 10 s."""
 
         async def run() -> None:
             change(self.model)
@@ -72,7 +72,7 @@ class Serving:
 
 @contextmanager
 def serving(model: JobModel, where: Where | None = None) -> Iterator[Serving]:
-    """Serves a model from a thread."""
+    """Serves a dashboard over a model from a thread, until the end of the block."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -94,13 +94,16 @@ def serving(model: JobModel, where: Where | None = None) -> Iterator[Serving]:
 
 @dataclass
 class RunningCommand:
-    """A `burst-rt` command that runs; what it has said so far on standard error."""
+    """A `burst-rt` command that runs."""
 
     process: subprocess.Popen[str]
-    said: list[str]
+    said: list[str]  # what the command has printed so far on standard error
 
     def link(self, kind: str) -> str:
-        """The address it tells of, once it has. kind: "dashboard" or "metrics"."""
+        """The address that the command prints; blocks until it has, at most 60 s.
+
+        kind: "dashboard" or "metrics". Raises TimeoutError.
+        """
         deadline_s = time.monotonic() + _START_S
         while time.monotonic() < deadline_s:
             found = re.search(rf"{kind} (http\S+)", "".join(self.said))
@@ -113,7 +116,7 @@ class RunningCommand:
 
 @contextmanager
 def command(*arguments: str, cwd: Path) -> Iterator[RunningCommand]:
-    """Runs a `burst-rt` command until the end of the block."""
+    """Runs a `burst-rt` command until the end of the block, where it is interrupted."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments],
         cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(cwd)},

@@ -1,11 +1,12 @@
-"""A device that does nothing and keeps the books: which use of which memory is ordered before
-which, by vector clocks (Lamport; Mattern).
+"""A device that does no work, and records by vector clocks which use of memory precedes which.
 
-Every stream, every message under way and the host has a clock. Work on a stream comes after what
-was on it and after what the host had done and seen when it put it there; an event carries the clock
-of its stream; a wait, and the host's seeing that an event has happened or a message has ended,
-merge clocks. Two uses of one part of which one writes must be ordered, or `Race` is raised: that is
-what hardware would get wrong now and then.
+Every stream, every message under way and the host has a vector clock (Lamport; Mattern). Work on a
+stream comes after earlier work on the stream, and after everything that the host had done and seen
+when it put the work there. An event carries the clock of its stream. Clocks merge when a stream
+waits for an event, and when the host sees that an event has happened or a message has ended.
+
+Two uses of one part, where at least one use writes, must be ordered; otherwise `Race` is raised.
+Hardware would get such uses wrong now and then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Clock = dict[str, int]
 
 
 class Race(AssertionError):
-    """Two uses of one part that nothing orders."""
+    """Two uses of one part that nothing orders, where at least one use writes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Part:
 
 @dataclass
 class _Uses:
-    """Who wrote a part last, and who has read it since: (whose clock, its time)."""
+    """The last write of a part, and its reads since. A use is (whose clock, time on that clock)."""
 
     written: tuple[str, int] | None = None
     read: list[tuple[str, int]] = field(default_factory=list)
@@ -49,14 +50,14 @@ class _Uses:
 
 @dataclass
 class _Event:
-    """What its stream had done; whether the host has seen it happen (then it stays so)."""
+    """A mark on a stream."""
 
-    clock: Clock
-    seen: bool = False
+    clock: Clock  # what the stream had done when the event was recorded
+    seen: bool = False  # whether the host has seen the event happen; stays true
 
 
 class FakeDevice:
-    """See `drivers.device.Device`. When an event has happened is drawn from the seed."""
+    """A `drivers.device.Device`. When the host sees an event happen is drawn from the seed."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -100,7 +101,7 @@ class FakeDevice:
         return _Event({}), time.perf_counter()
 
     def merge(self, stream: str, clock: Clock) -> None:
-        """What comes next on the stream is after all that the clock says."""
+        """Puts whatever comes next on the stream after everything that the clock says."""
         self.clocks[stream] = _merged(self.clocks[stream], clock)
 
     @contextmanager
@@ -112,7 +113,7 @@ class FakeDevice:
     def use(
         self, reads: Iterable[object], writes: Iterable[object], stream: str | None = None
     ) -> None:
-        """Work on a stream (the current one) that reads and writes these parts."""
+        """Records work on a stream (None: the current one) that reads and writes these parts."""
         stream = self.current if stream is None else stream
         clock = self.clocks[stream] = _merged(self.clocks[stream], self.clocks["host"])
         clock[stream] = clock.get(stream, 0) + 1
@@ -137,9 +138,7 @@ class FakeDevice:
 
 
 class FakeMessages:
-    """A transport of the host: each message is under way for a time drawn from the device's
-    seed.
-    """
+    """A transport of the host, whose messages take times drawn from the device's seed."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.rank, self.size = 0, 3

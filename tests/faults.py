@@ -5,13 +5,13 @@ A case is one line of words from which it can be repeated, by `--case` or by `--
 
     run 4 rank 2 sigkill tile               launcher, ranks, who, how, when
                                             (in `mpi/programs/faults_program.py`)
-    telemetry 3 launcher sigkill awaited    the launcher is killed while that is so
+    telemetry 3 launcher sigkill awaited    the launcher is killed in that phase
     run 2 calls seed 17                     bad calls, from `mpi/programs/attention_bad_input.py`
     checkpoint seed 17                      a damage, from `unit/test_checkpoint.py`
 
-What must hold: the job ends within 5 s of the fault, badly unless nobody needed the rank; no
-process and no file of it is left; under `burst-rt run` the last line names the rank, how it ended,
-and the call and task that it was in.
+What must hold: the job ends within 5 s of the fault, and with an error unless nobody needed the
+rank any more. No process and no file of the job is left. Under `burst-rt run` the last line names
+the rank, how it ended, and the call and task that it was in.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROGRAMS = _TESTS / "mpi" / "programs"
 _MARK = "BURST_RT_TESTS_CASE"
 
 _LAUNCHERS = ("run", "telemetry", "mpirun")
-# When, in the order of the program. Up to "started" the ranks have not joined.
+# When the fault comes, in the order of the program. Up to "started" the ranks have not joined.
 _BEFORE_JOINING = ("start", "starting", "started")
 _IN_A_CALL = {
     "waiting": "burst_attention",
@@ -70,34 +70,32 @@ _WAYS = (
     "os-exit-3",
     "raise",
 )
-# Once MPI has been finalized Python heeds no exception.
+# Once MPI has been finalized, Python ignores exceptions.
 _FINAL_WAYS = (*_SIGNALS, *_CRASHES, "os-exit-0", "os-exit-3")
 _HELD_PHASES = ("before", "between", "awaited", *_IN_A_CALL)
 
 # From the fault, or from the deadline that ends a wait, to the end of the job.
 _DEADLINE_S = 5.0
 _JOIN_S = 3.0
-# Of ranks that stop or are slow: their timeout_s and stall_s.
+# timeout_s and stall_s of jobs in which a rank stops or is slow.
 _LIMITS_S = (5.0, 3.0)
-# Starting takes as long as the machine is busy.
+# Starting may take long on a busy machine.
 _STARTING_S = 120.0
-# How much longer a job is looked at that has not ended in time.
+# How much longer a job that has not ended in time is watched.
 _PATIENCE_S = 15.0
 _NUM_BAD_CALLS = 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault. victim: a rank's number, "launcher", "mpirun" (its child), or "" in cases of a
-    seed.
-    """
+    """One fault. Its name (`str`) is one line, which `parse` reads."""
 
-    launcher: str
+    launcher: str  # "run", "telemetry" or "mpirun"; "checkpoint" for a damaged checkpoint
     ranks: int = 0
-    victim: str = ""
+    victim: str = ""  # a rank's number, "launcher", "mpirun" (its child), or "" with a seed
     how: str = ""
     phase: str = ""
-    seed: int = -1
+    seed: int = -1  # of bad calls, or of a checkpoint's damage
 
     def __str__(self) -> str:
         if self.launcher == "checkpoint":
@@ -109,7 +107,7 @@ class Case:
 
     @property
     def harmless(self) -> bool:
-        """Whether the job is to go on as if nothing were."""
+        """Whether the job must go on as if nothing had happened."""
         return (
             self.how.startswith("fork-")
             or self.how == "slow"
@@ -123,7 +121,7 @@ class Case:
 
     @property
     def waits_s(self) -> float:
-        """How long the others may wait before they know."""
+        """How long the other ranks may wait before they know of the fault."""
         if self.how == "sigstop":
             return max(_LIMITS_S)
         return _JOIN_S if self.launcher == "mpirun" and self.phase in _BEFORE_JOINING else 0.0
@@ -131,13 +129,11 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What came of a case. seconds: from the fault to the end of the job; problems: what should not
-    be, in words.
-    """
+    """What came of a case."""
 
     case: Case
-    problems: list[str] = field(default_factory=list)
-    seconds: float | None = None
+    problems: list[str] = field(default_factory=list)  # what should not be, in words
+    seconds: float | None = None  # from the fault to the end of the job
     in_time: bool = True
     left_alive: int = 0
     wrong_last_line: bool = False
@@ -145,7 +141,7 @@ class Outcome:
 
 
 def parse(name: str) -> Case:
-    """The case of a name. Raises ValueError."""
+    """The case that a name such as "run 4 rank 2 sigkill tile" stands for. Raises ValueError."""
     words = name.split()
     match words:
         case ["checkpoint", "seed", seed]:
@@ -164,7 +160,7 @@ def parse(name: str) -> Case:
 
 
 def draw(chance: random.Random) -> Case:
-    """The next case."""
+    """Draws a case."""
     launcher, ranks = chance.choice(_LAUNCHERS), chance.choices((2, 3, 4), (5, 3, 2))[0]
     victim = str(chance.randrange(ranks))
     match chance.choices(
@@ -195,7 +191,7 @@ def draw(chance: random.Random) -> Case:
 
 
 def perform(case: Case) -> Outcome:
-    """Runs a case; blocks for as long as its job may take, at most some two minutes."""
+    """Runs a case; blocks until its job has ended, at most some two minutes."""
     outcome = Outcome(case)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -212,7 +208,7 @@ def perform(case: Case) -> Outcome:
     return outcome
 
 
-# Damages are told through a logger, which all threads share.
+# Damage is reported through a logger, which all threads share: one case at a time.
 _damaging = threading.Lock()
 
 
@@ -244,7 +240,7 @@ def _run(case: Case, folder: Path, outcome: Outcome) -> None:
         with suppress(subprocess.TimeoutExpired):
             job.wait(max(0.0, wanted_s + _PATIENCE_S - time.time()))
         ended_at_s = time.time() if job.poll() is not None else None
-        # The launcher may be gone a moment before the last rank.
+        # The launcher may end a moment before the last rank.
         while (alive := _alive(mark)) and time.time() < wanted_s:
             time.sleep(0.05)
             if case.victim in ("launcher", "mpirun"):
@@ -291,7 +287,7 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
             str(case.seed),
         ]
     else:
-        # Of a killed launcher the ranks are to hear while one of them does what the phase says.
+        # The launcher must be killed while a rank is in the phase: that rank stays in it.
         how, victim = (
             (case.how, case.victim) if case.victim.isdigit() else ("hold", str(case.ranks - 1))
         )
@@ -322,7 +318,7 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
-    """Waits for the fault, or makes it; its time, in seconds since the epoch."""
+    """Blocks until the fault has come, or makes it; its time in seconds since the epoch."""
     if case.how == "calls":
         return time.time()
     mark, deadline_s = folder / "left_at", time.monotonic() + _STARTING_S
@@ -343,7 +339,7 @@ def _fault(case: Case, folder: Path, job: subprocess.Popen[bytes]) -> float:
 
 
 def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
-    """Exit code, output, last line, leftovers of a job that has ended."""
+    """Checks the exit code, output, last line and leftovers of a job that has ended."""
     good = case.harmless or case.how == "calls"
     if good and code:
         outcome.problems.append(f"exit code {code}, expected 0")
@@ -356,7 +352,7 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
     if case.how == "calls":
         outcome.problems += _wrong_calls(case, folder)
     if case.victim != "launcher":
-        # Left in the temporary folder, which is this job's alone.
+        # The temporary folder is this job's alone: whatever is there, the job has left.
         own = folder / "tmp" / f"burst-rt-{os.getuid()}"  # this user's, for the jobs that run
         left = sorted(
             str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*") if path != own
@@ -374,9 +370,7 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
 
 
 def _last_line(case: Case) -> str:
-    """What the launcher's last line must be; "" where there is nothing to say, or nobody to
-    say it.
-    """
+    """A pattern of the launcher's last line; "" where the launcher says nothing or is gone."""
     if case.victim == "mpirun":
         return r"burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
     if (
@@ -416,7 +410,7 @@ def _last_line(case: Case) -> str:
     how = rf"left with exit code 0 {after}" if case.how == "exit-0" else r"ended without a word"
     if case.phase in _BEFORE_JOINING and case.how != "os-exit-3":
         where = "before init" if case.phase == "started" else "before it had started MPI"
-        # Open MPI may notice first, and then only its exit code is known.
+        # Open MPI may notice the ended rank first; then only its exit code is known.
         noticed = (
             rf"|ended without a word \(mpirun's exit code is \d+\) {after}"
             if case.how == "os-exit-0"
@@ -429,8 +423,9 @@ def _last_line(case: Case) -> str:
 
 
 def _wrong_calls(case: Case, folder: Path) -> Iterator[str]:
-    """What should not be of the bad calls: the same typed error on every rank, soon, and the
-    context usable.
+    """What is wrong with the outcome of bad calls, in words.
+
+    Every rank must get the same typed error, soon, and the context must stay usable.
     """
     by_rank = [
         json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
@@ -452,7 +447,7 @@ def _wrong_calls(case: Case, folder: Path) -> Iterator[str]:
 
 
 def _alive(mark: str) -> list[psutil.Process]:
-    """The processes of a job, by what only its environment holds."""
+    """The running processes of a job, known by a variable that only its environment holds."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -473,7 +468,7 @@ def _text(folder: Path, job: subprocess.Popen[bytes]) -> str:
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
-    """The figures, by launcher and for all."""
+    """The figures in Markdown: a row for each launcher, and one for all cases."""
     rows: list[tuple[str, ...]] = [
         (
             "launched by",
@@ -494,7 +489,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
     ]
     for kind in (*kinds, "all"):
         of = [outcome for outcome in outcomes if kind in (outcome.case.launcher, "all")]
-        # Of waits that a deadline ends only what comes after it.
+        # Where a deadline ends the wait, only the time after the deadline counts.
         seconds = sorted(
             outcome.seconds - outcome.case.waits_s for outcome in of if outcome.seconds is not None
         )

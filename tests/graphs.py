@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """The query's own position and the 6 before it; FULL and EMPTY where that is certain."""
+    """A query sees its own position and the 6 before; FULL and EMPTY where that is certain."""
 
     def relation(self, q: range, kv: range) -> Relation:
         if kv[-1] < q[0] - 6 or kv[0] > q[-1]:
@@ -68,7 +68,10 @@ def problem(
 
 
 def other_rings(p: Problem) -> Iterator[Ring]:
-    """Both directions of what goes round in another way, and as one block where short shards do."""
+    """Both directions of the rings that go another way round than the plain ring.
+
+    Where short shards travel as one block, also the plain rings.
+    """
     if travels_whole(p):
         yield as_ring(choose(p, "ring-kv", forward=True).program)
         for strategy in ("ring-kv", "burst"):

@@ -1,5 +1,4 @@
-"""Contexts whose device and NCCL are doubles: calls are issued, and end if and when a test says
-so."""
+"""Contexts on doubles of a device and of NCCL: issued calls end when a test says so, or never."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ __all__ = ["HeldDevice", "HeldWire", "context_of", "exchange_graph"]
 
 
 class HeldDevice(FakeDevice):
-    """held: streams on which nothing ends."""
+    """A device whose streams can be held."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: set[str] = set()
+        self.held: set[str] = set()  # streams on which nothing ends
         self._streams: dict[int, tuple[_Event, str]] = {}
 
     def record(self, stream: str) -> _Event:
@@ -40,13 +39,13 @@ class HeldDevice(FakeDevice):
 
 
 class HeldWire(FakeWire):
-    """error: what NCCL reports, to who asks. inside: while it is not set, nobody comes back from
-    starting messages."""
+    """An NCCL that can report an error, and hold whoever starts messages."""
 
     def __init__(self, device: HeldDevice, rank: int, size: int) -> None:
         super().__init__(device)
         self.rank, self.size = rank, size
-        self.error: str = ""
+        self.error: str = ""  # what `check` raises; "" for nothing
+        # While it is not set, `exchange` does not return (for 60 s at most).
         self.inside = threading.Event()
         self.inside.set()
         self.cancelled = threading.Event()
@@ -72,7 +71,7 @@ class HeldWire(FakeWire):
 
 
 def context_of(control: ControlGroup, timeout_s: float) -> tuple[Context, HeldDevice, HeldWire]:
-    """A context over a control group, and its doubles."""
+    """A context over a control group, and the doubles of its device and of NCCL."""
     device = HeldDevice()
     wire = HeldWire(device, control.rank, control.size)
     machine = Machine(torch.device("cpu"), ("nccl", "a double"), None, wire, streams=device)
@@ -82,7 +81,7 @@ def context_of(control: ControlGroup, timeout_s: float) -> tuple[Context, HeldDe
 
 
 def exchange_graph(rank: int, size: int) -> Graph:
-    """A tile, a message to the next rank and one from the last, and a tile on what came."""
+    """A tile, a message to the next rank and one from the rank before, and a tile on what came."""
     g = GraphBuilder(rank, size, NCCL_LANES)
     agreed = g.buffer("agreed")
     mine, theirs = (g.buffer(name, size_bytes=8, initialised=True) for name in ("mine", "theirs"))

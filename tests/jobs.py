@@ -1,6 +1,4 @@
-"""MPI jobs of tests: a rank program started on several ranks, with a deadline, and what came
-of it.
-"""
+"""MPI jobs for tests: a program started on several ranks, with a deadline, and its outcome."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        """For the message of an assertion."""
+        """Exit code and output, for the message of an assertion."""
         return f"exit code {self.exit_code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
@@ -44,11 +42,10 @@ def run_job(
     bare: bool = False,
     cwd: Path | None = None,
 ) -> Job:
-    """Runs `program` on `num_ranks` ranks, under `burst-rt run` or (bare) `mpirun python`, and
-    waits for the end.
+    """Runs `program` on `num_ranks` ranks; blocks until the job has ended, at most `timeout_s`.
 
-    Programs may import the modules beside this one. A job that outlives `timeout_s` is killed and
-    raises TimeoutError with its output.
+    bare: under `mpirun python` instead of `burst-rt run`. Programs may import the modules beside
+    this one. A job that outlives `timeout_s` is killed, and TimeoutError is raised with its output.
     """
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
         environment = dict(os.environ)

@@ -1,5 +1,4 @@
-"""One transformer layer spread over a world of ranks, and the whole of it in float64 that the tests
-compare with.
+"""One transformer layer spread over ranks, and the whole layer in float64 to compare with.
 
 `reference` shares no code with the package: rotary positions by complex numbers, attention with its
 matrix of scores, gradients by torch.
@@ -25,7 +24,7 @@ _SHAPE = LayerShape(dim=20, num_heads=24, num_kv_heads=12, head_dim=8, ffn_dim=3
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer and its input."""
+    """A layer, how it is spread, and its input."""
 
     strategy: str
     seq_len: int = 37
@@ -37,7 +36,7 @@ class LayerCase:
         return whole_weights(self.shape, seed=1, dtype=self.dtype)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and the gradient of the output, whole."""
+        """x and the gradient of the output, both whole: `[batch, seq_len, dim]` of `dtype`."""
         generator = torch.Generator().manual_seed(2)
         x, dy = torch.randn(
             2, self.batch, self.seq_len, self.shape.dim, generator=generator, dtype=torch.float64
@@ -46,17 +45,15 @@ class LayerCase:
 
 
 class Outcome(NamedTuple):
-    """Of one rank: relative errors, by result; bytes sent and those that the graphs say, forward
-    and backward.
-    """
+    """What one rank measures."""
 
-    errors: dict[str, float]
-    sent: tuple[int, int]
-    predicted: tuple[int, int]
+    errors: dict[str, float]  # relative errors by the name of the result
+    sent: tuple[int, int]  # bytes sent, forward and backward
+    predicted: tuple[int, int]  # bytes that the graphs say are sent, forward and backward
 
 
 def spread(ctx: Context, case: LayerCase) -> Outcome:
-    """Forward and backward on the ranks. Collective."""
+    """Runs forward and backward on the ranks. Collective: blocks for the other ranks."""
     layout = ctx.layout(
         case.seq_len, "contiguous" if case.strategy in TENSOR_PARALLEL else "zigzag"
     )
@@ -85,7 +82,7 @@ def spread(ctx: Context, case: LayerCase) -> Outcome:
 
 
 def reference(case: LayerCase) -> dict[str, torch.Tensor]:
-    """The output "y" and the gradients of "x" and of every weight, by name, whole."""
+    """The whole output "y" and the whole gradients of "x" and of every weight, by name; float64."""
     shape = case.shape
     x, dy = (each.double() for each in case.inputs())
     weights = {name: weight.double().requires_grad_() for name, weight in case.weights().items()}

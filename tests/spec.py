@@ -1,9 +1,8 @@
-"""What attention is: the whole of it in float64, score matrix and all, gradients by torch's
-autograd. All tests compare with this.
+"""What attention is: float64, with the whole score matrix, and gradients by torch's autograd.
 
-It shares no code with the package: neither kernels, nor the cutting into blocks, nor the backward's
-formula. From the package it takes only `Mask.allows`, which the tests of masks compare with plain
-loops.
+All tests compare with this spec. The spec shares no code with the package: neither kernels, nor the
+cutting into blocks, nor the backward's formula. From the package it takes only `Mask.allows`, which
+the tests of masks compare with plain loops.
 """
 
 from __future__ import annotations
@@ -19,15 +18,13 @@ __all__ = ["Attention", "errors_of", "reference", "relative_error", "seen", "sin
 
 
 class Attention(NamedTuple):
-    """Whole results of a call: out, dq `[B, Sq, H, D]`, lse `[B, H, Sq]`, dk, dv `[B, Skv, Hkv,
-    D]`; None: not asked for.
-    """
+    """Whole results of a call. A gradient that was not asked for is None."""
 
-    out: torch.Tensor
-    lse: torch.Tensor
-    dq: torch.Tensor | None
-    dk: torch.Tensor | None
-    dv: torch.Tensor | None
+    out: torch.Tensor  # [B, Sq, H, D]
+    lse: torch.Tensor  # [B, H, Sq]
+    dq: torch.Tensor | None  # [B, Sq, H, D]
+    dk: torch.Tensor | None  # [B, Skv, Hkv, D]
+    dv: torch.Tensor | None  # [B, Skv, Hkv, D]
 
 
 def seen(mask: Mask, q_len: int, kv_len: int) -> torch.Tensor:
@@ -47,8 +44,9 @@ def reference(
     mask: Mask | None = None,
     scale: float | None = None,
 ) -> Attention:
-    """Attention of BSHD tensors of any floating type, in float64; gradients of sum(out * dout) +
-    sum(lse * dlse).
+    """Attention of BSHD tensors of any floating type, computed in float64.
+
+    The gradients are those of sum(out * dout) + sum(lse * dlse).
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -63,8 +61,8 @@ def reference(
         .amax(-1, keepdim=True)
         .masked_fill(blind[:, None], 0.0)
     )
-    # The masked are taken out before exp: exp of them could overflow, and its gradient would be inf
-    # * 0.
+    # Masked scores are taken out before exp: their exp could overflow, and its gradient would be
+    # inf * 0.
     weights = torch.exp((scores - top).masked_fill(~visible, 0.0)) * visible
     total = weights.sum(-1).masked_fill(blind, 1.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights / total[..., None], v.repeat_interleave(group, 2))
@@ -83,8 +81,9 @@ def single_process(
     *,
     mask: Mask | None = None,
 ) -> Attention:
-    """The same by torch's own attention on this CPU, in the inputs' type: how accurate one may
-    expect to be.
+    """The same by torch's own attention on this CPU, in the inputs' type.
+
+    Its errors say how accurate an implementation can be expected to be.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
@@ -107,8 +106,9 @@ def single_process(
 
 
 def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of the truth. Infinities must be the same; nan
-    where x is.
+    """The Frobenius norm of the difference over the Frobenius norm of the truth.
+
+    inf where the two do not have the same infinities; nan where x has a nan.
     """
     assert x.shape == truth.shape, f"shape {tuple(x.shape)}, expected {tuple(truth.shape)}"
     x, truth = x.detach().double(), truth.detach().double()

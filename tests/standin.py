@@ -1,4 +1,4 @@
-"""The stand-in for NVML's library (nvml_standin.c), compiled where a test wants it."""
+"""The stand-in for NVML's library (nvml_standin.c), compiled where a test needs it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def build_standin(folder: Path) -> Path:
 
 
 def with_standin(folder: Path, **settings: str) -> dict[str, str]:
-    """The environment of a process that finds the stand-in; settings: those of nvml_standin.c."""
+    """The environment of a process that finds the stand-in. settings: see nvml_standin.c."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]))
     return dict(os.environ) | settings | {"LD_LIBRARY_PATH": path}

@@ -27,9 +27,9 @@ from burst_rt.telemetry.timeline import SPAN
 __all__ = ["SECRET", "Load", "arrive", "beat", "call", "counters", "gpu_sample", "hello"]
 
 SECRET = "a secret"
-# A rank's clock is so far behind the hub's (its offset).
+# A rank's clock is (rank + 1) times this behind the hub's clock (the rank's offset).
 _OFFSET_S = 100.0
-# Of a call of `Load`.
+# Hops and tasks of a call of `Load`.
 _HOPS = 8
 _TASKS = 2 * _HOPS - 1
 
@@ -80,8 +80,10 @@ def beat(
 
 
 def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRank]:
-    """What a rank says first. Its plan: 0 swaps 1,000 bytes with the next rank, 1 works meanwhile,
-    2 works on what came.
+    """What a rank says first.
+
+    Its plan has three tasks: 0 sends 1,000 bytes to the next rank and receives as many from the
+    rank before, 1 works meanwhile, 2 works on what came.
     """
     following, preceding = (rank + 1) % world_size, (rank - 1) % world_size
     tasks = [
@@ -151,8 +153,10 @@ def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRan
 def call(
     rank: int, number: int, start_s: float, *times: tuple[float, float, float], group: str = "0-1"
 ) -> EndedCall:
-    """A call with (issued, started, ended) of each task, in seconds after start_s (the hub's
-    clock).
+    """A call that has ended.
+
+    times: (issued, started, ended) of each task, in seconds after start_s, which is a time on the
+    hub's clock.
     """
     spans = np.array([(task, *when) for task, when in enumerate(times)], SPAN)
     began_s = start_s - offset_s(rank)
@@ -206,9 +210,7 @@ _GPU_METRICS = (
 
 
 class Load:
-    """Ranks that each make calls of `_TASKS` tasks so that all together there are `rate` spans a
-    second.
-    """
+    """Ranks that make calls of `_TASKS` tasks each, `rate` spans a second in all."""
 
     def __init__(self, num_ranks: int, rate: float) -> None:
         self.num_ranks = num_ranks
@@ -279,7 +281,7 @@ class Load:
                 model.apply(0.0, rank, message)
 
     def advance(self, model: JobModel, now_s: float) -> None:
-        """What has happened since."""
+        """Tells the model what has happened up to now_s since the last call of this function."""
         while (self.calls + 1) * self.period_s <= now_s:
             self._call(model, self.calls * self.period_s)
             self.calls += 1

@@ -1,7 +1,8 @@
-"""The way of a call from `burst_attention` to its kernel: which functions stand above the kernel,
-and which files a warm call executes lines of. `python tests/walk.py` prints it.
+"""The way of a warm call from `burst_attention` to its kernel: `python tests/walk.py` prints it.
 
-Warm: the plan is made, and the arguments are known. Two ranks on the CPU, without telemetry.
+The walk says which functions stand above the kernel, and in which files a warm call executes lines.
+Warm means that the plan is made and the arguments are known. The call runs on two ranks on the CPU,
+without telemetry.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FIRST, _KERNEL = "burst_attention", "CpuKernel.forward"
 
 
 class Walk(NamedTuple):
-    """What stood on the stack when the kernel was entered, and every file of ours that ran."""
+    """The stack when the kernel was entered, and every file of the package that ran."""
 
     frames: list[tuple[str, str]]  # function and file, from `burst_attention` to the kernel
     files: list[str]
@@ -44,7 +45,7 @@ class Walk(NamedTuple):
 
 
 def walk() -> Walk:
-    """Makes a call on two ranks that are threads, and watches the first."""
+    """Makes a call on two ranks that are threads, watches rank 0, and returns its walk."""
     return next(found for found in burst_rt.run_local(2, _rank) if found is not None)
 
 
@@ -80,7 +81,7 @@ def _rank(ctx: Context) -> Walk | None:
 
 
 def _stack(frame: FrameType) -> list[tuple[str, str]]:
-    """Our functions from `burst_attention` down to a frame."""
+    """The package's functions from `burst_attention` down to a frame, each with its file."""
     found: list[tuple[str, str]] = []
     here: FrameType | None = frame
     while here is not None and (not found or found[-1][0] != _FIRST):
@@ -92,7 +93,7 @@ def _stack(frame: FrameType) -> list[tuple[str, str]]:
 
 
 def _file_of(frame: FrameType) -> str | None:
-    """The file of a frame, from the top of the tree; None where it is not ours."""
+    """A frame's file, as a path from the top of the tree; None for a file outside the package."""
     path = Path(frame.f_code.co_filename)
     for folder, name in _ROOMS.items():
         if path.is_relative_to(folder):

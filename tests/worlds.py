@@ -1,5 +1,6 @@
-"""One attention call spread over a world of ranks, results put together again: on threads of this
-process, or inside an MPI job.
+"""One attention call spread over ranks, with its results put together again.
+
+The ranks are threads of this process, or processes of an MPI job.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call. kv_len, kv_heads, kv_kind: None means as for the queries."""
+    """One attention call. None for a `kv_` field means the same as for the queries."""
 
     q_len: int
     kv_len: int | None = None
@@ -47,7 +48,7 @@ class Case:
     seed: int = 0
 
     def inputs(self) -> Inputs:
-        """Standard normal numbers, rounded to the case's type."""
+        """Standard normal numbers, rounded to the case's type (dlse: float32 or float64)."""
         generator = torch.Generator().manual_seed(self.seed)
         q_shape = (self.batch, self.q_len, self.heads, self.head_dim)
         kv_shape = (
@@ -80,7 +81,10 @@ class Case:
 
 
 def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
-    """This rank's part of forward and backward; the whole results, on every rank. Collective."""
+    """Runs this rank's part of forward and backward; returns the whole results on every rank.
+
+    Collective: blocks for the other ranks.
+    """
     whole = inputs or case.inputs()
     layout, kv_layout = case.layouts(ctx)
     sides = (layout, kv_layout, kv_layout)
@@ -117,7 +121,7 @@ def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
 def attend_over_threads(
     world_size: int, case: Case, **options: Any
 ) -> Attention:  # options: those of burst_rt.init
-    """`attend` on ranks that are threads; checks that all ranks got the same whole."""
+    """`attend` on ranks that are threads; checks that all ranks got the same whole results."""
     inputs = case.inputs()
     results = burst_rt.run_local(world_size, lambda ctx: attend(ctx, case, inputs), **options)
     for other in results[1:]:

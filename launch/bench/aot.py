@@ -1,5 +1,6 @@
-"""What the Triton kernels take on chips that need not be there: registers, spills, shared memory,
-tensor-core instructions. Not speed.
+"""What the Triton kernels take on chips that need not be there.
+
+That is registers, spills, shared memory and tensor-core instructions; not speed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _NOTE = (
 def main(
     arches: Sequence[int], head_dims: Sequence[int], dtype: str, loads: Loads, out: Path | None
 ) -> None:
-    """Compiles every kernel of the table, with loads of this kind, prints it. About 1.5 s a kernel
-    the first time.
+    """Compiles every kernel of the table with loads of this kind, and prints what each takes.
+
+    Takes about 1.5 s a kernel the first time.
     """
     requests = [
         Request(

@@ -1,8 +1,8 @@
 """The ranks' side of `burst-rt bench attention`; start it through that command.
 
 Both sides of every comparison run in turn in one job, so that the machine's noise hits them alike.
-One process with as many threads as there are ranks is rank 0 while the others sleep. A time is that
-of the slowest rank, from a common start.
+The side of one process, with as many threads as there are ranks, is rank 0 while the other ranks
+sleep. A time is the slowest rank's, from a common start.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import progress, slowest_s
 from burst_rt.scheduler import exposed
 
-_M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
+_M_MMAP_THRESHOLD = -3  # an option of mallopt, in glibc's malloc.h
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Rows: TypeAlias = list[dict[str, Cell]]
 
 
 class Bench:
-    """One rank of the benchmark job."""
+    """One rank of the benchmark job. Every method that measures blocks for the other ranks."""
 
     def __init__(self, repeats: int, max_tokens: int) -> None:
         self.ctx = burst_rt.init(timeout_s=1200, stall_s=120)
@@ -43,7 +43,7 @@ class Bench:
         torch.manual_seed(0)
 
     def alone_s(self, fn: Callable[[], object]) -> float:
-        """Runs `fn` on rank 0 with as many threads as there are ranks, while the others sleep."""
+        """Seconds of `fn` on rank 0, with a thread for each rank, while the other ranks sleep."""
         torch.set_num_threads(self.ctx.world_size)
         try:
             return slowest_s(self.ctx, fn if self.ctx.rank == 0 else None)
@@ -53,9 +53,9 @@ class Bench:
     def versus(
         self, ours: Callable[[], object], theirs: Callable[[], object], *, together: bool = False
     ) -> tuple[float, float, float, float]:
-        """Interleaved medians of ours and theirs in seconds, the ratio of the medians (theirs /
-        ours), and the median of paired ratios.
+        """Median seconds of ours and of theirs, the medians' ratio, and the median of ratios.
 
+        The two run in turn. Ratios are theirs / ours: of the two medians, and of each pair of runs.
         together: `theirs` is distributed as well, and runs on every rank.
         """
         their_s = partial(slowest_s, self.ctx) if together else self.alone_s
@@ -67,7 +67,7 @@ class Bench:
     def inputs(
         self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """q, k, v, dout."""
+        """q, k, v, dout: standard normal numbers, `[1, tokens, heads, head_dim]` of `dtype`."""
         return [torch.randn(1, tokens, heads, head_dim).to(dtype) for _ in range(4)]
 
     def ours(
@@ -79,7 +79,7 @@ class Bench:
         causal: bool,
         strategy: str = "auto",
     ) -> Callable[[], object]:
-        """Forward and backward over the ranks."""
+        """A function that runs forward and backward over the ranks."""
         layout = self.ctx.layout(tokens, "zigzag" if causal else "contiguous")
         q, k, v, dout = self.inputs(layout.shard_len, heads, head_dim, dtype)
         for x in (q, k, v):
@@ -94,7 +94,7 @@ class Bench:
     def torch_alone(
         self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool
     ) -> Callable[[], object]:
-        """Forward and backward of torch's own attention in one process."""
+        """A function that runs forward and backward of torch's own attention in one process."""
         if self.ctx.rank:
             return lambda: None
         q, k, v, dout = (x.transpose(1, 2) for x in self.inputs(tokens, heads, head_dim, dtype))
@@ -109,7 +109,7 @@ class Bench:
         return run
 
     def speed(self, dtype: torch.dtype = torch.float32) -> Rows:
-        """Forward + backward against torch's fused attention."""
+        """Forward + backward in `dtype` against torch's fused attention."""
         rows: Rows = []
         for tokens, heads in ((8192, 8), (16384, 8), (32768, 2 * self.ctx.world_size // 2)):
             for causal in (False, True):
@@ -129,13 +129,11 @@ class Bench:
         return rows
 
     def bf16(self) -> Rows:
-        """The same in bfloat16."""
+        """`speed` in bfloat16."""
         return self.speed(torch.bfloat16)
 
     def exposed(self) -> Rows:
-        """Exposed communication of forward and backward, from the traces of all ranks (which share
-        one clock).
-        """
+        """Exposed communication of both directions, from all ranks' traces, which share a clock."""
         rows: Rows = []
         for tokens in (8192 * self.ctx.world_size, 16384 * self.ctx.world_size):
             for causal in (False, True):
@@ -176,11 +174,11 @@ class Bench:
         ]  # fmt: skip
 
     def overhead(self) -> Rows:
-        """A call on tiny tensors (8 tokens a rank, one head of 16), plan cached: what the runtime
-        itself costs.
+        """What the runtime itself costs: a call on tiny tensors (8 tokens a rank, one head of 16).
 
-        Left out are the compute tasks, and what torch takes for a function of the same inputs that
-        does nothing (its autograd engine, the sum of the output, gradients put where they belong).
+        The plan is cached. Left out are the compute tasks, and the time that torch takes for a
+        function of the same inputs that does nothing (its autograd engine, the sum of the output,
+        gradients put where they belong).
         """
         layout = self.ctx.layout(8 * self.ctx.world_size)
         q, k, v = (torch.randn(1, layout.shard_len, 1, 16, requires_grad=True) for _ in range(3))
@@ -192,7 +190,7 @@ class Bench:
             out: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]
             return out
 
-        # Of each call: how long it took, and how much of that was in compute tasks.
+        # For each call: its seconds, and how many of them were in compute tasks.
         times: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
 
         def timed(what: str, direction: str, fn: Callable[[], object]) -> None:
@@ -227,7 +225,7 @@ class Bench:
 
     def memory(self) -> Rows:
         """Peak memory of a call beyond its inputs and outputs, against the plan's own formula."""
-        # Poisoned, so that all memory taken is touched, and so resident.
+        # Poisoning touches all memory that is taken, and so makes it resident.
         os.environ["BURST_RT_POISON"] = "1"
         with burst_rt.init(timeout_s=1200, stall_s=120) as ctx:
             del os.environ["BURST_RT_POISON"]
@@ -242,8 +240,9 @@ class Bench:
         return rows
 
     def error(self) -> Rows:
-        """Relative error (Frobenius) of out, dq, dk, dv against float64, and of torch's own
-        attention on the same input.
+        """Relative error (Frobenius) of out, dq, dk, dv against float64.
+
+        The table has the errors of torch's own attention on the same input beside ours.
         """
         rows: Rows = []
         tokens, heads, head_dim = 2048, 4, 64
@@ -269,7 +268,7 @@ class Bench:
         return rows
 
     def outside(self) -> Rows:
-        """Against ring-attention-pytorch over gloo, in the same job."""
+        """Forward + backward against ring-attention-pytorch over gloo, in the same job."""
         try:
             from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
         except ImportError:
@@ -318,8 +317,9 @@ class Bench:
         return rows
 
     def _start_gloo(self) -> None:
-        """torch.distributed beside MPI: rank 0 opens a store on a free port and tells the
-        others.
+        """Starts torch.distributed beside MPI; blocks until all ranks have joined.
+
+        Rank 0 opens a store on a free port and tells the other ranks the port.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
@@ -339,7 +339,7 @@ class Bench:
 
 
 class _Nothing(torch.autograd.Function):
-    """Three inputs, an output, three gradients, and nothing done."""
+    """A function of three inputs with an output and three gradients that does no work."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -394,8 +394,8 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
     def backward() -> None:
         held.extend(torch.autograd.grad(held[0], (q, k, v), dout))
 
-    # 16-bit gradients are cast from their sums at the very end, when slots and scratch are gone:
-    # they are not there at the peak.
+    # 16-bit gradients are cast from their sums at the very end, when slots and scratch are gone.
+    # They are not part of the peak.
     gradients = 3 * q.nbytes if dtype == torch.float32 else 0
     rows: Rows = []
     for direction, plan, fn, outputs in (
@@ -417,8 +417,9 @@ def _memory(ctx: burst_rt.Context, tokens: int, dtype: torch.dtype) -> Rows:
 
 
 def _peak_bytes(fn: Callable[[], None]) -> int:
-    """How far the resident set rises above where it stood, while `fn` runs (Linux: the high-water
-    mark is reset and read).
+    """How many bytes the resident set rises above its size at the start, while `fn` runs.
+
+    Needs Linux, whose high-water mark is reset and read.
     """
     libc = ctypes.CDLL(None)
     # Large blocks come from the system and go back to it at once, so that the resident set is what
@@ -453,7 +454,7 @@ TITLES = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the parts asked for."""
+    """Runs the parts asked for on all ranks; rank 0 prints, writes and draws."""
     parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.attention")
     parser.add_argument("--part", action="append", choices=list(TITLES))
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,5 +1,6 @@
-"""`burst-rt bench`: the project's benchmarks. Each prints tables and, with --out, writes JSON with
-the machine's description.
+"""`burst-rt bench`: the project's benchmarks.
+
+Each benchmark prints tables and, with --out, writes JSON with a description of the machine.
 """
 
 from __future__ import annotations
@@ -343,7 +344,7 @@ def _strategies(
 
     device = resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type
     if find_hardware(device) is None:
-        # Here rather than on the ranks, once they have measured.
+        # Raised here, because the ranks would raise only after they have measured.
         raise ConfigError(
             f"no machine file: {calibrated_path(device)} is not there, or {HARDWARE_VARIABLE} says "
             "none; run `burst-rt calibrate` first, "

@@ -1,5 +1,6 @@
-"""What the scheduler itself costs: building, scheduling, checking and running graphs with a driver
-that does nothing.
+"""What the scheduler itself costs: building, scheduling, checking and running graphs.
+
+The graphs run on a driver that does nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _REPEATS = 7
 
 
 class _NoOpDriver:
-    """Every task is done as soon as it is issued."""
+    """A driver that reports every task done as soon as the task is issued."""
 
     def __init__(self) -> None:
         self._done: list[Event] = []
@@ -81,7 +82,7 @@ def _median_s(fn: Callable[[], object]) -> float:
 
 
 def main(out: Path | None) -> None:
-    """Runs the benchmark, prints the tables."""
+    """Runs the benchmark and prints the tables; adds them to the JSON file `out`, if given."""
     graph = _ring_graph(_NUM_TASKS)
     schedule = Schedule.of(graph)
     steps = {

@@ -1,8 +1,7 @@
-"""`burst-rt bench gpu`: tile kernels against torch's own on one GPU, and the whole runtime against
-one kernel.
+"""`burst-rt bench gpu`: tile kernels against torch's own, and the runtime against one kernel.
 
-All sides of a comparison run in turn, timed with events of the device; medians. Every part says
-what it measured and nothing else: a part that cannot run raises.
+All sides of a comparison run in turn on one GPU and are timed with events of the device; medians
+are reported. A part reports only what it has measured; a part that cannot run raises.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ __all__ = ["PARTS", "main"]
 Row = dict[str, Cell]
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-# Query heads for a head_dim: as many channels for both.
+# Query heads by head_dim: both have as many channels.
 _HEADS = {64: 32, 128: 16}
 
 
 class _Whole:
-    """One whole-sequence problem: inputs, and what each side does with them."""
+    """One whole-sequence problem: inputs, and what each side of a comparison does with them."""
 
     def __init__(
         self, tokens: int, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
@@ -46,7 +45,7 @@ class _Whole:
         )
 
     def flops(self, forward: bool) -> float:
-        """Two products forward and five backward; half of them under a causal mask."""
+        """The operations of two products forward or five backward; half of them if causal."""
         cells = self.tokens * (self.tokens + 1) / 2 if self.causal else self.tokens**2
         return (4 if forward else 10) * cells * self.heads * self.head_dim
 
@@ -71,7 +70,7 @@ class _Whole:
         return silent_forward, lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
     def tile_side(self, name: str) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Forward and backward of a tile kernel, the whole sequence being one tile."""
+        """Forward and backward of a tile kernel; the whole sequence is one tile."""
         kernel = KERNELS[name]
         mask: Mask = Causal() if self.causal else Full()
         whole = (range(self.tokens),)
@@ -124,8 +123,9 @@ def kernels(repeats: int, max_tokens: int) -> Iterator[Row]:
 
 
 def ring(repeats: int, max_tokens: int) -> Iterator[Row]:
-    """Four ranks as threads on one GPU, the whole runtime, against the same kernel on the whole
-    sequence; gaps between tiles.
+    """The runtime, with four ranks as threads on one GPU, against its kernel on the whole sequence.
+
+    Also says the largest gap between two tiles.
     """
     for tokens in (32768, 65536):
         for causal in (False, True):
@@ -175,14 +175,15 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
 
 
 def _gaps(spans: Sequence[Span]) -> list[float]:
-    """Idle seconds between neighbouring tasks of the compute stream."""
+    """Idle seconds between one task of the compute stream and the next."""
     tiles = sorted((s for s in spans if s.lane == "compute"), key=lambda span: span.started_s)
     return [max(0.0, b.started_s - a.ended_s) for a, b in pairwise(tiles)]
 
 
 def staged(repeats: int, max_tokens: int) -> Iterator[Row]:
-    """Inside an MPI job whose ranks share a GPU: exposed time of staged copies and messages, from
-    the traces of all ranks.
+    """Exposed time of staged copies and messages, from the traces of all ranks; blocks for them.
+
+    Runs inside an MPI job whose ranks share a GPU.
     """
     with burst_rt.init(device="cuda", transport="staged", kernel="triton") as ctx:
         for tokens in (16384, 32768, 65536):
@@ -210,7 +211,7 @@ def staged(repeats: int, max_tokens: int) -> Iterator[Row]:
 
 
 def _interleaved(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each side, by events, the sides in turn after a round to warm up."""
+    """Median seconds of each side, by device events. Sides run in turn, after a warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         for name, run in sides.items():
@@ -239,7 +240,7 @@ def main(parts: Sequence[str], repeats: int, max_tokens: int, out: Path | None) 
         rows: list[Row] = []
         for row in PARTS[part](repeats, max_tokens):
             rows.append(row)
-            # As it goes: of a part that is cut short there is what was measured.
+            # Save after every row: a part that is cut short leaves what it has measured.
             save(_TITLES[part], rows, out)
         if rows:
             publish(

@@ -1,5 +1,6 @@
-"""What the hub takes: its model, fed what 64 ranks send in an hour, with no ranks behind it.
-Started by `burst-rt bench telemetry`, in a process that has imported what a hub has.
+"""What the hub's model takes when it is fed what 64 ranks send in an hour, without any ranks.
+
+`burst-rt bench telemetry` starts this in a process that has imported what a hub imports.
 """
 
 from __future__ import annotations
@@ -36,17 +37,15 @@ __all__ = ["main"]
 
 _RANKS = 64
 _RATE_HZ = 5
-# As many tasks as a ring of 64 has in one direction; five calls a second are those of a large
-# model's layers.
+# A ring of 64 has as many tasks in one direction. The layers of a large model make five calls a
+# second.
 _TASKS = 190
 _CALL_S = 0.2
 _GPU_METRICS = 21
 
 
 def main(seconds: int, out: Path | None) -> None:
-    """The hub's model, fed what 64 ranks send in an hour; prints its memory beyond what it takes
-    idle.
-    """
+    """Feeds the hub's model what 64 ranks send in `seconds`; prints its memory beyond idle."""
     process = psutil.Process()
     decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
     encoder = msgspec.msgpack.Encoder()
@@ -58,7 +57,7 @@ def main(seconds: int, out: Path | None) -> None:
     for second in range(seconds + 1):
         for rank in range(_RANKS):
             for at_s, message in _second(rank, second):
-                # As it comes from a socket: encoded, decoded.
+                # Messages from a socket have been encoded and decoded.
                 model.apply(at_s, rank, decoder.decode(encoder.encode(message)))
                 num_messages += 1
         model.advance(float(second))
@@ -84,7 +83,7 @@ def main(seconds: int, out: Path | None) -> None:
 
 
 def _second(rank: int, second: int) -> Iterator[tuple[float, FromRank]]:
-    """What a rank says in a second."""
+    """The messages of one rank in one second, each with its time in seconds."""
     name = f"0-{_RANKS - 1}"
     if second == 0:
         yield (

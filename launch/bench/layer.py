@@ -1,10 +1,10 @@
 """The ranks' side of `burst-rt bench layer`; start it through that command.
 
-One transformer layer, forward and backward, spread over the ranks in every way: a ring, all-to-all,
-tensor parallelism without and with a split sequence (the BurstAttention paper's baselines). The
-strategies run in turn in one job, so that the machine's noise hits them alike; a time is that of
-the slowest rank, from a common start. Gradients of weights that all ranks hold are summed over the
-ranks in every backward.
+One transformer layer, forward and backward, is spread over the ranks in every way: a ring,
+all-to-all, tensor parallelism without and with a split sequence (the BurstAttention paper's
+baselines). The strategies run in turn in one job, so that the machine's noise hits them alike. A
+time is the slowest rank's, from a common start. Gradients of weights that all ranks hold are summed
+over the ranks in every backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MIB = 2**20
 
 
 class _Side:
-    """One strategy on one sequence: the layer, its input, and what it took."""
+    """One strategy on one sequence: the layer, its input, its times and its bytes sent."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class _Side:
         self.times: list[tuple[float, float]] = []
 
     def run(self) -> None:
-        """Both directions once, timed."""
+        """Runs and times both directions once. Blocks for the other ranks."""
         before = self.ctx.runtime.transport.bytes_sent
         made: list[torch.Tensor] = []
         forward_s = slowest_s(self.ctx, lambda: made.append(self.layer(self.x)))
@@ -64,7 +64,7 @@ class _Side:
         self.sent = self.ctx.runtime.transport.bytes_sent - before
 
     def row(self, tokens: int) -> dict[str, Cell]:
-        """Medians of all but the first run, which made the plans."""
+        """The medians of all runs but the first, which made the plans."""
         layer_s = median([forward + backward for forward, backward in self.times[1:]])
         memory = self.layer.spec.memory(self.ctx.rank)
         return {
@@ -85,7 +85,7 @@ def measure(
     repeats: int,
     step: Callable[[str], None],
 ) -> list[dict[str, Cell]]:
-    """A row for each strategy on one sequence."""
+    """Measures each strategy on one sequence, a row each. Blocks for the other ranks."""
     weights = whole_weights(
         shape, dtype=torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
     )
@@ -98,8 +98,9 @@ def measure(
 
 
 def allowed(shape: LayerShape, world_size: int) -> tuple[list[str], list[str]]:
-    """The strategies by which these ranks can share the layer, and why not the others. The same on
-    every rank.
+    """The strategies by which so many ranks can share the layer, and why the others cannot.
+
+    Both lists are the same on every rank.
     """
     can, cannot = [], []
     for strategy in STRATEGIES:
@@ -113,7 +114,7 @@ def allowed(shape: LayerShape, world_size: int) -> tuple[list[str], list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, and on rank 0 prints, writes and draws."""
+    """Measures on all ranks; rank 0 prints, writes and draws. Blocks for the other ranks."""
     parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.layer")
     parser.add_argument("--shape", type=json.loads, required=True)
     parser.add_argument("--tokens", type=int, nargs="+", required=True)

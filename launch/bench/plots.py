@@ -1,6 +1,4 @@
-"""Benchmarks as pictures (PNG). One colour a series, in an order that colour-blind people can tell
-apart.
-"""
+"""Benchmarks as pictures (PNG), in colours that colour-blind people can tell apart."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ Rows = Sequence[Mapping[str, Cell]]
 
 
 def draw_scatter(path: Path, rows: Rows, x: str, y: str, *, by: str, title: str) -> None:
-    """`y` over `x`, both logarithmic, a series for each value of `by`; the diagonal is where they
-    are equal.
+    """Draws `y` over `x`, both logarithmic, with a series for each value of `by`.
+
+    The diagonal is where `x` and `y` are equal.
     """
     figure, axes = _figure(title, x, y)
     for number, name in enumerate(dict.fromkeys(str(row[by]) for row in rows)):
@@ -42,7 +41,7 @@ def draw_scatter(path: Path, rows: Rows, x: str, y: str, *, by: str, title: str)
 def draw_lines(
     path: Path, rows: Rows, x: str, columns: Sequence[str], *, ylabel: str, title: str
 ) -> None:
-    """A line for each column over `x`."""
+    """Draws a line for each column over `x`."""
     figure, axes = _figure(title, x, ylabel)
     for number, name in enumerate(columns):
         points = [
@@ -67,8 +66,9 @@ def draw_bars(
     label: Callable[[Mapping[str, Cell]], str],
     title: str,
 ) -> None:
-    """A group of bars for each row, each in times of the row's least, so that rows of different
-    sizes can be seen together.
+    """Draws a group of bars for each row, as multiples of the row's least value.
+
+    Rows of very different sizes can then be seen together.
     """
     figure, axes = _figure(title, "", "times the fastest")
     width = 0.8 / len(columns)

@@ -1,6 +1,4 @@
-"""What every benchmark prints and writes: a table for a person, JSON with the machine's description
-for a program.
-"""
+"""What every benchmark prints and writes: a table to read, JSON with the machine's description."""
 
 from __future__ import annotations
 
@@ -56,9 +54,9 @@ def median(values: Sequence[float]) -> float:
 def publish(
     title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None, note: str = ""
 ) -> None:
-    """Prints rows as a table and, if asked, adds them to the JSON file `out` under their title."""
-    # A rank's standard output always looks like a terminal under Open MPI; tables are meant to be
-    # kept, so they are plain.
+    """Prints rows as a table; if `out` is given, adds them to that JSON file under their title."""
+    # Tables are meant to be kept, so they are plain. rich would not see that: under Open MPI a
+    # rank's standard output always looks like a terminal.
     console = Console(width=140, force_terminal=False, color_system=None)
     table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
     for name in rows[0]:
@@ -70,7 +68,7 @@ def publish(
 
 
 def save(title: str, rows: Sequence[Mapping[str, Cell]], out: Path | None) -> None:
-    """Puts rows into the JSON file `out`, if there is one, under their title."""
+    """Puts rows into the JSON file `out`, if one is given, under their title."""
     if out is not None:
         results = json.loads(out.read_text()) if out.exists() else {}
         results["machine"] = machine()

@@ -1,5 +1,6 @@
-"""`burst-rt bench scaling`: the same work on more ranks, and more work on more ranks; one job for
-each number of ranks.
+"""`burst-rt bench scaling`: the same work on more ranks, and more work on more ranks.
+
+There is one job for each number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(worlds: Sequence[int], tokens: int, heads: int, repeats: int, out: Path | None) -> None:
-    """Starts the jobs, prints one table for each series."""
+    """Starts the jobs, blocks until they have ended, and prints one table for each series."""
     series = {"strong": dict.fromkeys(worlds, tokens), "weak": {n: tokens // 2 * n for n in worlds}}
     took: dict[tuple[int, int], dict[str, float]] = {}
     for num_ranks in worlds:
@@ -34,8 +35,8 @@ def main(worlds: Sequence[int], tokens: int, heads: int, repeats: int, out: Path
         for num_ranks in worlds:
             row: dict[str, Cell] = {"ranks": num_ranks, "tokens": lengths[num_ranks]}
             for mask, seconds in took[num_ranks, lengths[num_ranks]].items():
-                # Work that one rank did in `first`, times how much more of it there is, over the
-                # ranks that share it.
+                # The time with `first` ranks, times the growth of the work, times the ranks there
+                # were over the ranks there are.
                 ideal_s = (
                     took[first, lengths[first]][mask]
                     * (lengths[num_ranks] / lengths[first]) ** 2

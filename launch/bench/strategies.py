@@ -1,8 +1,8 @@
-"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`; start it through those
-commands.
+"""The ranks' side of `burst-rt bench strategies`, `predict` and `scaling`.
 
-All strategies of one point run in turn, round after round, so that the machine's noise hits them
-alike. A time is that of the slowest rank from a common start.
+Start this module through those commands. All strategies of one point run in turn, round after
+round, so that the machine's noise hits them alike. A time is the slowest rank's, from a common
+start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["main"]
 
-# The paper's baselines are compared and forecast, but never taken by themselves.
+# The paper's baselines are measured and forecast, but "auto" never takes them.
 _BASELINES = ("ring-naive", "burst-untiled")
 
 
@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 
 class Bench:
-    """One rank of the job."""
+    """One rank of the job. Every method that measures blocks for the other ranks."""
 
     def __init__(self, ctx: burst_rt.Context, repeats: int) -> None:
         self.ctx = ctx
@@ -65,8 +65,8 @@ class Bench:
     ) -> dict[str, tuple[float, float]]:
         """Median seconds of forward and backward of each strategy that this problem allows.
 
-        Strategies that come to the same graphs here (in a node of two ranks, two-level is the plain
-        ring) share their times: what they differ in is noise.
+        Strategies whose graphs are the same here share their times, which differ by noise alone (in
+        a node of two ranks, two-level is the plain ring). Blocks for the other ranks.
         """
         layout = self.ctx.layout(point.tokens)
         q, dout = (
@@ -105,8 +105,9 @@ class Bench:
         }
 
     def _graphs(self, point: Point, strategy: str) -> tuple[Hashable, Hashable] | None:
-        """What rank 0 does, and with which kernel, forward and backward; None where the problem
-        does not allow the strategy.
+        """Kernel and rank 0's tasks, of forward and of backward.
+
+        None where the problem does not allow the strategy.
         """
         try:
             forward, backward = (
@@ -157,7 +158,7 @@ class Bench:
     def predict(
         self, points: Sequence[Point], step: Callable[[str], None]
     ) -> Iterator[dict[str, Cell]]:
-        """Forecast beside measured, one row a strategy, point and direction."""
+        """Rows of forecast and measured seconds: one for each point, strategy and direction."""
         per_node, hardware = self.ctx.runtime.machine.ranks_per_node, self.hardware
         takes = {
             (point, name): forecast(
@@ -195,8 +196,9 @@ class Bench:
     def compare(
         self, points: Sequence[Point], step: Callable[[str], None]
     ) -> Iterator[dict[str, Cell]]:
-        """All strategies side by side, and how much slower than the fastest measured the planner's
-        choice is.
+        """Rows of all strategies' seconds side by side, one for each point.
+
+        "slower %" is how much slower the planner's choice is than the fastest strategy measured.
         """
         for point in points:
             measured = self.measure(point, CANDIDATES, step)
@@ -222,7 +224,7 @@ class Bench:
     def time(
         self, points: Sequence[Point], step: Callable[[str], None]
     ) -> Iterator[dict[str, Cell]]:
-        """`auto` alone: forward + backward."""
+        """Rows of the seconds that `auto` takes, forward + backward, one for each point."""
         for point in points:
             (times,) = self.measure(point, ("auto",), step).values()
             yield {
@@ -232,7 +234,7 @@ class Bench:
             }
 
     def _taken(self, point: Point, forward: bool) -> str:
-        """What `auto` takes, by the name it is measured under."""
+        """The strategy that `auto` takes, by the name under which it is measured."""
         problem, per_node = self.problem(point), self.ctx.runtime.machine.ranks_per_node
         program = fastest(problem, self.hardware, forward=forward, ranks_per_node=per_node).program
         for name in CANDIDATES:

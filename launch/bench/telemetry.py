@@ -1,11 +1,12 @@
-"""What telemetry costs: the time of a step with and without it. The ranks' side of `burst-rt bench
-telemetry`; start it through that.
+"""What telemetry costs: the time of a step with and without it.
+
+This is the ranks' side of `burst-rt bench telemetry`; start it through that command.
 
 Two contexts of one job take turns, a few steps at a time, so that the machine's noise hits both
-alike: one with everything on (agents, hub, record, a viewer that asks twice a second), one without
-telemetry, during whose turns the hub and the viewer are suspended and the agents held. Before a
-turn is timed, what has just been woken gets the time to catch up; the turns without telemetry wait
-as long.
+alike. One context has everything on: agents, hub, record, and a viewer that asks twice a second.
+The other context has no telemetry; during its turns the hub and the viewer are suspended and the
+agents are held. Before a turn is timed, whatever has just been woken gets time to catch up. The
+turns without telemetry wait as long.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from burst_rt.telemetry.wire import RECORD_VARIABLE, SECRET_VARIABLE, TELEMETRY_
 
 __all__ = ["main"]
 
-# A beat of the viewer: what has been held asks, samples and writes at once when it is let go.
+# A period of the viewer: whatever was held asks, samples and writes at once when it is let go.
 _SETTLE_S = 0.5
 
 
 def main(repeats: int, steps: int, tokens: int, out: Path | None) -> None:
-    """The ranks' side."""
+    """Compares the two contexts; rank 0 prints and writes. Blocks for the other ranks."""
     for name in (TELEMETRY_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -68,7 +69,7 @@ def _compare(
     parts: list[list[float]] = []
     try:
         for repeat in range(repeats + 1):
-            # Now one first, now the other.
+            # The two contexts take turns in going first.
             for ctx in (seen, unseen) if repeat % 2 else (unseen, seen):
                 everything.run(ctx is seen)
                 time.sleep(_SETTLE_S)
@@ -97,8 +98,9 @@ def _compare(
 
 
 def _error_of_median(values: list[float]) -> float:
-    """Standard error of the median of values that are spread normally but for some far off: their
-    spread is taken from the quartiles.
+    """Standard error of the median of values that are spread normally, but for some far off.
+
+    The spread is taken from the quartiles.
     """
     if len(values) < 4:
         return float("nan")
@@ -107,7 +109,7 @@ def _error_of_median(values: list[float]) -> float:
 
 
 def _turn(ctx: burst_rt.Context, steps: int, tokens: int) -> float:
-    """Seconds a step, of the slowest rank."""
+    """Seconds a step on the slowest rank. Blocks for the other ranks."""
     layout = ctx.layout(tokens)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, layout.shard_len, 8, 64, requires_grad=i < 3) for i in range(4))
@@ -123,7 +125,7 @@ def _turn(ctx: burst_rt.Context, steps: int, tokens: int) -> float:
 
 
 class _Everything:
-    """The agent of this rank; on rank 0 also the hub and a viewer. Runs, or stands still."""
+    """The agent of this rank, and on rank 0 the hub and a viewer. They run, or are held."""
 
     def __init__(self, ctx: burst_rt.Context) -> None:
         agent = joining._agents.get(None)
@@ -145,14 +147,14 @@ class _Everything:
         self._viewer = _start_viewer(agent) if ctx.rank == 0 else None
 
     def run(self, on: bool) -> None:
-        """Runs or stands still from here on."""
+        """Lets all of them run, or holds them, from here on."""
         for process in (self._hub, self._viewer):
             if process is not None:
                 (process.resume if on else process.suspend)()
         (self._go.set if on else self._go.clear)()
 
     def cpu_s(self) -> tuple[float, float, float]:
-        """Processor time so far: of the agent's thread, the hub, the viewer."""
+        """Processor seconds so far: of the agent's thread, of the hub, of the viewer."""
         hub, viewer = (
             sum(process.cpu_times()[:2]) if process is not None else 0.0
             for process in (self._hub, self._viewer)
@@ -160,7 +162,7 @@ class _Everything:
         return time.clock_gettime(self._agent_clock), hub, viewer
 
     def end(self) -> None:
-        """Lets all go on, and ends the viewer."""
+        """Lets all of them run, and ends the viewer. Blocks until the viewer has ended."""
         self.run(True)
         if self._viewer is not None:
             self._viewer.kill()

@@ -18,20 +18,20 @@ from burst_rt.launch.where import TERMINAL_VARIABLE
 
 __all__ = ["TIMES_OVER", "have_memory", "keep_freed_memory", "progress", "slowest_s"]
 
-# How many times over the memory that whole matrices of scores are planned to take must be there:
-# temporaries are as large as they are.
+# Whole matrices of scores need so many times the memory that is planned for them: temporaries are
+# as large as the matrices.
 TIMES_OVER = 4
-# Of mallopt, in glibc's malloc.h.
+# Options of mallopt, in glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> None:
-    """From here on this process keeps what it frees, as a GPU's caching allocator does. Where the C
-    library is not glibc, nothing changes.
+    """Makes this process keep the memory that it frees, as a GPU's caching allocator does.
 
-    Else whole matrices of scores come from the system anew in every tile, and its page faults take
-    two thirds of the tile's time, more or less of it from one minute to the next.
+    Otherwise whole matrices of scores come from the system anew in every tile, and page faults take
+    two thirds of the tile's time, more or less from one minute to the next. Where the C library is
+    not glibc, nothing changes.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -40,19 +40,23 @@ def keep_freed_memory() -> None:
 
 
 def have_memory(ctx: burst_rt.Context, size_bytes: int) -> None:
-    """Takes so much of the host's memory at once, where ranks compute there, and lets it go: with
-    `keep_freed_memory` what is allocated from here on is taken from it, not page by page from the
-    system whenever freed pieces do not fit. At most half of a rank's share of what is free.
-    Collective.
+    """Takes `size_bytes` of the host's memory at once, and frees them; blocks for the other ranks.
+
+    With `keep_freed_memory`, what is allocated from here on comes from this memory, and not page by
+    page from the system whenever freed pieces do not fit. Takes at most half of a rank's share of
+    the free memory, and nothing where ranks do not compute on the host. Collective.
     """
     share = psutil.virtual_memory().available // (2 * ctx.runtime.machine.ranks_per_node)
-    ctx.all_reduce(torch.zeros(1))  # all have looked
+    ctx.all_reduce(torch.zeros(1))  # every rank has read how much is free
     if ctx.device.type == "cpu":
         torch.empty(min(size_bytes, share), dtype=torch.uint8).fill_(0)
 
 
 def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
-    """Runs `fn` on every rank that has one, from a common start; the longest time. Collective."""
+    """Runs `fn` on every rank that has one, from a common start; the slowest rank's seconds.
+
+    Collective: blocks until `fn` has ended on all ranks.
+    """
     took = torch.zeros(ctx.world_size, dtype=torch.float64)
     ctx.all_reduce(took)
     start = time.perf_counter()
@@ -66,8 +70,9 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
 
 @contextmanager
 def progress(shown: bool, total: int) -> Iterator[Callable[[str], None]]:
-    """Yields what to call at the beginning of each of `total` steps. A bar on rank 0's terminal, or
-    nothing.
+    """Yields a function to call at the beginning of each of `total` steps.
+
+    Shows a bar where `shown` is true and the job has a terminal, else nothing.
     """
     on_terminal = shown and TERMINAL_VARIABLE in os.environ
     console = (

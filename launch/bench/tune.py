@@ -3,11 +3,11 @@ measured on this machine's GPU.
 
 For every kernel and head size the candidates of `kernels/triton/tuned.py` are compiled, checked
 against the table's own configuration and timed, full and causal together. The fastest are written
-where later jobs on this chip find them, and printed as `configs.py` has them.
+where later jobs on this chip find them, and printed in the form of `configs.py`.
 
-Kernels whose warps are specialised come last, against the best found before: their warps wait for
-each other, and one that is compiled wrongly may never end. Then the measuring ends there, and what
-was found stays.
+Kernels with specialised warps come last, and run against the best configuration found before. Their
+warps wait for each other, and a kernel that is compiled wrongly may never end. The measuring then
+ends there, and what was found before is kept.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from burst_rt.remembered import forget
 
 __all__ = ["Trial", "best_of", "main", "paste"]
 
-# Faster by less than this is noise, and the table's own stays.
+# A smaller gain is noise, and the table's own configuration stays.
 _WORTH = 0.02
-# Two configurations add up in other orders and round other probabilities to 16 bits; a wrong one is
-# off by far more.
+# How far apart two configurations may be: they add up in different orders and round different
+# probabilities to 16 bits. A wrong configuration is off by far more.
 _SAME = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.004}
-# A tile takes milliseconds.
+# A tile takes milliseconds; a device that is busy for this long is stuck.
 _STUCK_S = 10.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEEDS = {"forward": (True, True, True), "dq": (True, False, False), "dkdv": (False, True, True)}
 
 
 class Trial(NamedTuple):
-    """How a configuration did: seconds for a full and a causal tile together, or why not; stuck:
-    the device has not come back from it.
-    """
+    """How a configuration did."""
 
     config: Config
-    seconds: float | None
-    why: str = ""
-    stuck: bool = False
+    seconds: float | None  # for a full and a causal tile together; None where it did not run
+    why: str = ""  # why the configuration has no seconds
+    stuck: bool = False  # whether the device has not come back from it
 
 
 class Stuck(Exception):
-    """The device is still at it where it should long be done."""
+    """The device is still busy long after its work should have ended."""
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest; the first, which is the table's own, unless another is faster by more than
-    noise. None where none ran.
+    """The fastest trial; None where none ran.
+
+    The first trial is the table's own configuration. It stays unless another trial is faster by
+    more than noise.
     """
     ran = [trial for trial in trials if trial.seconds is not None]
     if not ran:
@@ -92,8 +92,10 @@ def paste(kind: str, arch: int, head_dim: int, trials: Sequence[Trial], best: Tr
 def main(
     head_dims: Sequence[int], dtype: str, repeats: int, limit_s: float, out: Path | None
 ) -> None:
-    """Measures, prints, writes. Blocks at most about `limit_s`, past which nothing new is begun.
-    Raises ConfigError without a GPU.
+    """Measures, prints the tables, and keeps the fastest configurations for later jobs.
+
+    Blocks for about `limit_s` at most: after that time nothing new is begun. Raises ConfigError
+    without a GPU.
     """
     if not torch.cuda.is_available():
         raise ConfigError("bench tune: torch sees no CUDA device; see `burst-rt doctor`")
@@ -105,7 +107,7 @@ def main(
     found: dict[tuple[int, str], tuple[Trial, str]] = {}
     trials: list[Trial] = []
     for i, (head_dim, kind, configs) in enumerate(searches):
-        # An even share of what is left for each that is still to come.
+        # Each search that is still to come gets an even share of the time that is left.
         now_s = time.monotonic()
         share_ends_s = now_s + (end_s - now_s) / (len(searches) - i)
         works = [
@@ -141,7 +143,7 @@ def main(
         _row(kind, head_dim, trial, any(trial is each for each in taken))
         for kind, head_dim, trial in tried
     ]
-    # What was known of this kernel's speed is no longer so.
+    # The remembered speeds of kernels no longer hold.
     forget(KIND)
     title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"
     publish(
@@ -157,8 +159,8 @@ def main(
     )
     if trials and trials[-1].stuck:
         print(f"bench tune: ended early, {trials[-1].config} {trials[-1].why}", file=sys.stderr)
-        # Anything that asks the device, the end of Python too, would wait for ever; the driver ends
-        # what this process has started.
+        # Anything that asks the device would wait for ever, Python's own exit too. When this
+        # process is gone, the driver ends what the process has started.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -167,7 +169,7 @@ def main(
 def _searches(
     arch: int, head_dims: Sequence[int], input_bytes: int
 ) -> Iterator[tuple[int, str, list[Config]]]:
-    """What to try for each head size and kernel; first all that cannot get stuck."""
+    """What to try for each head size and kernel. Configurations that may get stuck come last."""
     for specialized in (False, True):
         for head_dim in head_dims:
             for kind in TUNED:
@@ -181,9 +183,7 @@ def _searches(
 
 
 def _settle() -> None:
-    """Waits until the device has done all it was given; raises Stuck where that takes far too
-    long.
-    """
+    """Blocks until the device has done all its work; raises Stuck after 10 s."""
     event = torch.cuda.Event()
     event.record()
     stuck_at_s = time.monotonic() + _STUCK_S
@@ -206,17 +206,18 @@ def trials_of(
     tokens: int = 4096,
     settle: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Every configuration in turn on the standard tiles of some work; the first is what the others'
-    results are checked against.
+    """Tries every configuration in turn on the standard tiles of each work.
 
-    settle: waits for the device. Where it, or `seconds`, raises Stuck, no more are tried.
+    The results of the first configuration are what the results of the others are checked against.
+    settle: waits for the device. Where `settle` or `seconds` raises Stuck, no more configurations
+    are tried.
     """
     kernel = KERNELS["triton"]
     problems = [TileProblem(work, tokens=tokens) for work in works]
     checked = problems
     if any(config.loads == "specialized" for config in configs):
-        # Those the compiler takes apart most: also tiles of a ring, and lengths that blocks do not
-        # divide.
+        # The compiler takes these kernels apart most, so they are also checked on tiles of a ring
+        # and on lengths that blocks do not divide.
         checked = [
             *problems,
             *(TileProblem(work, tokens=tokens - 7, alone=False) for work in works),
@@ -256,7 +257,7 @@ def trials_of(
 
 
 def _apart(x: torch.Tensor, right: torch.Tensor) -> float:
-    """Relative, in the Frobenius norm; nan where a result is."""
+    """The relative difference in the Frobenius norm; nan where a result has a nan."""
     right = right.double()
     return float(torch.linalg.vector_norm(x.double() - right) / torch.linalg.vector_norm(right))
 

@@ -1,1 +1,1 @@
-"""Looking ahead: this machine measured, and what strategies would take on it or on any other."""
+"""Looking ahead: measuring this machine, and forecasting strategies on it or on any other."""

@@ -7,8 +7,8 @@
 * links: exchanges of messages of several sizes between neighbours, all ranks at once, both
   directions at once; between ranks of a host and, if there are several hosts, between hosts.
 
-On CPUs the file says that as many ranks as measured have a core each, and that more of them on the
-host would share those.
+On CPUs the machine file says that as many ranks as were measured have a core each, and that more
+ranks on the host share these cores.
 """
 
 from __future__ import annotations
@@ -50,16 +50,20 @@ _STRATEGIES = {
     "burst-untiled": _WHOLE,
     "ring-naive": _WHOLE,
 }
-# From here on with a quarter of the heads and twice at most: a call takes seconds.
+# From this length on, calls have a quarter of the heads and run twice at most: they take seconds.
 _LONG = 4096
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _LINEAR = ((256, 512), (512, 1024), (1024, 1024), (2048, 1024))  # rows, width
-# A host with more ranks than were measured: they share the cores of these.
+# How many ranks the machine file allows on a host for each rank that was measured. They share the
+# measured ranks' cores.
 _RANKS_A_CORE = 8
 
 
 class Calibration:
-    """One rank of the measuring job. Every method is collective."""
+    """One rank of the measuring job.
+
+    Every public method is collective, and blocks until the other ranks have come to it.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class Calibration:
         self._busy = BusyCores()
 
     def hardware(self, say: Callable[[str], None]) -> Hardware:
-        """The machine. Takes a minute or two on a CPU; `say` hears what is being measured."""
+        """Measures the machine, a minute or two on a CPU; `say` is told what is being measured."""
         samples = self.samples
         for strategy, sizes in _STRATEGIES.items():
             if strategy == "all-to-all" and self.heads % self.ctx.world_size:
@@ -108,7 +112,7 @@ class Calibration:
         )
 
     def doubts(self, hardware: Hardware) -> list[str]:
-        """Why what was measured is not to be trusted; see `plan.doubts`."""
+        """Why the figures are not to be trusted, a sentence each; see `plan.doubts`."""
         busy, own = self._busy.so_far()
         cores = torch.zeros(self.ctx.world_size, dtype=torch.float64)
         cores[self.ctx.rank] = own
@@ -122,8 +126,9 @@ class Calibration:
         return list(doubts(self.samples, hardware, most, free, self.per_node))
 
     def attention(self, strategy: str, tokens: int, causal: bool) -> Iterator[Sample]:
-        """Every task of both directions, from the traces of all ranks; none where a rank's share of
-        memory may not suffice.
+        """Samples of every task of both directions, from the traces of all ranks.
+
+        There are none where a rank's share of memory may not be enough.
         """
         layout = self.ctx.layout(tokens * self.ctx.world_size, "zigzag" if causal else "contiguous")
         heads, repeats = (
@@ -154,7 +159,7 @@ class Calibration:
                     yield from _samples(ranks, suffix)
 
     def products(self) -> Iterator[Sample]:
-        """Matrix products on this rank, while the others do the same."""
+        """Samples of matrix products on this rank, while the other ranks do the same."""
         for rows, width in _LINEAR:
             x, weight = (
                 torch.randn(n, width, device=self.ctx.device).to(self.dtype) for n in (rows, width)
@@ -175,7 +180,7 @@ class Calibration:
 
         def seconds(size_bytes: int) -> float:
             pipeline = self.ctx.pipeline(lambda r: _exchange(r, self.ctx, step, ring, size_bytes))
-            # Pipelines are not staged; the way between the hosts is the same from host memory.
+            # Pipelines cannot stage device memory; between hosts, host memory goes the same way.
             where = (
                 "cpu" if self.ctx.runtime.machine.transport_name == "staged" else self.ctx.device
             )
@@ -186,8 +191,8 @@ class Calibration:
             took = []
             for _ in range(4 * self.repeats + 1):
                 took.append(slowest_s(self.ctx, lambda: pipeline.run(buffers=buffers, ops={})))
-                # In between, so that what disturbs the machine for some milliseconds is not all of
-                # either.
+                # The two take turns, so that what disturbs the machine for some milliseconds does
+                # not hit all runs of either.
                 idle_s.append(
                     slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None}))
                 )
@@ -195,7 +200,7 @@ class Calibration:
 
         assert first + ring <= self.ctx.world_size
         link = fit_link({size: seconds(size) for size in _MESSAGE_BYTES})
-        # A call's own cost is no link's.
+        # The cost of a call itself does not belong to the link.
         return replace(link, latency_s=max(link.latency_s - median(idle_s), 1e-7))
 
     def _name(self) -> str:
@@ -247,7 +252,7 @@ def _nothing(rank: int, ctx: burst_rt.Context) -> Graph:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, and writes the file on rank 0."""
+    """Measures on all ranks; rank 0 writes the machine file and the file of doubts."""
     parser = argparse.ArgumentParser(prog="burst_rt.launch.plan.calibrate")
     parser.add_argument("--heads", type=int, required=True)
     parser.add_argument("--head-dim", type=int, required=True)

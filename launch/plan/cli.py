@@ -1,6 +1,4 @@
-"""`burst-rt simulate`, `burst-rt plan` and `burst-rt calibrate`: their options and what they
-print.
-"""
+"""`burst-rt simulate`, `plan` and `calibrate`: their options and what they print."""
 
 from __future__ import annotations
 
@@ -57,10 +55,10 @@ def parse_tokens(text: str) -> int:
 
 
 def _about(*masks: str) -> Callable[[_F], _F]:
-    """The options that say what is computed where, the same defaults for both: figures of different
-    things would be compared.
+    """The options of `simulate` and `plan` that say what is computed where.
 
-    masks: beside the usual ones.
+    Both commands have the same defaults, so that their figures can be compared. masks: choices of
+    --mask beside the usual masks.
     """
     options = [
         click.option(
@@ -254,8 +252,9 @@ def _why(
 
 
 def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
-    """Strategies that come to the same here (two levels on one node are a ring) together, in the
-    order in which they come.
+    """Groups of strategies whose forecasts are the same, in the order in which they come.
+
+    Two levels on one node, for example, are a plain ring.
     """
     alike: dict[ModelForecast, list[ModelForecast]] = {}
     for f in found:

@@ -1,5 +1,6 @@
-"""Whether a machine was busy with something else while it was measured: jobs would plan with
-figures that are of no use.
+"""Whether a machine was busy with something else while it was measured.
+
+Jobs would otherwise plan with figures that are of no use.
 """
 
 from __future__ import annotations
@@ -17,29 +18,27 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["BusyCores", "doubts"]
 
-# A quarter of equal tasks took so many times as long as another quarter; of the median kind of
-# task, among those long enough to tell.
+# How many times as long the slower quarter of equal tasks may take as the faster quarter, in the
+# median over the kinds of task that are long enough to tell.
 _SPREAD = 1.5
 _LEAST_S = 2e-4
 _LEAST_SAMPLES = 4
-# Starting a task, or a message of no bytes, takes a thousandth of this to a tenth. Of whole
-# matrices a fit may make more, but not more than so many times the shortest task that was measured.
+# Starting a task, or a message of no bytes, takes a thousandth to a tenth of this. For whole
+# matrices a fit may find more, but at most so many times the shortest task that was measured.
 _MOST_LAUNCH_S = 1e-2
 _TIMES_SHORTEST = 2.0
-# Other processes may use the cores that the ranks leave, and so much of a rank's own.
+# Other processes may use the cores that the ranks leave, and this share of each rank's own core.
 _SHARE_OF_A_RANK = 0.1
 
 
 class BusyCores:
-    """How many cores of this host were busy, and how many of them with this process, since it was
-    made.
-    """
+    """How many cores of this host were busy since it was made: in all, and with this process."""
 
     def __init__(self) -> None:
         self._began = self._now()
 
     def so_far(self) -> tuple[float, float]:
-        """Of the host, and of this process."""
+        """The mean number of busy cores: of the whole host, and of this process."""
         elapsed_s, busy_s, own_s = (
             now - then for now, then in zip(self._now(), self._began, strict=True)
         )
@@ -48,7 +47,7 @@ class BusyCores:
     @staticmethod
     def _now() -> tuple[float, float, float]:
         times = psutil.cpu_times()
-        # On a virtual machine what its neighbours take is busy too.
+        # On a virtual machine, time that its neighbours take ("steal") counts as busy too.
         busy = ("user", "nice", "system", "irq", "softirq", "steal")
         return (
             time.monotonic(),
@@ -64,10 +63,10 @@ def doubts(
     free_cores: float,
     num_ranks: int,
 ) -> Iterator[str]:
-    """Why the figures are not to be trusted, in words; nothing where they may be.
+    """Why the figures are not to be trusted, in words; nothing where they may be trusted.
 
-    others_cores: that processes other than the ranks kept busy; free_cores: that the ranks leave to
-    them; num_ranks: on that host.
+    others_cores: cores that processes other than the ranks kept busy. free_cores: cores that the
+    ranks leave to other processes. num_ranks: ranks on that host.
     """
     if others_cores > free_cores + _SHARE_OF_A_RANK * num_ranks:
         yield (
@@ -87,7 +86,7 @@ def doubts(
         shortest_s = min(
             (statistics.median(took) for (of, _), took in equal.items() if of == name), default=0.0
         )
-        # Without a speed it is no launch, but the time of the one size that there was.
+        # Without a speed, launch_s is the time of the only size that was measured.
         has_speed = rate.flops_per_s is not None or rate.bytes_per_s is not None
         if has_speed and rate.launch_s > max(_MOST_LAUNCH_S, _TIMES_SHORTEST * shortest_s):
             yield f"starting {name} would take {rate.launch_s * 1e3:.0f} ms"

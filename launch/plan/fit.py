@@ -1,5 +1,6 @@
-"""From measured tasks to rates: least squares in relative terms, with coefficients that are not
-negative. Pure; numpy only.
+"""From measured tasks to rates: least squares of relative errors, without negative coefficients.
+
+Pure; numpy only.
 """
 
 from __future__ import annotations
@@ -22,18 +23,17 @@ _ROUNDING = 1e-9
 
 
 class Sample(NamedTuple):
-    """A task that ran: its rate's name ("forward", "forward-untiled"), what it cost, how long it
-    took.
-    """
+    """A task that ran."""
 
-    name: str
+    name: str  # of the task's rate, such as "forward" or "forward-untiled"
     cost: Cost
     seconds: float
 
 
 def fit_rates(samples: Iterable[Sample]) -> dict[str, Rate]:
-    """A rate for each name, and "default": of all samples that do no arithmetic together. Needs at
-    least one such sample.
+    """A rate for each name; "default" is the rate of all samples that do no arithmetic.
+
+    Needs at least one sample that does no arithmetic.
     """
     named: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -44,8 +44,9 @@ def fit_rates(samples: Iterable[Sample]) -> dict[str, Rate]:
 
 
 def fit_rate(samples: Iterable[Sample]) -> Rate:
-    """The rate that comes closest to the medians of equal tasks, relatively: of arithmetic, if
-    there is any, and memory.
+    """The rate that comes closest, in relative terms, to the medians of equal tasks.
+
+    The rate has a speed of memory, and a speed of arithmetic where the tasks do any.
     """
     at: dict[Cost, list[float]] = defaultdict(list)
     for sample in samples:
@@ -53,8 +54,8 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
     costs = list(at)
     took = np.array([statistics.median(at[cost]) for cost in costs])
     if any(cost.flops for cost in costs):
-        # Kernels that cut along the mask lose time at its edge, kernels that do not, everywhere
-        # under it.
+        # Kernels that cut along the mask lose time at the mask's edge; other kernels lose time
+        # everywhere under the mask.
         columns = np.array(
             [
                 (1.0, cost.flops, cost.masked_flops, cost.edge_flops, cost.size_bytes)
@@ -62,8 +63,8 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
             ]
         )
         launch, flop, masked, edge, byte = _fit(columns, took)
-        # A rate has one speed for what no mask touches; where none was seen, the mask's own is that
-        # speed.
+        # A rate's speed is the speed without a mask. Where every task had a mask, the speed under
+        # the mask stands in for it.
         flop, masked = (flop, masked) if flop else (masked, 0.0)
         memory = 1 / byte if byte else None
         if not flop:
@@ -80,7 +81,7 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
 
 
 def fit_link(seconds_by_size: Mapping[int, float]) -> Link:
-    """A link from the time of a message of each size, both directions at once."""
+    """A link, from the seconds of a message of each size in both directions at once."""
     latency_s, byte = _fit(
         np.array([(1.0, size) for size in seconds_by_size]),
         np.array(list(seconds_by_size.values())),
@@ -92,18 +93,18 @@ def _fit(
     columns: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     took: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
 ) -> list[float]:
-    """Coefficients, none negative, with the least sum of squares of relative errors: the best of
-    all choices of columns.
+    """The coefficients, none negative, with the least sum of squares of relative errors.
 
-    Of equally good choices the one with the fewest columns is taken. An error in a task that takes
-    sixteen times as long counts twice: forecasts are of long runs, and made of long tasks.
+    All choices of columns are tried. Among equally good choices, the choice with the fewest columns
+    is taken. An error in a task that takes sixteen times as long counts twice: forecasts are of
+    long runs, which are made of long tasks.
     """
     weight = (took / took.max()) ** 0.25
     relative = columns * (weight / took)[:, None]
-    # Columns of one size, or a byte's tiny coefficient would be lost in a second's.
+    # Scale all columns to one size: the tiny coefficient of bytes would be lost beside the others.
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
-    # Below this a difference is rounding, which is another one on another CPU: the fit with fewer
-    # columns, which comes first, stays.
+    # A smaller difference is rounding, which varies from CPU to CPU. The fit with fewer columns
+    # comes first, and then stays.
     rounding = _ROUNDING**2 * float((weight**2).sum())
     best, best_error = np.zeros(columns.shape[1]), float("inf")
     for count in range(1, columns.shape[1] + 1):

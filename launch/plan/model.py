@@ -1,11 +1,11 @@
-"""A whole model on a machine: the forecast of one layer, as often as there are layers. Pure
-Python. The layer: `burst_rt.baselines.layers`.
+"""A whole model on a machine: the forecast of one layer times the number of layers. Pure Python.
 
-What is left out: the embedding and the head (one row of logits a sequence; their weights are
-counted), the sampler, the optimizer's step. Weights of all layers and 16-bit activations; training
-holds gradients too, and the 12 bytes a weight of AdamW (float32 weight and two moments) spread over
-the ranks, as ZeRO stage 1 does at no more bytes on the wire than the sum of gradients that is
-counted here.
+The layer is that of `burst_rt.baselines.layers`. Times leave out the embedding and the head (one
+row of logits a sequence; their weights are counted), the sampler, and the optimizer's step.
+
+Memory counts the weights of all layers and 16-bit activations. Training also holds gradients, and
+AdamW's 12 bytes a weight (float32 weight and two moments) spread over the ranks. ZeRO stage 1
+spreads them so, and sends no more bytes than the sum of gradients that is counted here.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ _ADAMW_BYTES = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama-like decoder: `num_layers` layers of one shape, and a vocabulary (embedding and head
-    are separate).
-    """
+    """A Llama-like decoder."""
 
     name: str
     num_layers: int
-    layer: LayerShape
-    vocab_size: int
+    layer: LayerShape  # the shape of every layer
+    vocab_size: int  # embedding and head have a matrix each
 
     @property
     def num_weights(self) -> int:
-        """All of them."""
+        """The weights of all layers, of the embedding and of the head."""
         return self.num_layers * self.layer.num_weights() + 2 * self.vocab_size * self.layer.dim
 
 
@@ -55,10 +53,11 @@ MODELS = {
 
 
 def parse_model(text: str) -> Model:
-    """A known model, or one given by its sizes:
-    "layers=32,dim=4096,heads=32,kv_heads=8,head_dim=128,ffn=14336,vocab=128256".
+    """A model by its name in MODELS, or by its sizes.
 
-    kv_heads, head_dim and vocab may be left out: heads, dim / heads and 32000. Raises InputError.
+    Sizes look like "layers=32,dim=4096,heads=32,kv_heads=8,head_dim=128,ffn=14336,vocab=128256".
+    kv_heads, head_dim and vocab may be left out, and are then heads, dim / heads and 32000. Raises
+    InputError.
     """
     if text in MODELS:
         return MODELS[text]
@@ -91,31 +90,27 @@ def parse_model(text: str) -> Model:
 
 @dataclass(frozen=True)
 class ModelForecast:
-    """One phase of a model under one strategy; of the worst rank each.
-
-    time_s: None where it does not fit into memory. exposed_s: the rank's devices stand still.
-    sent_bytes, memory_bytes: of a rank. recompute: activations of a layer are thrown away and
-    computed again in the backward.
-    """
+    """One phase of a model under one strategy. Each number is that of the worst rank."""
 
     strategy: str
     mask: str
     phase: Phase
-    time_s: float | None
-    exposed_s: float
+    time_s: float | None  # None where the model does not fit into memory
+    exposed_s: float  # how long the rank's device stands still
     sent_bytes: int
     memory_bytes: int
     out_of_memory: bool
-    recompute: bool
+    recompute: bool  # a layer's activations are thrown away, and computed again in the backward
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 
 def published_mask(strategy: str) -> str:
-    """What the strategy computes of a causal model's attention in the BurstAttention paper's
-    comparison (arXiv 2403.09347): its rings all of it, tensor parallelism the causal half.
-    Strategies that are not in that paper: the causal half.
+    """The mask of a strategy in the BurstAttention paper's comparison of causal models.
+
+    In that comparison (arXiv 2403.09347) the paper's rings compute all scores, "full", and tensor
+    parallelism computes the causal half, "causal". Strategies that are not in the paper: "causal".
     """
     return "full" if strategy in ("burst", "ring-kv", "burst-untiled", "ring-naive") else "causal"
 
@@ -131,10 +126,10 @@ def forecast_model(
     mask: str = "causal",
     batch: int = 1,
 ) -> ModelForecast:
-    """Simulates a layer, and counts. Raises InputError for a strategy or sizes that do not go
-    together.
+    """Simulates one layer, and multiplies by the number of layers.
 
-    Of training, activations are kept if all of them fit, else computed again.
+    In training, activations are kept if all of them fit, else computed again. Raises InputError for
+    a strategy and sizes that do not go together.
     """
     layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch)
     limit = hardware.device.memory_bytes
@@ -174,8 +169,9 @@ def fewest_ranks(
     batch: int = 1,
     up_to: int = 512,
 ) -> int | None:
-    """The fewest ranks, of 1, 2, 4 and so on, whose devices hold the model; None where no number up
-    to `up_to` does.
+    """The fewest ranks, of 1, 2, 4 and so on up to `up_to`, whose devices hold the model.
+
+    None where no such number is enough.
     """
     if (
         strategy not in TENSOR_PARALLEL
@@ -195,7 +191,7 @@ def fewest_ranks(
             ):
                 return world_size
         except InputError:
-            pass  # not with so many
+            pass  # the strategy cannot use so many ranks
         world_size *= 2
     return None
 
@@ -240,7 +236,7 @@ def _layer(
 
 
 def _need(model: Model, layer: SpreadLayer, phase: Phase, limit: int) -> tuple[int, bool]:
-    """Bytes of the worst rank, and whether activations are computed again for it."""
+    """Bytes of the worst rank, and whether activations must be computed again to fit."""
     kept = _memory_bytes(model, layer, phase, recompute=False)
     if phase == "train" and kept > limit:
         return _memory_bytes(model, layer, phase, recompute=True), True

@@ -1,8 +1,7 @@
-"""The BurstAttention paper's figures (arXiv 2403.09347), and what the simulator makes of them:
-`burst-rt bench paper`.
+"""`burst-rt bench paper`: the BurstAttention paper's figures (arXiv 2403.09347) beside forecasts.
 
-The machine file a100-pcie is fitted to three of its rows, first-token latency at 32K, 64K and 128K
-tokens; all else here is forecast.
+The machine file a100-pcie is fitted to three rows of the paper: first-token latency at 32K, 64K and
+128K tokens. Everything else here is forecast.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ FIRST_TOKEN_S = {
     262144: (71.52, 75.52, 49.32),
 }
 FITTED = (32768, 65536, 131072)
-# The paper's RingAttention, and BurstAttention without its local optimisation: from how many tokens
-# on they run out of memory.
+# From how many tokens on two strategies run out of memory: the paper's RingAttention, and
+# BurstAttention without its local optimisation.
 OUT_OF_MEMORY = {"ring-naive": 65536, "burst-untiled": 131072}
 # Columns of tables are narrow.
 _SHORT = {
@@ -38,9 +37,10 @@ _SHORT = {
     "ring-naive": "naive",
     "burst-untiled": "untiled",
 }
-# Its claim for training: against the better of the tensor-parallel ones, 128K tokens on 32 GPUs.
+# The paper's claim for training is against the better of the tensor-parallel strategies, with 128K
+# tokens on 32 GPUs.
 _TRAINING = (131072, 32)
-# (strategy, mask): the paper's, then this project's own on the same machine.
+# (strategy, mask): the paper's strategies, then this project's own on the same machine.
 _TRAINED = (
     ("tensor-parallel", "causal"), ("tensor-parallel+sequence", "causal"), ("ring-kv", "full"),
     ("burst", "full"),
@@ -50,7 +50,7 @@ _TRAINED = (
 
 
 def main(out: Path | None) -> None:
-    """Prints both tables."""
+    """Prints the tables of first-token latency and training, and adds them to `out` if given."""
     hardware, model = load_hardware("a100-pcie"), MODELS["llama-7b"]
     rows: list[dict[str, Cell]] = []
     for tokens, published in FIRST_TOKEN_S.items():
