@@ -36,13 +36,13 @@ __all__ = [
     "Issue",
     "PeerGone",
     "Schedule",
-    "State",
     "TaskDone",
     "TaskFailed",
+    "TaskState",
 ]
 
 
-class State(IntEnum):
+class TaskState(IntEnum):
     """Where a task stands."""
 
     WAITING = 0  # an edge into it is not satisfied
@@ -53,22 +53,23 @@ class State(IntEnum):
     ABANDONED = 5  # the run was aborted
 
 
-TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.WAITING, "satisfied"): State.READY,
-    (State.READY, "issued"): State.ISSUED,
-    (State.ISSUED, "done"): State.DONE,
-    (State.ISSUED, "failed"): State.FAILED,
-    (State.WAITING, "abandoned"): State.ABANDONED,
-    (State.READY, "abandoned"): State.ABANDONED,
-    (State.ISSUED, "abandoned"): State.ABANDONED,
+TRANSITIONS: dict[tuple[TaskState, str], TaskState] = {
+    (TaskState.WAITING, "satisfied"): TaskState.READY,
+    (TaskState.READY, "issued"): TaskState.ISSUED,
+    (TaskState.ISSUED, "done"): TaskState.DONE,
+    (TaskState.ISSUED, "failed"): TaskState.FAILED,
+    (TaskState.WAITING, "abandoned"): TaskState.ABANDONED,
+    (TaskState.READY, "abandoned"): TaskState.ABANDONED,
+    (TaskState.ISSUED, "abandoned"): TaskState.ABANDONED,
 }
 _VERBS = sorted({verb for _, verb in TRANSITIONS})
 _NUM_VERBS = len(_VERBS)
 # The same table as the engine looks it up. Verb and old state give the new state and the verb's
 # number in the log, or None where the transition is impossible.
-_STEPS: dict[str, list[tuple[State, int] | None]] = {
+_STEPS: dict[str, list[tuple[TaskState, int] | None]] = {
     verb: [
-        (TRANSITIONS[old, verb], number) if (old, verb) in TRANSITIONS else None for old in State
+        (TRANSITIONS[old, verb], number) if (old, verb) in TRANSITIONS else None
+        for old in TaskState
     ]
     for number, verb in enumerate(_VERBS)
 }
@@ -148,7 +149,7 @@ class Schedule:
         for v, before in enumerate(graph.predecessors):
             for u in before:
                 first, second = lanes[lane_of[u]], lanes[lane_of[v]]
-                if _passes_at(first, second) is State.DONE:
+                if _passes_at(first, second) is TaskState.DONE:
                     on_done[u].append(v)
                     continue
                 on_issue[u].append(v)
@@ -168,15 +169,15 @@ class Schedule:
         )
 
 
-def _passes_at(first: Lane, second: Lane) -> State:
+def _passes_at(first: Lane, second: Lane) -> TaskState:
     """The state that a task on `first` must have reached before a task on `second` that depends on
     it may be issued.
     """
     same_device = first.device is not None and first.device == second.device
     return (
-        State.ISSUED
+        TaskState.ISSUED
         if first.ordered and second.ordered and (first is second or same_device)
-        else State.DONE
+        else TaskState.DONE
     )
 
 
@@ -190,7 +191,7 @@ class Engine:
     def __init__(self, schedule: Schedule, *, validate: bool = False) -> None:
         graph = schedule.graph
         self.schedule = schedule
-        self.state: list[State] = [State.WAITING] * len(graph.tasks)
+        self.state: list[TaskState] = [TaskState.WAITING] * len(graph.tasks)
         self._missing = list(schedule.num_before)
         lanes = list(graph.lanes.values())
         self._limit = [
@@ -269,7 +270,7 @@ class Engine:
 
     def unfinished(self) -> list[int]:
         """Ids of the tasks that are issued and not done, ascending."""
-        return [t for t, state in enumerate(self.state) if state is State.ISSUED]
+        return [t for t, state in enumerate(self.state) if state is TaskState.ISSUED]
 
     def _move(self, task: int, verb: str) -> None:
         step = _STEPS[verb][self.state[task]]
@@ -353,9 +354,9 @@ class Engine:
         running = [0] * len(self._in_flight)
         lanes = [graph.lanes[task.lane] for task in graph.tasks]
         for task, state in enumerate(self.state):
-            if state is State.ISSUED:
+            if state is TaskState.ISSUED:
                 running[self.schedule.lane_of[task]] += 1
-            if state >= State.ISSUED and any(
+            if state >= TaskState.ISSUED and any(
                 self.state[p] < _passes_at(lanes[p], lanes[task]) for p in graph.predecessors[task]
             ):
                 raise InternalError(

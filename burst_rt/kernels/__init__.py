@@ -14,7 +14,7 @@ from burst_rt.errors import InputError
 from burst_rt.kernels.base import PARTIALS, Kernel, State, Tile, Work, sum_dtype
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
-from burst_rt.kernels.speed import fastest
+from burst_rt.kernels.speed import fastest_kernel
 from burst_rt.kernels.triton import TritonKernel
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
@@ -75,7 +75,7 @@ def pick(work: Work, name: str = "auto") -> Picked:
         raise InputError(f"no tile kernel for {work.dtype} on {work.device}: {'; '.join(refusals)}")
     if len(able) == 1:
         return _picked(able[0], "; ".join(("the only one here that can", *refusals)), work)
-    taken = fastest(work, able)
+    taken = fastest_kernel(work, able)
     return _picked(taken.kernel, "; ".join((taken.reason, *refusals)), work)
 
 

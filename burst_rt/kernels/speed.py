@@ -22,7 +22,16 @@ import torch.nn.attention
 from burst_rt.kernels.base import Kernel, State, Tile, Work, sum_dtype
 from burst_rt.remembered import alone, recall, remember
 
-__all__ = ["KIND", "TileProblem", "Timed", "failures", "fastest", "seconds_of", "speed_key", "told"]
+__all__ = [
+    "KIND",
+    "TileProblem",
+    "Timed",
+    "failures",
+    "fastest_kernel",
+    "seconds_of",
+    "speed_key",
+    "told",
+]
 
 # The answers' name in `remembered`.
 KIND = "kernel-speed"
@@ -122,7 +131,7 @@ class TileProblem:
         return [total.clone() for total, needed in zip(self._sums, needs, strict=True) if needed]
 
 
-def fastest(
+def fastest_kernel(
     work: Work,
     candidates: Sequence[Kernel],
     measure: Callable[[Work, Sequence[Kernel]], dict[str, float | str]] | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, KINDS, Loads, choose
+from burst_rt.kernels.triton.configs import ARCHES, KINDS, Loads, default_config
 from burst_rt.launch.bench.report import Cell, publish
 
 __all__ = ["main"]
@@ -34,7 +34,7 @@ def main(
             head_dim,
             causal,
             dtype,
-            choose(kind, arch, head_dim, 4 if dtype == "fp32" else 2)._replace(loads=loads),
+            default_config(kind, arch, head_dim, 4 if dtype == "fp32" else 2)._replace(loads=loads),
         )
         for arch in arches
         for head_dim in head_dims

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from burst_rt.errors import DeviceError
 from burst_rt.kernels.triton.aot import Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, Config, choose
+from burst_rt.kernels.triton.configs import ARCHES, Config, default_config
 from burst_rt.launch.main import cli
 
 # What multiplies 16-bit matrices on each chip: mma, wgmma, tcgen05.mma.
@@ -57,7 +57,7 @@ def test_loads_by_the_copy_engine() -> None:
             arch,
             128,
             kind != "dkdv",
-            config=choose(kind, arch, 128, 2)._replace(loads="descriptors"),
+            config=default_config(kind, arch, 128, 2)._replace(loads="descriptors"),
         )
         for arch in (90, 100)
         for kind in _NUM_PRODUCTS

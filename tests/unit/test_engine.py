@@ -27,10 +27,10 @@ from burst_rt.scheduler import (
     Op,
     PeerGone,
     Schedule,
-    State,
     Task,
     TaskDone,
     TaskFailed,
+    TaskState,
     critical_path,
     program_order,
     run,
@@ -82,18 +82,18 @@ def _done(*tasks: int) -> list[Event]:
 # Transitions. A chain of two on a free lane brings its second task into every state by events
 # alone.
 
-_TO_STATE: dict[State, Sequence[Event]] = {
-    State.WAITING: (),
-    State.ISSUED: _done(0),
-    State.DONE: _done(0, 1),
-    State.FAILED: [TaskDone(0), TaskFailed(1, _BAD)],
-    State.ABANDONED: [PeerGone(1, "gone")],
+_TO_STATE: dict[TaskState, Sequence[Event]] = {
+    TaskState.WAITING: (),
+    TaskState.ISSUED: _done(0),
+    TaskState.DONE: _done(0, 1),
+    TaskState.FAILED: [TaskDone(0), TaskFailed(1, _BAD)],
+    TaskState.ABANDONED: [PeerGone(1, "gone")],
 }
 
 
-def _reach(state: State) -> tuple[Engine, int]:
+def _reach(state: TaskState) -> tuple[Engine, int]:
     """An engine and a task of it in `state`."""
-    if state is State.READY:
+    if state is TaskState.READY:
         # The lane takes one task at a time: the second is ready and has to wait.
         engine = _engine(_independent(2, COMPUTE))
         engine.start()
@@ -106,8 +106,8 @@ def _reach(state: State) -> tuple[Engine, int]:
     return engine, 1
 
 
-@pytest.mark.parametrize("state", State)
-def test_every_state_is_reached_by_events(state: State) -> None:
+@pytest.mark.parametrize("state", TaskState)
+def test_every_state_is_reached_by_events(state: TaskState) -> None:
     engine, task = _reach(state)
     assert engine.state[task] is state
 
@@ -117,14 +117,14 @@ _VERBS = sorted({verb for _, verb in TRANSITIONS})
 
 
 def test_the_table_speaks_of_all_states_and_verbs() -> None:
-    assert {old for old, _ in TRANSITIONS} | set(TRANSITIONS.values()) == set(State)
+    assert {old for old, _ in TRANSITIONS} | set(TRANSITIONS.values()) == set(TaskState)
     assert _VERBS == ["abandoned", "done", "failed", "issued", "satisfied"]
 
 
 @pytest.mark.parametrize("verb", _VERBS)
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", TaskState)
 def test_each_verb_in_each_state_moves_the_task_or_raises_with_its_story(
-    state: State, verb: str
+    state: TaskState, verb: str
 ) -> None:
     engine, task = _reach(state)
     expected = TRANSITIONS.get((state, verb))
@@ -141,13 +141,13 @@ def test_each_verb_in_each_state_moves_the_task_or_raises_with_its_story(
 
 
 @pytest.mark.parametrize("verb", sorted(_EVENT_VERBS))
-@pytest.mark.parametrize("state", [s for s in State if s is not State.ISSUED])
-def test_an_event_about_a_task_that_is_not_running_is_a_defect(state: State, verb: str) -> None:
+@pytest.mark.parametrize("state", [s for s in TaskState if s is not TaskState.ISSUED])
+def test_an_event_about_a_task_that_is_not_running_is_a_defect(state: TaskState, verb: str) -> None:
     engine, _ = _reach(state)
     # An engine that has ended takes no event at all; the others say what is wrong with this one.
     message = (
         "after the run had ended"
-        if state in (State.FAILED, State.ABANDONED)
+        if state in (TaskState.FAILED, TaskState.ABANDONED)
         else f"impossible transition '{verb}': task 1 't1'"
     )
     with pytest.raises(errors.InternalError, match=message):
@@ -313,12 +313,12 @@ def test_after_a_failure_nothing_further_is_issued(event: Event) -> None:
     assert isinstance(abort, Abort)
     if isinstance(event, TaskFailed):
         assert abort.error is _BAD
-        assert engine.state == [State.FAILED, State.ABANDONED, State.ABANDONED]
+        assert engine.state == [TaskState.FAILED, TaskState.ABANDONED, TaskState.ABANDONED]
     else:
         assert isinstance(abort.error, errors.PeerLost)
         assert (abort.error.peer, abort.error.rank) == (3, 0)
         assert "rank 3 was lost: its process died" in str(abort.error)
-        assert engine.state == [State.ABANDONED] * 3
+        assert engine.state == [TaskState.ABANDONED] * 3
     with pytest.raises(errors.InternalError, match="after the run had ended"):
         engine.handle(_done(0))
 
@@ -329,7 +329,7 @@ def test_what_was_done_before_a_failure_stays_done() -> None:
     engine.handle(_done(0))
     (abort,) = engine.handle([TaskFailed(1, _BAD)])
     assert abort == Abort(_BAD)
-    assert engine.state == [State.DONE, State.FAILED, State.ABANDONED]
+    assert engine.state == [TaskState.DONE, TaskState.FAILED, TaskState.ABANDONED]
 
 
 class _ScriptedDriver:
@@ -429,4 +429,4 @@ def test_random_graphs_run_to_their_end_under_validation() -> None:
                 for _ in range(rng.randint(1, len(running)))
             ]
             instructions = engine.handle(_done(*batch))
-        assert set(engine.state) == {State.DONE}
+        assert set(engine.state) == {TaskState.DONE}

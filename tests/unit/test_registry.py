@@ -22,7 +22,7 @@ import burst_rt
 from burst_rt import Causal, Full
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, Kernel, Work, pick, speed
-from burst_rt.kernels.speed import KIND, TileProblem, fastest, told
+from burst_rt.kernels.speed import KIND, TileProblem, fastest_kernel, told
 from burst_rt.remembered import alone, forget, recall, remember
 
 _WORK = Work(torch.device("cuda"), torch.bfloat16, 128, Causal())
@@ -199,7 +199,7 @@ def test_ranks_of_a_host_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = [KERNELS[name] for name in ("triton", "cudnn", "flash")]
     threads = [
         threading.Thread(
-            target=lambda: names.append(fastest(_square(), candidates, slow).kernel.name)
+            target=lambda: names.append(fastest_kernel(_square(), candidates, slow).kernel.name)
         )
         for _ in range(4)
     ]

@@ -16,7 +16,7 @@ import torch
 from burst_rt import Causal, Full
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import KERNELS, Work, pick
-from burst_rt.kernels.triton.configs import ARCHES, arch_of, choose, padded
+from burst_rt.kernels.triton.configs import ARCHES, arch_of, default_config, padded
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
 from burst_rt.kernels.triton.runs import Runs, runs_of
 from burst_rt.planning.layouts import KINDS, make_layout
@@ -150,7 +150,7 @@ def test_there_is_a_configuration_for_everything() -> None:
         for kind in KERNEL_KINDS:
             for arch in (None, *ARCHES):
                 for input_bytes in (2, 4):
-                    config = choose(kind, arch, head_dim, input_bytes)
+                    config = default_config(kind, arch, head_dim, input_bytes)
                     # The kernel addresses at most 256 rows of a block in 32 bits; blocks are powers
                     # of two.
                     assert all(0 < size <= 256 and size & (size - 1) == 0 for size in config[:2])

@@ -15,7 +15,7 @@ from burst_rt import Causal, Full
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, Work, pick
 from burst_rt.kernels.triton import tuned as module
-from burst_rt.kernels.triton.configs import ARCHES, Config, choose, padded
+from burst_rt.kernels.triton.configs import ARCHES, Config, default_config, padded
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying, tuned
 from burst_rt.launch.bench.cli import command
 from burst_rt.launch.bench.tune import Trial, best_of, paste
@@ -43,7 +43,7 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
     for head_dim in (16, 64, 80, 128, 256):
         for input_bytes in (2, 4):
             found = candidates(kind, arch, head_dim, input_bytes)
-            assert found[0] == choose(kind, arch, head_dim, input_bytes)
+            assert found[0] == default_config(kind, arch, head_dim, input_bytes)
             assert len(found) == len(set(found)) <= 32
             assert all(arch >= 90 for config in found if config.loads != "pointers")
             # What may never end is tried when the rest has been.
@@ -83,7 +83,7 @@ def test_what_was_measured_is_used_and_told(chip: Path, monkeypatch: pytest.Monk
 
     x: torch.Tensor = OnCuda()  # type: ignore[assignment]
     work = Work(_CUDA, torch.bfloat16, 128, Causal(), ring_size=2)
-    assert _config("forward", x) == choose("forward", 90, 128, 2)
+    assert _config("forward", x) == default_config("forward", 90, 128, 2)
     assert "tuned" not in pick(work, "triton").reason
     found = Config(64, 128, 4, 2, "descriptors")
     assert keep("forward", _CUDA, 128, torch.bfloat16, found)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burst_rt.errors import DeviceError
-from burst_rt.kernels.triton.configs import Config, choose, padded
+from burst_rt.kernels.triton.configs import Config, default_config, padded
 
 if TYPE_CHECKING:
     import triton
@@ -129,7 +129,7 @@ def _compile(request: Request) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    config = request.config or choose(
+    config = request.config or default_config(
         request.kind, request.arch, request.head_dim, 4 if request.dtype == "fp32" else 2
     )
     kernel = _kernel(request.kind)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
 from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import Problem, loads_of, strides
+from burst_rt.kernels.triton.launch import TileArguments, loads_of, strides
 from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
@@ -446,7 +446,7 @@ def dkdv_kernel(
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: Problem, config: Config) -> None:
+def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: TileArguments, config: Config) -> None:
     """Starts `dq_kernel`. `inputs` are q, k, v, dout (BSHD), lse and delta.
 
     Does not wait for the device.
@@ -470,7 +470,7 @@ def launch_dkdv(
     inputs: _Inputs,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
-    problem: Problem,
+    problem: TileArguments,
     config: Config,
 ) -> None:
     """Starts `dkdv_kernel`. `inputs` are as for `launch_dq`. Does not wait for the device.

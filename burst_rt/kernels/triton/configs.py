@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["ARCHES", "KINDS", "Config", "Loads", "arch_of", "choose", "padded"]
+__all__ = ["ARCHES", "KINDS", "Config", "Loads", "arch_of", "default_config", "padded"]
 
 # The kernels.
 KINDS = ("forward", "dq", "dkdv", "delta")
@@ -95,7 +95,7 @@ def arch_of(capability: tuple[int, int]) -> int:
     return 80 if number == 80 else 86
 
 
-def choose(kind: str, arch: int | None, head_dim: int, input_bytes: int) -> Config:
+def default_config(kind: str, arch: int | None, head_dim: int, input_bytes: int) -> Config:
     """The configuration of a kernel on a chip.
 
     kind: one of KINDS. arch: a key of ARCHES, or None for Triton's interpreter. input_bytes: size

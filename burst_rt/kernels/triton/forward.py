@@ -14,7 +14,7 @@ import triton.language as tl
 from burst_rt.kernels.base import State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import Problem, loads_of, strides
+from burst_rt.kernels.triton.launch import TileArguments, loads_of, strides
 from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["forward_kernel", "launch_forward"]
@@ -272,7 +272,7 @@ def launch_forward(
     v: torch.Tensor,
     state: State,
     out: torch.Tensor,
-    problem: Problem,
+    problem: TileArguments,
     config: Config,
     ends: tuple[bool, bool],
 ) -> None:

@@ -19,8 +19,8 @@ import torch
 
 from burst_rt.errors import InternalError
 from burst_rt.kernels.base import State, Tile, Work
-from burst_rt.kernels.triton.configs import Config, arch_of, choose
-from burst_rt.kernels.triton.launch import Problem
+from burst_rt.kernels.triton.configs import Config, arch_of, default_config
+from burst_rt.kernels.triton.launch import TileArguments
 from burst_rt.kernels.triton.runs import Runs, runs_of
 from burst_rt.kernels.triton.tuned import tuned
 from burst_rt.planning.masks import Rule
@@ -177,7 +177,7 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Problem:
+def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> TileArguments:
     causal = tile.mask.rule is Rule.NOT_LATER
     q_len, kv_len = q.shape[1], k.shape[1]
     if causal:
@@ -185,12 +185,12 @@ def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Problem:
     else:
         # Without a causal mask nothing reads the positions.
         q_runs, kv_runs = Runs(0, q_len, 0, 1, q_len), Runs(0, kv_len, 0, 1, kv_len)
-    return Problem(q_runs, kv_runs, causal, tile.scale, _interpreting())
+    return TileArguments(q_runs, kv_runs, causal, tile.scale, _interpreting())
 
 
 def _config(kind: str, x: torch.Tensor) -> Config:
     arch = None if x.device.type == "cpu" else _arch(x.device)
-    return tuned(kind, x.device, x.shape[3], x.dtype) or choose(
+    return tuned(kind, x.device, x.shape[3], x.dtype) or default_config(
         kind, arch, x.shape[3], x.dtype.itemsize
     )
 

@@ -13,14 +13,14 @@ from burst_rt.errors import InternalError
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.runs import Runs
 
-__all__ = ["LOG2_E", "Problem", "loads_of", "strides"]
+__all__ = ["LOG2_E", "TileArguments", "loads_of", "strides"]
 
 LOG2_E = 1.4426950408889634
 # Elements within a block of at most 256 rows are addressed in 32 bits.
 _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
 
 
-class Problem(NamedTuple):
+class TileArguments(NamedTuple):
     """A tile without its tensors."""
 
     q: Runs

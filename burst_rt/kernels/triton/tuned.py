@@ -14,7 +14,7 @@ from typing import get_args
 
 import torch
 
-from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, choose, padded
+from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, default_config, padded
 from burst_rt.remembered import recall, remember
 
 __all__ = ["TUNED", "candidates", "keep", "trying", "tuned"]
@@ -69,7 +69,7 @@ def candidates(kind: str, arch: int, head_dim: int, input_bytes: int) -> list[Co
     meant to let too many through: a configuration that does not fit after all fails to compile or
     to start, and is passed over.
     """
-    own = choose(kind, arch, head_dim, input_bytes)
+    own = default_config(kind, arch, head_dim, input_bytes)
     width = padded(head_dim)
     found, specialized = [], []
     for m in (128, 64, 32):
