@@ -227,8 +227,8 @@ from mpi4py import MPI
 name, version = MPI.get_vendor()
 with open("/proc/self/maps") as maps:
     paths = {line.split()[-1] for line in maps if "/libmpi" in line}
-print(f"{name} {'.'.join(map(str, version))} from {min(paths, default='an unknown place',
-key=len)} (mpi4py {mpi4py.__version__})")
+path = min(paths, default="an unknown place", key=len)
+print(f"{name} {'.'.join(map(str, version))} from {path} (mpi4py {mpi4py.__version__})")
 """
 
 

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import click
 
+from burst_rt.job.launched import DEVICE_VARIABLE, TRANSPORT_VARIABLE
 from burst_rt.telemetry.wire import (
     DASHBOARD_VARIABLE,
     METRICS_VARIABLE,
     RECORD_VARIABLE,
     TELEMETRY_VARIABLE,
 )
+from burst_rt.transport import TRANSPORTS
 
 __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_options"]
 
@@ -26,10 +28,8 @@ __all__ = ["TERMINAL_VARIABLE", "VARIABLES", "machine_options", "telemetry_optio
 # tell.
 TERMINAL_VARIABLE = "BURST_RT_TERMINAL"
 
-# Those of burst_rt.runtime.joining, which needs torch.
-VARIABLES = {"device": "BURST_RT_DEVICE", "transport": "BURST_RT_TRANSPORT"}
-
-_TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
+# What the options are passed on as.
+VARIABLES = {"device": DEVICE_VARIABLE, "transport": TRANSPORT_VARIABLE}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -116,7 +116,7 @@ def machine_options(command: _F) -> _F:
     )
     transport = click.option(
         "--transport",
-        type=click.Choice(_TRANSPORTS),
+        type=click.Choice(TRANSPORTS),
         expose_value=False,
         callback=_export,
         help="How ranks send; `burst-rt doctor` says what auto takes here. [default: auto]",

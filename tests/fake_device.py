@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from burst_rt.transport import Capabilities, Completed
+from burst_rt.transport import Completed
 
 __all__ = ["FakeDevice", "FakeMessages", "FakeWire", "Part", "Race"]
 
@@ -142,7 +142,7 @@ class FakeMessages:
     """
 
     def __init__(self, device: FakeDevice) -> None:
-        self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, False, 2**62)
+        self.rank, self.size = 0, 3
         self.bytes_sent = self.bytes_received = 0
         self._device = device
         self._open: list[int] = []
@@ -178,7 +178,7 @@ class FakeWire:
     """An ordered transport: messages are work on the stream."""
 
     def __init__(self, device: FakeDevice) -> None:
-        self.rank, self.size, self.capabilities = 0, 3, Capabilities(True, True, 2**62)
+        self.rank, self.size = 0, 3
         self.bytes_sent = self.bytes_received = 0
         self.entered_s: float | None = None
         self._device = device

@@ -5,7 +5,7 @@ group beside each.
 """
 
 from burst_rt.transport.base import (
-    Capabilities,
+    TRANSPORTS,
     Completed,
     ControlGroup,
     Memory,
@@ -20,7 +20,7 @@ from burst_rt.transport.base import (
 from burst_rt.transport.local import LocalControl, LocalTransport, LocalWorld
 
 __all__ = [
-    "Capabilities", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld",
+    "TRANSPORTS", "Completed", "ControlGroup", "LocalControl", "LocalTransport", "LocalWorld",
     "Memory", "Notice", "NoticeKind",
     "OrderedTransport", "Pending", "PendingBytes", "PendingInts", "Transport",
 ]  # fmt: skip

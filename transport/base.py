@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy.typing as npt
 
 __all__ = [
-    "Capabilities",
+    "TRANSPORTS",
     "Completed",
     "ControlGroup",
     "Memory",
@@ -32,15 +32,8 @@ __all__ = [
 # tensor of a device (any, so that this package needs no torch).
 Memory: TypeAlias = Any
 
-
-class Capabilities(NamedTuple):
-    """What a transport can do: take device memory; complete in issue order (else one by one); how
-    large one message may be.
-    """
-
-    device_memory: bool
-    ordered: bool
-    max_message_bytes: int
+# What a user may ask for by name.
+TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
 
 
 class Completed(NamedTuple):
@@ -54,13 +47,12 @@ class Transport(Protocol):
     blocks.
 
     Buffers are contiguous bytes that stay alive and untouched until their handle completes:
-    memoryviews, or device tensors where `capabilities.device_memory` says so. Messages with the
-    same peer and tag match in the order they are started.
+    memoryviews, or device tensors where the transport takes device memory (see
+    `runtime/machine.py`). Messages with the same peer and tag match in the order they are started.
     """
 
     rank: int
     size: int
-    capabilities: Capabilities
     bytes_sent: int
     bytes_received: int
 
@@ -95,7 +87,6 @@ class OrderedTransport(Protocol):
 
     rank: int
     size: int
-    capabilities: Capabilities
     bytes_sent: int
     bytes_received: int
     entered_s: float | None

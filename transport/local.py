@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from burst_rt.errors import InputError, ProtocolError
-from burst_rt.transport.base import Capabilities, Completed, Memory, Notice, NoticeKind
+from burst_rt.transport.base import Completed, Memory, Notice, NoticeKind
 
 __all__ = ["LocalControl", "LocalTransport", "LocalWorld"]
 
@@ -154,9 +154,6 @@ class LocalTransport:
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
         self.size = world.size
-        self.capabilities = Capabilities(
-            device_memory=False, ordered=False, max_message_bytes=2**62
-        )
         self.bytes_sent = 0
         self.bytes_received = 0
         self._world = world

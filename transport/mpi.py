@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from burst_rt.errors import ConfigError, ProtocolError, Stalled
-from burst_rt.transport.base import Capabilities, Completed, Memory, Notice, NoticeKind
+from burst_rt.transport.base import Completed, Memory, Notice, NoticeKind
 from burst_rt.transport.start import who_is_missing
 
 __all__ = ["MpiControl", "MpiTransport", "duplicate", "numbers_in_job"]
@@ -82,9 +82,6 @@ class MpiTransport:
     def __init__(self, comm: MPI.Intracomm, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.rank = comm.rank
         self.size = comm.size
-        self.capabilities = Capabilities(
-            device_memory=False, ordered=False, max_message_bytes=2**62
-        )
         self.bytes_sent = 0
         self.bytes_received = 0
         self._comm = comm

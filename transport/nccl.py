@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from burst_rt.errors import ConfigError, DeviceError, Stalled
-from burst_rt.transport.base import Capabilities, Memory
+from burst_rt.transport.base import Memory
 
 __all__ = ["Nccl", "NcclTransport", "first_pairs", "unique_id_bytes"]
 
@@ -95,7 +95,6 @@ class NcclTransport:
         """
         self.rank = rank
         self.size = size
-        self.capabilities = Capabilities(device_memory=True, ordered=True, max_message_bytes=2**62)
         self.bytes_sent = 0
         self.bytes_received = 0
         self.entered_s: float | None = None

@@ -9,7 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-__all__ = ["local_rank", "mpi_ranks", "num_local_ranks", "rank", "ranks_here", "torchrun_ranks"]
+__all__ = [
+    "DEVICE_VARIABLE", "TRANSPORT_VARIABLE", "local_rank", "mpi_ranks", "num_local_ranks", "rank",
+    "ranks_here", "torchrun_ranks",
+]  # fmt: skip
+
+# What "auto" means in `burst_rt.init`, where the user has said it outside the program:
+# `burst-rt run --device ... --transport ...` sets them.
+DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
 # The innermost launcher first: an mpirun inside a step of srun leaves srun's variables as they are.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")

@@ -30,7 +30,7 @@ from burst_rt.job.reports import waiting_for
 from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.calibrated import find_hardware, fitted
 from burst_rt.runtime.machine import Machine
-from burst_rt.transport import ControlGroup, LocalWorld, OrderedTransport, Transport
+from burst_rt.transport import TRANSPORTS, ControlGroup, LocalWorld, OrderedTransport, Transport
 from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
 from burst_rt.transport.probe import remembered
 from burst_rt.transport.start import start_mpi
@@ -39,15 +39,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "DEVICE_VARIABLE", "TRANSPORTS", "TRANSPORT_VARIABLE", "Facts", "Joined", "LocalRank",
+    "Facts", "Joined", "LocalRank",
     "Presence", "Taken", "choose_transport", "describe_choice", "join", "ranks_per_node",
     "resolve_device",
 ]  # fmt: skip
-
-TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
-# What "auto" means where the user has said it outside the program: `burst-rt run --device ...
-# --transport ...` sets them.
-DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
 # Several ranks on one GPU: an experimental mode of NCCL from this version on.
 _NCCL_MULTI_RANK = 23000
@@ -122,9 +117,9 @@ def join(
     ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
     """
     if transport == "auto":
-        transport = os.environ.get(TRANSPORT_VARIABLE, "auto")
+        transport = os.environ.get(launched.TRANSPORT_VARIABLE, "auto")
     if device == "auto":
-        device = os.environ.get(DEVICE_VARIABLE, "auto")
+        device = os.environ.get(launched.DEVICE_VARIABLE, "auto")
     host, control = _ends(comm, join_s)
     try:
         return _decide(comm, host, control, device, transport, join_s, wrong)

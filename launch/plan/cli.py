@@ -333,8 +333,9 @@ def calibrate(
     BURST_RT_HARDWARE=FILE take another.
     """
 
+    from burst_rt.job.launched import DEVICE_VARIABLE
     from burst_rt.launch.run import launch
-    from burst_rt.runtime.joining import DEVICE_VARIABLE, resolve_device
+    from burst_rt.runtime.joining import resolve_device
 
     path = out or calibrated_path(resolve_device(os.environ.get(DEVICE_VARIABLE, "auto")).type)
     sizes = [

@@ -20,13 +20,9 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal, Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
-from burst_rt.launch import where
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime.calibrated import fitted
 from burst_rt.runtime.joining import (
-    DEVICE_VARIABLE,
-    TRANSPORT_VARIABLE,
-    TRANSPORTS,
     Facts,
     LocalRank,
     choose_transport,
@@ -288,12 +284,6 @@ def test_auto_plans_on_more_ranks_than_the_file_was_measured_with(
         burst_rt.burst_attention(x, x, x, layout=layout)
 
     burst_rt.run_local(4, attend)
-
-
-def test_the_command_line_offers_what_there_is() -> None:
-    """Written twice, because the command line must not wait for torch."""
-    assert where._TRANSPORTS == TRANSPORTS
-    assert where.VARIABLES == {"device": DEVICE_VARIABLE, "transport": TRANSPORT_VARIABLE}
 
 
 def test_a_transport_of_another_name() -> None:
