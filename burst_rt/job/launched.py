@@ -14,7 +14,7 @@ __all__ = [
     "ranks_here", "torchrun_ranks",
 ]  # fmt: skip
 
-# What "auto" means in `burst_rt.init`, where the user has said it outside the program:
+# The environment variables that say what "auto" means in `burst_rt.init`.
 # `burst-rt run --device ... --transport ...` sets them.
 DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
