@@ -1,8 +1,8 @@
-"""Contexts: what a user has of a group of ranks that attend together.
+"""Contexts: a user's handle on a group of ranks that attend together.
 
 `init` joins the MPI job, or makes a world of one. Several contexts may live in one process (context
-parallel beside data, tensor and pipeline parallel); each duplicates its communicator. One call at a
-time per context. A context puts together what the floors below it do: the runtime, attention's
+parallel beside data, tensor and pipeline parallel); each context duplicates its communicator. A
+context makes one call at a time. A context joins the floors below it: the runtime, attention's
 setup, and telemetry.
 """
 
@@ -50,16 +50,16 @@ _JOIN_S = 60.0
 
 _T = TypeVar("_T")
 
-# In a thread of `run_local`: the rank that it is, which `init()` joins.
+# In a thread of `run_local`, `rank` is the rank of the thread, as which `init()` joins.
 _thread = threading.local()
 
 
 class Context:
     """A group of ranks. Made by `init`; use it as a context manager or call `close`.
 
-    rank, world_size: this rank's number and how many there are. device: where tensors of calls must
-    live. timeout_s: how long a peer may take to enter a call. stall_s: how long nothing may move
-    inside one.
+    rank: this rank's number. world_size: how many ranks the group has. device: where tensors of
+    calls must live. timeout_s: how long a peer may take to enter a call. stall_s: how long nothing
+    may move inside a call.
     """
 
     def __init__(self, runtime: Runtime, setup: Setup) -> None:
@@ -86,11 +86,11 @@ class Context:
         return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"
 
     def layout(self, seq_len: int, kind: str = "zigzag") -> ContextLayout:
-        """How `seq_len` tokens are spread over the ranks: "zigzag" (equal work under a causal
-        mask), "contiguous" or "striped".
+        """How `seq_len` tokens are spread over the ranks.
 
-        Local; but a wrong argument raises InputError on every rank, on the others in the call they
-        make next.
+        kind: "zigzag" (equal work under a causal mask), "contiguous" or "striped". Does not block,
+        unless an argument is wrong. A wrong argument raises InputError on every rank: this rank
+        blocks at most `timeout_s` for the others, which raise the error in the call they make next.
         """
         try:
             return ContextLayout(self.setup, make_layout(kind, seq_len, self.world_size))
@@ -99,60 +99,57 @@ class Context:
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left the group; also in a child that was forked from it, which is
-        no rank.
-        """
+        """Whether this rank has left the group. True, too, in a process forked from the rank."""
         return self.runtime.closed
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """What this rank's compute and transfers run on: for the `GraphBuilder` of a custom
-        pipeline.
-        """
+        """The lanes of this rank's compute and transfers, for the `GraphBuilder` of a pipeline."""
         return self.runtime.machine.lanes
 
     @property
     def why_transport(self) -> str:
-        """The transport this context uses, and why."""
+        """The transport that this context uses, and why."""
         machine = self.runtime.machine
         return f"{machine.transport_name}: {machine.reason}"
 
     def stats(self) -> Stats:
-        """What the attention calls of this context have done so far. On a GPU compute_s and wait_s
-        are of calls that have ended.
+        """Counts and times of this context's attention calls so far. Does not block.
+
+        On a GPU, compute_s and wait_s cover only the calls that have ended on the device.
         """
         return self.runtime.stats()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums a float32, float64 or int64 tensor over the ranks, in place; the same bits on every
-        rank.
+        """Sums a float32, float64 or int64 tensor over the ranks, in place.
 
-        Collective, blocks at most `timeout_s`. Raises InputError on every rank alike.
+        Collective; blocks at most `timeout_s` for each of its two rounds. Every rank gets the same
+        bits. Raises InputError on every rank alike.
         """
         return all_reduce(self.runtime, x)
 
     def pipeline(self, build: Callable[[int], Graph]) -> Pipeline:
-        """Verifies a custom pipeline: `build(rank)` gives each rank's graph and must be the same
-        pure function on every rank. Local.
+        """Builds and verifies the graphs of a custom pipeline. Local; does not block.
 
-        Raises InternalError with what does not fit. See examples/.
+        build: `build(rank)` returns the graph of a rank, and must be the same pure function on
+        every rank. Raises InternalError that says what does not fit. See examples/.
         """
         return make_pipeline(self.runtime, build)
 
     def gather_last_run(self) -> list[tuple[Graph, list[Span]]]:
         """Every rank's graph and trace of its last attention call or pipeline, in rank order.
-        Collective, blocks at most `timeout_s`.
 
+        Collective; blocks at most `timeout_s` each for the device, the agreement and the gathering.
         On one host the traces share a clock, so `scheduler.exposed` can compare them.
         """
         return gather_last_run(self.runtime)
 
     def close(self, code: int = 0, error: str = "") -> None:
-        """Leaves the group: tells the others, who can then enter no further call with this rank.
-        Does not wait for them. Idempotent.
+        """Leaves the group, and tells the other ranks. Does not wait for them. Idempotent.
 
-        code: other than 0 where this rank failed; error: of what, in words. In a child that was
-        forked from a rank it does nothing.
+        The other ranks can then enter no further call with this rank. code: 0, or the exit code
+        where this rank failed. error: the error in words. In a process that was forked from a rank
+        `close` does nothing.
         """
         self.runtime.close(code, error)
         if self.runtime.broken is None:
@@ -172,22 +169,28 @@ def init(
     check_finite: bool = False,
     telemetry: bool | None = None,
 ) -> Context:
-    """Joins a group of ranks and returns this rank's context. Collective over `comm`; blocks at
-    most `join_s` for each of a few steps.
+    """Joins a group of ranks and returns this rank's context.
 
-    comm: an mpi4py intracommunicator (duplicated, yours stays yours); None: all ranks of the MPI
-    job (inside `run_local`: of that), or a world of one outside a job. join_s: how long the other
-    ranks may take to come here, MPI_Init included; None: what the environment says as
-    BURST_RT_JOIN_S, else 60.
-    device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the one of this rank's number on its
-    host) or "cuda:N"; a GPU becomes the calling thread's current device, so that device="cuda" is
-    the same to torch. transport: "auto", "nccl", "mpi", "staged" or "local"; `ctx.why_transport`
-    says what was taken and why. timeout_s: how long a peer may take to enter a call; with NCCL also
-    how long no task of a call may end. stall_s: how long nothing may move inside a call. kernel:
-    "auto" (the fastest measured on this machine) or a tile kernel's name.
-    partials: "exact", or "16bit" to let kernels round what each tile gives to the inputs' 16 bits
-    before it is added up (cuDNN's and FlashAttention do; errors then grow with the number of
-    ranks). check_finite: refuse inputs with NaN or infinities (costs a pass over them).
+    Collective over `comm`; blocks at most `join_s` for each of a few steps.
+
+    comm: an mpi4py intracommunicator, which is duplicated, so yours stays yours. None: all ranks of
+        `run_local` or of the MPI job, or a world of one outside a job.
+    device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the GPU with this rank's number on its
+        host) or "cuda:N". A GPU becomes the calling thread's current device, so that device="cuda"
+        means the same GPU to torch.
+    timeout_s: how long a peer may take to enter a call; with NCCL also how long a call may go on
+        without any of its tasks ending.
+    stall_s: how long nothing may move inside a call.
+    join_s: how long the other ranks may take to come here, MPI_Init included. None: the environment
+        variable BURST_RT_JOIN_S, else 60.
+    transport: "auto", "nccl", "mpi", "staged" or "local". `ctx.why_transport` says which transport
+        was taken and why.
+    kernel: "auto" (the kernel measured to be fastest on this machine) or a tile kernel's name.
+    partials: "exact" or "16bit". "16bit" lets kernels round the result of each tile to the inputs'
+        16 bits before results are added up, as cuDNN's attention and FlashAttention do. Errors then
+        grow with the number of ranks.
+    check_finite: whether inputs with NaN or infinities are refused, which costs a pass over them.
+    telemetry: whether this rank asks for telemetry; None: the environment decides.
 
     Raises InputError (an option), ConfigError (no MPI library in an MPI job, a device that is not
     there, ranks of torchrun), ContractMismatch (options differ between ranks), Stalled. Where ranks
@@ -251,22 +254,21 @@ def _join_seconds(asked: float | None) -> float:
 
 
 def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:
-    """Runs `fn(ctx)` on `world_size` ranks as threads of this process and returns their results in
-    rank order. `options` go to `init`.
+    """Runs `fn(ctx)` on `world_size` ranks, which are threads of this process. For small trials.
 
-    For tests, notebooks and small trials. Blocks until all have ended; if ranks fail, raises the
-    error of the first that failed by itself.
+    Blocks until all ranks have ended. Returns the results in rank order. options: the arguments of
+    `init`. If ranks fail, raises the error of the first rank that failed by itself.
     """
     world = LocalWorld(world_size)
     results: list[Any] = [None] * world_size
     failures: list[tuple[int, BaseException]] = []
 
     def rank_main(rank: int) -> None:
-        # What `init()` joins in this thread.
+        # `init()` in this thread joins as this rank.
         _thread.rank = LocalRank(world, rank)
         try:
-            # torch runs all backwards of one GPU in one thread of its own, where ranks would wait
-            # for each other for ever.
+            # torch runs all backwards of one GPU in one thread, in which ranks would wait for each
+            # other for ever.
             with torch.autograd.set_multithreading_enabled(False), init(**options) as ctx:
                 try:
                     results[rank] = fn(ctx)

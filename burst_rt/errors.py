@@ -1,4 +1,4 @@
-"""Every error burst_rt raises, one tree, told apart by who is at fault.
+"""Every error that burst_rt raises: one tree, told apart by who is at fault.
 
 Standard library only: the scheduler, the transports and the launcher import this file too.
 
@@ -35,9 +35,9 @@ __all__ = [
 class BurstError(Exception):
     """Base of all errors of burst_rt.
 
-    Fields are None where they mean nothing: `rank` (who raises), `peer` (the other rank concerned),
-    `task` (name of the task of the graph), `hop` (step of the ring that the task belongs to, from
-    0), `elapsed_s` (seconds waited).
+    A field is None where it has no meaning. rank: the rank that raises. peer: the other rank
+    concerned. task: the name of the graph's task. hop: the ring's step that the task belongs to,
+    from 0. elapsed_s: seconds waited.
     """
 
     exit_code = 70
@@ -67,8 +67,9 @@ class BurstError(Exception):
 
 
 class InputError(BurstError, ValueError):
-    """An argument is wrong (shape, dtype, device, value, unknown name). Nothing was sent; the
-    context stays usable.
+    """An argument is wrong: shape, dtype, device, value or an unknown name.
+
+    Nothing was sent; the context stays usable.
     """
 
     exit_code = 64
@@ -76,6 +77,7 @@ class InputError(BurstError, ValueError):
 
 class ConfigError(BurstError):
     """The set-up is wrong: no MPI library, a missing package, an impossible device or option.
+
     Nothing was sent.
     """
 
@@ -83,32 +85,36 @@ class ConfigError(BurstError):
 
 
 class ContractMismatch(BurstError):
-    """The ranks entered one call with different arguments, or different calls. Nothing was sent;
-    the context stays usable.
+    """The ranks entered one call with different arguments, or entered different calls.
+
+    Nothing was sent; the context stays usable.
     """
 
     exit_code = 65
 
 
 class ProtocolError(BurstError):
-    """What arrived is not what the plan says: a wrong size, an unknown message. The context is
-    broken.
+    """A message arrived that the plan does not foresee: a wrong size, an unknown message.
+
+    The context is broken.
     """
 
     exit_code = 76
 
 
 class PeerLost(BurstError):
-    """Another rank left, died or closed its context while this one needed it. The context is
-    broken.
+    """Another rank left, died or closed its context while this rank needed it.
+
+    The context is broken.
     """
 
     exit_code = 69
 
 
 class Stalled(BurstError):
-    """A deadline passed: a peer did not enter the call within `timeout_s`, or nothing moved inside
-    it for `stall_s`.
+    """A deadline passed: a peer did not enter a call in time, or nothing moved inside the call.
+
+    A peer has `timeout_s` to enter a call. Inside a call, something must move every `stall_s`.
     """
 
     exit_code = 75

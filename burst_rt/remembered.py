@@ -1,8 +1,9 @@
-"""What was measured on a machine, kept for jobs to come: small JSON files in the user's cache
-folder, one for each key.
+"""Measurements of a machine, kept for later jobs: one small JSON file for each key.
 
-A key says everything the answer depends on (chip, versions, type, head size). A folder that cannot
-be written is no error: what cannot be kept is measured again.
+The files lie in the user's cache folder.
+
+A key says everything that the answer depends on (chip, versions, type, head size). A folder that
+cannot be written is no error: the next job measures again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _POLL_S = 0.05
 
 
 def cache_folder() -> Path:
-    """Where this user's jobs find what earlier ones have measured. It need not be there."""
+    """The folder where this user's jobs find earlier measurements. The folder need not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path(
         os.environ.get("HOME") or tempfile.gettempdir(), ".cache"
     )
@@ -32,7 +33,7 @@ def cache_folder() -> Path:
 
 
 def recall(kind: str, key: Mapping[str, str]) -> Any:  # what was given to `remember`
-    """What is remembered, or None."""
+    """The answer that was remembered for the key, or None. Does not block."""
     try:
         found = json.loads(_path(kind, key).read_text(encoding="utf-8"))
         return found["answer"] if found["key"] == dict(key) else None
@@ -41,8 +42,9 @@ def recall(kind: str, key: Mapping[str, str]) -> Any:  # what was given to `reme
 
 
 def remember(kind: str, key: Mapping[str, str], answer: Any) -> bool:  # anything JSON can hold
-    """Writes the answer down, in one step for whoever reads meanwhile. False where that is not
-    possible.
+    """Writes the answer down; False where the folder cannot be written. Does not block.
+
+    The file is replaced in one step: a reader sees the old answer or the new one.
     """
     path = _path(kind, key)
     fresh = path.with_suffix(f".{os.getpid()}")
@@ -58,7 +60,7 @@ def remember(kind: str, key: Mapping[str, str], answer: Any) -> bool:  # anythin
 
 
 def forget(kind: str) -> None:
-    """Everything of this kind; as far as it can be removed."""
+    """Removes all answers of this kind, as far as they can be removed."""
     for path in cache_folder().glob(f"{kind}-*.json"):
         try:
             path.unlink()
@@ -68,10 +70,10 @@ def forget(kind: str) -> None:
 
 @contextmanager
 def alone(kind: str, key: Mapping[str, str], timeout_s: float) -> Iterator[None]:
-    """Inside, no other process or thread of this host is inside for the same key: the first
-    measures, the others read its answer.
+    """Inside, no other process or thread of this host is inside for the same key.
 
-    Blocks at most `timeout_s`; past that, or where no file can be locked, goes on all the same.
+    Blocks at most `timeout_s`. After `timeout_s`, or where no file can be locked, the caller goes
+    on all the same. So the first job measures, and the other jobs read its answer.
     """
     path = _path(kind, key).with_suffix(".lock")
     try:

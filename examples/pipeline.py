@@ -1,15 +1,16 @@
-"""A custom pipeline on the task graph: a ring of matrix products, with transfers that hide behind
-them.
+"""A custom pipeline on the task graph: a ring of matrix products that hide the transfers.
 
-Each rank holds a shard X_r of the rows of a matrix and a weight W_r. It computes Y_r = sum over
-ranks s of X_s @ W_r[s] while the shards go round the ring: at hop h a rank multiplies what it holds
-and, at the same time, passes it on and receives the next. Nothing below says "double buffer" or
-"wait": two slots and what each task reads and writes are enough, the edges follow.
+Each rank r holds a shard X_r of the rows of a matrix, and a weight W_r. The rank computes Y_r = sum
+over ranks s of X_s @ W_r[s] while the shards go round the ring. In each hop a rank multiplies the
+shard that it holds, sends the shard on, and receives the next shard, all at the same time. The code
+below says neither "double buffer" nor "wait". Two slots, and what each task reads and writes, are
+enough: the edges follow from them.
 
-    burst-rt run -n 4 examples/pipeline.py            (or: mpirun -n 4 python examples/pipeline.py;
-    or alone: python examples/pipeline.py)
+    burst-rt run -n 4 examples/pipeline.py
+    mpirun -n 4 python examples/pipeline.py
+    python examples/pipeline.py                       (one rank)
 
-It checks the result against a plain product and draws the timeline to pipeline.png.
+The example checks the result against a plain product and draws the timeline to pipeline.png.
 """
 
 from pathlib import Path
@@ -20,12 +21,12 @@ import burst_rt
 from burst_rt.launch.draw import draw_timeline
 from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op
 
-ROWS, WIDTH = 512, 1024  # of one shard
+ROWS, WIDTH = 512, 1024  # the size of one shard
 SIZE_BYTES = ROWS * WIDTH * 4
 
 
 def build(rank: int, world_size: int) -> Graph:
-    """The graph of one rank. Pure: every rank can build, and verify, the graphs of all."""
+    """The graph of one rank. Pure: every rank can build and verify the graphs of all ranks."""
     g = GraphBuilder(rank, world_size)
     own = g.buffer("own", size_bytes=SIZE_BYTES, initialised=True)
     slots = [g.buffer("slot0", size_bytes=SIZE_BYTES), g.buffer("slot1", size_bytes=SIZE_BYTES)]
@@ -53,7 +54,7 @@ def build(rank: int, world_size: int) -> Graph:
 
 
 def main() -> None:
-    """Builds, verifies, runs, checks, draws."""
+    """Builds, verifies and runs the pipeline, checks the result, and draws the timeline."""
     torch.set_num_threads(1)
     with burst_rt.init() as ctx:
         everyone = torch.Generator().manual_seed(0)

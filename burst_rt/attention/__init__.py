@@ -1,3 +1,1 @@
-"""Attention: layouts, masks, problems and strategies (pure), plans and their execution, the
-autograd function, the public call.
-"""
+"""Attention over the ranks of a context: the public call, its checks, plans and their execution."""

@@ -73,34 +73,42 @@ def burst_attention(
     strategy: str = "auto",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Exact softmax attention over a sequence spread over the ranks of a context (BurstAttention,
-    arXiv 2403.09347). Differentiable.
+    """Exact softmax attention over a sequence that is spread over the ranks of a context.
 
-    q: this rank's queries `[batch, tokens, heads, head_dim]`, float64, float32, bfloat16 or
-    float16, in `layout`'s order. k, v: `[batch, tokens, kv_heads, head_dim]`, same dtype, in
-    `kv_layout`'s order; heads must be a multiple of kv_heads (query head h uses kv head h // (heads
-    / kv_heads)). Strided views are fine. Autocast changes nothing here: what is computed in 16 bits
-    is what comes in 16 bits.
+    Collective: every rank makes the same call. Blocks until this rank's part is done, within the
+    deadlines of `init`; with NCCL, until all of its work is on streams. Differentiable. Source:
+    BurstAttention, arXiv 2403.09347.
 
-    mask: which query sees which key (default all); causal=True is short for mask=Causal(). With Sq
-    != Skv the last query stands at the last key: query i sees keys j <= i + Skv - Sq. kv_layout:
-    where k and v differ from q in length or kind. scale: of the scores, default 1 / sqrt(head_dim).
+    q: this rank's queries `[batch, tokens, heads, head_dim]` in `layout`'s order; float64, float32,
+        bfloat16 or float16. Strided views are fine.
+    k, v: this rank's keys and values `[batch, tokens, kv_heads, head_dim]` in `kv_layout`'s order;
+        same dtype as q. heads must be a multiple of kv_heads: query head h uses kv head
+        h // (heads / kv_heads).
+    layout, kv_layout: which tokens each rank holds. kv_layout is needed only where k and v differ
+        from q in length or kind.
+    mask: which query sees which key; the default is that every query sees every key. With Sq != Skv
+        the last query stands at the last key: causally, query i sees keys j <= i + Skv - Sq.
+    causal: True is short for mask=Causal().
+    scale: the factor of the scores; the default is 1 / sqrt(head_dim).
     strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "all-to-all", "hybrid[:N]" (see
-    `attention.strategies`), or "auto": what is forecast to be fastest where `burst-rt calibrate`
-    has measured the machine (up to 32 ranks), else "ring-kv" or "burst", the fewer bytes; see
-    `explain`. return_lse: also return lse.
+        `planning.strategies`), or "auto". Where `burst-rt calibrate` has measured the machine, and
+        for up to 32 ranks, "auto" takes the strategy with the fastest forecast. Elsewhere "auto"
+        takes "ring-kv" or "burst", whichever sends fewer bytes. `explain` tells the choice.
+    return_lse: whether lse is returned too.
 
-    Returns out, like q, contiguous; and lse `[batch, heads, tokens]` (natural log; float64 for
-    float64 inputs, else float32), differentiable. A query that sees no key gets out 0, lse -inf and
-    zero gradients. torch.compile takes a call for one opaque op; before torch 2.13, where it
-    cannot, it compiles what is around it (so not with fullgraph=True).
+    Returns out, contiguous, with q's shape and dtype; with return_lse (out, lse). lse is
+    `[batch, heads, tokens]`, natural log, float64 for float64 inputs and float32 otherwise, and
+    differentiable. A query that sees no key gets out 0, lse -inf and zero gradients.
 
-    Collective: every rank makes the same call; blocks until this rank's part is done. Raises
-    InputError or ContractMismatch on every rank alike, before anything is sent; PeerLost or Stalled
-    when a rank is gone or nothing moves (deadlines: `init`).
+    Autocast changes nothing: inputs are computed on in the dtype they come in. torch.compile takes
+    the call as one opaque op. Before torch 2.13 torch.compile cannot do so: the call is a graph
+    break, and fullgraph=True fails.
+
+    Raises InputError or ContractMismatch on every rank alike, before anything is sent; PeerLost
+    when a rank is gone, and Stalled when nothing moves.
     """
     if torch.compiler.is_compiling():
-        # One opaque op, which checks all of this when it runs.
+        # The call becomes one opaque op, and the op checks the arguments when it runs.
         _check_types(layout, kv_layout, mask)
         chosen = mask if mask is not None else CAUSAL if causal else FULL
         terms = terms_of(
@@ -126,13 +134,16 @@ def burst_attention(
 
 
 if torch.__version__ < "2.13":
-    # There the compiler takes no layout and no mask for an input: the call runs as it is, between
-    # compiled parts.
+    # Before 2.13 the compiler accepts neither a layout nor a mask as an input. So the call runs
+    # eagerly, between compiled parts.
     burst_attention = torch.compiler.disable(burst_attention)
 
 
 def _check_types(layout: object, kv_layout: object, mask: object) -> None:
-    """For the compiler, which reads numbers of these. Raises InputError."""
+    """Checks the types of a compiled call, because the compiler reads numbers off these objects.
+
+    Raises InputError.
+    """
     for name, given in (("layout", layout), ("kv_layout", kv_layout)):
         if not isinstance(given, ContextLayout) and (name == "layout" or given is not None):
             raise InputError(
@@ -147,19 +158,17 @@ def _check_types(layout: object, kv_layout: object, mask: object) -> None:
 
 
 def _refuse(error: BurstError, *layouts: object) -> NoReturn:
-    """Raises the error on every rank that waits for this rank's call."""
+    """Raises the error on every rank that waits for this rank's call; blocks as `refuse` does."""
     meant = next((each.runtime for each in layouts if isinstance(each, ContextLayout)), None)
     refuse("burst_attention", error, meant)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would be done for a call, and why. `backward` is None where nothing needs a gradient.
-    `str()` says it in words.
-    """
+    """The plans of a call, made without running it. `str()` puts them into words."""
 
     forward: Plan
-    backward: Plan | None
+    backward: Plan | None  # None where no input needs a gradient
 
     def __str__(self) -> str:
         return "\n".join(
@@ -170,8 +179,10 @@ class Explanation:
 def explain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[Options]
 ) -> Explanation:
-    """The plans `burst_attention` would run with these arguments: strategy, bytes, kernel, memory.
-    Local: nothing is sent. Raises InputError.
+    """The plans that `burst_attention` would run with these arguments.
+
+    A plan tells strategy, bytes, kernel and memory. Local: nothing is sent, and no other rank is
+    waited for; blocks while several kernels are timed, once for each chip. Raises InputError.
     """
     call = make_call(q, k, v, **options)
     return Explanation(
@@ -180,8 +191,9 @@ def explain(
 
 
 class BurstAttention(torch.nn.Module):
-    """`burst_attention` as a module without parameters: fixed options, called with q, k, v (and a
-    layout, where lengths vary).
+    """`burst_attention` with fixed options, as a module without parameters.
+
+    The module is called with q, k and v, and with a layout where lengths vary.
     """
 
     def __init__(
@@ -208,7 +220,10 @@ class BurstAttention(torch.nn.Module):
         layout: ContextLayout | None = None,
         kv_layout: ContextLayout | None = None,
     ) -> torch.Tensor:
-        """out, like q. See `burst_attention`; `layout` overrides the module's."""
+        """Attention's output, like q; blocks as `burst_attention` does.
+
+        `layout` overrides the module's layout.
+        """
         chosen = layout or self.layout
         if chosen is None:
             _refuse(
@@ -221,7 +236,7 @@ class BurstAttention(torch.nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """For print(module)."""
+        """The options, as `print(module)` shows them."""
         return (
             f"mask={self.mask or ('causal' if self.causal else 'full')}, strategy={self.strategy}"
         )

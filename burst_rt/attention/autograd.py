@@ -1,12 +1,12 @@
-"""Attention as torch sees it: one autograd function, and two custom ops for who looks in between.
+"""Attention as torch sees it: one autograd function, and two custom ops for modes and the compiler.
 
 An eager call takes the direct way: `BurstAttentionFunction` runs the forward and the backward
 itself. Under a TorchDispatchMode (selective checkpointing) and in compiled programs a call goes
-through the dispatcher, as a custom op, so that the mode or the compiler sees it. The ops are opaque
-(fake implementations give shapes) and effectful, because they communicate: they may be neither
-dropped nor reordered.
+through the dispatcher, as a custom op, so that the mode or the compiler sees the call. The ops are
+opaque: fake implementations give shapes. The ops are also effectful, because they communicate: a
+compiler may neither drop nor reorder them.
 
-What is saved for the backward is q, k, v, out and lse, nothing else. Second derivatives are
+The forward saves q, k, v, out and lse for the backward, and nothing else. Second derivatives are
 refused.
 """
 
@@ -29,31 +29,31 @@ from burst_rt.planning.masks import MASKS, Mask
 
 __all__ = ["BurstAttentionFunction", "forward_op", "terms_of", "terms_of_call"]
 
-# What the ops know of a call: the numbers of layout, kv_layout and mask, scale, strategy,
-# return_lse, and whether q, k and v need gradients.
+# A call as the ops' arguments: the numbers of layout, kv_layout and mask; scale, strategy and
+# return_lse; whether q, k and v need gradients.
 Terms = tuple[int, int, int, float | None, str, bool, list[bool]]
 
 
-# Masks that compiled programs have made; the programs know their numbers only.
+# Masks that were made inside compiled programs. The programs keep only the masks' numbers.
 _constants: deque[Mask] = deque(maxlen=4096)
 numbers.is_tracing = torch.compiler.is_compiling
 
 
 class BurstAttentionFunction(torch.autograd.Function):
-    """`apply(q, k, v, call)` -> (out, lse): attention over the ranks of the call's context (see
-    `burst_attention` for shapes).
+    """`apply(q, k, v, call)` -> (out, lse): attention over the ranks of the call's context.
 
-    call: from `burst_rt.make_call`, for these tensors. Collective, forward and backward. lse is
-    differentiable. Deterministic.
+    call: what `make_call` returned for these tensors. Collective, and blocks, in the forward and in
+    the backward; see `burst_attention` for shapes and deadlines. lse is differentiable.
+    Deterministic.
     """
 
-    # No `setup_context`: with it torch inspects the signature anew in every call, which takes
-    # longer than all the rest of `apply`.
+    # There is no `setup_context`, because with one torch inspects the signature in every call. The
+    # inspection takes longer than the rest of `apply`.
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the call; saves q, k, v, out, lse."""
+        """Runs the call, and saves q, k, v, out and lse. Blocks as `run_forward` does."""
         if _somebody_looks(q, k, v):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = forward_op(q, k, v, *terms_of_call(call))
@@ -68,18 +68,18 @@ class BurstAttentionFunction(torch.autograd.Function):
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """dq, dk and dv, where they are needed."""
+        """Returns dq, dk and dv, None where one is not needed. Blocks as `run_backward` does."""
         saved = _saved(ctx)
         if dout is None:
             dout = torch.zeros_like(saved[3])
         if torch.is_grad_enabled() or _somebody_looks(dout, *saved):
-            # Through the dispatcher, which refuses second derivatives.
+            # The dispatcher's autograd refuses second derivatives.
             return _needed(ctx, _backward_op(dout, dlse, *saved, *terms_of_call(ctx.call)))
         return (*run_backward(ctx.call, dout, dlse, *saved), None)
 
 
 def _somebody_looks(*tensors: torch.Tensor) -> bool:
-    """Whether a mode, a tensor class or the compiler is to see what happens to the tensors."""
+    """Whether a dispatch mode or a tensor subclass must see what happens to the tensors."""
     return torch._C._len_torch_dispatch_stack() > 0 or not all(
         type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in tensors
     )
@@ -90,15 +90,15 @@ def _saved(ctx: Any) -> tuple[torch.Tensor, ...]:
     try:
         saved = ctx.saved_tensors
     except RuntimeError as error:
-        # Changed in place, or freed by an earlier backward: this rank cannot take part, and the
-        # others wait for it.
+        # A saved tensor was changed in place, or freed by an earlier backward. This rank cannot
+        # take part, and the other ranks must hear so, because they wait for this rank.
         name = "backward of burst_attention"
         call.setup.runtime.refuse(name, InputError(f"{name}: {error}"))
     return tuple(saved)
 
 
 def _needed(ctx: Any, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as autograd takes them: None where none is needed, and for the call."""
+    """The gradients as autograd takes them: None for the call and where no gradient is needed."""
     needs = ctx.call.needs_grad
     return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None)
 
@@ -112,27 +112,28 @@ def terms_of(
     return_lse: bool,
     needs_grad: tuple[bool, bool, bool],
 ) -> Terms:
-    """What the ops know of a call. The compiler traces this: numbers are read, nothing else."""
+    """A call as the ops' arguments. The compiler traces this function, so it only reads numbers."""
     mask_number = mask.number or _number_of_constant(mask)
     known = (layout.number, kv_layout.number, mask_number)
     return (*known, scale, strategy, return_lse, list(needs_grad))
 
 
 def _number_of_constant(mask: Mask) -> int:
-    """The number of a mask that is made inside a compiled program, and so is a constant of it. The
-    compiler calls this once, while it traces, with a mask like that.
+    """The number of a mask that a compiled program makes itself.
+
+    Such a mask is a constant of the program: the compiler calls this function once, while tracing.
     """
     _constants.append(mask)
     return MASKS.give(mask)
 
 
-# What torch.compiler.assume_constant_result does, without importing the compiler, which costs a
+# torch.compiler.assume_constant_result sets the same mark, but importing the compiler costs a
 # second on every rank.
 _number_of_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def terms_of_call(call: Call) -> Terms:
-    """What the ops know of a call that has been made."""
+    """A checked call as the ops' arguments."""
     return terms_of(
         call.layout, call.kv_layout, call.mask, call.scale, call.strategy, call.return_lse,
         call.needs_grad,
@@ -140,7 +141,11 @@ def terms_of_call(call: Call) -> Terms:
 
 
 def _call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms, name: str) -> Call:
-    """The call that an op runs: checked here, for the compiler saw numbers and shapes only."""
+    """The call that an op runs; blocks only to refuse a call that fails the checks.
+
+    The checks are made here, because the compiler saw numbers and shapes only. Raises ConfigError
+    for a layout or a mask that has been collected, InputError on every rank for other faults.
+    """
     number, kv_number, mask_number, scale, strategy, return_lse, needs_grad = terms
     layout, kv_layout = LAYOUTS.find(number), LAYOUTS.find(kv_number)
     mask = MASKS.find(mask_number)
@@ -186,7 +191,7 @@ def _run_backward_op(
     lse: torch.Tensor,
     *terms: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Empty tensors stand for gradients that are not needed."""
+    """The gradients as an op returns them: an empty tensor where a gradient is not needed."""
     call = _call_of(q, k, v, terms, "backward of burst_attention")
     dq, dk, dv = run_backward(call, dout, dlse, q, k, v, out, lse)
     return (
@@ -214,7 +219,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """What the op's backward needs, where autograd meets the op itself (in compiled programs)."""
+    """Saves what the op's backward needs. Compiled programs use it: there autograd sees the op."""
     q, k, v, *ctx.terms = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output)
@@ -238,11 +243,11 @@ def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
     )
 
 
-# Registered by hand: `torch.library.custom_op` does the same, but wraps the function so that its
-# first call imports the compiler, which costs a second on every rank.
+# The ops are registered by hand. `torch.library.custom_op` would do the same, but it wraps the
+# function so that the first call imports the compiler, which costs a second on every rank.
 _library = torch.library.Library("burst_rt", "DEF")
-# The host takes part in every call (the ranks' agreement, events it waits for): a graph that
-# replays launches cannot hold one.
+# A CUDA graph cannot hold a call: the graph replays launches only, while the host takes part in
+# every call (the ranks' agreement, events that the host waits for).
 _tags = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _TERMS = (
     "SymInt layout, SymInt kv_layout, SymInt mask, float? scale, str strategy, bool return_lse, "
@@ -266,6 +271,6 @@ torch.library.register_autograd(
 torch.library.register_autograd("burst_rt::attention_backward", _no_second_derivative, lib=_library)
 _register_effectful_op("burst_rt::attention_forward", EffectType.ORDERED)
 _register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
-# The overloads themselves, so that no call has to find them.
+# These are the overloads themselves, so that no call has to look them up.
 forward_op = torch.ops.burst_rt.attention_forward.default
 _backward_op = torch.ops.burst_rt.attention_backward.default

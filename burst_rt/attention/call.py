@@ -1,8 +1,9 @@
-"""One attention call: everything about it but the tensors' values, checked once.
+"""One attention call: its arguments and the shapes of its tensors, checked once.
 
-A `Call` is immutable. All that comes after the checks (plan, agreement, backward) goes by it, and
-looks at no argument again. Calls of the same kind get the same `Call` from the context's setup, so
-a training loop checks its first step only; which memory the tensors are in changes nothing.
+A `Call` is immutable, and does not hold the tensors. Whatever comes after the checks (plan,
+agreement, backward) reads the `Call`, and looks at no argument again. Calls of the same kind get
+the same `Call` from the context's setup, so a training loop checks its first step only. The memory
+that the tensors lie in changes nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from burst_rt.version import __version__
 __all__ = ["CAUSAL", "FULL", "Call", "Options", "make_call", "needs_of"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Kinds of calls that are remembered, with their plans.
+# How many kinds of calls a context remembers, with their plans.
 _KNOWN_CALLS = 64
-# Where a call names none. The compiler reads their numbers, and makes no mask of its own.
+# The masks of calls that name no mask. They are made once, so that the compiler reads their numbers
+# and makes no mask of its own.
 FULL, CAUSAL = Full(), Causal()
 
 
 class Options(TypedDict):
-    """The arguments of `burst_attention` that are not tensors; that function says what they are."""
+    """The arguments of `burst_attention` that are not tensors; see `burst_attention`."""
 
     layout: ContextLayout
     kv_layout: NotRequired[ContextLayout | None]
@@ -66,12 +68,12 @@ class Call:
 
     @property
     def setup(self) -> Setup:
-        """The context's."""
+        """The setup of the call's context."""
         return self.layout.setup
 
     @cached_property
     def problem(self) -> Problem:
-        """What is to be computed over all ranks, as plain numbers."""
+        """The call over all ranks, as plain numbers."""
         return Problem(
             q_layout=self.layout.map,
             kv_layout=self.kv_layout.map,
@@ -87,24 +89,26 @@ class Call:
 
     @cached_property
     def forward_plan(self) -> Plan:
-        """The plan of the forward, made on first use. Raises InputError for what no kernel or
-        strategy can do; blocks while several kernels are timed, once for a chip.
+        """The plan of the forward, made on first use.
+
+        Blocks while several kernels are timed, once for each chip. Raises InputError for a call
+        that no kernel or strategy can do.
         """
         return self.setup.planner.plan(self._key(forward=True))
 
     @cached_property
     def backward_plan(self) -> Plan:
-        """The plan of the backward; see `forward_plan`."""
+        """The plan of the backward; blocks and raises as `forward_plan` does."""
         return self.setup.planner.plan(self._key(forward=False))
 
     @cached_property
     def forward_terms(self) -> tuple[dict[str, str], int]:
-        """What the ranks compare before the forward, in words, and the digest of it."""
+        """The words that the ranks compare before the forward, and the digest of these words."""
         return self._terms("burst_attention")
 
     @cached_property
     def backward_terms(self) -> tuple[dict[str, str], int]:
-        """What the ranks compare before the backward, in words, and the digest of it."""
+        """The words that the ranks compare before the backward, and the digest of these words."""
         return self._terms("backward of burst_attention")
 
     def _key(self, *, forward: bool) -> PlanKey:
@@ -120,7 +124,7 @@ class Call:
         )
 
     def _terms(self, name: str) -> tuple[dict[str, str], int]:
-        """Everything about the call but the rank's own part."""
+        """Everything about the call that must be the same on every rank."""
         terms = {
             "call": name,
             "layout": f"{self.layout.kind} {self.layout.seq_len}",
@@ -155,8 +159,8 @@ def make_call(
 ) -> Call:
     """The call of `burst_attention` with these arguments. Local; does not block.
 
-    needs_grad: whether q, k and v need gradients; None: as the tensors say. Raises InputError that
-    names the argument, what was expected and what came.
+    needs_grad: whether q, k and v need gradients; with None the tensors decide. Raises InputError
+    that names the argument, what was expected and what came.
     """
     if type(layout) is not ContextLayout:
         raise InputError(
@@ -174,7 +178,7 @@ def make_call(
         )  # fmt: skip
         call = setup.calls.get(kind)
     except (AttributeError, RuntimeError, TypeError):
-        kind = call = None  # an argument that is none: which one, the checks say
+        kind = call = None  # an argument has the wrong type; the checks below say which one
     if call is None:
         chosen = _chosen_mask(mask, causal)
         _check_arguments(layout, kv_layout, chosen, scale, strategy, return_lse)
@@ -195,7 +199,7 @@ def make_call(
             head_dim=q.shape[3],
         )
         if kind is not None:
-            # The call keeps the mask, so that its id stays its own.
+            # The call keeps the mask alive, so that no other mask can get the same id.
             while len(setup.calls) >= _KNOWN_CALLS:
                 setup.calls.pop(next(iter(setup.calls)), None)
             setup.calls[kind] = call
@@ -205,7 +209,7 @@ def make_call(
 
 
 def needs_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool, bool, bool]:
-    """Whether q, k and v need gradients, as the tensors say."""
+    """Whether q, k and v need gradients: autograd is on and the tensor requires a gradient."""
     wants = torch.is_grad_enabled()
     needs_q, needs_k, needs_v = (
         wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
@@ -261,8 +265,8 @@ def _is_positive(scale: object) -> bool:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         return False
     try:
-        # Fused kernels mask by adding -inf and then scale: 0 and less would make NaN of what is
-        # masked.
+        # Fused kernels mask a score by adding -inf, and scale afterwards. A scale of 0 or less
+        # would give NaN where scores are masked.
         return scale > 0 and math.isfinite(scale)
     except OverflowError:  # an int beyond every float
         return False
@@ -326,7 +330,7 @@ def _check_tensors(
         raise InputError(f"burst_attention: v must have k's {k.shape[2]} heads, got {v.shape[2]}")
     wide = sum_dtype(q.dtype)
     if scale is not None and not 0 < torch.tensor(scale, dtype=wide).item() < math.inf:
-        # Fused kernels would make NaN of what is masked.
+        # Fused kernels would turn masked scores into NaN.
         raise InputError(
             f"burst_attention: scale {scale!r} is 0 or infinite in {wide}, in which scores are "
             "computed"

@@ -1,8 +1,8 @@
 """Whether a mask keeps its contract, on a small sample of the positions it will be asked about.
 
-A mask of the user's own is asked `relation` by the planner and `allows` by kernels, in the middle
-of a call that other ranks are in. What it does wrong is found here, before anything is sent. The
-sample proves nothing about positions that are not in it.
+The planner calls a user's mask for `relation`, and kernels call the mask for `allows`, in the
+middle of a call that other ranks are in. So mistakes of the mask are looked for here, before
+anything is sent. The sample proves nothing about positions outside the sample.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from burst_rt.planning.masks import Both, Causal, Full, Mask, Piece, Relation
 
 __all__ = ["check_mask"]
 
-# Positions of each sampled range.
+# How many positions each sampled range has.
 _SAMPLE = 5
 
 
 def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> None:
-    """Raises InputError where methods of the mask fail or contradict each other. Cheap when asked
-    again.
+    """Raises InputError where methods of the mask fail or contradict each other.
 
-    q_len, kv_len: tokens of the whole sequences; the last query stands at the last key. shared:
-    other ranks will compare masks with this one's.
+    Results are cached, so checking the same mask again is cheap. q_len, kv_len: tokens of the whole
+    sequences; the last query stands at the last key. shared: whether other ranks will compare this
+    mask with their own by `repr`.
     """
     if type(mask).__hash__ is None:
         raise InputError(
@@ -40,7 +40,7 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> N
 
 
 def _is_own(mask: Mask) -> bool:
-    """Whether it is one of this package's, which its tests check."""
+    """Whether the mask is one of this package, whose tests check it."""
     return type(mask) in (Full, Causal) or (
         type(mask) is Both and _is_own(mask.first) and _is_own(mask.second)
     )
@@ -100,7 +100,7 @@ def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, i
 
 
 def _allowed(mask: Mask, q: range, kv: range) -> set[tuple[int, int]]:
-    """The (row, column) pairs that the mask allows, asked with tensors as kernels ask it."""
+    """The (row, column) pairs that the mask allows; called with tensors, as kernels call it."""
     rows, columns = torch.tensor(list(q))[:, None], torch.tensor(list(kv))[None, :]
     answer = _ask(mask, "allows", mask.allows, rows, columns)
     shape = (len(q), len(kv))
@@ -131,7 +131,7 @@ def _broadcasts(answer: torch.Tensor, shape: tuple[int, int]) -> bool:
 
 
 def _ranges(start: int, stop: int) -> list[range]:
-    """The first positions, some in the middle, and the last ones."""
+    """Three sampled ranges: the first positions, some in the middle, and the last positions."""
     start = max(0, start)
     middle = (start + stop) // 2
     parts = (

@@ -1,10 +1,10 @@
 """The planner: from a problem to a verified plan, cached.
 
 A plan is everything about one direction of a call that does not depend on the tensors' values: the
-graph of this rank, its schedule, the kernel, what is sent, what memory it takes. The graphs of all
-ranks, with the machine's lanes, are built and verified together (up to 64 ranks; above, each rank
-checks its own graph and the message sequences of its neighbours). Where the machine lowers them
-(staged), the rank verifies its own once more as it will run.
+graph of this rank, its schedule, the kernel, the bytes sent, the memory. Up to 64 ranks, the graphs
+of all ranks are built with the machine's lanes and verified together. Above 64 ranks, each rank
+checks its own graph and the message sequences of its neighbours. Where the machine lowers the
+graphs (staged), the rank also verifies its own lowered graph.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VERIFY_ALL_UP_TO = 64
 
 
 class PlanKey(NamedTuple):
-    """What a plan depends on, beside the rank."""
+    """Everything that a plan depends on, except the rank."""
 
     forward: bool
     problem: Problem
@@ -52,19 +52,16 @@ class PlanKey(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes one call takes on this rank beyond its inputs and outputs.
+    """Bytes that one call takes on this rank beyond its inputs and outputs."""
 
-    slots: what messages are received into (the double buffer, travelling sums included) and packed
-    in. sums: running state, gradient sums that are not outputs themselves, lse and delta. copies:
-    of own tensors, where they must be made. scratch: the most a tile allocates. chunks: pinned host
-    memory (0 where nothing is staged).
-    """
-
+    # Memory that messages are received into and packed in: the double buffer, travelling sums
+    # included.
     slots: int
+    # Running state, gradient sums that are not outputs themselves, lse and delta.
     sums: int
-    copies: int
-    scratch: int
-    chunks: int
+    copies: int  # copies of this rank's own tensors, where copies must be made
+    scratch: int  # the most that one tile allocates
+    chunks: int  # pinned host memory; 0 where nothing is staged
 
     @property
     def total(self) -> int:
@@ -73,16 +70,14 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One direction of one call on one rank, verified. `program_graph` is what the strategy built,
-    `graph` what the machine makes of it.
-    """
+    """One direction of one call on one rank, verified."""
 
     key: PlanKey
     rank: int
-    choice: Choice
-    picked: Picked
-    program_graph: Graph
-    schedule: Schedule
+    choice: Choice  # the strategy, and why it was chosen
+    picked: Picked  # the kernel, and why it was picked
+    program_graph: Graph  # the graph that the strategy built
+    schedule: Schedule  # of `graph`, which the machine has lowered from `program_graph`
 
     @property
     def graph(self) -> Graph:
@@ -94,19 +89,20 @@ class Plan:
 
     @cached_property
     def slots(self) -> tuple[Part, ...]:
-        """The slots this rank uses (a short ring may leave some of the double buffer untouched)."""
+        """The slots this rank uses. A short ring may leave some of the double buffer untouched."""
         return self.program_graph.slots
 
     @cached_property
     def chunks(self) -> tuple[Part, ...]:
-        """Pinned host memory that messages are staged through, if they are. Parts keep their
-        numbers when they are.
+        """Pinned host memory that messages are staged through; empty where nothing is staged.
+
+        Lowering appends these parts: the parts of `program_graph` keep their numbers.
         """
         return self.graph.parts[len(self.program_graph.parts) :]
 
     @cached_property
     def part_ids(self) -> dict[tuple[str, int], int]:
-        """Part numbers by (buffer, index)."""
+        """The number of each part, by (buffer, index)."""
         return {(part.buffer, part.index): part.id for part in self.program_graph.parts}
 
     def bytes_sent(self) -> int:
@@ -114,7 +110,7 @@ class Plan:
         return sum(m.size_bytes for task in self.graph.tasks for m in task.sends)
 
     def explain(self) -> str:
-        """In words: what this direction does and why, what it sends, what memory it takes."""
+        """The plan in words: strategy and kernel with the reasons, bytes sent, memory."""
         choice, memory = self.choice, self.memory()
         others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
         return "\n".join(
@@ -139,7 +135,7 @@ class Plan:
         )
 
     def memory(self) -> Memory:
-        """What one run takes, in bytes."""
+        """The memory of one run, in bytes."""
         held = self.choice.program.footprint(self.rank)
         scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
         slots, chunks = (
@@ -149,7 +145,7 @@ class Plan:
 
 
 class Planner:
-    """Makes plans for one rank and keeps the `capacity` most recently used."""
+    """Makes plans for one rank, and keeps the `capacity` plans that were used last."""
 
     def __init__(
         self,
@@ -169,8 +165,10 @@ class Planner:
         self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
 
     def plan(self, key: PlanKey) -> Plan:
-        """The plan for a key, built and verified on first use. Raises InputError for what no kernel
-        or strategy can do.
+        """The plan for a key, built and verified on first use.
+
+        Local. Blocks while several kernels are timed, once for each chip. Raises InputError for a
+        call that no kernel or strategy can do.
         """
         plan = self._plans.get(key)
         if plan is None:

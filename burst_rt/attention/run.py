@@ -1,4 +1,4 @@
-"""A checked call on its way: the plan, the call's tensors bound to it, the runtime, the result."""
+"""Runs a checked call: gets the plan, binds the tensors, performs the schedule."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ __all__ = ["run_backward", "run_forward"]
 def run_forward(
     call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of this rank's queries; see `burst_attention`. Collective."""
+    """out and lse of this rank's queries.
+
+    Collective; blocks and raises as `burst_attention` does.
+    """
     if torch.is_autocast_enabled(q.device.type):
-        # Sums are kept in the type they are meant to be in.
+        # Autocast would change the dtype of the sums.
         with torch.autocast(q.device.type, enabled=False):
             return run_forward(call, q, k, v)
     setup, name = call.setup, "burst_attention"
@@ -62,7 +65,10 @@ def run_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dq, dk and dv of this rank's tokens; None where the call does not need one. Collective."""
+    """dq, dk and dv of this rank's tokens; None for a gradient that the call does not need.
+
+    Collective; blocks and raises as `burst_attention` does.
+    """
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return run_backward(call, dout, dlse, q, k, v, out, lse)
@@ -94,8 +100,10 @@ def run_backward(
 
 @contextmanager
 def _enough_memory(runtime: Runtime, name: str, plan: Plan) -> Iterator[None]:
-    """Binding a call takes its memory, all but the tiles' scratch, before anything is sent: if that
-    fails every rank hears of it.
+    """Inside, a call's tensors are bound; if memory runs out, every rank raises DeviceError.
+
+    Binding takes all memory of the call but the tiles' scratch, before anything is sent. To refuse
+    the call blocks at most `timeout_s`.
     """
     try:
         yield
@@ -107,7 +115,7 @@ def _enough_memory(runtime: Runtime, name: str, plan: Plan) -> Iterator[None]:
 
 
 def _takes(plan: Plan) -> str:
-    """What memory a call takes, by the plan's formula, and what to do if it is too much."""
+    """The memory of a call by the plan's formula, in words, and what to do if it is too much."""
     need = plan.memory()
     formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
     return (

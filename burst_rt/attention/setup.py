@@ -1,6 +1,4 @@
-"""What the attention calls of one context share: the runtime that performs them, the options they
-are made with, and the plans that were made for them.
-"""
+"""What the attention calls of one context share: runtime, options, plans and checked calls."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _HELD = 4096
 
 
 class Setup:
-    """See the module. One per context.
+    """What the attention calls of one context share. Each context has one setup.
 
     kernel, partials, check_finite: as `burst_rt.init` takes them.
     """
@@ -33,16 +31,16 @@ class Setup:
         self.planner = Planner(
             runtime.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware
         )
-        # Calls that have been checked, by what was checked of them; see `call.make_call`.
+        # Checked calls, by the arguments that were checked; see `call.make_call`.
         self.calls: dict[object, Call] = {}
-        # Layouts and masks of calls that went through the dispatcher: a compiled program knows only
-        # their numbers, and asks for them again in its backward. The latest ones are kept.
+        # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
+        # their numbers, and asks for the objects again in its backward. The last `_HELD` are kept.
         self._held: dict[int, object] = {}
-        # Fresh memory is filled with NaN: what is read before it is written then shows.
+        # Whether fresh memory is filled with NaN, so that a read before the first write shows.
         self.poison = os.environ.get("BURST_RT_POISON") == "1"
 
     def hold(self, number: int, thing: object) -> None:
-        """Keeps a layout or a mask until `_HELD` others have been used."""
+        """Keeps a layout or a mask alive until `_HELD` others have been used."""
         self._held.pop(number, None)
         self._held[number] = thing
         while len(self._held) > _HELD:

@@ -1,5 +1,6 @@
-"""A layout of one context: cutting tensors into shards, putting them together again. Who owns what:
-`planning/layouts.py`.
+"""A layout of one context: cuts tensors into shards, and puts shards together again.
+
+`planning/layouts.py` decides which rank owns which positions.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["LAYOUTS", "ContextLayout"]
 class ContextLayout:
     """Which tokens each rank of a context holds. Made by `Context.layout`."""
 
-    setup: Setup  # of the context
-    map: Layout
-    # By which compiled programs know the layout; no other object has it.
+    setup: Setup  # the context's setup
+    map: Layout  # the positions of every rank
+    # Compiled programs know the layout by this number; no other object has the same number.
     number: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -44,12 +45,14 @@ class ContextLayout:
 
     @property
     def shard_len(self) -> int:
-        """Tokens of this rank."""
+        """How many tokens this rank holds."""
         return self.map.shard_len(self.runtime.rank)
 
     def positions(self, rank: int | None = None) -> torch.Tensor:
-        """Global positions of a rank's tokens (default: this rank's) in local order: int64
-        `[shard_len]`, on the context's device.
+        """Global positions of a rank's tokens in local order; the default is this rank.
+
+        int64 `[shard_len]`, on the context's device. Raises InputError for a rank that is not
+        there.
         """
         owner = self.runtime.rank if rank is None else rank
         if not 0 <= owner < self.runtime.world_size:
@@ -63,8 +66,9 @@ class ContextLayout:
         return torch.cat(parts)
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of a full tensor, along `dim`, in local order. Local, differentiable;
-        a copy.
+        """A copy of this rank's tokens of a full tensor, along `dim`, in local order.
+
+        Local; differentiable. Raises InputError for another length along `dim`.
         """
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.seq_len:
             raise InputError(
@@ -74,10 +78,10 @@ class ContextLayout:
         return x.index_select(dim, self.positions().to(x.device))
 
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The full tensor, on every rank, from every rank's shard. Collective: blocks at most the
-        context's `timeout_s`.
+        """The full tensor, on every rank, from every rank's shard.
 
-        Not differentiable: a tensor that requires grad is refused (InputError, on every rank); pass
+        Collective; blocks at most the context's `timeout_s` for each of its two rounds. Not
+        differentiable: a tensor that requires grad is refused (InputError, on every rank); pass
         x.detach().
         """
         runtime = self.runtime
@@ -129,5 +133,5 @@ class ContextLayout:
         return None
 
 
-# Every layout there is, by its number.
+# Every layout that is alive, by its number.
 LAYOUTS: Numbers[ContextLayout] = Numbers(2**41)

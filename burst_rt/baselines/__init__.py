@@ -1,1 +1,1 @@
-"""What attention over ranks is compared with: whole layers, and tensor parallelism."""
+"""Baselines that attention over ranks is compared with: whole layers, and tensor parallelism."""

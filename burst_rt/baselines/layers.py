@@ -1,26 +1,28 @@
-"""One transformer layer spread over ranks, as plain numbers and graphs: what it sends, holds, and
-takes in the simulator. Pure Python.
+"""One transformer layer spread over ranks, as plain numbers and graphs. Pure Python.
 
+The graphs tell how many bytes the layer sends and holds, and how long it takes in the simulator.
 The layer is Llama's: x + attention(norm(x)), then x + feed_forward(norm(x)), with RMSNorm, rotary
 positions, grouped key/value heads, SwiGLU and no biases. It is spread in one of these ways:
 
 * "tensor-parallel" (Megatron-LM, arXiv 1909.08053; V1 in the BurstAttention paper): heads and the
-  feed-forward's width are split, and every rank holds the whole sequence. An all-reduce after
-  attention and after the feed-forward; in the backward before them.
+  feed-forward's width are split, and every rank holds the whole sequence. The forward has an
+  all-reduce after attention and after the feed-forward; the backward has them before the two.
 * "tensor-parallel+sequence" (Megatron-LM with sequence parallelism, arXiv 2205.05198; V3): the
-  same, but outside attention and feed-forward a rank holds a part of the sequence only. Before them
-  an all-gather, after them a reduce-scatter; the backward does the reverse, gathers the inputs once
-  more for the weights' gradients (they are not kept), and sums the norms' gradients over the ranks.
-* any strategy of `attention/strategies`: the sequence is split and every rank holds all weights;
-  only attention communicates, except that training sums the gradients of all weights over the
-  ranks, here once a backward (inference does not, nor does each of several micro-batches need to).
+  weights are split in the same way, but outside attention and feed-forward a rank holds only a part
+  of the sequence. An all-gather stands before the two, a reduce-scatter after them. The backward
+  does the reverse. It also gathers the inputs once more for the weights' gradients, because
+  gathered inputs are not kept, and sums the norms' gradients over the ranks.
+* any strategy of `planning/strategies`: the sequence is split and every rank holds all weights.
+  Only attention communicates, except that training sums the gradients of all weights over the
+  ranks. Here it does so once a backward. Inference has no such sum, and several micro-batches need
+  only one.
 
 Sums of activations and gradients travel in the inputs' type, as Megatron's do.
 
-These graphs are for `simulate`, `check_world` and counting bytes: attention's own tasks are in
-them, without the arguments that tell a driver which tensors to take. `tensor_parallel.py` runs the
-same layer on tensors. There autograd waits for each collective in turn, while here all that does
-not depend on it goes on: gradients of weights hide transfers, as in Megatron.
+These graphs are for `simulate`, `check_world` and counting bytes. Attention's own tasks are in the
+graphs, without the arguments that tell a driver which tensors to take. `tensor_parallel.py` runs
+the same layer on tensors. There autograd waits for each collective in turn. Here all tasks that do
+not depend on a collective go on: gradients of weights hide transfers, as in Megatron.
 """
 
 from __future__ import annotations
@@ -54,10 +56,11 @@ __all__ = ["HALVES", "TENSOR_PARALLEL", "LayerMemory", "LayerShape", "SpreadLaye
 _Parts: TypeAlias = "Iterable[Buffer | Part]"
 
 TENSOR_PARALLEL = ("tensor-parallel", "tensor-parallel+sequence")
-# Where collectives add up: beside the products, as those of NCCL do. On the compute lane a sum
-# would wait for a long product to end.
+# The lane on which collectives add up, beside the products, as NCCL's collectives do. On the
+# compute lane a sum would wait for a long product to end.
 _SUMS = Lane("sums", max_in_flight=1)
-# The two halves of a layer, and their weights: the norm, what goes in, what comes out.
+# The two halves of a layer, and the weights of each: the norm, the product into the half, the
+# product out of the half.
 HALVES = {
     "attention": ("attention_norm", "qkv", "out"),
     "feed_forward": ("feed_forward_norm", "gate_up", "down"),
@@ -66,15 +69,13 @@ HALVES = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a layer. num_kv_heads divides num_heads; head_dim is even; ffn_dim: the width of the
-    feed-forward.
-    """
+    """Sizes of a layer. Raises InputError for sizes that do not fit."""
 
-    dim: int
+    dim: int  # width of x
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_dim: int
+    num_kv_heads: int  # divides num_heads
+    head_dim: int  # even
+    ffn_dim: int  # width of the feed-forward
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -95,8 +96,10 @@ class LayerShape:
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights, outputs first. The rows of "qkv" are the heads of q, then of k,
-        then of v; of "gate_up" gate, then up.
+        """Shapes of the weights, outputs first.
+
+        The rows of "qkv" are the heads of q, then of k, then of v. The rows of "gate_up" are those
+        of the gate, then those of up.
         """
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
@@ -106,7 +109,7 @@ class LayerShape:
         }  # fmt: skip
 
     def num_weights(self, *names: str) -> int:
-        """How many numbers these weights hold; all of them where none is named."""
+        """How many numbers the named weights hold; without names, all weights."""
         sizes = {
             name: shape[0] * (shape[1] if len(shape) > 1 else 1)
             for name, shape in self.weights.items()
@@ -115,19 +118,16 @@ class LayerShape:
 
 
 class LayerMemory(NamedTuple):
-    """Bytes of one layer on one rank.
-
-    weights. gradients: of the weights. activations: what the backward needs of the forward and does
-    not compute again: x and its normed form, twice; q, k, v; the output of attention with its lse;
-    gate, up and their product; no matrix of scores. (Autograd keeps a little more, such as the
-    gate's silu.) working: what is there for a while, in whichever of attention and the products
-    needs more: attention's slots, sums and copies; gathered inputs and unsummed outputs. Inference
-    holds weights and working only.
-    """
+    """Bytes of one layer on one rank. Inference holds weights and working only."""
 
     weights: int
-    gradients: int
+    gradients: int  # of the weights
+    # What the forward keeps for the backward: x and its normed form, twice; q, k, v; the output of
+    # attention with its lse; gate, up and their product; no matrix of scores. Autograd keeps a
+    # little more, such as the gate's silu.
     activations: int
+    # What is held for a while by attention or by the products, whichever needs more. Attention
+    # needs slots, sums and copies; the products need gathered inputs and unsummed outputs.
     working: int
 
     @property
@@ -139,21 +139,21 @@ class LayerMemory(NamedTuple):
 class SpreadLayer:
     """One layer on a world of ranks.
 
-    strategy: one of TENSOR_PARALLEL, or an attention strategy. batch; input_bytes: of one number of
-    the activations and weights. kind: the layout of the sequence, for attention strategies (tensor
-    parallelism with a split sequence is contiguous). ranks_per_node: as for `choose`. Raises
-    InputError for a world that does not divide what it has to.
+    Raises InputError for an unknown strategy, and where world_size does not divide the sizes that
+    the ranks share.
     """
 
     shape: LayerShape
     seq_len: int
     world_size: int
-    strategy: str
+    strategy: str  # one of TENSOR_PARALLEL, or an attention strategy
     batch: int = 1
-    input_bytes: int = 2
+    input_bytes: int = 2  # of one number of the activations and weights
     mask: Mask = field(default_factory=Causal)
+    # The layout of the sequence, for attention strategies. Tensor parallelism with a split sequence
+    # is contiguous.
     kind: str = "zigzag"
-    ranks_per_node: int = 1
+    ranks_per_node: int = 1  # as for `choose`
 
     def __post_init__(self) -> None:
         if not self.tensor_parallel:
@@ -178,17 +178,17 @@ class SpreadLayer:
 
     @property
     def gathers(self) -> bool:
-        """Whether the weights are split, and the sequence is too."""
+        """Whether both the weights and the sequence are split."""
         return self.strategy == TENSOR_PARALLEL[1]
 
     @property
     def share(self) -> int:
-        """Over how many ranks heads and the feed-forward's width are split."""
+        """How many ranks share the heads and the feed-forward's width."""
         return self.world_size if self.tensor_parallel else 1
 
     @property
     def layout(self) -> Layout:
-        """Who holds which tokens, outside of attention and feed-forward."""
+        """Which rank holds which tokens, outside attention and feed-forward."""
         if self.strategy == TENSOR_PARALLEL[0]:
             return make_layout("contiguous", self.seq_len, 1)
         return make_layout(
@@ -196,16 +196,17 @@ class SpreadLayer:
         )
 
     def own_rows(self, rank: int) -> int:
-        """Tokens that a rank holds of x, of all batch rows."""
+        """How many tokens of x a rank holds, over all batch rows."""
         return self.batch * self.layout.shard_len(rank % self.layout.world_size)
 
     def rows(self, rank: int) -> int:
-        """Tokens that a rank puts through its weights."""
+        """How many tokens a rank puts through its weights, over all batch rows."""
         return self.batch * self.seq_len if self.tensor_parallel else self.own_rows(rank)
 
     def summed(self, half: str) -> tuple[str, ...]:
-        """The weights of a half that all ranks hold and see different tokens of: their gradients
-        are summed over the ranks.
+        """The weights of a half whose gradients are summed over the ranks.
+
+        All ranks hold these weights, and each rank puts other tokens through them.
         """
         names = HALVES[half]
         return names[:1] if self.gathers else () if self.tensor_parallel else names
@@ -215,8 +216,10 @@ class SpreadLayer:
         return self.choice(forward=forward).program
 
     def choice(self, *, forward: bool) -> Choice:
-        """Attention. Of tensor parallelism that of one rank: the whole sequence, its heads. Raises
-        InputError as `choose` does.
+        """The strategy that attention runs with. Raises InputError as `choose` does.
+
+        Under tensor parallelism attention is local: each rank runs the whole sequence with the
+        rank's own heads.
         """
         layout = make_layout("contiguous", self.seq_len, 1) if self.tensor_parallel else self.layout
         heads, kv_heads = self.shape.num_heads // self.share, self.shape.num_kv_heads // self.share
@@ -241,11 +244,12 @@ class SpreadLayer:
         return builder.forward() if forward else builder.backward()
 
     def schedules(self, *, forward: bool) -> list[Schedule | Rotated]:
-        """What `simulate` takes: the schedules of all ranks; one that all share where all ranks do
-        the same.
+        """The schedules of all ranks, as `simulate` takes them.
+
+        All ranks share one schedule where all ranks do the same.
         """
         first = self.graph(0, forward=forward)
-        # Attention of tensor parallelism is the same everywhere; only what is sent may differ.
+        # Under tensor parallelism attention is the same on all ranks; only messages may differ.
         alike = self.tensor_parallel and all(
             len({p.size_bytes for p in first.parts if p.buffer == part.buffer}) == 1
             for part in first.parts
@@ -259,11 +263,11 @@ class SpreadLayer:
         ]
 
     def seconds(self, hardware: Hardware, *, forward: bool) -> float:
-        """What one direction takes on a machine: the end of a simulated run."""
+        """Seconds that one direction takes on a machine: the end of a simulated run."""
         return self.simulated(hardware, forward=forward).end_s
 
     def simulated(self, hardware: Hardware, *, forward: bool) -> Simulated:
-        """One direction of all ranks on a machine, without spans."""
+        """A simulated run of one direction of all ranks on a machine, without spans."""
         kernel = self.choice(forward=forward).kernel
         return simulate(
             self.schedules(forward=forward),
@@ -272,23 +276,22 @@ class SpreadLayer:
         )
 
     def sent_bytes(self, rank: int, *, forward: bool) -> int:
-        """Bytes that a rank sends: with A = batch x seq_len x dim x input_bytes, W ranks and
-        everything divisible
+        """Bytes that a rank sends in one direction, counted from the graph, so always exact.
+
+        With A = batch x seq_len x dim x input_bytes and W ranks, where W divides everything:
 
         tensor-parallel           4 (W-1)/W A forward, as much backward
         tensor-parallel+sequence  4 (W-1)/W A forward, 6 (W-1)/W A backward,
                                   and 4 (W-1)/W x dim x input_bytes for the norms
         attention strategies      attention's own, and in the backward
                                   2 (W-1)/W x the bytes of all weights
-
-        Exact for what does not divide: it is counted from the graph.
         """
         return sum(
             m.size_bytes for task in self.graph(rank, forward=forward).tasks for m in task.sends
         )
 
     def memory(self, rank: int) -> LayerMemory:
-        """See `LayerMemory`."""
+        """The bytes of this layer on one rank; see `LayerMemory`."""
         shape, size, rows = self.shape, self.input_bytes, self.rows(rank)
         norms = ("attention_norm", "feed_forward_norm")
         products = shape.num_weights("qkv", "out", "gate_up", "down") // self.share
@@ -298,8 +301,8 @@ class SpreadLayer:
         ) // self.share
         lse = rows * shape.num_heads // self.share * max(4, size)
         activations = (4 * self.own_rows(rank) * shape.dim + rows * per_row) * size + lse
-        # Of a split weight the output is a term of a sum, whole; with a split sequence its input
-        # has been gathered, too.
+        # The output of a split weight is one term of a sum, for the whole sequence. With a split
+        # sequence the weight's input has been gathered, too.
         whole = rows * shape.dim * size * (2 if self.gathers else 1)
         return LayerMemory(
             weights,
@@ -315,9 +318,7 @@ class SpreadLayer:
 
 
 class _Builder:
-    """Adds one rank's tasks, one direction after the other. A buffer is named after its half and
-    what it holds.
-    """
+    """Builds the graph of one rank. A buffer is named after its half and what the buffer holds."""
 
     def __init__(self, layer: SpreadLayer, rank: int, lanes: tuple[Lane, ...]) -> None:
         self.layer, self.shape, self.rank, self.lanes = layer, layer.shape, rank, lanes
@@ -328,7 +329,7 @@ class _Builder:
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
 
     def forward(self) -> Graph:
-        """x becomes the layer's output."""
+        """The graph of the forward: x becomes the layer's output."""
         x = self.g.buffer("x", initialised=True)
         for half in HALVES:
             normed, wide = self._tokens(f"{half} normed"), self.g.buffer(f"{half} wide")
@@ -365,7 +366,10 @@ class _Builder:
         return self.g.build()
 
     def backward(self) -> Graph:
-        """The gradient of the output, "feed_forward dout", becomes that of x, "dx"."""
+        """The graph of the backward: "feed_forward dout" becomes "dx".
+
+        These are the gradient of the output and the gradient of x.
+        """
         dout = self._tokens("feed_forward dout", initialised=True)
         dx = self.g.buffer("dx")
         after = self._tokens("attention dout")
@@ -374,7 +378,10 @@ class _Builder:
         return self.g.build()
 
     def _half_back(self, half: str, dout: Buffer, dx: Buffer) -> None:
-        """dout: the gradient of the half's output; dx: of its input."""
+        """Adds the backward of a half.
+
+        dout: the gradient of the half's output; dx: the gradient of the half's input.
+        """
         norm_grad, grads = self._gradients(half)
         whole = self._gather(dout)
         dwide = self.g.buffer(f"{half} dwide")
@@ -414,7 +421,7 @@ class _Builder:
     # Buffers.
 
     def _tokens(self, name: str, *, initialised: bool = False) -> Buffer:
-        """Rows of x's width: a part for each rank's tokens where the sequence is gathered."""
+        """A buffer of rows as wide as x. Where the sequence is gathered, each rank has a part."""
         if not self.layer.gathers:
             return self.g.buffer(name, initialised=initialised)
         return self.g.buffer(
@@ -422,7 +429,7 @@ class _Builder:
         )
 
     def _terms(self, name: str) -> Buffer:
-        """Rows of x's width that are a sum over the ranks."""
+        """A buffer of rows as wide as x, whose values are summed over the ranks."""
         if not self.layer.tensor_parallel:
             return self.g.buffer(name)
         sizes = self._by_rank() if self.layer.gathers else self._evenly(self.rows * self.shape.dim)
@@ -441,8 +448,9 @@ class _Builder:
         return [part * self.layer.input_bytes for part in even_parts(count, self.layer.world_size)]
 
     def _gradients(self, half: str) -> tuple[Buffer, Buffer]:
-        """Of the norm's weight and of the two products': one buffer where both are summed over the
-        ranks, or neither is.
+        """Buffers of gradients: of the norm's weight, and of the two products' weights.
+
+        The two are one buffer where both are summed over the ranks, or neither is.
         """
         summed = self.layer.summed(half)
         sizes = self._evenly(self.shape.num_weights(*summed)) if summed else [0]
@@ -456,7 +464,7 @@ class _Builder:
     # Tasks.
 
     def _gather(self, tokens: Buffer, after: Buffer | None = None) -> list[Part]:
-        """What is there then: ranks without tokens send nothing."""
+        """Gathers the tokens where the sequence is split. Returns the parts that hold tokens."""
         if not self.layer.gathers:
             return list(tokens.parts)
         self.tag = all_gather(
@@ -472,8 +480,9 @@ class _Builder:
     def _product(
         self, half: str, side: str, *, reads: _Parts, writes: _Parts = (), accumulates: _Parts = ()
     ) -> None:
-        """A product of all rows with one of the half's weights, or the gradient of that weight,
-        which takes as long.
+        """Adds a product of all rows with one of the half's weights.
+
+        With accumulates, adds the gradient of that weight, which takes as long.
         """
         weight = HALVES[half][1 if side == "in" else 2]
         flops = 2 * self.rows * self.shape.num_weights(weight) // self.layer.share
@@ -497,12 +506,12 @@ class _Builder:
         writes: _Parts = (),
         accumulates: _Parts = (),
     ) -> None:
-        """What only reads and writes memory: `count` numbers."""
+        """Adds a task that only reads and writes memory: `count` numbers."""
         cost = Cost(0, count * self.layer.input_bytes)
         self.g.compute(name, Op(op), reads=reads, writes=writes, accumulates=accumulates, cost=cost)
 
     def _rotated(self) -> int:
-        """Numbers read and written to turn q and k by their positions."""
+        """How many numbers are read and written to turn q and k by their positions."""
         return (
             2
             * self.rows
@@ -516,8 +525,9 @@ class _Builder:
 
 
 class _Inserted:
-    """The tasks of a program inside the graph of a layer. bound: what the program takes and gives,
-    to be written before and read after.
+    """The tasks of an attention program inside the graph of a layer.
+
+    bound: the program's inputs and outputs, which tasks before write and tasks after read.
     """
 
     def __init__(
@@ -537,9 +547,9 @@ class _Inserted:
         self.bound = [self.parts[part.id] for part in self.graph.parts if part.initialised]
 
     def insert(self, agreed: Buffer) -> None:
-        """Adds the tasks, all but the agreement."""
-        # The collectives of a direction take fewer: at most five in each half, of which one has
-        # twice the hops.
+        """Adds the program's tasks, except the agreement."""
+        # The collectives of a direction take fewer tags than this: each half has at most five
+        # collectives, and one of the five has twice the hops.
         first_tag = 16 * self.g.world_size
         for task in self.graph.tasks:
             if task.op == AGREE:

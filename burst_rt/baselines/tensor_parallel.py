@@ -1,11 +1,12 @@
-"""One transformer layer on the ranks of a context: tensor parallelism (Megatron-LM, arXiv
-1909.08053), alone or with a split sequence (arXiv 2205.05198), and beside it the layer whose
-sequence is split and whose attention is `burst_attention`. For: comparing them on one footing. The
-layer itself, what each way sends and holds: `layers.py`.
+"""One transformer layer on the ranks of a context, spread in one of several ways, to compare them.
 
-Collectives are task graphs of `collectives.py` on the context's runtime: verified, agreed upon
-before anything is sent, under its deadlines. Every rank must run the same layers, forward and
-backward, in the same order.
+The ways are tensor parallelism (Megatron-LM, arXiv 1909.08053), tensor parallelism with a split
+sequence (arXiv 2205.05198), and a split sequence with `burst_attention`. `layers.py` describes the
+layer, and says what each way sends and holds.
+
+Collectives are task graphs of `collectives.py` on the context's runtime. The graphs are verified,
+the ranks agree on each before anything is sent, and the context's deadlines hold. Every rank must
+run the same layers, forward and backward, in the same order.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ _EPS, _THETA = 1e-5, 10_000.0
 
 
 class Collectives:
-    """Ring collectives of a context; the graphs of the last 64 sizes are kept. All block, bounded
-    by the context's deadlines.
+    """Ring collectives of a context. All methods block, within the context's deadlines.
 
-    They raise what `Pipeline.run` raises: ContractMismatch where ranks differ in what they call or
-    in its sizes.
+    The graphs of the last 64 sizes are kept. The methods raise what `Pipeline.run` raises:
+    ContractMismatch where ranks call different collectives or bring different sizes.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -50,24 +50,25 @@ class Collectives:
         self._pipeline = lru_cache(maxsize=64)(self._build)
 
     def all_gather(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """[batch, sum(lengths), width] from every rank's [batch, lengths[rank], width]."""
+        """[batch, sum(lengths), width] from every rank's [batch, lengths[rank], width]. Blocks."""
         whole = x.new_empty(x.shape[0], sum(lengths), x.shape[2])
-        # With one batch row these are parts of `whole` itself.
+        # With one batch row the parts are views of `whole`.
         parts = [part.contiguous() for part in whole.split(list(lengths), 1)]
         parts[self.runtime.rank].copy_(x)
         self._run("all_gather", parts)
         return whole if x.shape[0] == 1 else torch.cat(parts, 1)
 
     def reduce_scatter(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """This rank's [batch, lengths[rank], width] of the sum of every rank's [batch,
-        sum(lengths), width], whose memory is used up.
+        """This rank's [batch, lengths[rank], width] of a sum over the ranks. Blocks.
+
+        Every rank brings a term x [batch, sum(lengths), width]; x's memory is overwritten.
         """
         parts: list[torch.Tensor] = [part.contiguous() for part in x.split(list(lengths), 1)]
         self._run("reduce_scatter", parts)
         return parts[self.runtime.rank]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's contiguous tensor, in place; the same bits on every rank."""
+        """The sum of every rank's contiguous tensor, in place; the same bits everywhere. Blocks."""
         self._run(
             "all_reduce", list(x.view(-1).split(even_parts(x.numel(), self.runtime.world_size)))
         )
@@ -84,8 +85,8 @@ class Collectives:
             mine = parts[part].view(-1)
             mine.add_(slots[slot][: mine.numel()])
 
-        # Strided where it holds one number or none, a part still is contiguous; flat, it is so for
-        # every reader.
+        # A part with one number or none counts as contiguous whatever its strides are. Flattened,
+        # the part is contiguous for every reader.
         pipeline.run(
             buffers={"whole": [part.view(-1) for part in parts], **slots}, ops={"add": add}
         )
@@ -102,8 +103,10 @@ class Collectives:
 
 
 class _Spread:
-    """How activations go in and out of products with split weights. Without a split they stay as
-    they are.
+    """Moves activations into and out of products with split weights.
+
+    Without a split, activations stay as they are. Both methods block within the context's
+    deadlines.
     """
 
     def __init__(self, layer: SpreadLayer, ring: Collectives) -> None:
@@ -111,22 +114,21 @@ class _Spread:
         self._lengths = [layer.layout.shard_len(rank) for rank in range(layer.layout.world_size)]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """All tokens, from what a rank holds of them."""
+        """All tokens, gathered from the tokens that each rank holds."""
         return self.ring.all_gather(x, self._lengths) if self.layer.gathers else x
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """What a rank holds of the sum over the ranks; `x` is used up."""
+        """The sum over the ranks, for the tokens that this rank holds; `x` is overwritten."""
         if self.layer.gathers:
             return self.ring.reduce_scatter(x, self._lengths)
         return self.ring.all_reduce(x) if self.layer.tensor_parallel else x
 
 
-# In these `ctx` is torch's, and its attributes are what forward keeps for backward.
+# In the next classes `ctx` is torch's; its attributes are what forward keeps for backward.
 class _In(torch.autograd.Function):
-    """`apply(x, weight, spread)`: x [batch, own tokens, dim] times the split rows of a weight;
-    Megatron's f and its product.
+    """`apply(x, weight, spread)`: x [batch, own tokens, dim] times the split rows of a weight.
 
-    The gathered x is not kept: the backward gathers it again.
+    Megatron's f and the product after it. The gathered x is not kept: the backward gathers x again.
     """
 
     @staticmethod
@@ -145,8 +147,9 @@ class _In(torch.autograd.Function):
 
 
 class _Out(torch.autograd.Function):
-    """`apply(y, weight, spread)`: y times the split columns of a weight, summed over the ranks;
-    Megatron's product and its g.
+    """`apply(y, weight, spread)`: y times the split columns of a weight, summed over the ranks.
+
+    Megatron's g and the product before it.
     """
 
     @staticmethod
@@ -165,8 +168,9 @@ class _Out(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """`apply(ring, *weights)`: the weights as they are; their gradients are summed over the ranks,
-    all in one message a hop.
+    """`apply(ring, *weights)`: the weights, unchanged; their gradients are summed over the ranks.
+
+    All gradients travel together, in one message a hop.
     """
 
     @staticmethod
@@ -189,7 +193,7 @@ def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def whole_weights(
     shape: LayerShape, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """Whole weights, on the CPU: the same on every rank, so that none need be sent."""
+    """Whole weights on the CPU. They are the same on every rank, so that no weight must be sent."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, sizes in shape.weights.items():
@@ -199,19 +203,22 @@ def whole_weights(
 
 
 class ParallelLayer(nn.Module):
-    """One causal transformer layer over the ranks of `layout`'s context: `layer(x)` for x [batch,
-    own tokens, dim] in the layout's order.
+    """One causal transformer layer over the ranks of `layout`'s context: `layer(x)`.
 
-    strategy: "tensor-parallel" (x is the whole sequence, on every rank, whatever the layout),
+    Collective, forward and backward; blocks within the context's deadlines. x is [batch, own
+    tokens, dim] in the layout's order.
+
+    strategy: "tensor-parallel" (x is the whole sequence on every rank, whatever the layout is),
     "tensor-parallel+sequence" (x is this rank's tokens; the layout is contiguous), or an attention
-    strategy (x is this rank's tokens; "ring-kv", "burst", "all-to-all", ...). weights: as
-    `whole_weights` has them; a rank keeps its part, on the context's device. Gradients of weights
-    that all ranks hold are summed over the ranks, so that every weight has the gradient of the sum
-    of the ranks' losses ("tensor-parallel": of one of them, all are the same).
+    strategy such as "ring-kv", "burst" or "all-to-all" (x is this rank's tokens).
+    weights: as `whole_weights` returns them; a rank keeps its part, on the context's device.
 
-    Collective, forward and backward; blocks, bounded by the context's deadlines. Raises InputError
-    on every rank for heads, kv heads or a feed-forward width that the ranks cannot share, and for
-    an x of another shape, dtype or device.
+    Gradients of weights that all ranks hold are summed over the ranks. So every weight has the
+    gradient of the sum of the ranks' losses. With "tensor-parallel" the ranks' losses are the same,
+    and every weight has the gradient of one of them.
+
+    Raises InputError on every rank for heads, kv heads or a feed-forward width that the ranks
+    cannot share, and for an x of another shape, dtype or device.
     """
 
     def __init__(
@@ -251,7 +258,7 @@ class ParallelLayer(nn.Module):
         self.cos, self.sin = rotation
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """A rank's part of a whole weight, or of its gradient; a copy."""
+        """A copy of this rank's part of a whole weight, or of a whole weight's gradient."""
         shape, share, rank = self.spec.shape, self.spec.share, self.runtime.rank
         if share == 1 or whole.ndim == 1:
             return whole.clone()
@@ -262,9 +269,9 @@ class ParallelLayer(nn.Module):
         return torch.cat([block.chunk(share)[rank] for block in blocks])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output, shaped like x."""
+        """The layer's output, shaped like x. Collective; blocks within the context's deadlines."""
         self._check(x)
-        # The type is the weights' throughout.
+        # Autocast is off, so that everything is computed in the weights' dtype.
         with torch.autocast(x.device.type, enabled=False):
             return self._halves(x)
 
@@ -304,7 +311,7 @@ class ParallelLayer(nn.Module):
 
     @property
     def _seen(self) -> tuple[range, ...]:
-        """Positions of the tokens that go through attention's projections here."""
+        """Positions of the tokens that go through attention's projections on this rank."""
         return (
             (range(self.layout.seq_len),)
             if self.spec.tensor_parallel

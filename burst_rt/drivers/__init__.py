@@ -1,6 +1,4 @@
-"""Drivers: perform the scheduler's instructions on this rank's hardware. `HostDriver` is for CPUs,
-`CudaDriver` for a GPU.
-"""
+"""Drivers perform the scheduler's instructions: `HostDriver` on CPUs, `CudaDriver` on a GPU."""
 
 from burst_rt.drivers.base import BaseDriver, Opening, Progress, is_out_of_memory
 from burst_rt.drivers.cuda import CudaDriver

@@ -1,9 +1,8 @@
-"""What the drivers share: the ranks' agreement that opens a call, messages through a transport, and
-the deadlines of every wait.
+"""What the drivers share: the agreement that opens a call, messages, and deadlines.
 
 Every wait has a deadline: `timeout_s` for the other ranks to enter the call, `stall_s` without a
-sign of progress once inside. A rank that computes for long tells its peers so (`Watch.say_alive`),
-which is why `stall_s` may be shorter than a tile.
+sign of progress inside the call. A rank that computes for long tells its peers so
+(`Watch.say_alive`). Therefore `stall_s` may be shorter than a tile.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["BaseDriver", "Opening", "Progress", "is_out_of_memory"]
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python found no memory, on a device or on the host."""
-    # torch has a class for devices only.
+    # torch has an exception class for devices only; on the host torch raises a RuntimeError.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError)
         and "DefaultCPUAllocator: can't allocate memory" in str(error)
@@ -33,27 +32,32 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Opening(Protocol):
-    """What a control task waits for: the ranks' agreement on the call. number: of the call."""
+    """What a control task waits for: the ranks' agreement on the call."""
 
-    number: int
+    number: int  # of the call
 
     def start(self) -> None:
-        """Begins; does not wait."""
+        """Begins the agreement. Never blocks."""
 
     def test(self) -> bool:
-        """True once it is decided. Never blocks."""
+        """True once the agreement is decided. Never blocks."""
 
     def failure(self) -> BurstError | None:
-        """After `test`: why the call may not go on, or None."""
+        """Why the call may not go on, or None. To be called once `test` is True."""
 
 
 class BaseDriver:
     """One driver performs one run of a graph.
 
-    operations: what each type of operation does, called with the task's operation. memory: the
-    bytes of each part that a message names. transport: for exchanges on free lanes. opening: what
-    control tasks wait for. takes: what memory the call takes, in words, for the error when a task
-    finds none. flight: where it is written down what this rank does.
+    operations: the function for each type of operation, called with the task's operation.
+    memory: the bytes of each part that a message names.
+    transport: for exchanges on lanes that are not ordered.
+    watch: what this rank knows of the other ranks.
+    opening: what control tasks wait for.
+    timeout_s: how long the other ranks may take to enter the call.
+    stall_s: how long nothing may move inside the call.
+    takes: says how much memory the call takes, for the error when memory runs out.
+    flight: the record that the present task is written to.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class BaseDriver:
         self._opening = opening
         self._timeout_s = timeout_s
         self._stall_s = stall_s
-        # What has ended: task, issued, started, ended. Spans are made when somebody asks.
+        # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
         self._ended: list[tuple[Task, float, float, float]] = []
         self._takes = takes
         self._flight = flight
@@ -94,7 +98,7 @@ class BaseDriver:
         self._last_beat_s = time.perf_counter()
         self.compute_s = 0.0
         self.wait_s = 0.0
-        self.refused = False  # the ranks did not agree on the call: nothing was sent
+        self.refused = False  # True: the ranks did not agree on the call, and nothing was sent
 
     @property
     def trace(self) -> Trace:
@@ -105,8 +109,9 @@ class BaseDriver:
         return trace
 
     def wait(self) -> Sequence[Event]:
-        """See `Driver.wait`. Does this driver's own work, or blocks until something has moved;
-        raises nothing a deadline could cause.
+        """Does this driver's own work, or blocks until an event has happened; see `Driver.wait`.
+
+        A deadline that passes is returned as a TaskFailed, and not raised.
         """
         backoff: Backoff | None = None
         transfers = False
@@ -125,32 +130,38 @@ class BaseDriver:
             backoff.pause()
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
-        """See `Driver.issue`."""
+        """Begins a task; see `Driver.issue`. Does not block."""
         raise NotImplementedError
 
     def progress(self) -> None:
-        """Keeps messages moving while a compute task runs; kernels call it between their parts."""
+        """Keeps messages moving while a compute task runs. Never blocks.
+
+        Kernels call `progress` between their parts. It also tells the other ranks that this rank is
+        alive.
+        """
         self._landed.extend(self._moved())
         if self._control is not None:
             self._opening.test()
         self._say_alive(time.perf_counter())
 
     def forget(self) -> None:
-        """After the run: lets go of its memory; the trace stays."""
+        """Lets go of the run's memory, and keeps the trace. To be called after the run."""
         self._operations, self._memory = {}, {}
 
     def settle(self, timeout_s: float) -> None:
-        """After the run: waits until its trace is complete, at most `timeout_s`."""
+        """Blocks until the trace of the run is complete, at most `timeout_s`."""
 
     def settled(self) -> bool:
-        """Whether the trace of the run is complete. Never blocks; any thread may ask after
-        the run.
+        """Whether the trace of the run is complete. Never blocks.
+
+        Any thread may ask after the run.
         """
         return True
 
     def doing(self) -> tuple[Task, float] | None:
-        """The task that runs or is waited for, and since when; None between tasks. Any thread may
-        ask.
+        """The task that runs or is waited for, and since when; None between tasks. Never blocks.
+
+        Any thread may ask. The time is by `time.perf_counter`.
         """
         task = self._running or self._control
         if task is None:
@@ -161,12 +172,12 @@ class BaseDriver:
         return task, self._issued_s.get(task.id, 0.0)
 
     def abort(self, error: BurstError) -> None:
-        """See `Driver.abort`."""
+        """Cancels the messages of a run that has failed; see `Driver.abort`."""
         if self._transport is not None and not self.refused:
             self._transport.cancel()
 
     def _work(self) -> bool:
-        """Does some work of the driver's own, if there is any."""
+        """Does work of the driver's own; False where there is none. Blocks while a task runs."""
         return False
 
     def _open(self, task: Task) -> None:
@@ -177,12 +188,13 @@ class BaseDriver:
     def _say_alive(self, now_s: float) -> None:
         if now_s - self._last_beat_s > self._stall_s / 4:
             self._last_beat_s = now_s
-            # To all: who waits for a neighbour that waits for this rank must hear of it too.
+            # All ranks are told, and not the neighbours only: a rank may wait for a neighbour that
+            # waits for this rank.
             self._watch.say_alive(self._others, -1 if self._running is None else self._running.id)
 
     def _exchange(self, task: Task) -> None:
         assert self._transport is not None
-        # Receives first: a message that finds its receive posted needs no copy in between.
+        # Receives are posted first: a message that finds its receive posted needs no extra copy.
         self._num_open[task.id] = len(task.recvs) + len(task.sends)
         for m in task.recvs:
             self._about[
@@ -194,7 +206,10 @@ class BaseDriver:
             ] = (task, m.peer)
 
     def _what_does(self, task: Task) -> Callable[..., None]:
-        """What the task's operation does; notes down that this rank is in the task."""
+        """The function for the task's operation. Writes the task to the flight record.
+
+        Raises InternalError for an operation without a function.
+        """
         does = self._operations.get(type(task.op))
         if does is None:
             known = sorted(each.__name__ for each in self._operations)
@@ -208,8 +223,9 @@ class BaseDriver:
         return does
 
     def _failure(self, task: Task, error: Exception) -> TaskFailed:
-        """What there is to say where the task's operation found no memory. Raises other errors; an
-        error of this package is told the task.
+        """The TaskFailed for a task that ran out of memory. Raises all other errors.
+
+        An error of this package gets the task's name first.
         """
         if not is_out_of_memory(error):
             if isinstance(error, BurstError):
@@ -250,8 +266,9 @@ class BaseDriver:
         return ended_s
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:
-        """What the wait is for, how long it may be silent, and whether it is for this rank's own
-        device, which no peer can speed up.
+        """What the driver waits for: (task, seconds it may be silent, whether for its own device).
+
+        None where nothing is under way.
         """
         if self._control is not None:
             return self._control, self._timeout_s, False
@@ -262,7 +279,10 @@ class BaseDriver:
         )
 
     def _overdue(self, backoff: Backoff) -> TaskFailed | None:
-        """What ends a wait that nothing else ends."""
+        """The TaskFailed that ends a wait: a rank is lost or a deadline has passed. None otherwise.
+
+        Never blocks.
+        """
         self._watch.look()
         waiting = self._waiting_for()
         if waiting is None:
@@ -277,8 +297,8 @@ class BaseDriver:
         )
         if lost:
             return _failed(task, lost)
-        # Any rank's last sign of life counts as progress; of this rank's own device they say
-        # nothing.
+        # The last sign of life of any rank counts as progress. It says nothing about this rank's
+        # own device.
         heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
         return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
@@ -321,20 +341,21 @@ class BaseDriver:
 
 
 def _failed(task: Task, error: BurstError) -> TaskFailed:
-    """What the engine hears when a task ends in an error."""
+    """The event that tells the engine that a task ended in an error."""
     _name_task(error, task)
     return TaskFailed(task.id, error)
 
 
 def _name_task(error: BurstError, task: Task) -> None:
-    """Makes the error say which task it came from, unless it says so already."""
+    """Adds the task's name and hop to an error that names no task yet."""
     if error.task is None:
         error.task, error.hop = task.name, task.hop
 
 
 class Progress:
-    """What kernels call between parts; the driver behind it exists only once the call's memory is
-    bound.
+    """What kernels call between their parts: `BaseDriver.progress`. Never blocks.
+
+    A `Progress` is made before its driver, because the driver needs the call's memory.
     """
 
     driver: BaseDriver | None = None

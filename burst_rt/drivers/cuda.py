@@ -1,16 +1,18 @@
-"""The CUDA driver: ordered lanes are streams, edges between them are events, and the host waits
-only for what it must know itself.
+"""The CUDA driver: ordered lanes are streams, and edges between lanes are events.
 
-With a transport that is ordered too (NCCL) every task goes onto a stream at once, and the run ends,
-for the host, when the last has been issued: the caller's stream is made to wait for the lanes, as
-it would for any other kernel. With a transport of the host (MPI, staged copies) the host polls
-events and messages, and the tiles that follow are on the compute stream before the one that runs
-has ended.
+The host waits only for what the host itself must know. With an ordered transport (NCCL) every task
+goes onto a stream at once. For the host, the run ends when the last task has been issued: the
+caller's stream is made to wait for the lanes, as it waits for any other kernel. With a transport of
+the host (MPI, staged copies) the host polls events and messages. The next tiles are on the compute
+stream before the present tile has ended.
 
-Rules (see the lanes of `scheduler.engine`): a lane's first task waits for the caller's stream, so
-inputs are there, and so does the host before its first message; a task waits for the events of its
-`after`; `join` makes the caller's stream wait for every lane that was used, so outputs are there
-and memory may be reused.
+Rules (see the lanes of `scheduler.engine`):
+
+* A lane's first task waits for the caller's stream, so that inputs are there. The host waits for
+  the caller's stream before its first message.
+* A task waits for the events of its `after`.
+* `join` makes the caller's stream wait for every lane that was used, so that outputs are there and
+  memory may be reused.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ __all__ = ["CudaDriver"]
 
 
 class _Issued(NamedTuple):
-    """A task on a stream: between these events."""
+    """A task that was put on a stream."""
 
     task: Task
-    issued_s: float
-    started: DeviceEvent
-    ended: DeviceEvent
+    issued_s: float  # by `time.perf_counter`
+    started: DeviceEvent  # recorded before the task's work
+    ended: DeviceEvent  # recorded after the task's work
 
 
 class CudaDriver(BaseDriver):
-    """See `scheduler.Driver` and `BaseDriver`. wire: for exchanges on ordered lanes."""
+    """Performs one run of a graph on a GPU; see `scheduler.Driver` and `BaseDriver`.
+
+    wire: the transport for exchanges on ordered lanes.
+    """
 
     def __init__(
         self,
@@ -52,8 +57,8 @@ class CudaDriver(BaseDriver):
         super().__init__(schedule.graph, **options)
         self._device = device
         self._wire = wire
-        # Somebody on another kind of lane waits for these: the host must see them end. All others
-        # are done, for the host, once issued.
+        # Tasks on lanes of another kind wait for these tasks, so the host must see these end. All
+        # other tasks are done, for the host, once they are issued.
         self._observed = {task.id for task in self._graph.tasks if schedule.on_done[task.id]}
         self._streams: dict[str, Stream] = {}
         self._issued: dict[int, _Issued] = {}
@@ -61,16 +66,19 @@ class CudaDriver(BaseDriver):
         self._held: list[Task] = []  # exchanges of the host that wait for the caller's stream
         self._caller_done = False
         self._failed = False
-        self.putting: Task | None = None  # on a stream; any thread may ask
-        self._resolving = threading.Lock()  # the trace may be wanted by the caller and by telemetry
-        # Not `_opened`, which happens only when the caller's stream gets there.
+        self.putting: Task | None = None  # the task being put on a stream; any thread may ask
+        self._resolving = threading.Lock()  # the caller and telemetry may both want the trace
+        # `_opened` cannot serve as the origin: it happens only when the caller's stream gets there.
         self._origin, self._origin_s = device.origin()
         self._opened = device.record(device.caller())
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
-        """See `Driver.issue`."""
+        """Puts a task on a stream, or begins an exchange of the host; see `Driver.issue`.
+
+        Does not block, except where NCCL connects two ranks at their first message.
+        """
         if self._failed:
-            return  # one before it was not done; the engine has yet to hear of it
+            return  # an earlier task has failed, and the engine has yet to hear of the failure
         lane = self._graph.lanes[task.lane]
         self._issued_s[task.id] = time.perf_counter()
         if lane.ordered:
@@ -86,16 +94,18 @@ class CudaDriver(BaseDriver):
             )
 
     def abort(self, error: BurstError) -> None:
-        """See `Driver.abort`. What is on the streams already runs on; the caller keeps its
-        memory.
+        """Cancels all messages; see `Driver.abort`. Work that is on the streams already runs on.
+
+        So the caller must keep the memory of the run.
         """
         super().abort(error)
         if self._wire is not None and not self.refused:
             self._wire.cancel()
 
     def join(self) -> DeviceEvent:
-        """Makes the caller's stream wait for all lanes; returns the event after which the call's
-        memory may be used again.
+        """Makes the caller's stream wait for all lanes. Does not block.
+
+        Returns the event after which the call's memory may be used again.
         """
         caller = self._device.caller()
         for stream in self._streams.values():
@@ -103,19 +113,23 @@ class CudaDriver(BaseDriver):
         return self._device.record(caller)
 
     def begun(self) -> bool:
-        """Whether the caller's stream has come to this run; before that it has work of the
-        caller's. Never blocks; any thread may ask."""
+        """Whether the caller's stream has come to this run, past the caller's own work.
+
+        Never blocks; any thread may ask.
+        """
         return self._device.happened(self._opened)
 
     def unended(self) -> list[Task]:
-        """The tasks put on streams that have not ended, as they were issued. Never blocks; any
-        thread may ask."""
-        # Copied in one step, because the thread that makes the call adds to them.
+        """The tasks on streams that have not ended, in the order they were issued.
+
+        Never blocks; any thread may ask.
+        """
+        # The tasks are copied in one step, because the thread that makes the call adds more.
         issued = list(self._issued.values())
         return [each.task for each in issued if not self._device.happened(each.ended)]
 
     def settle(self, timeout_s: float) -> None:
-        """See `BaseDriver.settle`. Blocks; raises Stalled."""
+        """Blocks until the device has ended the run, at most `timeout_s`; then raises Stalled."""
         backoff = Backoff()
         while not self.settled():
             if backoff.elapsed_s() > timeout_s:
@@ -123,14 +137,14 @@ class CudaDriver(BaseDriver):
             backoff.pause()
 
     def settled(self) -> bool:
-        """See `BaseDriver.settled`."""
+        """Whether the trace is complete; see `BaseDriver.settled`. Never blocks on the device."""
         with self._resolving:
             return self._resolve()
 
     def _resolve(self) -> bool:
         """Adds the spans of device tasks to the trace once all have ended; False until then.
 
-        The device's events have a clock of their own, compared with the host's by `Device.origin`:
+        The device's events have their own clock. `Device.origin` relates it to the host's clock, so
         a span is exact to some microseconds.
         """
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
@@ -144,7 +158,7 @@ class CudaDriver(BaseDriver):
             if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
         if self._issued:
-            # The host waits for other reasons, or not at all.
+            # The waits of the host say nothing here, so idle time is computed from the spans.
             transfer_s, hidden_s = overlap(list(self.trace))
             self.wait_s = transfer_s - hidden_s
         self._issued.clear()
@@ -206,7 +220,7 @@ class CudaDriver(BaseDriver):
 
     def _waiting_for(self) -> tuple[Task, float, bool] | None:
         if self._control is None and self._under_way:
-            # A long tile is no stall, and the others must hear that this rank is alive.
+            # A long tile is no stall, so the other ranks must hear that this rank is alive.
             self._running = self._graph.tasks[self._under_way[0]]
             self._say_alive(time.perf_counter())
             return self._running, self._timeout_s, True

@@ -1,7 +1,7 @@
-"""A device as the CUDA driver sees it: streams, events, and nothing else. `TorchDevice` is the real
-one; tests have one that keeps books.
+"""A device as the CUDA driver sees it: streams, events, and nothing else.
 
-Streams and events are whatever the device says they are; the driver only hands them back.
+`TorchDevice` is a real device; tests have a double that keeps books. Only the device knows what
+streams and events are: the driver hands them back without looking into them.
 """
 
 from __future__ import annotations
@@ -15,50 +15,53 @@ import torch
 
 __all__ = ["Device", "DeviceEvent", "Stream", "TorchDevice"]
 
-# Opaque to the driver: torch.cuda.Stream and torch.cuda.Event here, other things in tests.
+# Opaque to the driver: torch.cuda.Stream and torch.cuda.Event here, other types in tests.
 Stream: TypeAlias = Any
 DeviceEvent: TypeAlias = Any
 
+# After this time the device's and the host's clocks are compared anew.
 _ORIGIN_S = 10.0
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of cuda.h: captures of other threads do not concern this one.
 _CAPTURE_THREAD_LOCAL = 1
 
 
 class Device(Protocol):
-    """What work can be put on, in order, without waiting for it. No method blocks (`origin` for
-    some microseconds).
+    """A device with streams: work is put on a stream, and runs in the order it was put there.
+
+    No method blocks, except `origin` for some microseconds.
     """
 
     def enter(self) -> None:
-        """Makes the device that of the thread which calls."""
+        """Makes this device the current device of the calling thread."""
 
     def enter_to_watch(self) -> None:
-        """As `enter`, for a thread that only asks whether events have happened."""
+        """Does what `enter` does, for a thread that only asks whether events have happened."""
 
     def caller(self) -> Stream:
-        """The stream the caller's work is on."""
+        """The stream of the caller's work."""
 
     def lane(self, name: str) -> Stream:
-        """The stream of a lane; always the same for the same name."""
+        """The stream of a lane; always the same stream for the same name."""
 
     def handle(self, stream: Stream) -> int:
         """The number by which libraries know the stream."""
 
     def record(self, stream: Stream) -> DeviceEvent:
-        """An event that has happened once all that is on the stream now is done."""
+        """An event that happens once all work that is on the stream now is done."""
 
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
-        """What is put on the stream from now on starts after the event."""
+        """Makes work that is put on the stream from now on start after the event."""
 
     def happened(self, event: DeviceEvent) -> bool:
-        """Whether it has; then its results can be read by the host."""
+        """Whether the event has happened; if so, the host can read what the work gave."""
 
     def seconds(self, first: DeviceEvent, last: DeviceEvent) -> float:
-        """Time between two events that have happened."""
+        """Seconds between two events that have happened."""
 
     def origin(self) -> tuple[DeviceEvent, float]:
-        """An event that has happened, at most some seconds ago, and when it did by
-        `time.perf_counter`.
+        """A recent event that has happened, and when it happened by `time.perf_counter`.
+
+        The event is at most some seconds old.
         """
 
     def on(self, stream: Stream, name: str) -> AbstractContextManager[object]:
@@ -66,7 +69,7 @@ class Device(Protocol):
 
 
 class TorchDevice:
-    """See `Device`. Streams of its own for each lane of one context on one CUDA device."""
+    """A CUDA device; see `Device`. Each lane of a context has its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,25 +77,32 @@ class TorchDevice:
         self._origin: tuple[torch.cuda.Event, float] | None = None
 
     def enter(self) -> None:
-        """See `Device.enter`. A thread that has not called it takes memory on the first device
-        for whatever it asks of CUDA."""
+        """Makes this device the thread's current device.
+
+        A thread that has not called `enter` takes memory on the first device for any call of CUDA.
+        """
         torch.cuda.set_device(self._device)
 
     def enter_to_watch(self) -> None:
-        """See `Device.enter_to_watch`. While the program captures a CUDA graph, CUDA by default
-        takes a question about any event, from any thread, for an error of the capture; a thread
-        may say that it has no part in it."""
+        """Enters the device, and exempts the thread from captures of CUDA graphs.
+
+        While the program captures a CUDA graph, CUDA by default takes a query of any event, from
+        any thread, for an error of the capture. A thread may say that it has no part in captures.
+        """
         self.enter()
         mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def caller(self) -> torch.cuda.Stream:
-        """See `Device.caller`: torch's current stream, of the thread that asks."""
+        """torch's current stream in the calling thread."""
         return torch.cuda.current_stream(self._device)
 
     def lane(self, name: str) -> torch.cuda.Stream:
-        """See `Device.lane`. Transfers have priority over compute: others wait for them."""
+        """The stream of a lane.
+
+        Transfers have priority over compute, because other ranks wait for transfers.
+        """
         stream = self._lanes.get(name)
         if stream is None:
             stream = self._lanes[name] = torch.cuda.Stream(
@@ -101,7 +111,7 @@ class TorchDevice:
         return stream
 
     def handle(self, stream: torch.cuda.Stream) -> int:
-        """See `Device.handle`."""
+        """The CUDA handle of the stream, as a number."""
         return int(stream.cuda_stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -123,8 +133,9 @@ class TorchDevice:
         return float(first.elapsed_time(last)) / 1e3
 
     def origin(self) -> tuple[torch.cuda.Event, float]:
-        """See `Device.origin`. Made anew every 10 s, because clocks drift, on a stream where
-        nothing else is.
+        """A recent event and its time; blocks for some microseconds where it is recorded anew.
+
+        The event is recorded anew every 10 s, because clocks drift. Its stream has no other work.
         """
         if self._origin is None or time.perf_counter() - self._origin[1] > _ORIGIN_S:
             event = self.record(self.lane("clock"))
@@ -133,12 +144,12 @@ class TorchDevice:
         return self._origin
 
     def on(self, stream: torch.cuda.Stream, name: str) -> AbstractContextManager[object]:
-        """See `Device.on`; the name is an NVTX range."""
+        """Inside, work goes to the stream. The name is an NVTX range."""
         return _Range(stream, name)
 
 
 class _Range:
-    """A stream made current, and an NVTX range around the launches."""
+    """Inside, a stream is current, and an NVTX range is around the launches."""
 
     def __init__(self, stream: torch.cuda.Stream, name: str) -> None:
         self._current = torch.cuda.stream(stream)

@@ -1,8 +1,7 @@
-"""The host driver: tasks on the CPU of this rank, messages through a transport. One compute task at
-a time, transfers beside it.
+"""The host driver: tasks run on this rank's CPU, messages go through a transport.
 
-A compute task runs inside `wait`, in the calling thread; long ones call `progress` between their
-parts so that messages keep moving.
+One compute task runs at a time, beside transfers. A compute task runs inside `wait`, in the calling
+thread. A long task calls `progress` between its parts so that messages keep moving.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, as transports take it; it stays alive with the
-    view.
+    """The memory of a contiguous CPU tensor, as transports take it.
+
+    The view keeps the memory alive.
     """
-    # From its address: through numpy it takes four times as long, and a call has a dozen.
+    # The view is made from the address. Through numpy this takes four times as long, and a call
+    # makes a dozen views.
     block: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     block.owner = tensor
     return memoryview(block).cast("B")
@@ -32,19 +33,23 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8."""
-    # Not view(-1): a single element keeps any stride it has, and such a tensor has no bytes view.
+    # view(-1) will not do: a tensor of one element keeps its stride, whatever the stride is, and a
+    # tensor with another stride than 1 has no view as bytes.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class HostDriver(BaseDriver):
-    """See `scheduler.Driver` and `BaseDriver`."""
+    """Performs one run of a graph on the CPU; see `scheduler.Driver` and `BaseDriver`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:  # BaseDriver's own
         super().__init__(*args, **options)
         self._queue: list[Task] = []
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:
-        """See `Driver.issue`. `after` is empty: no lane of a host is ordered."""
+        """Queues a task or begins its exchange; see `Driver.issue`. Does not block.
+
+        `after` is empty, because no lane of a host is ordered.
+        """
         self._issued_s[task.id] = time.perf_counter()
         if task.lane == "control":
             self._open(task)
@@ -65,7 +70,7 @@ class HostDriver(BaseDriver):
         except (MemoryError, RuntimeError, BurstError) as error:
             failure = self._failure(task, error)
         ended_s = self._finish(task, started_s)
-        # Short tasks need not call `progress`, and there may be many of them.
+        # Short tasks need not call `progress`, and many of them may follow each other.
         self._say_alive(ended_s)
         self._running = None
         self.compute_s += ended_s - started_s

@@ -1,5 +1,6 @@
-"""Watching the other ranks: who has left, who is alive, and how to wait without burning a core or
-outliving a deadline.
+"""Watching the other ranks: who has left, who is alive, and how to wait for them.
+
+A wait must neither burn a core nor outlive its deadline.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from burst_rt.transport import ControlGroup, NoticeKind, Pending
 
 __all__ = ["Backoff", "SharedWatch", "Watch"]
 
-# A rank that has left may have done all its part of the call already; what it sent is still on its
-# way this long.
+# A rank that has left may have done all of its part in the call before. For this long, the messages
+# that the rank sent may still be on their way.
 _LEAVE_GRACE_S = 1.0
-# Poll hot first (a sleeping poll costs 0.6 ms where a hot one costs 3 us), then with growing
-# sleeps.
+# A wait polls hot at first, because a sleeping poll costs 0.6 ms where a hot poll costs 3 us. Later
+# the wait polls with growing sleeps.
 _HOT_S = 300e-6
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 500e-6
 
 
 class Backoff:
-    """Spaces the polls of one wait."""
+    """The pauses between the polls of one wait."""
 
     def __init__(self) -> None:
         self.started_s = time.perf_counter()
@@ -34,11 +35,11 @@ class Backoff:
 
     @property
     def hot(self) -> bool:
-        """Whether the wait is so young that only what it waits for needs a look."""
+        """Whether the wait is in its first 0.3 ms, when notices and deadlines need no look yet."""
         return time.perf_counter() - self.started_s < _HOT_S
 
     def pause(self) -> None:
-        """Lets time pass: yields the core while hot, sleeps up to 0.5 ms later."""
+        """Pauses: yields the core while hot, and sleeps up to 0.5 ms later."""
         if self.hot:
             os.sched_yield()
         else:
@@ -52,7 +53,7 @@ class Backoff:
 
 @dataclass(frozen=True)
 class Absent:
-    """Ranks that have not entered a call; in words "rank 2 has", "ranks 1, 2 have"."""
+    """Ranks that have not entered a call. `str()` gives "rank 2 has" or "ranks 1, 2 have"."""
 
     ranks: list[int]
 
@@ -62,34 +63,38 @@ class Absent:
 
     @property
     def only(self) -> int | None:
-        """The one rank, where it is one."""
+        """The absent rank, where exactly one is absent; else None."""
         return self.ranks[0] if len(self.ranks) == 1 else None
 
 
 class Watch:
-    """What this rank knows of the others, from their notices. One per context.
+    """What this rank knows of the other ranks, from their notices. Each context has one watch.
 
-    left: when a rank was noticed to have left, with which exit code and error. alive: when a rank
-    last said that it computes, and its task. entered: the last call that a rank said it waits in.
-    refusing: ranks that, like this one, cannot make their next call, and whether they were about to
-    make it here; None while this rank has no such trouble.
+    Only `wait_for` blocks. All dictionaries are by rank.
     """
 
     def __init__(self, control: ControlGroup) -> None:
         self.control = control
-        # Never changed, but replaced: another thread may be reading them.
+        # The first three dictionaries are replaced, and never changed: another thread may be
+        # reading them.
+
+        # When a rank was noticed to have left, its exit code, and its error in words.
         self.left: dict[int, tuple[float, int, str]] = {}
+        # When a rank last said that it computes, and the task that it computes.
         self.alive: dict[int, tuple[float, int]] = {}
+        # The number of the last call that a rank said it waits in.
         self.entered: dict[int, int] = {}
+        # Ranks that cannot make their next call, like this rank, and whether they meant to make it
+        # in this group. None while this rank can make its next call.
         self.refusing: dict[int, bool] | None = None
-        self._here = False
+        self._here = False  # whether this rank, when refusing, meant to make its call here
         self._asked = 0  # how often this rank has asked who waits for it
-        self._asking: dict[int, int] = {}  # the last question of each that asked
-        self._curious: set[int] = set()  # those to tell which call this rank waits in
-        self._told: dict[int, int] = {}  # the last call each was told of
+        self._asking: dict[int, int] = {}  # the last question of each rank that asked
+        self._curious: set[int] = set()  # ranks to tell which call this rank waits in
+        self._told: dict[int, int] = {}  # the last call that each rank was told of
 
     def look(self) -> None:
-        """Reads notices. Never blocks."""
+        """Reads the notices that have come, and answers questions. Never blocks."""
         for notice in self.control.notices():
             now, peer = time.perf_counter(), notice.peer
             if notice.kind is NoticeKind.LEFT:
@@ -115,11 +120,12 @@ class Watch:
             self._asking.clear()
 
     def lost(self, awaited: Iterable[int] | None = None) -> BurstError | None:
-        """PeerLost (DeviceError where that is what it had), once a rank has left for longer than
-        its last messages may take.
+        """The error for a rank that has left, or None.
 
-        awaited: the ranks whose messages are open (None: all). One that ended well and owes nothing
-        is no loss to a call under way.
+        PeerLost, or DeviceError where the rank failed with a DeviceError. A rank counts as lost 1 s
+        after it left, because its last messages may still be on their way. awaited: the ranks whose
+        messages are open; None: all ranks. A rank that ended well, and has no open messages, is no
+        loss to a call under way.
         """
         now = time.perf_counter()
         for peer, (since, code, _) in self.left.items():
@@ -128,29 +134,33 @@ class Watch:
         return None
 
     def require_all(self) -> None:
-        """Raises PeerLost if any rank has left already: a new call cannot be entered."""
+        """Raises PeerLost (or DeviceError) if any rank has left: then no new call can be entered.
+
+        Never blocks.
+        """
         self.look()
         for peer in self.left:
             raise self._lost(peer)
 
     def say_alive(self, peers: Iterable[int], task: int) -> None:
-        """Tells peers that this rank is computing."""
+        """Tells peers that this rank is computing the task with this number. Does not wait."""
         for peer in peers:
             self.control.notify(peer, NoticeKind.ALIVE, task)
 
     def say_left(self, code: int, error: str = "") -> None:
-        """Tells every other rank that this one enters no further call, with which exit code, and
-        why. Does not wait.
+        """Tells every other rank that this rank enters no further call. Does not wait.
+
+        code: this rank's exit code. error: why this rank leaves, in words.
         """
         for peer in self._others():
             self.control.notify(peer, NoticeKind.LEFT, code, error)
 
     def say_refuses(self, *, here: bool) -> None:
-        """Tells every other rank that this one cannot make its next call: who waits for it here
-        says so, and who cannot make a call either.
+        """Tells every other rank that this rank cannot make its next call. Does not wait.
 
-        Does not wait. here: it was about to make the call here. Until `stop_refusing` this rank
-        answers likewise, when it looks.
+        The notice is a question, too: ranks that wait for this rank here answer, and so do ranks
+        that cannot make a call either. Until `stop_refusing` this rank answers such questions when
+        it looks. here: whether this rank meant to make the call in this group.
         """
         self.refusing, self._here = {}, here
         self._asked += 1
@@ -158,12 +168,13 @@ class Watch:
             self.control.notify(peer, NoticeKind.REFUSES, self._asked)
 
     def stop_refusing(self) -> None:
-        """This rank goes on."""
+        """Ends what `say_refuses` began."""
         self.refusing = None
 
     def say_entered(self, number: int, waited_s: float, timeout_s: float) -> None:
-        """While this rank waits for the others to enter call `number`: tells who wants to know, and
-        after half the time everybody.
+        """Tells other ranks that this rank waits for them to enter call `number`. Does not wait.
+
+        At first only the ranks that want to know are told, and all ranks after half of `timeout_s`.
         """
         for peer in list(self._curious) if waited_s < timeout_s / 2 else self._others():
             if self._told.get(peer) != number:
@@ -172,21 +183,21 @@ class Watch:
         self._curious.clear()
 
     def leave(self, code: int, error: str = "") -> None:
-        """`say_left`, and closes the control group."""
+        """Says that this rank has left (`say_left`), and closes the control group."""
         self.say_left(code, error)
         self.control.close()
 
     def absent(self, number: int) -> Absent:
-        """Which ranks have not said that they wait in call `number`."""
+        """The ranks that have not said that they wait in call `number`."""
         return Absent([peer for peer in self._others() if self.entered.get(peer) != number])
 
     def wait_for(
         self, pending: Pending, timeout_s: float, what: str, number: int | None = None
     ) -> None:
-        """Blocks until `pending` is done. Raises Stalled after `timeout_s`, PeerLost when a rank
-        has left.
+        """Blocks until `pending` is done. Raises Stalled after `timeout_s`.
 
-        number: of the call that `pending` opens, where it opens one.
+        Raises PeerLost or DeviceError when a rank has left. number: of the call that `pending`
+        opens; None where `pending` opens no call.
         """
         backoff = Backoff()
         while not pending.test():
@@ -216,8 +227,8 @@ class Watch:
 
     def _lost(self, peer: int) -> BurstError:
         _, code, error = self.left[peer]
-        # A device that failed is everybody's error, of the same class: no rank can go on, and none
-        # is to blame.
+        # If a device failed, all ranks raise the same class: no rank can go on, and no rank is to
+        # blame.
         kind = DeviceError if code == DeviceError.exit_code else PeerLost
         how = "closed its context or ended normally" if code == 0 else f"failed (exit code {code})"
         if error:
@@ -232,8 +243,10 @@ class Watch:
 
 
 class SharedWatch(Watch):
-    """A `Watch` that a second thread uses too: it reads and writes notices under a lock, which
-    contexts with one thread do without."""
+    """A `Watch` that a second thread uses, too: it reads and writes notices under a lock.
+
+    Contexts with one thread do without the lock.
+    """
 
     def __init__(self, control: ControlGroup) -> None:
         super().__init__(control)

@@ -1,21 +1,20 @@
 """Watches calls that have been issued and have not ended.
 
 With an ordered transport (NCCL) a call returns once its work is on streams. If another rank then
-fails, that work never ends, and the program waits for it somewhere of its own, in `.item()` say,
-for ever. So a daemon thread of the context watches the oldest call on the device that has not
-ended; while there is none it sleeps. Of that call it sees:
+fails, that work never ends. The program would wait for the work for ever, in code of its own such
+as `.item()`. So a daemon thread of the context watches the oldest call on the device that has not
+ended. While there is no such call, the thread sleeps. The thread looks for these troubles:
 
-* that another rank has failed, by its notice, while messages are open;
-* that NCCL reports an error, which it does only to who asks;
-* that a message could not be started for `timeout_s`: two ranks may still have to connect, on the
-  host;
-* that for `timeout_s` no task of it has ended. That time begins when the caller's stream has come
-  to the call: work of the caller's may take as long as it likes. It is as long as a rank may be
-  late for a call, because another rank's stream may have such work too, for which this rank's
-  messages wait.
+* Another rank has said that it failed, while messages are open.
+* NCCL reports an error, which NCCL does only when asked.
+* A message could not be started for `timeout_s`: two ranks may still have to connect, on the host.
+* No task of the call has ended for `timeout_s`. This time begins when the caller's stream has come
+  to the call, because the caller's own work may take as long as it likes. The limit is the time
+  that a rank may be late for a call: the stream of another rank may have work of its caller, too,
+  and this rank's messages wait for that work.
 
-What it sees ends the job (`fail`). To abort the messages and go on would give the program
-results that are none.
+Any of these ends the job (`fail`). To abort the messages and go on would give the program invalid
+results.
 """
 
 from __future__ import annotations
@@ -43,21 +42,20 @@ _PERIOD_S = 0.05
 
 @dataclass(eq=False)
 class Call:
-    """A call of a context on its device. issuing: the thread that makes it has not issued all of
-    it yet."""
+    """A call of a context on its device."""
 
     number: int
     name: str
     driver: CudaDriver
-    issuing: bool = True
+    issuing: bool = True  # False once the thread that makes the call has issued all of it
 
 
 class Watchdog:
-    """See the module. One a context; its thread starts with the first call.
+    """The watchdog of a context; see the module. Its thread starts with the first call.
 
-    watch: shared with the thread that makes the calls. enter: called first in the thread
-    (`Device.enter_to_watch`). fail: called once, in the thread, with what has been seen; no call
-    is watched after that.
+    watch: shared with the thread that makes the calls. enter: called first in the watchdog's thread
+    (`Device.enter_to_watch`). fail: called once in the watchdog's thread, with the trouble that it
+    saw; no call is watched after that.
     """
 
     def __init__(
@@ -82,7 +80,10 @@ class Watchdog:
         self._since_s = 0.0
 
     def begin(self, number: int, name: str, driver: CudaDriver) -> Call:
-        """Watches a call from now on. Its `issuing` is the caller's to end."""
+        """Watches a call from now on. Does not block.
+
+        The caller sets the call's `issuing` to False once all of the call is issued.
+        """
         call = Call(number, name, driver)
         with self._changed:
             self._calls.append(call)
@@ -91,19 +92,19 @@ class Watchdog:
         if self._thread is None:
             name = f"burst_rt watchdog {self._wire.rank}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            # A thread inside CUDA while the interpreter goes takes the process down with it.
+            # A thread that is inside CUDA while the interpreter exits would crash the process.
             atexit.register(self.stop)
             self._thread.start()
         return call
 
     def finish(self) -> None:
-        """No further call comes: the thread ends with the last of them. Does not wait."""
+        """Says that no further call comes: the thread ends with the last call. Does not wait."""
         with self._changed:
             self._over = True
             self._changed.notify()
 
     def stop(self) -> None:
-        """Watches nothing any more. Blocks until the thread has ended, at most a second."""
+        """Stops watching at once. Blocks until the thread has ended, at most a second."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -112,7 +113,7 @@ class Watchdog:
             thread.join(1.0)
 
     def _run(self) -> None:
-        # If the device is out of order, what is asked of it next says so.
+        # An error of the device is suppressed here, because the next question to it raises again.
         with suppress(RuntimeError):
             self._enter()
         while True:
@@ -134,11 +135,13 @@ class Watchdog:
         atexit.unregister(self.stop)
 
     def _oldest(self) -> tuple[Call, list[Task]] | None:
-        """The oldest call that has not ended, and its tasks on streams that have not; forgets
-        those before it."""
+        """The oldest call that has not ended, and its tasks on streams that have not ended.
+
+        Forgets the calls before it. None where all calls have ended.
+        """
         while self._calls:
             call = self._calls[0]
-            # In this order: nothing comes to a call that has been issued.
+            # `issuing` is read before the tasks: once a call is issued, no task is added to it.
             issuing, tasks = call.issuing, call.driver.unended()
             if issuing or tasks:
                 return call, tasks
@@ -147,7 +150,7 @@ class Watchdog:
         return None
 
     def _look(self) -> BurstError | None:
-        """What ends the job, if there is anything."""
+        """The trouble that ends the job, or None. Never blocks."""
         try:
             found = self._oldest()
             begun = found is not None and found[0].driver.begun()

@@ -1,3 +1,4 @@
-"""What a process knows of its job, and what it leaves for whoever started the job.
+"""What a process knows of its job, and what the process reports to the job's launcher.
+
 Needs the standard library and psutil alone.
 """

@@ -1,7 +1,7 @@
-"""How a process ends: exit codes, last words, and ending the job from a thread that is not the
-program's, where what it finds cannot be raised where the program would see it.
+"""How a process ends: exit codes, last words, and ending the job from any thread.
 
-Standard library only: `burst-rt run` imports it before the program.
+A thread that is not the program's cannot raise an error where the program would see it. So such a
+thread ends the job. Standard library only: `burst-rt run` imports this module before the program.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from burst_rt.errors import BurstError
 
 __all__ = ["end_job", "exit_code_of", "in_words", "mpi_takes_threads", "report_with"]
 
-# Whatever holds up the end: the process is gone after so long.
+# The process ends after this time, whatever else holds up its end.
 _LAST_RESORT_S = 10.0
+# How long `end_job` waits for `abort`.
 _ABORT_S = 0.1
 
 _report: Callable[[BurstError], None] | None = None
@@ -32,25 +33,28 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def in_words(error: BaseException | None) -> str:
-    """An error for the other ranks, in one line; "" for a program that ended well."""
+    """An error in one line, for the other ranks; "" for a program that ended well."""
     if error is None or not exit_code_of(error):
         return ""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def report_with(report: Callable[[BurstError], None]) -> None:
-    """How this process says why it ends, from now on; then a non-zero exit code is all its
-    launcher needs to end the job."""
+    """Sets what `end_job` calls to say why the process ends.
+
+    With a report set, `end_job` does not call MPI_Abort: the launcher ends the job when it sees a
+    non-zero exit code.
+    """
     global _report
     _report = report
 
 
 def end_job(error: BurstError, abort: Callable[[], None]) -> NoReturn:
-    """Says why in a line on stderr, and ends this process and its MPI job with the error's exit
-    code. For any thread.
+    """Ends this process and its MPI job with the error's exit code. For any thread; never returns.
 
-    abort: ends what is on the device. The program may then go on with results that are none, so
-    it comes last, and is not waited for longer than a tenth of a second.
+    Says why first, in a line on stderr or by `report_with`. The process is gone after 10 s at the
+    latest. abort: ends the work on the device. After that the program could go on with invalid
+    results, so `abort` is called last, and waited for at most 0.1 s.
     """
     last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (error.exit_code,))
     last_resort.daemon = True
@@ -75,8 +79,10 @@ def _say(error: BurstError) -> None:
 
 
 def mpi_takes_threads() -> bool:
-    """Whether MPI, if this process uses it, takes calls of several threads at once, and still
-    takes any."""
+    """Whether any thread of this process may call MPI now; True where the process does not use MPI.
+
+    False where MPI was started for one thread only, and before MPI_Init and after MPI_Finalize.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None:
         return True
@@ -86,6 +92,6 @@ def mpi_takes_threads() -> bool:
 
 def _abort_mpi(code: int) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
-    # Otherwise the launcher ends the job for the exit code.
+    # Where MPI_Abort cannot be called, the launcher ends the job because of the exit code.
     if mpi is not None and mpi_takes_threads() and mpi.COMM_WORLD.size > 1:
         mpi.COMM_WORLD.Abort(code)

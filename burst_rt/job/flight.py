@@ -1,9 +1,9 @@
-"""A rank's flight record: the call and the task that it is in, where the launcher finds them when
-the process is gone.
+"""A rank's flight record: the rank's present call and task, readable after the process has died.
 
-A small file in the job's folder, mapped into memory: what is written survives the process, however
-it ends. Writing takes about a microsecond. There is a record only under `burst-rt run`, on the
-launcher's own host, and one for a process: of several contexts the last writer's call stands in it.
+The record is a small file in the job's folder, mapped into memory: what is written survives the
+process, however the process ends. Writing takes about a microsecond. There are records only under
+`burst-rt run`, on the launcher's own host. A process has one record: with several contexts, the
+record holds the call that was written last.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from burst_rt.job.reports import job_folder
 
 __all__ = ["Flight", "FlightRecord", "own_flight", "read_flight"]
 
-# Number of the call (0: in none), then lengths and texts of what it is and of its task.
+# The number of the call (0: in no call), the length of the call's text and of the task's text. The
+# two texts follow.
 _HEAD = struct.Struct("<qHH")
 _TEXT_BYTES = 250
 _SIZE = _HEAD.size + 2 * _TEXT_BYTES
 
 
 class Flight(NamedTuple):
-    """Where a rank was: the number of its call, what call it is, and the name of its task (""
-    between tasks).
-    """
+    """Where a rank was."""
 
-    number: int
-    call: str
-    task: str
+    number: int  # of the call
+    call: str  # the call's name
+    task: str  # the task's name; "" between tasks
 
     def __str__(self) -> str:
         return f"in call {self.number} ({self.call})" + (
@@ -43,37 +42,40 @@ class Flight(NamedTuple):
 
 
 class FlightRecord:
-    """This process's record. See the module."""
+    """This process's flight record; see the module. Raises OSError where the file cannot be made.
+
+    No method blocks.
+    """
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            # All of it: on a full disk a file with holes is made all the same, and writing to it
-            # kills the process.
+            # Allocates the whole file. On a full disk a file with holes could be made, too, but
+            # writing to the holes would kill the process.
             os.posix_fallocate(file.fileno(), 0, _SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._number = 0
         self._call = b""
 
     def enter(self, number: int, call: str) -> None:
-        """The rank enters a call."""
+        """Writes that the rank enters a call."""
         self._number, self._call = number, call.encode()[:_TEXT_BYTES]
         self.task("")
 
     def task(self, name: str) -> None:
-        """The rank does this task of its call, or waits for it."""
+        """Writes that the rank does this task of its call, or waits for the task."""
         call, task = self._call, name.encode()[:_TEXT_BYTES]
         self._map[: _HEAD.size + len(call) + len(task)] = (
             _HEAD.pack(self._number, len(call), len(task)) + call + task
         )
 
     def leave(self) -> None:
-        """The rank is out of the call."""
+        """Writes that the rank is in no call."""
         _HEAD.pack_into(self._map, 0, 0, 0, 0)
 
 
 @cache
 def own_flight() -> FlightRecord | None:
-    """The record of this process; None outside a job of `burst-rt run`."""
+    """The flight record of this process; None outside a job of `burst-rt run`."""
     folder, rank = job_folder(), launched.rank()
     if folder is not None and rank is not None:
         with suppress(OSError):
@@ -82,7 +84,7 @@ def own_flight() -> FlightRecord | None:
 
 
 def read_flight(folder: Path, rank: int) -> Flight | None:
-    """Where a rank was; None where it was in no call, or has written nothing."""
+    """Where a rank was; None where the rank was in no call, or has written nothing."""
     try:
         written = _path(folder, rank).read_bytes()
     except OSError:

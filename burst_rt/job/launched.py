@@ -1,8 +1,7 @@
-"""What the launcher of this process says about its job: this rank's number, and how many ranks
-there are.
+"""What the launcher says about this process's job: this rank's number, and the number of ranks.
 
-Launchers say it by environment variables: Open MPI, MPICH and Intel MPI, Slurm's srun, PALS, and
-torchrun. Standard library only, but for `ranks_here`, which looks at processes.
+Launchers set environment variables: Open MPI, MPICH and Intel MPI, Slurm's srun, PALS, and
+torchrun. Standard library only, except `ranks_here`, which looks at processes with psutil.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = [
     "ranks_here", "torchrun_ranks",
 ]  # fmt: skip
 
-# What "auto" means in `burst_rt.init`, where the user has said it outside the program:
+# The environment variables that say what "auto" means in `burst_rt.init`.
 # `burst-rt run --device ... --transport ...` sets them.
 DEVICE_VARIABLE, TRANSPORT_VARIABLE = "BURST_RT_DEVICE", "BURST_RT_TRANSPORT"
 
@@ -29,7 +28,7 @@ _LOCAL_RANK = (
     "PALS_LOCAL_RANKID",
 )
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-# The same for all ranks of one job, and for no other job of this host.
+# These are the same for all ranks of one job, and differ between the jobs of a host.
 _JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 
@@ -39,12 +38,12 @@ def rank() -> int | None:
 
 
 def mpi_ranks() -> int:
-    """How many ranks the MPI launcher started; 1 where there is none."""
+    """How many ranks the MPI launcher started; 1 where there is no launcher."""
     return _number(_SIZE) or 1
 
 
 def local_rank() -> int | None:
-    """This rank's number among those of its host; None where the launcher does not say."""
+    """This rank's number among the ranks of its host; None where the launcher does not say."""
     return _number(_LOCAL_RANK)
 
 
@@ -54,17 +53,15 @@ def num_local_ranks() -> int | None:
 
 
 def torchrun_ranks() -> int:
-    """How many processes torchrun, or whoever sets its variables, says there are; 1 where nobody
-    says.
-    """
+    """How many processes RANK and WORLD_SIZE (torchrun's variables) tell of; 1 without them."""
     return _number(("WORLD_SIZE",)) or 1 if os.environ.get("RANK", "").isdigit() else 1
 
 
 def ranks_here() -> dict[int, int]:
-    """The process ids of the ranks of this job that are alive on this host, by rank, as far as they
-    can be seen.
+    """Process ids by rank: the ranks of this job that are alive on this host and can be seen.
 
-    Empty where no launcher started this process, or where its other processes may not be looked at.
+    Empty where no launcher started this process, or where the other processes may not be looked
+    at.
     """
     import psutil
 
@@ -72,22 +69,21 @@ def ranks_here() -> dict[int, int]:
     if rank() is None:
         return {}
     found: dict[int, int] = {}
-    # Above the first process that is no rank, a wrapper's shell say, nothing belongs to the job.
+    # The first ancestor that is not of this job ends the search: no process above it is of the job.
     top = psutil.Process()
     while (parent := top.parent()) is not None and _rank_of(parent, own) is not None:
         top = parent
     for process in (top.parent() or top).children(recursive=True):
         number = _rank_of(process, own)
-        # The outermost process of a rank comes first, and ends last.
+        # A rank may have several processes, a wrapper's shell for one. The outermost process comes
+        # first in the list, and ends last.
         if number is not None and process.status() != psutil.STATUS_ZOMBIE:
             found.setdefault(number, process.pid)
     return found
 
 
 def _rank_of(process: object, job: dict[str, str]) -> int | None:
-    """The rank that a process belongs to; None where it is of another job or may not be
-    looked at.
-    """
+    """The rank that a process belongs to; None for a process of another job or out of sight."""
     import psutil
 
     assert isinstance(process, psutil.Process)

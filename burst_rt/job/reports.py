@@ -1,10 +1,10 @@
-"""What ranks tell `burst-rt run` through the job's folder: that they are there, what they wait for,
-how they ended.
+"""What ranks tell `burst-rt run`: that they are there, what they wait for, and how they ended.
 
-A few small JSON files a rank, written whole or not at all. A rank that is killed leaves no report;
-a rank that crashes in native code leaves its Python stack, which `faulthandler` writes. On other
-hosts than the launcher's the folder does not exist, and nothing is written. Standard library only:
-every rank imports this module before its program.
+Each rank writes a few small JSON files to the job's folder, each file whole or not at all. A rank
+that is killed leaves no report. A rank that crashes in native code leaves its Python stack, which
+`faulthandler` writes. On other hosts than the launcher's the folder does not exist, and nothing is
+written. No function waits for another process. Standard library only: every rank imports this
+module before its program.
 """
 
 from __future__ import annotations
@@ -40,38 +40,35 @@ __all__ = [
     "write_report",
 ]
 
-# Names the job's folder to its ranks.
+# The environment variable that names the job's folder to its ranks.
 JOB_DIR_VARIABLE = "BURST_RT_JOB_DIR"
 
-# What a rank raises because of another one: never the cause where there is anything else.
+# Errors that a rank raises because of another rank. They are the cause only where no rank raised
+# any other error.
 _SECONDARY_KINDS = frozenset({"PeerLost", "Stalled"})
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """The end of one rank's program.
-
-    `ended_at_s` is in seconds since the epoch; `kind` is the class of the exception, or "" where
-    the program simply ended; `peer` is the rank that a PeerLost or Stalled names; `traceback` is
-    empty for `sys.exit`.
-    """
+    """The end of one rank's program."""
 
     rank: int
-    ended_at_s: float
+    ended_at_s: float  # seconds since the epoch
     exit_code: int
-    kind: str = ""
-    peer: int | None = None
-    traceback: str = ""
+    kind: str = ""  # class of the exception; "" where the program simply ended
+    peer: int | None = None  # the rank that a PeerLost or Stalled names
+    traceback: str = ""  # empty for `sys.exit`
 
     @property
     def failed(self) -> bool:
-        """Whether the rank left in any other way than with exit code 0."""
+        """Whether the rank ended with another exit code than 0."""
         return self.exit_code != 0
 
     @property
     def headline(self) -> str:
-        """The exception's own line, which is the last that starts with its class; "" where there
-        was none.
+        """The exception's own line; "" where there was no exception.
+
+        It is the last line of the traceback that starts with the exception's class.
         """
         lines = [
             line
@@ -82,44 +79,44 @@ class RankReport:
 
     @property
     def secondary(self) -> bool:
-        """Whether it failed because another rank was gone or silent."""
+        """Whether the rank failed because another rank was gone or silent."""
         return self.kind in _SECONDARY_KINDS
 
 
 class Started(NamedTuple):
-    """A rank whose process is there. `where` is the same for processes that see each other's
-    numbers (see `whereabouts`).
-    """
+    """A rank whose process has started."""
 
     rank: int
     pid: int
-    where: str
+    where: str  # `whereabouts()`: the same for processes that see each other's pids
 
 
 class Waiting(NamedTuple):
-    """A rank waits in `what` ("MPI_Init" or "init") until all of `ranks` have come there too."""
+    """A rank that waits until other ranks have come to the same place."""
 
     rank: int
-    what: str
-    ranks: list[int]
+    what: str  # the place: "MPI_Init" or "init"
+    ranks: list[int]  # all that must come to the place
 
 
 def job_folder() -> Path | None:
-    """The job's folder, in a rank that `burst-rt run` has started on its own host; else None."""
+    """The job's folder, in a rank that `burst-rt run` started on its own host; else None."""
     name = os.environ.get(JOB_DIR_VARIABLE)
     return Path(name) if name and Path(name).is_dir() else None
 
 
 def write_report(job_dir: Path, report: RankReport) -> None:
-    """Write one rank's report so that a reader sees all of it or nothing. Raises OSError where the
-    folder cannot be written.
+    """Writes one rank's report, so that a reader sees the whole report or no report.
+
+    Raises OSError where the folder cannot be written.
     """
     _write(job_dir / f"rank-{report.rank}.json", asdict(report))
 
 
 def report_end(report: RankReport) -> bool:
-    """Writes this rank's report to the job's folder; False where there is none or it cannot be
-    written.
+    """Writes this rank's report to the job's folder.
+
+    Returns False where there is no folder, or where the folder cannot be written.
     """
     folder = job_folder()
     if folder is None:
@@ -131,7 +128,7 @@ def report_end(report: RankReport) -> bool:
 
 
 def read_reports(job_dir: Path) -> list[RankReport]:
-    """All reports there are, the earliest first."""
+    """All reports that have been written, the earliest end first."""
     reports = [
         RankReport(**json.loads(path.read_text(encoding="utf-8")))
         for path in job_dir.glob("rank-*.json")
@@ -140,8 +137,9 @@ def read_reports(job_dir: Path) -> list[RankReport]:
 
 
 def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
-    """The earliest failure, a secondary one only where there is no other; None where no rank
-    reported one.
+    """The earliest failure; None where no rank reported a failure.
+
+    A secondary failure is returned only where all failures are secondary.
     """
     failures = [report for report in reports if report.failed]
     return min(
@@ -152,13 +150,17 @@ def primary_failure(reports: Sequence[RankReport]) -> RankReport | None:
 
 
 def say_started(job_dir: Path, rank: int) -> None:
-    """Tells the launcher this rank's process. Raises OSError where the folder cannot be written."""
+    """Tells the launcher the process id of this rank.
+
+    Raises OSError where the folder cannot be written.
+    """
     _write(job_dir / f"started-{rank}.json", Started(rank, os.getpid(), whereabouts())._asdict())
 
 
 def whereabouts() -> str:
-    """The running system and the namespace of processes: on hosts that share the job's folder a
-    number means another process.
+    """The running system and its namespace of processes, in one string.
+
+    Hosts may share the job's folder, and the same process id means another process on each host.
     """
     try:
         return (
@@ -170,7 +172,7 @@ def whereabouts() -> str:
 
 
 def read_started(job_dir: Path) -> list[Started]:
-    """The ranks whose processes have said that they are there, in no order."""
+    """The ranks whose processes have said that they have started, in no order."""
     return [
         Started(**json.loads(path.read_text(encoding="utf-8")))
         for path in job_dir.glob("started-*.json")
@@ -198,15 +200,16 @@ def read_waiting(job_dir: Path) -> list[Waiting]:
     """The ranks that wait for others to join, in no order."""
     found = []
     for path in job_dir.glob("waiting-*.json"):
-        # It may go at any moment.
+        # The rank may remove the file at any moment.
         with suppress(FileNotFoundError):
             found.append(Waiting(**json.loads(path.read_text(encoding="utf-8"))))
     return found
 
 
 def say_resume(command: str) -> None:
-    """Tells the launcher how to go on with this run, should it fail from now on. Not said outside a
-    job of `burst-rt run`.
+    """Tells the launcher the command that resumes this run, should the run fail from now on.
+
+    Does nothing outside a job of `burst-rt run`.
     """
     folder = job_folder()
     if folder is not None:
@@ -215,7 +218,7 @@ def say_resume(command: str) -> None:
 
 
 def read_resume(job_dir: Path) -> str:
-    """What to run to go on; "" where no rank has said."""
+    """The command that resumes the run; "" where no rank has told one."""
     try:
         return str(json.loads((job_dir / "resume.json").read_text(encoding="utf-8")))
     except FileNotFoundError:

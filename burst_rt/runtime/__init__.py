@@ -1,3 +1,4 @@
-"""The runtime: ranks that work together.
-They join, agree, perform a schedule and leave; what a schedule is for is not known here.
+"""The runtime: ranks that join a group, agree on a call, perform its schedule, and leave.
+
+The runtime does not know what a schedule is for.
 """

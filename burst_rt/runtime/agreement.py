@@ -1,8 +1,8 @@
 """How the ranks agree on a call before it sends anything, and how they find out that they do not.
 
 One small non-blocking allreduce opens every call. If a rank brings an error or a different
-description, a second round tells all ranks, and every rank raises the same class. Nothing has been
-sent then, and the runtime stays usable.
+description, a second round tells all ranks, and every rank raises the same class. The call has sent
+nothing by then, and the runtime stays usable.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def digest_of(description: Mapping[str, str]) -> int:
 
 
 class Agreement:
-    """One rank's side of agreeing on a call. `description` says in words what the call is; `error`
-    is what this rank has to complain of.
+    """One rank's side of the ranks' agreement on a call; the `Opening` of a driver.
 
-    Serves as the `Opening` of a driver: `start`, `test`, `failure`. When it fails, `settle`
-    (collective) raises the common error.
+    number: of the call. description: the call in words. digest: `digest_of` the description. error:
+    why this rank cannot make the call, or None. If `failure` returns an error, every rank calls
+    `settle`.
     """
 
     def __init__(
@@ -60,14 +60,15 @@ class Agreement:
         )
 
     def test(self) -> bool:
-        """True once all ranks have entered. Never blocks."""
+        """True once all ranks have entered the call. Never blocks."""
         if self._verdict is None and self._pending.test():
             self._verdict = self._pending.result()
         return self._verdict is not None
 
     def failure(self) -> BurstError | None:
-        """After `test`: a ContractMismatch if the ranks do not agree (`settle` finds out more), or
-        None.
+        """A ContractMismatch if the ranks do not agree, or None. To be called once `test` is True.
+
+        `settle` finds out what the ranks do not agree on.
         """
         assert self._verdict is not None
         code, high_number, low_number, high_digest, low_digest = self._verdict
@@ -76,8 +77,9 @@ class Agreement:
         return ContractMismatch("the ranks do not agree on this call", rank=self._control.rank)
 
     def settle(self, watch: Watch, timeout_s: float) -> BurstError:
-        """Collective, after `failure` on every rank: what every rank is to raise. Blocks at most
-        `timeout_s`.
+        """The error that every rank is to raise. Collective; blocks at most `timeout_s`.
+
+        To be called after `failure`, which is the same on every rank. Raises Stalled and PeerLost.
         """
         mine = {
             "error": None
@@ -92,7 +94,7 @@ class Agreement:
 
 
 def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
-    """The error all ranks raise: the first one a rank brought, else what differs and where."""
+    """The error that all ranks raise: the first one brought, else what differs and where."""
     for peer, word in enumerate(said):
         brought = word["error"]
         if isinstance(brought, list):
@@ -111,7 +113,7 @@ def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
             common, count = Counter(values).most_common(1)[0]
             others = [r for r, value in enumerate(values) if value != common]
             odd.update(others)
-            # Where there is no majority every rank's value is told.
+            # Without a majority, the message tells the value of every rank.
             has_majority = 2 * count > len(values)
             told = ", ".join(
                 f"{values[r]} on rank {r}" for r in (others if has_majority else range(len(values)))

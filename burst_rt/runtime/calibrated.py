@@ -1,8 +1,8 @@
-"""The machine file that a job plans with: the one `burst-rt calibrate` wrote for this user, or the
-one that the environment names.
+"""The machine file that a job plans with.
 
-BURST_RT_HARDWARE: a shipped machine's name ("h100-sxm"), the path of a file, or "none". Rank 0's
-choice holds for all ranks.
+`burst-rt calibrate` writes a file for this user. The environment variable BURST_RT_HARDWARE may
+name another: a shipped machine ("h100-sxm"), the path of a file, or "none". Rank 0's choice holds
+for all ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ HARDWARE_VARIABLE = "BURST_RT_HARDWARE"
 
 
 def calibrated_path(device_type: str) -> Path:
-    """Where `burst-rt calibrate` keeps what it measured on devices of this type ("cpu", "cuda")."""
+    """The file that `burst-rt calibrate` writes for devices of this type ("cpu", "cuda")."""
     return cache_folder() / f"hardware-{device_type}.toml"
 
 
 def find_hardware(device_type: str) -> Hardware | None:
-    """The machine to plan with, or None. Raises ConfigError for a file that is wrong, or named and
-    not there.
+    """The machine to plan with, or None where nothing was calibrated or BURST_RT_HARDWARE=none.
+
+    Raises ConfigError for a file that is wrong or cannot be read, or that is named and not there.
     """
     named = os.environ.get(HARDWARE_VARIABLE)
     if named == "none":
@@ -48,8 +49,9 @@ def find_hardware(device_type: str) -> Hardware | None:
 
 
 def fitted(hardware: Hardware, ranks_per_node: int, world_size: int) -> Hardware | None:
-    """The machine of a file with as many ranks on a host as a job has. None where the job has
-    several hosts, and the file does not say what lies between them.
+    """The machine of a file, with as many ranks on a host as the job has.
+
+    None where the job has several hosts, and the file does not describe the network between hosts.
     """
     if ranks_per_node < world_size and hardware.nics is None:
         return None

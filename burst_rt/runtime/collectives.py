@@ -1,17 +1,19 @@
-"""Ring collectives as tasks of a graph: all-gather, reduce-scatter, all-reduce (P. Patarasuk and X.
-Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009). Pure: no
-torch, no MPI. For: tensor parallelism, sums of gradients, pipelines of one's own.
+"""Ring collectives as tasks of a graph: all-gather, reduce-scatter, all-reduce.
 
-All work on a buffer of W parts, W being the world size, part r of which is rank r's; parts may
-differ in size, or be empty. Each takes W-1 hops (all-reduce twice as many), in which every rank
-sends one part to the next rank and receives one from the rank before. Messages' tags begin at
-`tag`; each function returns the first tag it has left free. `reads`: what must be there before
-anything is sent.
+Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", JPDC 2009. For tensor parallelism, sums of gradients, and custom pipelines. Pure: no
+torch, no MPI.
+
+All collectives work on a buffer of W parts, where W is the world size and part r belongs to rank r.
+Parts may differ in size, or be empty. An all-gather or a reduce-scatter takes W-1 hops, an
+all-reduce twice as many. In each hop every rank sends one part to the next rank and receives one
+part from the rank before. The tags of the messages begin at `tag`, and each function returns the
+first free tag. `reads`: buffers that must be written before anything is sent.
 
 Received parts are added up by compute tasks `Op("add", (buffer, part, slot))` on `lane`:
-buffer[part] += slot, one of a double-buffered pair named "<buffer> slot0" and "<buffer> slot1".
-Sums are made in the order of the ring: the same bits in every run, and after an all-reduce on every
-rank.
+buffer[part] += slot. The slot is one of a double-buffered pair named "<buffer> slot0" and
+"<buffer> slot1". Terms are added in the order of the ring, so every run gives the same bits. After
+an all-reduce every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ __all__ = ["all_gather", "all_reduce", "even_parts", "reduce_scatter"]
 
 
 def even_parts(count: int, num_parts: int) -> list[int]:
-    """`count` in parts that differ by at most one, the larger ones first."""
+    """`count` split into parts that differ by at most one, the larger parts first."""
     return [count // num_parts + (part < count % num_parts) for part in range(num_parts)]
 
 
 def all_gather(
     g: GraphBuilder, whole: Buffer, *, tag: int = 0, reads: Sequence[Buffer] = ()
 ) -> int:
-    """Before: a rank's own part is there; after: all parts are.
+    """Gives every rank all parts. Before, a rank's own part is there; after, all parts are there.
 
-    Rank r sends size(whole) - size(part r + 1): (W-1)/W of the whole where parts are equal.
+    Rank r sends size(whole) - size(part r + 1) bytes: (W-1)/W of the whole where parts are equal.
     """
     rank, world = g.rank, g.world_size
     for hop in range(world - 1):
@@ -58,10 +60,11 @@ def reduce_scatter(
     reads: Sequence[Buffer] = (),
     lane: str = COMPUTE.name,
 ) -> int:
-    """Before: every rank has a term of every part; after: a rank's own part is the sum of all
-    ranks' terms, and the others are used up.
+    """Gives every rank the sum of its own part.
 
-    Rank r sends size(whole) - size(part r): (W-1)/W of the whole where parts are equal.
+    Before, every rank has a term of every part. After, a rank's own part is the sum of all ranks'
+    terms, and the rank's other parts have been overwritten. Rank r sends
+    size(whole) - size(part r) bytes: (W-1)/W of the whole where parts are equal.
     """
     rank, world = g.rank, g.world_size
     largest = max(part.size_bytes for part in whole.parts)
@@ -104,11 +107,11 @@ def all_reduce(
     reads: Sequence[Buffer] = (),
     lane: str = COMPUTE.name,
 ) -> int:
-    """Before: every rank has a term of every part; after: every part is the sum of all ranks'
-    terms, on every rank.
+    """Gives every rank the sum of every part: a reduce-scatter, then an all-gather.
 
-    A reduce-scatter, then an all-gather. Rank r sends 2 size(whole) - size(part r) - size(part r +
-    1): 2 (W-1)/W of the whole where parts are equal.
+    Before, every rank has a term of every part. After, every part is the sum of all ranks' terms,
+    on every rank. Rank r sends 2 size(whole) - size(part r) - size(part r + 1) bytes: 2 (W-1)/W of
+    the whole where parts are equal.
     """
     return all_gather(
         g, whole, tag=reduce_scatter(g, whole, tag=tag, reads=reads, lane=lane), reads=reads
@@ -124,7 +127,7 @@ def _exchange(
     tag: int,
     reads: Sequence[Buffer],
 ) -> None:
-    """One hop: a part out, `size_bytes` in. What is empty is neither sent nor received."""
+    """One hop: sends `out`, receives `size_bytes` into `into`. Empty parts make no message."""
     sends = [(out, (g.rank + 1) % g.world_size)] if out.size_bytes else []
     recvs = [(into, (g.rank - 1) % g.world_size, size_bytes)] if size_bytes else []
     if sends or recvs:

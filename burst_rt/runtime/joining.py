@@ -1,8 +1,7 @@
-"""Joining a group of ranks: which MPI job, which device, which transport. What `init` does before
-there is a context.
+"""Joining a group of ranks: what `init` decides before there is a context.
 
-Every rank brings its facts (host, GPU, NCCL, MPI) and all decide by all of them, so all decide the
-same.
+It decides on the MPI job, the device and the transport. Every rank brings its facts (host, GPU,
+NCCL, MPI). Every rank decides by the facts of all ranks, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ __all__ = [
     "resolve_device",
 ]  # fmt: skip
 
-# Several ranks on one GPU: an experimental mode of NCCL from this version on.
+# From this version on NCCL takes several ranks on one GPU, in an experimental mode.
 _NCCL_MULTI_RANK = 23000
-# For how long processes of torchrun other than the first keep their error back: torchrun ends them
-# within this time, and one is read.
+# How long torchrun's processes other than the first hold their error back. torchrun ends them
+# within this time, so the user reads one error only.
 _OTHERS_KEEP_QUIET_S = 2.0
 
 
 @dataclass(frozen=True)
 class LocalRank:
-    """Rank `rank` of a `LocalWorld` (ranks as threads); may be given to `init` as `comm`."""
+    """A rank of a `LocalWorld` (ranks as threads); may be given to `init` as `comm`."""
 
     world: LocalWorld
     rank: int
@@ -61,22 +60,19 @@ class LocalRank:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank brings to the choice.
-
-    gpu: its UUID, "" on a CPU. nccl: version (22907 for 2.29.7), 0 without CuPy's NCCL. device_mpi:
-    a probe has shown that this MPI takes device memory (None: nobody has probed).
-    """
+    """The facts that one rank brings to the choice of a transport."""
 
     host: str
-    gpu: str
-    nccl: int
-    multi_rank: bool
-    threads: bool  # ranks are threads of one process
+    gpu: str  # the GPU's UUID; "" on a CPU
+    nccl: int  # NCCL's version (22907 for 2.29.7); 0 without CuPy's NCCL
+    multi_rank: bool  # whether NCCL is told to take several ranks on one GPU
+    threads: bool  # whether ranks are threads of one process
+    # Whether a probe has shown that this MPI takes device memory; None: nobody has probed.
     device_mpi: bool | None = None
 
 
 class Taken(NamedTuple):
-    """A transport and why."""
+    """The name of the transport that was taken, and why."""
 
     name: str
     reason: str
@@ -84,19 +80,19 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """Where a rank is, for who looks on."""
+    """Where a rank is, for telemetry."""
 
-    thread: object  # tells apart the ranks that are threads of one process; None: a process
-    job_rank: int  # in the whole job, of which the group may be a part
-    job_size: int
+    thread: object  # tells ranks apart that are threads of one process; None for a process
+    job_rank: int  # the rank's number in the whole job; the group may be a part of the job
+    job_size: int  # ranks of the whole job
     host: str
     device: str  # "cpu", "cuda:N"
-    gpu: str  # its UUID, "" on a CPU
-    pci: str  # its address, "" on a CPU
+    gpu: str  # the GPU's UUID; "" on a CPU
+    pci: str  # the GPU's PCI address; "" on a CPU
 
 
 class Joined(NamedTuple):
-    """A rank that has joined a group."""
+    """What a rank has once it has joined a group."""
 
     machine: Machine
     control: ControlGroup
@@ -110,10 +106,9 @@ def join(
     join_s: float,
     wrong: BurstError | None = None,
 ) -> Joined:
-    """Joins the group: this rank's machine and control group. Collective over `comm`; blocks at
-    most `join_s` for each step.
+    """Joins the group of ranks. Collective over `comm`; blocks at most `join_s` for each step.
 
-    wrong: what this rank has to complain of already; every rank raises it. Raises InputError,
+    wrong: an error that this rank has found already; every rank raises it. Raises InputError,
     ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
     """
     if transport == "auto":
@@ -133,7 +128,7 @@ def _decide(
     comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str,
     transport: str, join_s: float, wrong: BurstError | None,
 ) -> Joined:  # fmt: skip
-    """`join`, once the ranks can talk to each other."""
+    """What `join` does once the ranks can talk to each other; blocks and raises as `join` does."""
     where, mine = torch.device("cpu"), {}
     try:
         if wrong is not None:
@@ -145,11 +140,11 @@ def _decide(
         where = resolve_device(device)
         facts = _facts(where, threads=isinstance(comm, LocalRank))
         mine = asdict(facts) | {"asked": transport}
-        # One machine file for all, or they would plan differently.
+        # All ranks plan with the same machine file, or they would plan differently.
         planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
         mine["hardware"] = to_toml(planned) if planned else ""
     except (ConfigError, InputError) as error:
-        # Not raised yet: the others are waiting, and are to raise the same.
+        # The error is raised later: the other ranks are waiting, and must raise the same error.
         mine = {"error": error.message, "class": type(error).__name__}
     pending = control.allgather(json.dumps(mine).encode())
     Watch(control).wait_for(pending, join_s, "init")
@@ -175,7 +170,7 @@ def _decide(
         choose_transport(transport, ranks),
         ranks_per_node([rank.host for rank in ranks]),
     )
-    # What staging costs no file says: there the planner goes by bytes.
+    # No machine file says what staging costs. Where messages are staged the planner goes by bytes.
     hardware = (
         None
         if hardware is None or taken.name == "staged"
@@ -212,8 +207,7 @@ def _decide(
 
 
 def _connect(device: torch.device, wire: OrderedTransport) -> None:
-    """Sends a byte to every rank that `first_pairs` names, and receives one. Blocks until they
-    are there."""
+    """Exchanges a byte with every rank that `first_pairs` names. Blocks until all have arrived."""
     byte = torch.zeros(2, dtype=torch.uint8, device=device)
     stream = torch.cuda.current_stream(device)
     for to, source in first_pairs(wire.rank, wire.size):
@@ -222,7 +216,7 @@ def _connect(device: torch.device, wire: OrderedTransport) -> None:
 
 
 def _place_in_job(comm: MPI.Comm | LocalRank | None) -> tuple[int, int]:
-    """This rank's number in the job, and how many there are; `comm` may be a part of it."""
+    """This rank's number in the whole job, and the job's size; `comm` may be a part of the job."""
     if isinstance(comm, LocalRank):
         return comm.rank, comm.world.size
     mpi = sys.modules.get("mpi4py.MPI")
@@ -233,7 +227,7 @@ def _pci_address(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     known = torch.cuda.get_device_properties(device)
-    # Older versions of torch do not say.
+    # Older versions of torch do not tell the address.
     domain, bus, slot = (
         int(getattr(known, name, -1)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
     )
@@ -241,9 +235,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device a name stands for on this rank. Raises ConfigError that says what was looked
-    for.
-    """
+    """The device that a name stands for on this rank. Raises ConfigError for a missing device."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(f"init: device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
@@ -268,8 +260,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
-    """The transport for these ranks. Pure: the same on every rank. Raises ConfigError for one that
-    cannot be had.
+    """The transport for these ranks. Pure: the same on every rank.
+
+    asked: one of `TRANSPORTS`. Raises ConfigError for a transport that these ranks cannot use.
     """
     gpus = [rank.gpu for rank in ranks]
     if any(gpus) != all(gpus):
@@ -314,13 +307,13 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int:
-    """How many ranks a host has, where each has as many and they follow each other; else 1."""
+    """How many ranks each host has; 1 if counts differ or a host's ranks are not consecutive."""
     sizes = {len(list(ranks)) for _, ranks in groupby(hosts)}
     return sizes.pop() if len(sizes) == 1 and len(list(groupby(hosts))) == len(set(hosts)) else 1
 
 
 def describe_choice() -> str:
-    """What `auto` takes on this host, with a rank a GPU (or two ranks on CPUs)."""
+    """In words, what "auto" takes on this host with a rank for each GPU, or two ranks on CPUs."""
     with suppress(ImportError, RuntimeError):
         import mpi4py.MPI  # noqa: F401  (its library's name is a fact)
     device = resolve_device("auto")
@@ -376,13 +369,13 @@ def _device_mpi(device: torch.device) -> bool | None:
 def _cupy_nccl() -> Any:  # CuPy has no types
     try:
         with warnings.catch_warnings():
-            # It warns of what it does not find, here or in the version of another package; what
-            # matters is whether it is there.
+            # CuPy warns of libraries that it does not find, and of versions of other packages. Here
+            # it matters only whether NCCL is there.
             warnings.simplefilter("ignore")
             from cupy.cuda import nccl
     except ImportError:
         return None
-    # CuPy puts a stub in its place where the library is missing.
+    # CuPy puts a stub in NCCL's place where the library is missing.
     return nccl if getattr(nccl, "available", False) else None
 
 
@@ -428,8 +421,10 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
 
 
 def _refuse_torchrun() -> None:
-    """Raises ConfigError where this process is one of several of torchrun's, which MPI does not
-    know: each would be a world of its own.
+    """Raises ConfigError where this process is one of several that torchrun started.
+
+    MPI knows nothing of the others, so each process would be a world of its own. Blocks for 2 s on
+    other processes than the first.
     """
     num_ranks = launched.torchrun_ranks()
     if num_ranks == 1:
@@ -448,7 +443,7 @@ def _refuse_torchrun() -> None:
 
 
 def _instead(comm: object) -> str:
-    """What to do with a group that is not MPI's."""
+    """What to do instead of passing a group of torch.distributed; "" for other objects."""
     if "torch" not in type(comm).__module__:
         return ""
     return (

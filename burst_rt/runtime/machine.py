@@ -1,5 +1,4 @@
-"""What a rank computes on and sends with: its device, the lanes that graphs are built for, and the
-driver that runs them; and the slots that calls receive into.
+"""What a rank computes on and sends with: device, lanes, driver, and the slots of calls.
 
 | device | transport | network lane | a message is |
 |---|---|---|---|
@@ -9,11 +8,11 @@ driver that runs them; and the slots that calls receive into.
 | cuda | mpi, local | of the host | device memory (an MPI that takes it: `burst-rt doctor` tells) |
 | cuda | staged | of the host, copies on two streams | a pinned chunk of host memory |
 
-Slots are taken when a call is issued, and given back with the event after which they are free. On a
-device calls are issued before earlier ones have ended: a set of slots goes to the next call at
-once, whose work then waits, on the device, for the event. On the host a call has ended when it
-returns: large slots are then freed, so that a program has its memory back, and small ones are kept,
-which cost more to make than to hold.
+A call takes its slots when it is issued, and gives the slots back with the event after which they
+are free. On a device a call is issued before earlier calls have ended. The next call gets a set of
+slots at once, and its work waits for the event on the device. On the host a call has ended when it
+returns. Large slots are then freed, so that the program has its memory back. Small slots are kept,
+because making them costs more than holding them.
 """
 
 from __future__ import annotations
@@ -34,15 +33,19 @@ from burst_rt.transport.staged import staged
 
 __all__ = ["Machine", "SlotPool", "Slots"]
 
-# The most that one set of slots may hold on the host between calls.
+# A set of slots that is larger is not kept between calls on the host.
 _SMALL_BYTES = 1 << 20
 
 
 class Machine:
-    """See the module's table. taken: the transport's name and why; transport: of the host, or None
-    with NCCL; wire: NCCL, or None. ranks_per_node: ranks of a host, where all hosts have as many;
-    else 1. hardware: what to plan with, if there is a file for it. streams: the device's, which
-    tests have of their own.
+    """A rank's device and transport, and what follows from the two; see the module's table.
+
+    taken: the transport's name, and why it was taken.
+    transport: the host's transport; None with NCCL.
+    wire: the transport on streams (NCCL), or None.
+    ranks_per_node: how many ranks each host has, if all hosts have as many; else 1.
+    hardware: the machine to plan with, if there is a file for it.
+    streams: the device's streams; tests give a double.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Machine:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """What graphs are built for."""
+        """The lanes that graphs are built for."""
         if self._streams is None:
             return HOST_LANES
         return NCCL_LANES if self.wire is not None else DEVICE_LANES
@@ -81,25 +84,26 @@ class Machine:
         return ends
 
     def lower(self, graph: Graph) -> Graph:
-        """The graph this machine runs, from the one a strategy built."""
+        """The graph that this machine runs, made from the graph that a strategy built."""
         return staged(graph) if self.transport_name == "staged" else graph
 
     def memory(self, tensor: torch.Tensor) -> Memory:
-        """The bytes of a contiguous tensor, as this machine's transport takes them."""
+        """The bytes of a contiguous tensor, in the form that this machine's transport takes."""
         return raw_bytes(tensor) if tensor.device.type == "cpu" else flat_bytes(tensor)
 
     def caller(self) -> Stream | None:
-        """The stream that the caller's work is on; None on the host."""
+        """The stream of the caller's work; None on the host."""
         return None if self._streams is None else self._streams.caller()
 
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
-        """Memory for one call: used before for the same `key` (the very same object), or new."""
+        """Slots for one call: idle slots of the same `key` (the very same object), or new slots.
+
+        Does not block: on a device the caller's stream waits until idle slots are free.
+        """
         return self._pool.take(key, make)
 
     def driver(self, schedule: Schedule, **options: Any) -> BaseDriver:  # BaseDriver's own
-        """A driver for one run. Raises ConfigError for a graph whose messages this machine cannot
-        send.
-        """
+        """A driver for one run. Raises ConfigError for a graph built for lanes of another kind."""
         graph = schedule.graph
         if any(
             graph.lanes[lane].ordered is not (self.wire is not None) for lane in graph.network_lanes
@@ -116,51 +120,52 @@ class Machine:
         )
 
     def enter(self) -> None:
-        """Makes this rank's GPU, if it has one, that of the thread which calls."""
+        """Makes this rank's GPU, if the rank has one, the current GPU of the calling thread."""
         if self._streams is not None:
             self._streams.enter()
 
     def enter_to_watch(self) -> None:
-        """As `enter`, for a thread that only asks whether events have happened."""
+        """Does what `enter` does, for a thread that only asks whether events have happened."""
         if self._streams is not None:
             self._streams.enter_to_watch()
 
     def join(self, driver: BaseDriver) -> DeviceEvent | None:
-        """After a run: the caller's stream waits for it. Returns the event after which the run's
-        memory is free (None: it is).
+        """Makes the caller's stream wait for a run that has been issued. Does not block.
+
+        Returns the event after which the run's memory is free; None where the memory is free
+        already.
         """
         return driver.join() if isinstance(driver, CudaDriver) else None
 
     def give_back(self, key: object, slots: Slots, free: DeviceEvent | None) -> None:
-        """What was taken for `key` may be used again after the event; nothing on a device is given
-        back without one.
+        """Gives back what was taken for `key`: it may be used again after the event.
+
+        On a device nothing is given back without an event.
         """
         if self._streams is None or free is not None:
             self._pool.give_back(key, slots, free)
 
     def forget(self) -> None:
-        """Lets go of what was kept for later calls; there will be none."""
+        """Lets go of the idle slots, because there will be no later calls."""
         self._pool.forget()
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What one run of a plan receives into and packs in, by part: raw bytes, and the same as the
-    transport takes them. `home`: the stream they were allocated on (None on the host). `views`: of
-    slots, by part and the owner of what is in it, as they were first used.
-    """
+    """The memory that one run of a plan receives into and packs in, by part."""
 
-    storage: dict[int, torch.Tensor]
-    memory: dict[int, Memory]
-    home: Stream | None = None
+    storage: dict[int, torch.Tensor]  # raw bytes, uint8
+    memory: dict[int, Memory]  # the same bytes, as the transport takes them
+    home: Stream | None = None  # the stream they were allocated on; None on the host
+    # Views of slots, by part and by the owner of the block in it; made when first used.
     views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
 class SlotPool:
-    """Idle sets of slots by what they are for (an object, by identity); keeps the `capacity` given
-    back last, and all in use.
+    """Idle sets of slots, by the object that they are for (by identity).
 
-    device: None on the host.
+    Keeps the `capacity` sets that were given back last, and on a device all sets whose last use has
+    not ended. device: None on the host.
     """
 
     def __init__(self, device: Device | None, capacity: int = 4) -> None:
@@ -169,8 +174,9 @@ class SlotPool:
         self._idle: list[tuple[object, Slots, DeviceEvent]] = []
 
     def take(self, key: object, make: Callable[[], Slots]) -> Slots:
-        """A set for `key`: an idle one, which the caller's stream is made to wait for, or a new
-        one.
+        """A set for `key`: an idle set, or a new one. Does not block.
+
+        The caller's stream is made to wait for the last use of an idle set.
         """
         for i, (owner, slots, free) in enumerate(self._idle):
             if owner is key:
@@ -181,7 +187,7 @@ class SlotPool:
         return make()
 
     def give_back(self, key: object, slots: Slots, free: DeviceEvent) -> None:
-        """The slots may be used again after the event (on the host: now)."""
+        """Gives slots back: they may be used again after the event, on the host at once."""
         if (
             self._device is None
             and sum(slot.nbytes for slot in slots.storage.values()) > _SMALL_BYTES
@@ -194,9 +200,12 @@ class SlotPool:
             del self._idle[0]
 
     def forget(self) -> None:
-        """Lets go of all idle sets. On a device too: its allocator hands their memory out again
-        on the stream that they were allocated on, which is made to wait for their last use; that
-        may have been in a call from another stream."""
+        """Lets go of all idle sets. Does not block.
+
+        A device's allocator hands their memory out again on the stream that they were allocated on.
+        Their last use may have been in a call from another stream, so the first stream is made to
+        wait for the last use.
+        """
         if self._device is not None:
             for _, slots, free in self._idle:
                 self._device.wait(slots.home, free)

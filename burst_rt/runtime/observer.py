@@ -1,4 +1,4 @@
-"""What the runtime tells of the calls it performs, to whoever looks on."""
+"""What the runtime tells an observer about the calls that it performs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ __all__ = ["Observer"]
 
 
 class Observer(Protocol):
-    """Hears of one runtime's calls, in the thread that makes them. No method may block or raise."""
+    """Hears of one runtime's calls, in the thread that makes the calls.
+
+    No method may block or raise.
+    """
 
     def began(self, number: int, driver: BaseDriver) -> None:
-        """Call `number` begins; any thread may ask the driver what it does."""
+        """Call `number` begins. Any thread may ask the driver what it is doing."""
 
     def abandoned(self) -> None:
         """The call that began does not take place: the ranks do not agree on it."""
 
     def ended(self, schedule: Schedule, driver: BaseDriver, subject: object) -> None:
-        """The call that began has ended well. subject: what the schedule was made from, as
-        `Runtime.perform` got it; None for a custom pipeline.
+        """The call that began has ended well.
+
+        subject: what the schedule was made from, as given to `Runtime.perform`; None for a custom
+        pipeline.
         """
 
     def left(self, code: int) -> None:
-        """This rank has left the group, with this exit code."""
+        """This rank has left the group with this exit code."""

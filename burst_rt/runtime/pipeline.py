@@ -1,6 +1,4 @@
-"""Custom pipelines: a user's own task graph on the engine and transports of a context. See
-examples/pipeline.py.
-"""
+"""Custom pipelines: a user's own task graph, run by a context. See examples/pipeline.py."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ __all__ = ["Pipeline", "make_pipeline"]
 
 
 def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
-    """See `Context.pipeline`. Local."""
+    """Builds and verifies a custom pipeline; see `Context.pipeline`. Local; does not block."""
     graphs = [build(rank) for rank in range(runtime.world_size)]
     check_world(graphs)
     fingerprint = format(digest_of({"tasks": repr([graph.tasks for graph in graphs])}), "x")
@@ -30,14 +28,14 @@ def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
 class Pipeline:
     """A verified custom task graph of a context; made by `Context.pipeline`.
 
-    progress: an operation that takes long calls it now and then: messages move on, and the other
-    ranks hear that this one is alive.
+    progress: a function that long operations call now and then. It moves messages on, and tells
+    the other ranks that this rank is alive.
     """
 
     def __init__(self, runtime: Runtime, schedule: Schedule, fingerprint: str) -> None:
         self.runtime = runtime
         self.schedule = schedule
-        self.fingerprint = fingerprint  # of all ranks' graphs; ranks compare it when they run
+        self.fingerprint = fingerprint  # of all ranks' graphs; the ranks compare it in every run
         self.progress = Progress()
 
     @property
@@ -51,12 +49,17 @@ class Pipeline:
         buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         ops: Mapping[str, Callable[..., None]],
     ) -> Trace:
-        """Runs the graph once and returns its trace. Collective; blocks until done, bounded by the
-        context's deadlines.
+        """Runs the graph once and returns its trace.
 
-        buffers: the tensors of every buffer that is sent or received (one, or one a part),
-        contiguous, at least as large as its messages. ops: what each `Op.name` does; called with
-        `Op.args`.
+        Collective; blocks until this rank's part is done, within the context's deadlines. With NCCL
+        blocks until all work is on streams.
+
+        buffers: for every buffer that is sent or received, by its name, one tensor or a tensor for
+        each part. A tensor must be contiguous and at least as large as its messages. ops: the
+        function for each `Op.name`, called with `Op.args`.
+
+        Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs)
+        on every rank alike, before anything is sent; PeerLost, Stalled and DeviceError later.
         """
         memory: dict[int, Memory] = {}
         error: BurstError | None = None
@@ -89,7 +92,8 @@ class Pipeline:
         if missing:
             error = InputError(f"Pipeline.run: no function given for the operations {missing}")
         terms = {"call": "Pipeline.run", "graphs": self.fingerprint}
-        # Before anything else: a graph of the user's own need not open with an agreement.
+        # The ranks agree before anything else, because a user's graph need not open with an
+        # agreement.
         self.runtime.agree(terms, error)
 
         def named(op: Op) -> None:
@@ -102,8 +106,9 @@ class Pipeline:
         return driver.trace
 
     def _overlap(self, bound_to: Mapping[int, torch.Tensor]) -> BurstError | None:
-        """Why messages would meet in memory: a part that is received into shares it with another
-        part. Or None.
+        """Why messages would overwrite each other, or None.
+
+        They would where a part that is received into shares memory with another part.
         """
         received = {m.part for task in self.graph.tasks for m in task.recvs}
         for one in sorted(received & bound_to.keys()):
@@ -118,7 +123,7 @@ class Pipeline:
         return None
 
     def _refuses(self, name: str, tensor: object, size: int) -> BurstError | None:
-        """Why a tensor cannot be a part of which messages take up to `size` bytes, or None."""
+        """Why a tensor cannot be a part whose messages take up to `size` bytes, or None."""
         where, device = f"Pipeline.run: {name}", self.runtime.device
         if not isinstance(tensor, torch.Tensor):
             return InputError(
@@ -126,7 +131,7 @@ class Pipeline:
                 f"{'nothing' if tensor is None else type(tensor).__name__}"
             )
         if tensor.device.type != "cpu" and self.runtime.machine.transport_name == "staged":
-            # Plans of attention are lowered to copies and chunks; a custom graph is run as it is.
+            # The graphs of attention are lowered to copies and chunks; a custom graph is not.
             return ConfigError(
                 f"{where} is on {tensor.device}, and custom pipelines are not staged; use NCCL or "
                 "an MPI that takes device memory "
@@ -152,8 +157,9 @@ class Pipeline:
 def _bound(
     buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], name: str, index: int
 ) -> Any:
-    """What is given for a part of a buffer, a tensor if all is well: the buffer itself, or one of
-    as many as it has parts.
+    """What the user gave for a part of a buffer: one value for the buffer, or one for each part.
+
+    A tensor if the user made no mistake; None where nothing was given.
     """
     bound = buffers.get(name)
     if isinstance(bound, Sequence):

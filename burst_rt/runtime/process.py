@@ -1,10 +1,9 @@
-"""What this process knows of its runtimes: which are open, which ones a thread has made, and what
-happens to them when the program ends.
+"""The runtimes of this process: which are open, which a thread has made, and how they end.
 
-A rank that leaves must say so, or the others wait for it until their deadlines. So the exit hooks
-say farewell for every open runtime. They end the job (MPI_Abort) if a runtime is broken or the
+A rank that leaves must say so, or the other ranks wait for it until their deadlines. So the exit
+hooks close every open runtime. The hooks end the job (MPI_Abort) if a runtime is broken or the
 program failed: messages that are under way cannot be recalled, and MPI_Finalize would wait for
-messages that never come. `burst_rt.init` installs the hooks; importing does not.
+messages that never come. `burst_rt.init` installs the hooks; importing the package does not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from burst_rt.job.ending import exit_code_of, in_words
 __all__ = ["Member", "Process", "process"]
 
 _log = logging.getLogger("burst_rt")
-# The other ranks have heard by then that this rank has failed by itself, and have said so.
+# After this time the other ranks have heard that this rank failed by itself, and have reported it.
 _HEARD_AFTER_S = 1.3
 
 
@@ -41,15 +40,15 @@ class Member(Protocol):
         """Whether this rank has left the group."""
 
     def close(self, code: int = 0, error: str = "") -> None:
-        """Leaves the group; says so to the other ranks."""
+        """Leaves the group, and tells the other ranks. Does not wait for them."""
 
 
 class Process:
-    """The runtimes of this process. One object: `process`."""
+    """The runtimes of this process. There is one object, `process`."""
 
     def __init__(self) -> None:
-        # Runtimes among processes stay here until they are closed, and broken ones for good: the
-        # other ranks count on them even where the program has let go of them.
+        # A runtime whose ranks are processes stays here until it is closed, and a broken runtime
+        # stays for good: the other ranks count on it even if the program has let go of it.
         self.open: set[Member] = set()
         self._here = threading.local()
         self._farewells: list[Callable[[int, BaseException | None], None]] = []
@@ -58,8 +57,9 @@ class Process:
         self._installed_in: int | None = None
 
     def install_exit_hooks(self) -> None:
-        """From now on an uncaught error is noted, and the end of the interpreter is the end of all
-        open runtimes. Calls after the first do nothing.
+        """Makes the end of the interpreter close all open runtimes.
+
+        An uncaught error is noted from now on. Calls after the first do nothing.
         """
         if self._installed_in is None:
             self._installed_in = os.getpid()
@@ -67,22 +67,22 @@ class Process:
             atexit.register(self._leave)
 
     def say_at_end(self, farewell: Callable[[int, BaseException | None], None]) -> None:
-        """`farewell(exit code, error or None)` is called when the interpreter exits, once."""
+        """Has `farewell(exit code, error or None)` called once, when the interpreter exits."""
         if farewell not in self._farewells:
             self._farewells.append(farewell)
 
     def add_here(self, member: Member) -> None:
-        """This thread has made a runtime."""
+        """Notes that this thread has made a runtime."""
         self._references().append(weakref.ref(member))
 
     def made_here(self) -> list[Member]:
-        """The open runtimes that this thread has made, the last one last."""
+        """The open runtimes that this thread has made, in the order they were made."""
         references = self._references()
         references[:] = [r for r in references if (made := r()) is not None and not made.closed]
         return [made for r in references if (made := r()) is not None]
 
     def close_here(self, code: int, error: str) -> None:
-        """Closes the runtimes that this thread has made and not closed."""
+        """Closes the runtimes that this thread has made and not closed. Waits for no other rank."""
         for made in self.made_here():
             made.close(code, error)
 
@@ -95,15 +95,15 @@ class Process:
     def _note_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # Others call the hook too, for errors they have handled; and at a prompt the program goes
-        # on.
+        # Other code calls the hook, too, for errors that it has handled. And at an interactive
+        # prompt the program goes on after the error.
         if getattr(sys, "last_value", None) is error and not hasattr(sys, "ps1"):
             self._uncaught.append(error)
         self._print_uncaught(kind, error, trace)
 
     def _leave(self) -> None:
         if os.getpid() != self._installed_in:
-            return  # a child that was forked: MPI is its parent's
+            return  # this process was forked: MPI belongs to its parent
         members = list(self.open)
         failure = next(
             (member.broken for member in members if member.broken),
@@ -111,7 +111,7 @@ class Process:
         )
         code = 0 if failure is None else exit_code_of(failure) or 1
         mpi = sys.modules.get("mpi4py.MPI")
-        # A program may have finalized MPI itself: nobody can be told anything then.
+        # If the program has finalized MPI itself, no other rank can be told anything.
         running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
         for member in members if running else ():
             try:

@@ -1,6 +1,6 @@
-"""Collectives of a few numbers over the control group, and what the ranks' last runs did.
+"""Collectives over the control group: sums of a few numbers, and the traces of the last runs.
 
-Not for: tensors of a training step; those go by `collectives.py`, or by a library.
+Not for the tensors of a training step: use `collectives.py` or a library for those.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _SUMMED = (torch.float32, torch.float64, torch.int64)
 
 
 def all_reduce(runtime: Runtime, x: torch.Tensor) -> torch.Tensor:
-    """See `Context.all_reduce`."""
+    """Sums a tensor over the ranks, in place; blocks and raises as `Context.all_reduce` does."""
     error = _refuses(x)
     if error is not None:
         runtime.refuse("all_reduce", error)
     about = {"call": "all_reduce", "shape": str(tuple(x.shape)), "dtype": str(x.dtype)}
-    host = x.detach().cpu()  # x itself where it is there already
+    host = x.detach().cpu()  # shares x's memory where x is on the CPU
     runtime.collective(about, lambda: runtime.control.allreduce_sum(host.numpy()))
     if x.device.type != "cpu":
         x.detach().copy_(host)
     else:
-        # what was written through numpy autograd did not see
+        # The sum was written through numpy, which autograd does not see.
         torch.autograd.graph.increment_version(x)
     return x
 
@@ -51,14 +51,17 @@ def _refuses(x: object) -> InputError | None:
 
 
 def gather_last_run(runtime: Runtime) -> list[tuple[Graph, list[Span]]]:
-    """See `Context.gather_last_run`."""
+    """Every rank's graph and trace of its last run; blocks as `Context.gather_last_run` does.
+
+    Raises InputError on every rank where nothing has run yet.
+    """
     if runtime.last_run is None:
         runtime.refuse(
             "gather_last_run", InputError("gather_last_run: nothing has run on this context yet")
         )
     graph, driver = runtime.last_run
     driver.settle(runtime.timeout_s)
-    # Pickled by this package's own ranks, received from them on a communicator of their own.
+    # Unpickling is safe: only ranks of this job send on the control group's communicator.
     payload = pickle.dumps((graph, list(driver.trace)))
     pending = runtime.collective(
         {"call": "gather_last_run"}, lambda: runtime.control.allgather(payload)

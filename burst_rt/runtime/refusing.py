@@ -1,8 +1,8 @@
 """How a rank that cannot make its next call says so to the ranks that wait for it.
 
-A rank may be in several groups (data parallel beside context parallel), and a wrong argument may be
-what would have told in which of them the call was meant. The error must reach the ranks that wait,
-in the group where they wait, and no other call may take it.
+A rank may be in several groups (data parallel beside context parallel). The wrong argument may be
+the very argument that would have told in which group the call was meant. The error must reach the
+ranks that wait, in the group where they wait, and no other call may take the error.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["refuse"]
 
 
 def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoReturn:
-    """Raises the error on every rank that waits for this rank's next call, also where those ranks
-    wait in another group than this rank meant.
+    """Raises the error on every rank that waits for this rank's next call. Never returns.
 
-    runtime: where this rank was about to make the call; None where that is not known, which means
-    the one that this thread made last. Blocks until the others have come to that call, at most
-    `timeout_s`; returns at once where no other rank can be waiting.
+    Blocks until the other ranks have come to that call, at most `timeout_s`. Raises at once where
+    no other rank can be waiting. The other ranks may wait in another group than this rank meant.
+    runtime: where this rank was about to make the call; None where the runtime is not known, which
+    means the runtime that this thread made last.
     """
-    # The runtimes of other threads are in calls of those threads.
+    # Runtimes that other threads made are left out, because they are in calls of those threads.
     made = [member for member in process.made_here() if isinstance(member, Runtime)]
     known = dict.fromkeys([*made, *([runtime] if runtime is not None else [])])
     shared = [each for each in known if each.usable and each.world_size > 1]
     if not shared:
         raise error
-    # `made` has the last one last; where that is not usable, any is as good.
+    # The last runtime in `made` was made last. Where it is not usable, any other is as good.
     meant = next((each for each in (runtime, *made[-1:]) if each in shared), shared[0])
     if len(shared) == 1:
         meant.refuse(call, error)
@@ -46,8 +46,8 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
             if where is not None:
                 where.refuse(call, error)
             if _nobody_waits(meant):
-                # The others have asked everywhere before they answered here: what they ask is
-                # answered before this rank goes on.
+                # The other ranks asked in all groups before they answered here. This rank answers
+                # those questions before it goes on.
                 _look(shared)
                 break
             backoff.pause()
@@ -58,29 +58,27 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
 
 
 def _look(shared: Sequence[Runtime]) -> None:
-    """Reads the notices of all these groups; answers those who ask whether this rank, too, cannot
-    make its call.
+    """Reads the notices of all these groups. Never blocks.
+
+    Answers the ranks that ask whether this rank cannot make its call either.
     """
     for each in shared:
         each.watch.look()
 
 
 def _nobody_waits(meant: Runtime) -> bool:
-    """Whether no other rank can make the call either: the ranks meant different calls, and each
-    raises its own error.
-    """
+    """Whether no other rank can make the call either, so that each rank raises its own error."""
     return len(set(meant.watch.left).union(meant.watch.refusing or ())) == meant.world_size - 1
 
 
 def _where_awaited(meant: Runtime, shared: Sequence[Runtime]) -> Runtime | None:
-    """The group in which the others are to hear of a call that this rank cannot make; None as long
-    as that is not known.
+    """The group whose ranks are to hear that this rank cannot make its call; None: not yet known.
 
-    It is the one that was meant, once somebody waits there, or nobody can make the call there. It
-    is another only where all the ranks of the one that was meant wait: others may well have gone on
-    to a later call there.
+    It is the group that was meant, once some rank waits there, or once no rank can make the call
+    there. It is another group only where all ranks of the group that was meant wait in that other
+    group. If only some wait there, they may have gone on to a later call.
     """
-    # Who could not make its call either and waits now, waits in the one after it.
+    # A rank that could not make its call either, and waits now, waits in a later call.
     waiting = {each: each.waiting_here().difference(each.watch.refusing or ()) for each in shared}
     refusing, left = meant.watch.refusing or {}, set(meant.watch.left)
     refuse_here = {peer for peer, here in refusing.items() if here}

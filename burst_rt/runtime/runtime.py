@@ -1,11 +1,12 @@
 """A runtime: one rank's part of a group of ranks that make calls together.
 
 The runtime agrees with the other ranks on each call, performs the call's schedule on this rank's
-machine, and leaves the group. It does not know what a call is for: whoever makes a call hands in
-the schedule, what each operation does, and the memory of each part.
+machine, and leaves the group. The runtime does not know what a call is for: the caller hands in the
+schedule, the function of each operation, and the memory of each part.
 
-One call at a time. A call that fails after messages have been sent breaks the runtime: messages
-under way cannot be recalled, so no later call may be made, and the job ends when the program does.
+A runtime makes one call at a time. A call that fails after messages have been sent breaks the
+runtime: messages under way cannot be recalled, so no later call may be made, and the job ends when
+the program does.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
 
 __all__ = ["Runtime", "Stats"]
 
-# Calls on a device whose times are not looked up yet: to ask the device takes longer than to wait
-# until somebody wants to know.
+# How many calls on a device may wait for their times to be read. Reading the times costs time on
+# the host, so it is put off until somebody asks for statistics.
 _UNCOUNTED_UP_TO = 64
 
 _P = TypeVar("_P", bound=Pending)
 
 
 class Stats(NamedTuple):
-    """Cumulative counts of a context's attention calls, forward and backward. Times in seconds.
-
-    wait_s: time the compute lane idled while a transfer was under way (exposed communication and
-    late peers together).
-    """
+    """Cumulative counts of a context's attention calls, forward and backward."""
 
     calls: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # seconds in compute tasks
+    # Seconds that the compute lane idled while a transfer was under way: exposed communication and
+    # late peers together.
     wait_s: float = 0.0
-    total_s: float = 0.0
+    total_s: float = 0.0  # seconds inside calls
 
 
 class Runtime:
-    """See the module. timeout_s: how long a peer may take to enter a call. stall_s: how long
-    nothing may move inside a call. observer: hears of every call; None: nobody looks on.
+    """One rank's part of a group of ranks; see the module.
+
+    timeout_s: how long a peer may take to enter a call. stall_s: how long nothing may move inside a
+    call. observer: hears of every call; None where there is no telemetry.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class Runtime:
         self.control = control
         self.observer: Observer | None = None
         self.watch = Watch(control) if machine.wire is None else SharedWatch(control)
-        # With a wire of the device calls return before they have ended.
+        # With a wire (NCCL) calls return before they have ended, so they must be watched.
         self._watchdog: Watchdog | None = None
         if machine.wire is not None:
             self._watchdog = Watchdog(
                 machine.wire, self.watch, timeout_s, machine.enter_to_watch, self._give_up
             )
-        # What the last call ran: its graph, and the driver that has its trace.
+        # The graph that the last call ran, and the driver that has the trace.
         self.last_run: tuple[Graph, BaseDriver] | None = None
         self.broken: BaseException | None = None
         self._number = 0
@@ -97,16 +98,14 @@ class Runtime:
         self._busy = threading.Lock()
         self._stats = Stats()
         self._uncounted: deque[BaseDriver] = deque()  # of calls whose times `_stats` lacks
-        # Ranks that are threads are nobody's job but this process's.
+        # Ranks that are threads need no farewell at exit: no other process waits for them.
         if not threads:
             process.open.add(self)
         process.add_here(self)
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has left the group; also in a child that was forked from it, which is
-        no rank.
-        """
+        """Whether this rank has left the group. True, too, in a process forked from the rank."""
         return self._closed or os.getpid() != self._process_id
 
     @property
@@ -115,9 +114,7 @@ class Runtime:
         return not self.closed and self.broken is None
 
     def check_open(self) -> None:
-        """Raises ConfigError where this rank has left the group, or the process is a child that was
-        forked from it.
-        """
+        """Raises ConfigError where `closed` is true, and says why. Does not block."""
         if os.getpid() != self._process_id:
             raise ConfigError(
                 "this process was forked from a rank, and the context is that rank's: make the "
@@ -143,20 +140,26 @@ class Runtime:
         takes: Callable[[], str] | None = None,
         agreed: bool = False,
     ) -> tuple[BaseDriver, DeviceEvent | None]:
-        """Runs a schedule on all ranks, once they agree on it. Collective. Blocks until this rank's
-        part is done, or, with ordered lanes alone, until all of it is issued.
+        """Runs a schedule on all ranks, once the ranks agree on it. Collective.
 
-        call: its name, for errors and the flight record. operations: what each type of operation
-        does, called with the operation. memory: the bytes of each part that a message names.
-        description, digest: what the ranks compare, and `digest_of` it. progress: what operations
-        that take long call. subject: what observers are told of. takes: says what memory the call
-        takes, for the error when there is none.
-        agreed: the ranks have just agreed on the call, by `agree`; the schedule may then open with
-        anything.
+        Blocks until this rank's part is done. Where all lanes are ordered (NCCL), blocks until all
+        of it is issued. Other ranks may take `timeout_s` to enter; inside, something must move
+        every `stall_s`.
 
-        Returns the driver, which has the trace, and the event of the device after which the call's
-        memory is free (None: it is). Raises ContractMismatch or what another rank brought, before
-        anything is sent; PeerLost, Stalled and DeviceError afterwards.
+        call: the call's name, for errors and the flight record.
+        operations: the function for each type of operation, called with the operation.
+        memory: the bytes of each part that a message names.
+        description: the words that the ranks compare. digest: `digest_of` the description.
+        progress: the function that long operations call.
+        subject: what the schedule was made from, for the observer.
+        takes: says how much memory the call takes, for the error when memory runs out.
+        agreed: whether the ranks have just agreed on the call by `agree`. If so, the schedule need
+            not open with an agreement.
+
+        Returns the driver, which has the trace, and the device event after which the call's memory
+        is free, or None where the memory is free already. Raises ContractMismatch, or the error
+        that another rank brought, before anything is sent; PeerLost, Stalled and DeviceError
+        afterwards.
         """
         if not self._busy.acquire(blocking=False):
             raise self._in_another_call()
@@ -182,11 +185,12 @@ class Runtime:
             except BaseException as error:
                 if driver.refused and isinstance(error, ContractMismatch):
                     self._not_agreed(agreement, driver)
-                # Messages may be under way: their memory must outlive this call.
+                # Messages may be under way, so their memory must outlive this call.
                 self._kept.append((memory, operations))
                 self._break(error)
                 if self._watchdog is not None:
-                    # The driver has ended all messages, and this error is the one to be told.
+                    # The driver has ended all messages. This error is to be reported, and not what
+                    # the watchdog would see next.
                     self._watchdog.stop()
                 raise
             finally:
@@ -209,8 +213,10 @@ class Runtime:
         error: BurstError | None = None,
         within_s: float | None = None,
     ) -> None:
-        """Opens a collective that is not a schedule: every rank says what it is about to do. If one
-        brings an error, all ranks raise it. Blocks at most `within_s`, by default `timeout_s`.
+        """Has the ranks agree on what they do next. Opens a collective that is not a schedule.
+
+        Collective; blocks at most `within_s`, by default `timeout_s`. If a rank brings an error,
+        all ranks raise it. Raises ContractMismatch if descriptions differ; Stalled and PeerLost.
         """
         with self._exclusive():
             self._agree(description, error, within_s)
@@ -218,8 +224,10 @@ class Runtime:
     def collective(
         self, description: dict[str, str], start: Callable[[], _P], within_s: float | None = None
     ) -> _P:
-        """`agree`, then the control group's collective that `start` begins, to its end. Blocks at
-        most `within_s` for each.
+        """Has the ranks agree, then runs the collective of the control group that `start` begins.
+
+        Blocks at most `within_s` for each of the two, by default `timeout_s`. Raises what `agree`
+        raises.
         """
         with self._exclusive():
             self._agree(description, None, within_s)
@@ -229,18 +237,21 @@ class Runtime:
             return pending
 
     def refuse(self, call: str, error: BurstError) -> NoReturn:
-        """Tells every rank that this one cannot make the call; raises the error all of them raise.
-        Blocks at most `timeout_s`. `refusing.refuse` does so where a rank is in several groups.
+        """Tells every rank that this rank cannot make the call, and raises the common error.
+
+        Blocks at most `timeout_s` for the others to come to the call. `refusing.refuse` is for
+        ranks that are in several groups.
         """
         self.watch.look()
         if self.watch.left and self.usable:
-            raise error  # no other can be waiting: their next call finds that a rank has left
+            raise error  # no other rank can be waiting: its next call finds that a rank has left
         self.agree({"call": call}, error)
         raise error
 
     def stats(self) -> Stats:
-        """What the counted calls have done so far; on a device, compute_s and wait_s are of calls
-        that have ended.
+        """Counts and times of the counted calls so far. Does not block.
+
+        On a device, compute_s and wait_s cover only the calls that have ended.
         """
         while self._uncounted and self._uncounted[0].settled():
             s, driver = self._stats, self._uncounted.popleft()
@@ -250,11 +261,13 @@ class Runtime:
         return self._stats
 
     def count(self, driver: BaseDriver, started_s: float, sent: int, received: int) -> None:
-        """Counts a call that has been performed. started_s: when it began, by
-        `time.perf_counter`; sent, received: the transport's counts of bytes at that time.
+        """Counts a call that has been performed. Does not block.
+
+        started_s: when the call began, by `time.perf_counter`. sent, received: the transport's
+        counts of bytes at that time.
         """
         self._uncounted.append(driver)
-        # On a device its work may not have ended.
+        # On a device the work of the call may not have ended.
         counts_now = self.device.type == "cpu" or len(self._uncounted) > _UNCOUNTED_UP_TO
         s = self.stats() if counts_now else self._stats
         self._stats = Stats(
@@ -267,11 +280,11 @@ class Runtime:
         )
 
     def close(self, code: int = 0, error: str = "") -> None:
-        """Leaves the group: tells the others, who can then enter no further call with this rank.
-        Does not wait for them. Calls after the first do nothing, nor does a call in a child that
-        was forked from a rank.
+        """Leaves the group, and tells the other ranks. Does not wait for them.
 
-        code: other than 0 where this rank failed; error: of what, in words.
+        The other ranks can then enter no further call with this rank. code: 0, or the exit code
+        where this rank failed. error: the error in words. Calls after the first do nothing, and so
+        do calls in a process that was forked from a rank.
         """
         if self.closed:
             return
@@ -280,7 +293,7 @@ class Runtime:
             self._watchdog.finish()
         self.watch.leave(code, error)
         if self.broken is None:
-            # Where this rank failed, its device may have more to do than will ever end.
+            # Where this rank failed, the device may have work that will never end.
             (self.transport.cancel if code else self.transport.close)()
             self.machine.forget()
             self.last_run = None
@@ -289,13 +302,18 @@ class Runtime:
             self.observer.left(code)
 
     def waiting_here(self) -> set[int]:
-        """The ranks that have said, as far as their notices are read, that they wait for this one
-        to enter its next call.
+        """The ranks that have said that they wait for this rank to enter its next call.
+
+        Only notices that `watch.look` has read count.
         """
         return {peer for peer, number in self.watch.entered.items() if number > self._number}
 
     def _enter(self) -> None:
-        """The next call begins. Raises where it cannot."""
+        """Begins the next call: counts it. Does not block.
+
+        Raises ConfigError where the runtime is closed, PeerLost where it is broken or a rank has
+        left.
+        """
         self.check_open()
         if self.broken is not None:
             raise PeerLost(
@@ -327,7 +345,10 @@ class Runtime:
             self._settle(agreement)
 
     def _not_agreed(self, agreement: Agreement, driver: BaseDriver) -> NoReturn:
-        """Nothing was sent: finds out with the others why, and raises it."""
+        """Ends a call that the ranks do not agree on: raises the common error. Nothing was sent.
+
+        Collective; blocks at most `timeout_s`.
+        """
         self.machine.join(driver)
         if self.observer is not None:
             self.observer.abandoned()
@@ -344,7 +365,7 @@ class Runtime:
 
     @contextmanager
     def _in_call(self, call: str) -> Iterator[None]:
-        """Writes down that this rank is in the call, for who finds it dead."""
+        """Inside, the flight record says that this rank is in the call."""
         flight = self._flight
         if flight is None:
             yield
@@ -353,14 +374,13 @@ class Runtime:
         try:
             yield
         finally:
-            # A call that broke the runtime stands there still: it is what this rank was in when it
-            # failed.
+            # A call that broke the runtime stays in the record, because this rank failed in it.
             if self.broken is None:
                 flight.leave()
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """Whatever goes wrong inside leaves the control group in an unknown state."""
+        """Inside, any error breaks the runtime: it leaves the control group in an unknown state."""
         try:
             yield
         except BaseException as error:
@@ -384,16 +404,18 @@ class Runtime:
         )
 
     def _break(self, error: BaseException) -> None:
-        """No later call may be made. The others must hear of what began on this rank, or they would
-        wait for it until their deadlines.
+        """Marks the runtime as broken: no later call may be made. Does not block.
+
+        The other ranks are told of an error that began on this rank, or they would wait for this
+        rank until their deadlines.
         """
         self.broken = error
         if not isinstance(error, (PeerLost, Stalled)):
-            # sys.exit(0) in the middle of a call is no good end
+            # Even sys.exit(0) is a failure in the middle of a call.
             self.watch.say_left(exit_code_of(error) or 1, in_words(error))
 
     def _give_up(self, error: BurstError) -> None:
-        """In the watchdog's thread: a call that was issued cannot end. Ends the job."""
+        """Ends the job, because an issued call cannot end. Runs in the watchdog's thread."""
         if not self._closed and mpi_takes_threads():
             self._break(error)
         self.broken = error

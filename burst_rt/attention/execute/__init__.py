@@ -11,7 +11,7 @@ __all__ = ["RUNS", "BackwardRun", "ForwardRun", "Runs"]
 
 
 class Runs(NamedTuple):
-    """What runs a kind of program."""
+    """The two classes that run one kind of program."""
 
     forward: type[ForwardRun]
     backward: type[BackwardRun]

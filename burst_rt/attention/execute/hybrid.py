@@ -1,9 +1,9 @@
-"""Running a hybrid: the ring works on tensors gathered over the group, which are made from and cut
-into pieces that go to one member each.
+"""Running a hybrid: the ring works on gathered tensors, and members exchange pieces of them.
 
-A piece is one member's tokens with one member's heads: of a rank's own tensors (local: its tokens,
-all heads) the heads of the member it goes to or comes from; of a gathered tensor (whole: the
-group's tokens, its own heads) that member's tokens.
+A rank's `local` tensors hold the rank's tokens and all heads. A rank's `whole` (gathered) tensors
+hold the tokens of the group and the rank's own heads. A piece is the tokens of one member with the
+heads of one member. A piece of a local tensor is the heads of the member that the piece goes to or
+comes from. A piece of a whole tensor is that member's tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from burst_rt.planning.strategies import Hybrid, Ring
 
 __all__ = ["HybridBackwardRun", "HybridForwardRun"]
 
-# Where tokens and heads stand in a tensor, if not at 1 and 2 as in [batch, tokens, heads,
-# head_dim].
+# The dimensions of tokens and heads, for tensors that are not [batch, tokens, heads, head_dim],
+# where tokens are dimension 1 and heads dimension 2.
 _TOKEN_DIM = {Role.LSE: 2, Role.ROWS: 3}
 _HEAD_DIM = {Role.LSE: 1}
 
 
 class _Spread(Run):
-    """What both directions share. `local`: this rank's tensors; `whole`: the gathered ones, as
-    blocks where the ring takes them so.
+    """What both directions share: local and gathered tensors, and the pieces that members exchange.
+
+    `local`: this rank's own tensors. `whole`: the gathered tensors, cut into blocks where the ring
+    takes blocks.
     """
 
     def __init__(self, *args: Any) -> None:  # those of ForwardRun or BackwardRun
@@ -47,7 +49,7 @@ class _Spread(Run):
         return program.ring, group
 
     def bind_input(self, role: Role, whole: torch.Tensor) -> None:
-        """What is bound is the gathered tensor; it is filled before the ring begins."""
+        """Binds a gathered tensor in place of the input; tasks fill it before the ring begins."""
         self.local[role] = dense(whole)
         batch, _, heads, head_dim = self.shape(role)
         self.whole[role] = []
@@ -63,8 +65,9 @@ class _Spread(Run):
         return self.local[role].narrow(dim, member * share, share)
 
     def _tokens(self, role: Role, member: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """A member's tokens of a gathered tensor, block by block: (first and last + 1 in the
-        member's shard, view).
+        """A member's tokens of a gathered tensor, block by block: (start, stop, view).
+
+        start and stop are token numbers in the member's shard.
         """
         rank = self.rank * self.hybrid.group_size + member
         dim, blocks = _TOKEN_DIM.get(role, 1), self.whole[role]
@@ -76,13 +79,13 @@ class _Spread(Run):
             at += length
 
     def _runs(self, role: Role) -> list[tuple[int, int]]:
-        """Where the group's blocks stand in its shard."""
+        """Where the group's blocks stand in the group's shard: (start, stop) of each."""
         blocks = self.problem.q_blocks if role.queries else self.problem.kv_blocks
         ends = [0, *accumulate(map(len, blocks[self.rank]))]
         return list(pairwise(ends))
 
     def _wire(self, role: Role, part: int, owner: int) -> torch.Tensor:
-        """A message's memory as a piece of the tokens of rank `owner`."""
+        """A message's memory, viewed as a piece with the tokens of rank `owner`."""
         problem, length = self.problem, self.hybrid.shard_len(role, owner)
         heads = problem.num_heads if role.queries else problem.num_kv_heads
         shapes = {
@@ -114,7 +117,7 @@ class _Spread(Run):
             view.copy_(wire.narrow(_TOKEN_DIM.get(role, 1), start, stop - start))
 
     def _keep(self, op: Keep) -> None:
-        """The piece of the rank's own tokens and heads goes nowhere."""
+        """Copies the piece of the rank's own tokens and heads, which is sent to nobody."""
         own = self._heads(op.tensor, self.number)
         for start, stop, view in self._tokens(op.tensor, self.number):
             here = own.narrow(_TOKEN_DIM.get(op.tensor, 1), start, stop - start)
@@ -125,7 +128,10 @@ class _Spread(Run):
 
 
 class HybridForwardRun(_Spread, ForwardRun):
-    """See `ForwardRun`; `state` is of the group's queries and this rank's heads."""
+    """One forward call; see `ForwardRun`. `state` holds the group's queries and this rank's heads.
+
+    `out` and `lse` are of this rank's queries and all heads.
+    """
 
     def __init__(self, *args: Any) -> None:  # those of ForwardRun
         super().__init__(*args)
@@ -137,7 +143,10 @@ class HybridForwardRun(_Spread, ForwardRun):
 
 
 class HybridBackwardRun(_Spread, BackwardRun):
-    """See `BackwardRun`; `sums` are of the group's tokens and this rank's heads."""
+    """One backward call; see `BackwardRun`. `sums` hold the group's tokens and this rank's heads.
+
+    `grads()` are of this rank's tokens and all heads.
+    """
 
     def __init__(self, *args: Any) -> None:  # those of BackwardRun
         super().__init__(*args)
@@ -159,6 +168,6 @@ class HybridBackwardRun(_Spread, BackwardRun):
         return dq, dk, dv
 
     def make_delta(self, op: Delta) -> None:
-        """Of the rank's own queries and all heads, before they are gathered."""
+        """Writes lse and delta of the rank's own queries and all heads, before the gathering."""
         rows = self.local[Role.ROWS]
         self.delta(0, rows.shape[3], rows)

@@ -1,8 +1,7 @@
-"""Running a plan on tensors: a call's tensors are bound to the plan's parts, and each type of
-operation is told what to do to them.
+"""Running a plan on tensors: a call's tensors are bound to parts, each operation to a function.
 
-One class a direction. Memory is taken when the call starts and let go when it ends, nothing in
-between: the slots, the sums, the rows.
+Each direction has a class. Slots, sums and rows are taken when the call starts, and let go when the
+call ends.
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ GRADIENTS = (Role.DQ, Role.DK, Role.DV)
 class Run:
     """What both directions share: the plan's parts as tensors.
 
-    `tensors[part]` is a home or own block; `storage[part]` the raw bytes of what travels: of a
-    slot, which holds blocks of different owners in turn, viewed with `_view`; of an own block that
-    is sent; of a chunk that messages are staged through. `memory[part]` is the same for the
-    transport. `slots` goes back to the machine after the run.
+    `tensors[part]`: the tensor of a block that is at home or is this rank's own. `storage[part]`:
+    the raw bytes of a slot, of an own block that is sent staged, or of a chunk that messages are
+    staged through. A slot holds blocks of different owners in turn; `_view` gives it their shape.
+    `memory[part]`: the bytes of a part as the transport takes them. `slots`: what goes back to the
+    machine after the run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Run:
         self.progress = progress
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
-        # What each type of operation does; a direction adds its own.
+        # The function for each type of operation; each direction adds its own types.
         self.operations: dict[type, Callable[..., None]] = {
             ToHost: self._to_host,
             ToDevice: self._to_device,
@@ -78,9 +78,9 @@ class Run:
         return plan.choice.program, plan.rank
 
     def _slots(self) -> Slots:
-        """Slots on the device, chunks on the host."""
+        """New slots on the device and chunks on the host."""
         pinned = self._device.type != "cpu"
-        # Later calls may be outside inference mode, and could not write what was made inside.
+        # A later call outside inference mode could not write to tensors made inside it.
         with torch.inference_mode(False):
             slots = {
                 part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device)
@@ -97,7 +97,7 @@ class Run:
         )
 
     def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory; NaN where the context is told to poison."""
+        """Uninitialised memory; NaN where the context poisons fresh memory."""
         new = torch.empty(shape, dtype=dtype, device=self._device)
         return new.fill_(torch.nan) if self._poison else new
 
@@ -106,20 +106,18 @@ class Run:
         return self.plan.part_ids[role, index]
 
     def bind_input(self, role: Role, whole: torch.Tensor) -> None:
-        """Binds q, k, v or dout of this call."""
+        """Binds q, k, v or dout of this call, which `dense` may copy first."""
         self.bind(role, dense(whole))
 
     def bind(self, role: Role, whole: torch.Tensor) -> None:
-        """Binds a tensor of the shard to its buffer: cut into blocks (along the tokens, dim 1)
-        where they travel.
-        """
+        """Binds a tensor of the shard to its buffer, cut into blocks along the tokens (dim 1)."""
         for index, (start, stop) in enumerate(self.bounds(queries=role.queries)):
             self.bind_part(
                 role, index, whole if stop - start == whole.shape[1] else whole[:, start:stop]
             )
 
     def bind_part(self, role: Role, index: int, block: torch.Tensor) -> None:
-        """Binds one part; what travels must be contiguous, and is copied if it is not."""
+        """Binds one part. A part that is sent must be contiguous, and is copied if it is not."""
         part = self.part_id(role, index)
         if part in self.plan.program_graph.sent:
             block = block.contiguous()
@@ -130,7 +128,7 @@ class Run:
         self.tensors[part] = block
 
     def bounds(self, *, queries: bool) -> tuple[tuple[int, int], ...]:
-        """Where each part of this side stands in the shard."""
+        """Where each part of this side stands in the shard: (start, stop) in tokens."""
         ring = self.ring
         return (ring.travelling_bounds if ring.queries_travel is queries else ring.resident_bounds)[
             self.rank
@@ -147,7 +145,7 @@ class Run:
         return (problem.batch, length, heads, problem.head_dim)
 
     def tile(self, op: TileOperation) -> Tile:
-        """The tile of a travelling block and the shard at home."""
+        """The tile of a travelling block with the shard at home."""
         moved, stays = (self.ring.travelling[op.owner][op.block],), self.ring.resident[self.rank]
         q, kv = (moved, stays) if self.ring.queries_travel else (stays, moved)
         return Tile(
@@ -162,8 +160,9 @@ class Run:
         )
 
     def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:
-        """The tensors an operation names: bound ones as they are, slots as what their present
-        owner's block looks like.
+        """The tensors that an operation names.
+
+        A bound tensor is returned as it is, a slot with the shape of the block that is in it.
         """
         found = {}
         for role, part in tensors:
@@ -172,11 +171,11 @@ class Run:
         return found
 
     def reads(self, op: TileOperation) -> dict[Role, torch.Tensor]:
-        """The tensors a tile reads."""
+        """The tensors that a tile reads."""
         return self.at(op.reads, op)
 
     def sums_at(self, op: TileOperation) -> dict[Role, torch.Tensor]:
-        """The sums a tile adds to; those that travel begin with it, if it says so."""
+        """The sums that a tile adds to. With `starts_sums`, travelling sums are zeroed first."""
         found = self.at(op.adds, op)
         if op.starts_sums:
             for role, part in op.adds:
@@ -213,8 +212,9 @@ class Run:
 
 
 class ForwardRun(Run):
-    """One forward call. After the run: `out` `[batch, tokens, heads, head_dim]` in q's dtype, `lse`
-    `[batch, heads, tokens]`.
+    """One forward call. After the run `out` and `lse` hold the result.
+
+    out: `[batch, tokens, heads, head_dim]` in q's dtype. lse: `[batch, heads, tokens]`.
     """
 
     def __init__(
@@ -242,15 +242,13 @@ class ForwardRun(Run):
         self.kernel.forward(x[Role.Q], x[Role.K], x[Role.V], self.tile(op), self.state)
 
     def _finish(self, _: Finish) -> None:
-        """No tile at all: these queries see no key."""
+        """Finishes queries that have no tile at all, because they see no key."""
         self.state.start()
         self.state.finish()
 
 
 class BackwardRun(Run):
-    """One backward call. After the run `grads()` are dq, dk, dv in the inputs' dtype; None where
-    not needed.
-    """
+    """One backward call. After the run `grads()` returns dq, dk and dv."""
 
     def __init__(
         self,
@@ -291,7 +289,10 @@ class BackwardRun(Run):
         }
 
     def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """dq, dk, dv; the slots are let go first, and each sum as its gradient is cast."""
+        """dq, dk and dv in the inputs' dtype; None where one is not needed. To be called once.
+
+        Frees the slots first, and each sum once its gradient has been cast.
+        """
         del self.slots
         self.storage.clear()
         self.memory.clear()
@@ -311,12 +312,12 @@ class BackwardRun(Run):
         )  # fmt: skip
 
     def make_delta(self, op: Delta) -> None:
-        """What the backward needs of one part of this rank's queries, into its rows."""
+        """Writes lse and delta of one part of this rank's queries into the part's rows."""
         start, stop = self.bounds(queries=True)[op.part]
         self.delta(start, stop, self.tensors[self.part_id(Role.ROWS, op.part)])
 
     def delta(self, start: int, stop: int, rows: torch.Tensor) -> None:
-        """lse and delta of some of this rank's queries into `rows`."""
+        """Writes lse and delta of queries `start` to `stop` of this rank into `rows`."""
         dlse = None if self._dlse is None else self._dlse[:, :, start:stop]
         self.kernel.delta(
             self._dout[:, start:stop],
@@ -333,7 +334,5 @@ class BackwardRun(Run):
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Strided views are taken as they are; a broadcast (stride 0) or a last dimension that is not
-    contiguous is copied.
-    """
+    """x as kernels take it: itself, or a copy for a broadcast or a strided last dimension."""
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()

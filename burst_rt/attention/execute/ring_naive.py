@@ -1,5 +1,6 @@
-"""Running `ring-naive`: whole rows of scores, `[batch, heads, own queries, all keys]` in the type
-of the sums, kept between the rounds.
+"""Running `ring-naive`: whole rows of scores are kept between the rounds.
+
+The scores are `[batch, heads, own queries, all keys]` in the dtype of the sums.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["RingNaiveBackwardRun", "RingNaiveForwardRun"]
 
 
 class _Rows(Run):
-    """What both directions share."""
+    """What both directions share: the scores, and the pieces of a tile in them."""
 
     def __init__(self, *args: Any) -> None:  # those of ForwardRun or BackwardRun
         super().__init__(*args)
@@ -47,7 +48,7 @@ class _Rows(Run):
         return program.rounds[0], plan.rank
 
     def parts(self, op: TileOperation) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-        """The scores of each piece, its queries and its keys (of the block)."""
+        """For each piece: its scores, its queries in the shard and its keys in the block."""
         keys = len(self.problem.kv_blocks[op.owner][op.block])
         whole = self.scores.narrow(3, self.program.columns[op.owner][op.block], keys)
         for piece in op.pieces:
@@ -57,7 +58,7 @@ class _Rows(Run):
     def fill(
         self, op: TileOperation, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        """Scores of a block's keys, or with lse the probabilities."""
+        """Writes the scores of a block's keys; with lse, the probabilities."""
         tile = self.tile(op)
         for piece, (here, rows, _) in zip(op.pieces, self.parts(op), strict=True):
             scores = dense_scores(q, k, tile, piece, self.wide, self.wide)
@@ -65,7 +66,7 @@ class _Rows(Run):
 
 
 class RingNaiveForwardRun(_Rows, ForwardRun):
-    """See `ForwardRun`."""
+    """One forward call; see `ForwardRun`."""
 
     def __init__(self, *args: Any) -> None:  # those of ForwardRun
         super().__init__(*args)
@@ -85,10 +86,10 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
         self.fill(op, x[Role.Q], x[Role.K], None)
 
     def _softmax(self, _: Softmax) -> None:
-        """Unnormalised: `State.finish` divides."""
+        """Turns scores into unnormalised probabilities; `State.finish` divides by their sum."""
         self.state.start()
         torch.amax(self.scores, -1, out=self.state.m)
-        # A row that sees no key: exp(-inf - -inf) would be NaN.
+        # In a row that sees no key, exp(-inf - -inf) would be NaN.
         safe = torch.where(self.state.m == -torch.inf, 0.0, self.state.m)
         self.scores.sub_(safe[..., None]).exp_()
         torch.sum(self.scores, -1, out=self.state.l)
@@ -103,7 +104,7 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
 
 
 class RingNaiveBackwardRun(_Rows, BackwardRun):
-    """See `BackwardRun`."""
+    """One backward call; see `BackwardRun`."""
 
     def __init__(self, *args: Any) -> None:  # those of BackwardRun
         super().__init__(*args)
