@@ -27,7 +27,7 @@ from rich.table import Table
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.run import MpiLauncher, find_launcher, kill_job, num_usable_cores
-from burst_rt.transport.probe import remember
+from burst_rt.transport.probe import note_answer
 
 __all__ = ["Finding", "command", "examine"]
 
@@ -293,7 +293,7 @@ def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> Fi
     answer = _ask_job(launcher, words, deadline_s=_TORCH_DEADLINE_S)
     library = _ask_python(_MPI_LIBRARY)
     if not library.error:
-        remember(library.text, device_name, not answer.error)
+        note_answer(library.text, device_name, not answer.error)
     found = (
         f"not taken, messages go through pinned host memory ({answer.error})"
         if answer.error

@@ -16,14 +16,14 @@ from typing import Any
 from burst_rt.remembered import recall
 from burst_rt.remembered import remember as keep
 
-__all__ = ["remember", "remembered"]
+__all__ = ["last_answer", "note_answer"]
 
 _KIND = "mpi-device-memory"
 _SIZES = (1, 4096, 1 << 20, 1 << 24)
 _DEADLINE_S = 20.0
 
 
-def remembered(library: str, device: str) -> bool | None:
+def last_answer(library: str, device: str) -> bool | None:
     """The last probe's answer for this host, MPI library and device; None if there was no probe.
 
     `library` is the MPI library's version string, `device` the device's name.
@@ -32,7 +32,7 @@ def remembered(library: str, device: str) -> bool | None:
     return answer if isinstance(answer, bool) else None
 
 
-def remember(library: str, device: str, answer: bool) -> None:
+def note_answer(library: str, device: str, answer: bool) -> None:
     """Writes the answer down for later jobs.
 
     A cache folder that cannot be written is no error: the next `burst-rt doctor` probes again.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.kernels import Kernel, Picked, Work, pick
-from burst_rt.planning.forecast import FORECAST_UP_TO, fastest
+from burst_rt.planning.forecast import FORECAST_UP_TO, fastest_strategy
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, choose
@@ -34,7 +34,7 @@ from burst_rt.scheduler import (
 )
 from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["Memory", "Plan", "PlanKey", "Planner"]
+__all__ = ["MemoryNeed", "Plan", "PlanKey", "Planner"]
 
 _VERIFY_ALL_UP_TO = 64
 
@@ -51,7 +51,7 @@ class PlanKey(NamedTuple):
     partials: str = "exact"
 
 
-class Memory(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Bytes that one call takes on this rank beyond its inputs and outputs."""
 
     # Memory that messages are received into and packed in: the double buffer, travelling sums
@@ -134,14 +134,14 @@ class Plan:
             )
         )
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryNeed:
         """The memory of one run, in bytes."""
         held = self.choice.program.footprint(self.rank)
         scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
         slots, chunks = (
             sum(part.size_bytes for part in parts) for parts in (self.slots, self.chunks)
         )
-        return Memory(slots, held.sums, held.copies, scratch, chunks)
+        return MemoryNeed(slots, held.sums, held.copies, scratch, chunks)
 
 
 class Planner:
@@ -186,7 +186,7 @@ class Planner:
     def _make(self, key: PlanKey) -> Plan:
         world = key.problem.world_size
         if key.strategy == "auto" and self._hardware is not None and 1 < world <= FORECAST_UP_TO:
-            choice = fastest(
+            choice = fastest_strategy(
                 key.problem,
                 self._hardware,
                 forward=key.forward,

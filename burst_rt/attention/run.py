@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from burst_rt.attention.call import Call
-from burst_rt.attention.execute import RUNS
+from burst_rt.attention.execute import RUNS, BackwardBinding, Binding
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import DeviceError, InputError
@@ -38,9 +38,17 @@ def run_forward(
         runtime.refuse(name, error)
     progress = Progress()
     with _enough_memory(runtime, name, plan):
-        inputs = (q.detach(), k.detach(), v.detach())
         run = RUNS[type(plan.choice.program)].forward(
-            plan, runtime.machine, call.scale, progress, setup.poison, inputs
+            Binding(
+                plan=plan,
+                machine=runtime.machine,
+                scale=call.scale,
+                progress=progress,
+                poison=setup.poison,
+                q=q.detach(),
+                k=k.detach(),
+                v=v.detach(),
+            )
         )
     started_s = time.perf_counter()
     sent, received = runtime.transport.bytes_sent, runtime.transport.bytes_received
@@ -80,11 +88,22 @@ def run_backward(
         runtime.refuse(name, error)
     progress = Progress()
     with _enough_memory(runtime, name, plan):
-        saved = (q.detach(), k.detach(), v.detach(), out.detach(), lse.detach())
         run = RUNS[type(plan.choice.program)].backward(
-            plan, runtime.machine, call.scale, progress, setup.poison, saved,
-            dout.detach(), None if dlse is None else dlse.detach(),
-        )  # fmt: skip
+            BackwardBinding(
+                plan=plan,
+                machine=runtime.machine,
+                scale=call.scale,
+                progress=progress,
+                poison=setup.poison,
+                q=q.detach(),
+                k=k.detach(),
+                v=v.detach(),
+                out=out.detach(),
+                lse=lse.detach(),
+                dout=dout.detach(),
+                dlse=None if dlse is None else dlse.detach(),
+            )
+        )
     started_s = time.perf_counter()
     sent, received = runtime.transport.bytes_sent, runtime.transport.bytes_received
     description, digest = call.backward_terms

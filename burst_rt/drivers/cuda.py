@@ -22,7 +22,7 @@ import time
 from typing import Any, NamedTuple
 
 from burst_rt.drivers.base import BaseDriver
-from burst_rt.drivers.device import Device, DeviceEvent, Stream
+from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
 from burst_rt.scheduler import Event, Lane, Schedule, Task, TaskDone, TaskFailed, overlap
@@ -50,7 +50,7 @@ class CudaDriver(BaseDriver):
         self,
         schedule: Schedule,
         *,
-        device: Device,
+        device: StreamDevice,
         wire: OrderedTransport | None = None,
         **options: Any,
     ) -> None:  # BaseDriver's
@@ -144,8 +144,8 @@ class CudaDriver(BaseDriver):
     def _resolve(self) -> bool:
         """Adds the spans of device tasks to the trace once all have ended; False until then.
 
-        The device's events have their own clock. `Device.origin` relates it to the host's clock, so
-        a span is exact to some microseconds.
+        The device's events have their own clock. `StreamDevice.origin` relates it to the host's
+        clock, so a span is exact to some microseconds.
         """
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Device", "DeviceEvent", "Stream", "TorchDevice"]
+__all__ = ["DeviceEvent", "Stream", "StreamDevice", "TorchDevice"]
 
 # Opaque to the driver: torch.cuda.Stream and torch.cuda.Event here, other types in tests.
 Stream: TypeAlias = Any
@@ -25,7 +25,7 @@ _ORIGIN_S = 10.0
 _CAPTURE_THREAD_LOCAL = 1
 
 
-class Device(Protocol):
+class StreamDevice(Protocol):
     """A device with streams: work is put on a stream, and runs in the order it was put there.
 
     No method blocks, except `origin` for some microseconds.
@@ -69,7 +69,7 @@ class Device(Protocol):
 
 
 class TorchDevice:
-    """A CUDA device; see `Device`. Each lane of a context has its own stream."""
+    """A CUDA device; see `StreamDevice`. Each lane of a context has its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,21 +115,21 @@ class TorchDevice:
         return int(stream.cuda_stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """See `Device.record`."""
+        """See `StreamDevice.record`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """See `Device.wait`."""
+        """See `StreamDevice.wait`."""
         stream.wait_event(event)
 
     def happened(self, event: torch.cuda.Event) -> bool:
-        """See `Device.happened`."""
+        """See `StreamDevice.happened`."""
         return bool(event.query())
 
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """See `Device.seconds`."""
+        """See `StreamDevice.seconds`."""
         return float(first.elapsed_time(last)) / 1e3
 
     def origin(self) -> tuple[torch.cuda.Event, float]:

@@ -35,13 +35,13 @@ from burst_rt.job.ending import mpi_takes_threads
 from burst_rt.scheduler import Task
 from burst_rt.transport import OrderedTransport
 
-__all__ = ["Call", "Watchdog"]
+__all__ = ["Watchdog", "WatchedCall"]
 
 _PERIOD_S = 0.05
 
 
 @dataclass(eq=False)
-class Call:
+class WatchedCall:
     """A call of a context on its device."""
 
     number: int
@@ -71,7 +71,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._enter = enter
         self._fail = fail
-        self._calls: deque[Call] = deque()  # the oldest first
+        self._calls: deque[WatchedCall] = deque()  # the oldest first
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._over = False  # no further call comes
@@ -79,12 +79,12 @@ class Watchdog:
         self._known: tuple[object, ...] = ()
         self._since_s = 0.0
 
-    def begin(self, number: int, name: str, driver: CudaDriver) -> Call:
+    def begin(self, number: int, name: str, driver: CudaDriver) -> WatchedCall:
         """Watches a call from now on. Does not block.
 
         The caller sets the call's `issuing` to False once all of the call is issued.
         """
-        call = Call(number, name, driver)
+        call = WatchedCall(number, name, driver)
         with self._changed:
             self._calls.append(call)
             if len(self._calls) == 1:
@@ -134,7 +134,7 @@ class Watchdog:
                 break
         atexit.unregister(self.stop)
 
-    def _oldest(self) -> tuple[Call, list[Task]] | None:
+    def _oldest(self) -> tuple[WatchedCall, list[Task]] | None:
         """The oldest call that has not ended, and its tasks on streams that have not ended.
 
         Forgets the calls before it. None where all calls have ended.
@@ -188,7 +188,9 @@ class Watchdog:
             )
         return None
 
-    def _stalled(self, call: Call, task: Task | None, what: str, elapsed_s: float) -> BurstError:
+    def _stalled(
+        self, call: WatchedCall, task: Task | None, what: str, elapsed_s: float
+    ) -> BurstError:
         why = (
             f"{what} {elapsed_s:.1f} s (timeout_s). See what the other ranks are doing (py-spy "
             "dump, nvidia-smi), or raise "
@@ -198,7 +200,7 @@ class Watchdog:
 
     # fields: BurstError's own
     def _error(
-        self, kind: type[BurstError], call: Call, task: Task | None, why: str, **fields: Any
+        self, kind: type[BurstError], call: WatchedCall, task: Task | None, why: str, **fields: Any
     ) -> BurstError:
         rank = self._wire.rank
         name, hop = (None, None) if task is None else (task.name, task.hop)

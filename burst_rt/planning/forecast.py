@@ -23,7 +23,7 @@ __all__ = [
     "CANDIDATES",
     "FORECAST_UP_TO",
     "Forecast",
-    "fastest",
+    "fastest_strategy",
     "forecast",
     "schedules_of",
     "untiled_bytes",
@@ -77,7 +77,9 @@ def forecast(
     return of_choice(choose(problem, strategy, forward=forward, ranks_per_node=per_node), hardware)
 
 
-def fastest(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int) -> Choice:
+def fastest_strategy(
+    problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int
+) -> Choice:
     """The program that is forecast to end first, among those that fit into memory.
 
     If no program fits, the choice is among all of them. Forecasts within 2 percent count as equal;

@@ -31,7 +31,7 @@ from burst_rt.runtime.calibrated import find_hardware, fitted
 from burst_rt.runtime.machine import Machine
 from burst_rt.transport import TRANSPORTS, ControlGroup, LocalWorld, OrderedTransport, Transport
 from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
-from burst_rt.transport.probe import remembered
+from burst_rt.transport.probe import last_answer
 from burst_rt.transport.start import start_mpi
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ def _device_mpi(device: torch.device) -> bool | None:
     return (
         None
         if mpi is None
-        else remembered(mpi.Get_library_version().strip(), torch.cuda.get_device_name(device))
+        else last_answer(mpi.Get_library_version().strip(), torch.cuda.get_device_name(device))
     )
 
 

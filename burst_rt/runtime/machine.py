@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
-from burst_rt.drivers.device import Device, DeviceEvent, Stream, TorchDevice
+from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice, TorchDevice
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
 from burst_rt.scheduler.simulator import Hardware
@@ -56,7 +56,7 @@ class Machine:
         wire: OrderedTransport | None = None,
         ranks_per_node: int = 1,
         hardware: Hardware | None = None,
-        streams: Device | None = None,
+        streams: StreamDevice | None = None,
     ) -> None:
         self.device = device
         self.transport_name, self.reason = taken
@@ -168,7 +168,7 @@ class SlotPool:
     not ended. device: None on the host.
     """
 
-    def __init__(self, device: Device | None, capacity: int = 4) -> None:
+    def __init__(self, device: StreamDevice | None, capacity: int = 4) -> None:
         self._device = device
         self._capacity = capacity
         self._idle: list[tuple[object, Slots, DeviceEvent]] = []

@@ -26,7 +26,7 @@ from burst_rt.launch.bench.timing import (
     progress,
     slowest_s,
 )
-from burst_rt.planning.forecast import CANDIDATES, fastest, forecast
+from burst_rt.planning.forecast import CANDIDATES, fastest_strategy, forecast
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.runtime.calibrated import HARDWARE_VARIABLE, calibrated_path
@@ -236,7 +236,9 @@ class Bench:
     def _taken(self, point: Point, forward: bool) -> str:
         """The strategy that `auto` takes, by the name under which it is measured."""
         problem, per_node = self.problem(point), self.ctx.runtime.machine.ranks_per_node
-        program = fastest(problem, self.hardware, forward=forward, ranks_per_node=per_node).program
+        program = fastest_strategy(
+            problem, self.hardware, forward=forward, ranks_per_node=per_node
+        ).program
         for name in CANDIDATES:
             try:
                 if (

@@ -10,7 +10,7 @@ import pytest
 
 from burst_rt.launch.doctor import probe_device_mpi
 from burst_rt.launch.run import find_launcher
-from burst_rt.transport.probe import remember, remembered
+from burst_rt.transport.probe import last_answer, note_answer
 
 
 @pytest.fixture(autouse=True)
@@ -19,18 +19,18 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_is_remembered_for_this_library_and_device() -> None:
-    assert remembered("an MPI", "a GPU") is None
+    assert last_answer("an MPI", "a GPU") is None
     for answer in (True, False):
-        remember("an MPI", "a GPU", answer)
-        assert remembered("an MPI", "a GPU") is answer
-    assert remembered("another MPI", "a GPU") is None
-    assert remembered("an MPI", "another GPU") is None
+        note_answer("an MPI", "a GPU", answer)
+        assert last_answer("an MPI", "a GPU") is answer
+    assert last_answer("another MPI", "a GPU") is None
+    assert last_answer("an MPI", "another GPU") is None
 
 
 def test_a_cache_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "burst_rt").write_text("in the way")
-    remember("an MPI", "a GPU", True)
-    assert remembered("an MPI", "a GPU") is None
+    note_answer("an MPI", "a GPU", True)
+    assert last_answer("an MPI", "a GPU") is None
 
 
 def test_memory_that_mpi_takes() -> None:
@@ -39,7 +39,7 @@ def test_memory_that_mpi_takes() -> None:
 
     finding = probe_device_mpi(find_launcher(), "cpu", "a CPU")
     assert "16,777,216 bytes on cpu" in finding.found
-    assert remembered(MPI.Get_library_version().strip(), "a CPU") is True
+    assert last_answer(MPI.Get_library_version().strip(), "a CPU") is True
 
 
 def test_memory_that_mpi_does_not_take() -> None:
@@ -48,4 +48,4 @@ def test_memory_that_mpi_does_not_take() -> None:
 
     finding = probe_device_mpi(find_launcher(), "meta", "no memory")
     assert finding.found.startswith("not taken, messages go through pinned host memory")
-    assert remembered(MPI.Get_library_version().strip(), "no memory") is False
+    assert last_answer(MPI.Get_library_version().strip(), "no memory") is False

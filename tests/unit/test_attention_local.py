@@ -417,19 +417,23 @@ def test_nothing_of_a_call_outlives_it(run: str, monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_poisoned_in_these_tests() -> None:
     """What no tile writes stays NaN: the other tests would see it."""
-    from burst_rt.attention.execute import ForwardRun
+    from burst_rt.attention.execute import Binding, ForwardRun
 
     def forward(ctx: Context) -> tuple[bool, bool]:
         layout = ctx.layout(20)
         x = torch.zeros(1, 10, 1, 16)
-        spec = burst_rt.make_call(x, x, x, layout=layout)
+        call = burst_rt.make_call(x, x, x, layout=layout)
         run = ForwardRun(
-            spec.forward_plan,
-            ctx.runtime.machine,
-            None,
-            lambda: None,
-            ctx.setup.poison,
-            (x, x, x),
+            Binding(
+                plan=call.forward_plan,
+                machine=ctx.runtime.machine,
+                scale=None,
+                progress=lambda: None,
+                poison=ctx.setup.poison,
+                q=x,
+                k=x,
+                v=x,
+            )
         )
         slots = [slot.view(torch.float32) for slot in run.storage.values()]
         return bool(slots) and all(bool(slot.isnan().all()) for slot in slots), bool(

@@ -24,7 +24,7 @@ _THROUGH_OTHERS = ("Runtime.agree", "Runtime.perform", "Watch.wait_for", "join")
 _NEVER = {
     "CudaDriver.join": "`wait` is of one stream for another",
     "SlotPool.take": "`wait` is of one stream for another",
-    "Device.wait": "one stream waits for another; the host goes on",
+    "StreamDevice.wait": "one stream waits for another; the host goes on",
     "TorchDevice.wait": "one stream waits for another; the host goes on",
     "Backoff.pause": "at most 0.5 ms",
 }

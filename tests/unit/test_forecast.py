@@ -13,7 +13,7 @@ from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import UntiledKernel
 from burst_rt.planning.forecast import (
     CANDIDATES,
-    fastest,
+    fastest_strategy,
     forecast,
     memory_bytes,
     schedules_of,
@@ -102,7 +102,7 @@ def test_what_does_not_fit_says_so_and_what_is_not_allowed_is_refused() -> None:
     with pytest.raises(InputError, match="heads"):
         forecast(grouped, "all-to-all", machine, forward=True)
     # The planner weighs the others, each by its own name.
-    seconds = fastest(grouped, machine, forward=False, ranks_per_node=4).seconds
+    seconds = fastest_strategy(grouped, machine, forward=False, ranks_per_node=4).seconds
     assert seconds is not None
     assert not any("all-to-all" in name for name in seconds)
     assert len(seconds) == len(CANDIDATES) - 1
@@ -113,12 +113,12 @@ def test_the_fastest_is_taken_and_of_equals_the_one_that_sends_least() -> None:
     # smaller side.
     hasty = _machine(1e16)
     for given, wanted in ((_problem(4), "all-to-all"), (_problem(4, kv_heads=1), "ring-kv")):
-        taken = fastest(given, hasty, forward=False, ranks_per_node=1)
+        taken = fastest_strategy(given, hasty, forward=False, ranks_per_node=1)
         assert taken.strategy == wanted
         assert taken.seconds is not None
         assert taken.seconds[wanted] == min(taken.seconds.values())
     # All is hidden: equal times, fewest bytes.
-    slow = fastest(_problem(4, kv_heads=1), _machine(1e9), forward=True, ranks_per_node=1)
+    slow = fastest_strategy(_problem(4, kv_heads=1), _machine(1e9), forward=True, ranks_per_node=1)
     assert slow.seconds is not None
     assert max(slow.seconds.values()) < min(slow.seconds.values()) * 1.02
     assert slow.program.wire_bytes() == min(slow.candidates.values())
@@ -134,8 +134,10 @@ def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
         machine, device=replace(machine.device, memory_bytes=sizes["ring-kv"].memory_bytes)
     )
     assert sizes["all-to-all"].memory_bytes > sizes["ring-kv"].memory_bytes
-    assert fastest(given, machine, forward=False, ranks_per_node=1).strategy == "all-to-all"
-    assert fastest(given, small, forward=False, ranks_per_node=1).strategy != "all-to-all"
+    assert (
+        fastest_strategy(given, machine, forward=False, ranks_per_node=1).strategy == "all-to-all"
+    )
+    assert fastest_strategy(given, small, forward=False, ranks_per_node=1).strategy != "all-to-all"
 
 
 def test_the_untiled_kernel_takes_as_much_as_forecasts_say() -> None:

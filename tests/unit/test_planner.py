@@ -5,6 +5,7 @@ run takes.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from graphs import problem
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
-from burst_rt.attention.execute import BackwardRun, ForwardRun
+from burst_rt.attention.execute import BackwardBinding, BackwardRun, Binding, ForwardRun
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.errors import InputError, InternalError
 from burst_rt.planning.layouts import make_layout
@@ -111,17 +112,18 @@ def _runs(
     call = burst_rt.make_call(q, k, v, causal=True, layout=layout, strategy=strategy)
     q, k, v = (x.detach() for x in (q, k, v))
     forward, backward = call.forward_plan, call.backward_plan
-    first = ForwardRun(forward, ctx.runtime.machine, None, lambda: None, False, (q, k, v))
-    second = BackwardRun(
-        backward,
-        ctx.runtime.machine,
-        None,
-        lambda: None,
-        False,
-        (q, k, v, first.out, first.lse),
-        torch.ones_like(q),
-        None,
-    )
+    given: dict[str, Any] = {
+        "machine": ctx.runtime.machine, "scale": None, "progress": lambda: None, "poison": False,
+        "q": q, "k": k, "v": v,
+    }  # fmt: skip
+    first = ForwardRun(Binding(plan=forward, **given))
+    results: dict[str, Any] = {
+        "out": first.out,
+        "lse": first.lse,
+        "dout": torch.ones_like(q),
+        "dlse": None,
+    }
+    second = BackwardRun(BackwardBinding(plan=backward, **given, **results))
     return [(forward, first), (backward, second)]
 
 

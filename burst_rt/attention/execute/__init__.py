@@ -3,22 +3,22 @@
 from typing import NamedTuple
 
 from burst_rt.attention.execute.hybrid import HybridBackwardRun, HybridForwardRun
-from burst_rt.attention.execute.ring import BackwardRun, ForwardRun
+from burst_rt.attention.execute.ring import BackwardBinding, BackwardRun, Binding, ForwardRun
 from burst_rt.attention.execute.ring_naive import RingNaiveBackwardRun, RingNaiveForwardRun
 from burst_rt.planning.strategies import Hybrid, Program, Ring, RingNaive
 
-__all__ = ["RUNS", "BackwardRun", "ForwardRun", "Runs"]
+__all__ = ["RUNS", "BackwardBinding", "BackwardRun", "Binding", "ForwardRun", "RunTypes"]
 
 
-class Runs(NamedTuple):
+class RunTypes(NamedTuple):
     """The two classes that run one kind of program."""
 
     forward: type[ForwardRun]
     backward: type[BackwardRun]
 
 
-RUNS: dict[type[Program], Runs] = {
-    Ring: Runs(ForwardRun, BackwardRun),
-    Hybrid: Runs(HybridForwardRun, HybridBackwardRun),
-    RingNaive: Runs(RingNaiveForwardRun, RingNaiveBackwardRun),
+RUNS: dict[type[Program], RunTypes] = {
+    Ring: RunTypes(ForwardRun, BackwardRun),
+    Hybrid: RunTypes(HybridForwardRun, HybridBackwardRun),
+    RingNaive: RunTypes(RingNaiveForwardRun, RingNaiveBackwardRun),
 }

@@ -10,11 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 
-from burst_rt.attention.execute.ring import GRADIENTS, BackwardRun, ForwardRun, Run, dense
+from burst_rt.attention.execute.ring import (
+    GRADIENTS,
+    BackwardBinding,
+    BackwardRun,
+    Binding,
+    ForwardRun,
+    Run,
+    dense,
+)
 from burst_rt.attention.planner import Plan
 from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
 from burst_rt.planning.roles import Role
@@ -35,10 +42,10 @@ class _Spread(Run):
     takes blocks.
     """
 
-    def __init__(self, *args: Any) -> None:  # those of ForwardRun or BackwardRun
+    def __init__(self, binding: Binding) -> None:
         self.local: dict[Role, torch.Tensor] = {}
         self.whole: dict[Role, list[torch.Tensor]] = {}
-        super().__init__(*args)
+        super().__init__(binding)
         self.operations |= {Pack: self._pack, Unpack: self._unpack, Keep: self._keep}
 
     def place(self, plan: Plan) -> tuple[Ring, int]:
@@ -133,8 +140,8 @@ class HybridForwardRun(_Spread, ForwardRun):
     `out` and `lse` are of this rank's queries and all heads.
     """
 
-    def __init__(self, *args: Any) -> None:  # those of ForwardRun
-        super().__init__(*args)
+    def __init__(self, binding: Binding) -> None:
+        super().__init__(binding)
         self.whole |= {Role.OUT: [self.state.out], Role.LSE: [self.state.lse]}
         q = self.local[Role.Q]
         batch, length, heads, _ = q.shape
@@ -148,8 +155,8 @@ class HybridBackwardRun(_Spread, BackwardRun):
     `grads()` are of this rank's tokens and all heads.
     """
 
-    def __init__(self, *args: Any) -> None:  # those of BackwardRun
-        super().__init__(*args)
+    def __init__(self, binding: BackwardBinding) -> None:
+        super().__init__(binding)
         batch, length, heads, _ = self.local[Role.Q].shape
         self.local[Role.ROWS] = self.fresh(2, batch, heads, length, dtype=self.wide)
         self.whole[Role.ROWS] = [

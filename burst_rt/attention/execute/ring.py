@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -28,9 +29,33 @@ from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
 from burst_rt.transport.staged import ToDevice, ToHost
 
-__all__ = ["BackwardRun", "ForwardRun", "Run", "dense"]
+__all__ = ["BackwardBinding", "BackwardRun", "Binding", "ForwardRun", "Run", "dense"]
 
 GRADIENTS = (Role.DQ, Role.DK, Role.DV)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """One call of a plan: what a run is made from."""
+
+    plan: Plan
+    machine: Machine
+    scale: float | None
+    progress: Callable[[], None]  # operations that take long call it now and then
+    poison: bool  # whether fresh memory is filled with NaN
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardBinding(Binding):
+    """One backward call: what the forward left, and the gradients that came."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
 
 
 class Run:
@@ -43,19 +68,14 @@ class Run:
     machine after the run.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        machine: Machine,
-        scale: float | None,
-        progress: Callable[[], None],
-        poison: bool,
-    ) -> None:
+    def __init__(self, binding: Binding) -> None:
+        plan, machine = binding.plan, binding.machine
         self.plan, self.kernel = plan, plan.picked.kernel
         self.ring, self.rank = self.place(plan)
         problem = self.problem = self.ring.problem
+        scale = binding.scale
         self.scale = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
-        self.progress = progress
+        self.progress = binding.progress
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
         # The function for each type of operation; each direction adds its own types.
@@ -63,12 +83,12 @@ class Run:
             ToHost: self._to_host,
             ToDevice: self._to_device,
         }
-        self._poison = poison
+        self._poison = binding.poison
         self._machine = machine
         self._device = machine.device
         self.slots = machine.take(plan, self._slots)
         self.storage, self.memory = dict(self.slots.storage), dict(self.slots.memory)
-        if poison:
+        if self._poison:
             for slot in self.storage.values():
                 slot.fill_(255)  # all ones is NaN in every floating type
 
@@ -217,19 +237,11 @@ class ForwardRun(Run):
     out: `[batch, tokens, heads, head_dim]` in q's dtype. lse: `[batch, heads, tokens]`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        machine: Machine,
-        scale: float | None,
-        progress: Callable[[], None],
-        poison: bool,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        super().__init__(plan, machine, scale, progress, poison)
-        for role, x in zip((Role.Q, Role.K, Role.V), tensors, strict=True):
+    def __init__(self, binding: Binding) -> None:
+        super().__init__(binding)
+        for role, x in ((Role.Q, binding.q), (Role.K, binding.k), (Role.V, binding.v)):
             self.bind_input(role, x)
-        dtype = plan.key.dtype
+        dtype = self.plan.key.dtype
         out = self.fresh(*self.shape(Role.Q), dtype=dtype)
         acc = out if dtype == self.wide else self.fresh(*self.shape(Role.Q), dtype=self.wide)
         m, total, lse = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(3))
@@ -250,25 +262,15 @@ class ForwardRun(Run):
 class BackwardRun(Run):
     """One backward call. After the run `grads()` returns dq, dk and dv."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        machine: Machine,
-        scale: float | None,
-        progress: Callable[[], None],
-        poison: bool,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-    ) -> None:
-        super().__init__(plan, machine, scale, progress, poison)
-        q, k, v, out, lse = tensors
-        self._dout, self._out, self._lse, self._dlse = dense(dout), out, lse, dlse
+    def __init__(self, binding: BackwardBinding) -> None:
+        super().__init__(binding)
+        self._dout, self._out = dense(binding.dout), binding.out
+        self._lse, self._dlse = binding.lse, binding.dlse
         for role, x in (
-            (Role.Q, q),
+            (Role.Q, binding.q),
             (Role.DOUT, self._dout),
-            (Role.K, k),
-            (Role.V, v),
+            (Role.K, binding.k),
+            (Role.V, binding.v),
         ):
             self.bind_input(role, x)
         batch, heads = self.problem.batch, self.problem.num_heads

@@ -6,11 +6,10 @@ The scores are `[batch, heads, own queries, all keys]` in the dtype of the sums.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from burst_rt.attention.execute.ring import BackwardRun, ForwardRun, Run
+from burst_rt.attention.execute.ring import BackwardBinding, BackwardRun, Binding, ForwardRun, Run
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels.naive import dense_scores, per_group, per_head
 from burst_rt.planning.operations import (
@@ -33,8 +32,8 @@ __all__ = ["RingNaiveBackwardRun", "RingNaiveForwardRun"]
 class _Rows(Run):
     """What both directions share: the scores, and the pieces of a tile in them."""
 
-    def __init__(self, *args: Any) -> None:  # those of ForwardRun or BackwardRun
-        super().__init__(*args)
+    def __init__(self, binding: Binding) -> None:
+        super().__init__(binding)
         batch, heads, length = self.shape(Role.LSE)
         self.scores = self.fresh(
             batch, heads, length, self.problem.kv_layout.seq_len, dtype=self.wide
@@ -68,8 +67,8 @@ class _Rows(Run):
 class RingNaiveForwardRun(_Rows, ForwardRun):
     """One forward call; see `ForwardRun`."""
 
-    def __init__(self, *args: Any) -> None:  # those of ForwardRun
-        super().__init__(*args)
+    def __init__(self, binding: Binding) -> None:
+        super().__init__(binding)
         self.operations |= {
             Blank: self._blank,
             Scores: self._scores,
@@ -106,8 +105,8 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
 class RingNaiveBackwardRun(_Rows, BackwardRun):
     """One backward call; see `BackwardRun`."""
 
-    def __init__(self, *args: Any) -> None:  # those of BackwardRun
-        super().__init__(*args)
+    def __init__(self, binding: BackwardBinding) -> None:
+        super().__init__(binding)
         self.operations |= {
             Blank: self._blank,
             Probabilities: self._probabilities,
