@@ -8,7 +8,14 @@ from typing import Literal, NoReturn, Unpack, overload
 import torch
 
 from burst_rt.attention.autograd import BurstAttentionFunction, forward_op, terms_of
-from burst_rt.attention.call import CAUSAL, FULL, Options, make_call, needs_of
+from burst_rt.attention.call import (
+    CAUSAL,
+    FULL,
+    MASK_OR_CAUSAL,
+    Options,
+    make_call,
+    needs_of,
+)
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import BurstError, ConfigError, InputError
@@ -109,7 +116,7 @@ def burst_attention(
     """
     if torch.compiler.is_compiling():
         # The call becomes one opaque op, and the op checks the arguments when it runs.
-        _check_types(layout, kv_layout, mask)
+        _check_types(layout, kv_layout, mask, causal, return_lse)
         chosen = mask if mask is not None else CAUSAL if causal else FULL
         terms = terms_of(
             layout, kv_layout or layout, chosen, scale, strategy, return_lse, needs_of(q, k, v)
@@ -139,7 +146,9 @@ if torch.__version__ < "2.13":
     burst_attention = torch.compiler.disable(burst_attention)
 
 
-def _check_types(layout: object, kv_layout: object, mask: object) -> None:
+def _check_types(
+    layout: object, kv_layout: object, mask: object, causal: object, return_lse: object
+) -> None:
     """Checks the types of a compiled call, because the compiler reads numbers off these objects.
 
     Raises InputError.
@@ -155,6 +164,12 @@ def _check_types(layout: object, kv_layout: object, mask: object) -> None:
             "burst_attention: mask must be a burst_rt.Mask such as burst_rt.Causal(), got "
             f"{type(mask).__name__}"
         )
+    # What these two say is decided before the op, which could not tell any more.
+    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise InputError(f"burst_attention: {name} must be True or False, got {flag!r}")
+    if causal and mask is not None:
+        raise InputError(MASK_OR_CAUSAL)
 
 
 def _refuse(error: BurstError, *layouts: object) -> NoReturn:

@@ -58,7 +58,10 @@ class BurstAttentionFunction(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = forward_op(q, k, v, *terms_of_call(call))
         else:
-            out, lse = run_forward(call, q, k, v)
+            _check_against(call, q, k, v)
+            # Modes of the program's own (a default device, say) are not meant for what is inside.
+            with torch._C.DisableTorchFunction():
+                out, lse = run_forward(call, q, k, v)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -75,14 +78,31 @@ class BurstAttentionFunction(torch.autograd.Function):
         if torch.is_grad_enabled() or _somebody_looks(dout, *saved):
             # The dispatcher's autograd refuses second derivatives.
             return _needed(ctx, _backward_op(dout, dlse, *saved, *terms_of_call(ctx.call)))
-        return (*run_backward(ctx.call, dout, dlse, *saved), None)
+        with torch._C.DisableTorchFunction():
+            return (*run_backward(ctx.call, dout, dlse, *saved), None)
 
 
 def _somebody_looks(*tensors: torch.Tensor) -> bool:
     """Whether a dispatch mode or a tensor subclass must see what happens to the tensors."""
-    return torch._C._len_torch_dispatch_stack() > 0 or not all(
-        type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in tensors
-    )
+    if torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
+        return True
+    return not all(type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in tensors)
+
+
+def _check_against(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises InputError, on every rank, where the tensors are not those that the call was made for.
+    Only then it blocks, as `Runtime.refuse` does.
+    """
+    device = call.setup.runtime.device
+    for x, shape in ((q, call.q_shape), (k, call.kv_shape), (v, call.kv_shape)):
+        if x.shape != shape or x.dtype != call.dtype or x.device != device:
+            name = "burst_attention"
+            error = InputError(
+                f"{name}: the call was made for a tensor {shape} of {call.dtype} on {device}, got "
+                f"{tuple(x.shape)} of {x.dtype} on {x.device}; make the call with "
+                "burst_rt.make_call for these tensors"
+            )
+            call.setup.runtime.refuse(name, error)
 
 
 def _saved(ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -113,7 +133,7 @@ def terms_of(
     needs_grad: tuple[bool, bool, bool],
 ) -> Terms:
     """A call as the ops' arguments. The compiler traces this function, so it only reads numbers."""
-    mask_number = mask.number or _number_of_constant(mask)
+    mask_number = mask._burst_rt_number or _number_of_constant(mask)
     known = (layout.number, kv_layout.number, mask_number)
     return (*known, scale, strategy, return_lse, list(needs_grad))
 

@@ -27,7 +27,16 @@ from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import digest_of
 from burst_rt.version import __version__
 
-__all__ = ["CAUSAL", "FULL", "Call", "Options", "make_call", "needs_of"]
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "MASK_OR_CAUSAL",
+    "Call",
+    "Options",
+    "check_values",
+    "make_call",
+    "needs_of",
+]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # How many kinds of calls a context remembers, with their plans.
@@ -35,6 +44,9 @@ _KNOWN_CALLS = 64
 # The masks of calls that name no mask. They are made once, so that the compiler reads their numbers
 # and makes no mask of its own.
 FULL, CAUSAL = Full(), Causal()
+MASK_OR_CAUSAL = (
+    "burst_attention: give mask or causal=True, not both; Causal() & mask combines them"
+)
 
 
 class Options(TypedDict):
@@ -65,6 +77,16 @@ class Call:
     num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
+
+    @cached_property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """The shape of q on this rank."""
+        return (self.batch, self.layout.shard_len, self.num_heads, self.head_dim)
+
+    @cached_property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """The shape of k and of v on this rank."""
+        return (self.batch, self.kv_layout.shard_len, self.num_kv_heads, self.head_dim)
 
     @property
     def setup(self) -> Setup:
@@ -169,9 +191,12 @@ def make_call(
     setup = layout.setup
     if needs_grad is None:
         needs_grad = needs_of(q, k, v)
+    # A mask is compared only where masks of its class are known to be comparable. By its id it is
+    # the very same mask: the call keeps the mask alive.
+    named = mask if mask is None or type(mask) in setup.comparable else id(mask)
     try:
         kind: object = (
-            layout, kv_layout, id(mask), causal, type(causal), scale, type(scale), strategy,
+            layout, kv_layout, named, causal, type(causal), scale, type(scale), strategy,
             return_lse, type(return_lse), needs_grad,
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout,
@@ -179,6 +204,9 @@ def make_call(
         call = setup.calls.get(kind)
     except (AttributeError, RuntimeError, TypeError):
         kind = call = None  # an argument has the wrong type; the checks below say which one
+    if call is not None and len(setup.calls) > _KNOWN_CALLS // 2:
+        # The calls that were not used for longest go first.
+        setup.calls[kind] = setup.calls.pop(kind, call)
     if call is None:
         chosen = _chosen_mask(mask, causal)
         _check_arguments(layout, kv_layout, chosen, scale, strategy, return_lse)
@@ -198,13 +226,12 @@ def make_call(
             num_kv_heads=k.shape[2],
             head_dim=q.shape[3],
         )
+        setup.comparable.add(type(chosen))
         if kind is not None:
             # The call keeps the mask alive, so that no other mask can get the same id.
             while len(setup.calls) >= _KNOWN_CALLS:
                 setup.calls.pop(next(iter(setup.calls)), None)
             setup.calls[kind] = call
-    if setup.check_finite:
-        _check_values(q, k, v)
     return call
 
 
@@ -221,9 +248,7 @@ def _chosen_mask(mask: Mask | None, causal: bool) -> Mask:
     if not isinstance(causal, bool):
         raise InputError(f"burst_attention: causal must be True or False, got {causal!r}")
     if causal and mask is not None:
-        raise InputError(
-            "burst_attention: give mask or causal=True, not both; Causal() & mask combines them"
-        )
+        raise InputError(MASK_OR_CAUSAL)
     return mask if mask is not None else CAUSAL if causal else FULL
 
 
@@ -342,7 +367,8 @@ def _check_tensors(
         )
 
 
-def _check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises InputError where a tensor holds a value that is not finite. Reads all values."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not bool(torch.isfinite(x).all()):
             raise InputError(

@@ -101,7 +101,9 @@ def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, i
 
 def _allowed(mask: Mask, q: range, kv: range) -> set[tuple[int, int]]:
     """The (row, column) pairs that the mask allows; called with tensors, as kernels call it."""
-    rows, columns = torch.tensor(list(q))[:, None], torch.tensor(list(kv))[None, :]
+    # On the CPU, whatever the program has made torch's default device.
+    rows, columns = (torch.tensor(list(positions), device="cpu") for positions in (q, kv))
+    rows, columns = rows[:, None], columns[None, :]
     answer = _ask(mask, "allows", mask.allows, rows, columns)
     shape = (len(q), len(kv))
     if (

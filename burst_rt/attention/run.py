@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from burst_rt.attention.call import Call
+from burst_rt.attention.call import Call, check_values
 from burst_rt.attention.execute import RUNS, BackwardBinding, Binding
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Progress, is_out_of_memory
@@ -33,6 +33,8 @@ def run_forward(
     setup, name = call.setup, "burst_attention"
     runtime = setup.runtime
     try:
+        if setup.check_finite:
+            check_values(q, k, v)
         plan = call.forward_plan
     except InputError as error:
         runtime.refuse(name, error)

@@ -36,6 +36,8 @@ class Setup:
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward. The last `_HELD` are kept.
         self._held: dict[int, object] = {}
+        # Classes of masks that have been checked: their masks can be hashed and compared.
+        self.comparable: set[type] = set()
         # Whether fresh memory is filled with NaN, so that a read before the first write shows.
         self.poison = os.environ.get("BURST_RT_POISON") == "1"
 

@@ -8,6 +8,7 @@ sign of progress inside the call. A rank that computes for long tells its peers 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -83,7 +84,8 @@ class BaseDriver:
         self._timeout_s = timeout_s
         self._stall_s = stall_s
         # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
-        self._ended: list[tuple[Task, float, float, float]] = []
+        self._ended: deque[tuple[Task, float, float, float]] = deque()
+        self._trace: Trace | None = None
         self._takes = takes
         self._flight = flight
         self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
@@ -102,10 +104,19 @@ class BaseDriver:
 
     @property
     def trace(self) -> Trace:
-        """The spans of the tasks that have ended. Any thread may ask after the run."""
-        trace = Trace(max(1, len(self._graph.tasks)))
-        for task, issued_s, started_s, ended_s in self._ended:
-            trace.add(Span.of(task, issued_s=issued_s, started_s=started_s, ended_s=ended_s))
+        """The spans of the tasks that have ended; more may come while a device is at work. Does not
+        block. Any thread may ask.
+        """
+        if self._trace is None:
+            self._trace = Trace(max(1, len(self._graph.tasks)))
+        trace = self._trace
+        while self._ended:
+            try:
+                task, issued_s, started_s, ended_s = self._ended.popleft()
+            except IndexError:  # another thread was quicker
+                break
+            span = Span.of(task, issued_s=issued_s, started_s=started_s, ended_s=ended_s)
+            trace.add(span)
         return trace
 
     def wait(self) -> Sequence[Event]:

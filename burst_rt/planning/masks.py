@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from inspect import get_annotations
 from typing import Any, ClassVar, NamedTuple, Self
 
 from burst_rt.errors import InputError
@@ -69,26 +70,39 @@ class Mask:
     """
 
     # The number is no part of the mask's contents: it is neither compared, nor copied, nor sent.
-    __slots__ = ("__dict__", "__weakref__", "number")
+    __slots__ = ("__dict__", "__weakref__", "_burst_rt_number")
 
     # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
     # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
     # By this number compiled programs know the mask; no other mask has it.
-    number: int
+    _burst_rt_number: int
 
     def __new__(cls, *args: object, **options: object) -> Self:
         mask = super().__new__(cls)
         number = numbers.UNNUMBERED if numbers.is_tracing() else MASKS.give(mask)
-        object.__setattr__(mask, "number", number)
+        object.__setattr__(mask, "_burst_rt_number", number)
         return mask
 
     def __getstate__(self) -> object:
-        return self.__dict__.copy()
+        state = super().__getstate__()
+        if not isinstance(state, tuple):
+            return state  # of another base class, which knows better
+        # Because there are slots: the fields, and what is in the slots.
+        fields, slots = state
+        own = {name: value for name, value in slots.items() if name != "_burst_rt_number"}
+        return (fields, own) if own else fields
 
-    def __init_subclass__(cls) -> None:
-        if "rule" not in cls.__dict__:
-            cls.rule = Rule.OWN
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "rule" in cls.__dict__:
+            return
+        if "rule" in get_annotations(cls):
+            raise InputError(
+                f"{cls.__name__}: a field of a mask cannot be called rule, which is a name of "
+                "Mask's; give it another name"
+            )
+        cls.rule = Rule.OWN
 
     def relation(self, q: range, kv: range) -> Relation:
         """EMPTY, PARTIAL or FULL for two non-empty ranges of positions.

@@ -413,6 +413,60 @@ def test_a_compiled_program_may_make_its_mask(ctx: Context) -> None:
         assert torch.equal(compiled(q, k, v), expected)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"mask": _Window(3), "causal": True}, "give mask or causal"),
+        ({"causal": "no"}, "causal must be True or False"),
+        ({"return_lse": 1}, "return_lse must be True or False"),
+    ],
+)
+def test_a_compiled_call_refuses_what_an_eager_one_does(
+    ctx: Context, options: dict[str, Any], why: str
+) -> None:
+    layout = ctx.layout(16)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _attend_with(q, k, v, {"layout": layout} | options)
+
+    with torch.no_grad():
+        q, k, v = _qkv(ctx)
+        for function in (call, torch.compile(call, backend="aot_eager")):
+            with pytest.raises(Exception, match=why):
+                function(q, k, v)
+
+
+def test_the_programs_default_device_is_not_ours(ctx: Context) -> None:
+    q, k, v = _qkv(ctx)
+    layout = ctx.layout(16)
+    expected = burst_rt.burst_attention(q, k, v, layout=layout, mask=_Window(5))
+    with torch.device("meta"):
+        out = burst_rt.burst_attention(q, k, v, layout=layout, mask=_Window(5))
+        again = burst_rt.burst_attention(q, k, v, layout=layout, mask=_Window(6))
+    assert torch.equal(out, expected)
+    again.sum().backward()
+    assert q.grad is not None
+
+
+def test_a_call_that_was_made_for_other_tensors_is_refused_on_every_rank() -> None:
+    def run(ctx: Context) -> None:
+        q, k, v = _qkv(ctx)
+        call = burst_rt.make_call(q, k, v, layout=ctx.layout(16))
+        apply: Any = burst_rt.BurstAttentionFunction.apply
+        for wrong in (
+            (q.double(), k.double(), v.double()),
+            (q[:1], k[:1], v[:1]),
+            (q, k[:, :, :1], v[:, :, :1]),
+        ):
+            with pytest.raises(InputError, match="the call was made for a tensor"):
+                apply(*wrong, call)
+        assert apply(q, k, v, call)[0].shape == q.shape
+
+    burst_rt.run_local(2, run)
+
+
 def test_selective_checkpointing_keeps_attention_and_runs_no_ring_twice() -> None:
     """The mode sees the op; it would not see an autograd function."""
     kept = [torch.ops.burst_rt.attention_forward.default]

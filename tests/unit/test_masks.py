@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from spec import seen
 
 from burst_rt import Causal, Full, Mask
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Both, Piece, Relation
+from burst_rt.planning.masks import MASKS as ALL_MASKS
+from burst_rt.planning.masks import Both, Piece, Relation, Rule
 
 
 @dataclass(frozen=True)
@@ -143,3 +146,51 @@ def test_a_mask_without_answers_says_so() -> None:
         with pytest.raises(NotImplementedError):
             question(range(1), range(1))
     assert not torch.is_tensor(Causal().allows(1, 2))
+
+
+class _Slotted(Mask):
+    __slots__ = ("width",)
+
+    def __init__(self, width: int) -> None:
+        object.__setattr__(self, "width", width)
+
+
+@dataclass(frozen=True)
+class _Numbered(Mask):
+    number: int
+
+
+_T = TypeVar("_T")
+
+
+class _Of(Mask, Generic[_T]):
+    pass
+
+
+@pytest.mark.parametrize("mask", [Causal(), Full() & Causal(), _Slotted(3), _Numbered(3)])
+def test_a_copy_is_the_same_mask_with_a_number_of_its_own(mask: Mask) -> None:
+    for other in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert other._burst_rt_number != mask._burst_rt_number
+        assert ALL_MASKS.find(other._burst_rt_number) is other
+        for field in ("width", "number"):
+            assert getattr(other, field, None) == getattr(mask, field, None)
+        if not isinstance(mask, _Slotted):
+            assert other == mask
+            assert repr(other) == repr(mask)
+
+
+def test_a_mask_may_have_other_base_classes_but_no_field_called_rule() -> None:
+    assert isinstance(_Of[int](), Mask)
+    assert _Of.rule is Rule.OWN
+    with pytest.raises(InputError, match="cannot be called rule"):
+
+        @dataclass(frozen=True)
+        class Ruled(Mask):
+            rule: str  # type: ignore[assignment,misc]
+
+
+def test_a_subclass_of_a_mask_that_kernels_know_is_not_known() -> None:
+    class Later(Causal):
+        pass
+
+    assert (Full.rule, Causal.rule, Later.rule) == (Rule.EVERYTHING, Rule.NOT_LATER, Rule.OWN)
