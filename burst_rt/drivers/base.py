@@ -333,7 +333,9 @@ class BaseDriver:
                 hop=task.hop,
                 elapsed_s=silent_s,
             )
-        peers = sorted({m.peer for m in (*task.sends, *task.recvs)})
+        # A rank whose messages have all come is not the one that is stuck.
+        waited_for = {peer for about, peer in self._about.values() if about is task}
+        peers = sorted(waited_for or {m.peer for m in (*task.sends, *task.recvs)})
         said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
         message = (
             f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with "

@@ -231,6 +231,19 @@ def test_a_peer_that_never_sends_is_a_stall() -> None:
     assert caught.value.elapsed_s >= 0.3
 
 
+def test_a_stall_names_the_peer_whose_message_is_open() -> None:
+    """The other peer's message has come: that rank is not the one that is stuck."""
+    g = GraphBuilder(0, 3)
+    slots = [g.buffer(f"slot {peer}", size_bytes=_BYTES) for peer in (1, 2)]
+    g.exchange("receive", recvs=[(slots[0], 1), (slots[1], 2)], tag=0)
+    world = LocalWorld(3)
+    receiver = _Rank(world, g.build(), stall_s=0.3)
+    world.transport(1).isend(memoryview(bytearray(_BYTES)), 0, 0)
+    with pytest.raises(Stalled, match=r"in 'receive', with rank 2; last heard of") as caught:
+        receiver.run()
+    assert caught.value.peer == 2
+
+
 def test_after_a_stall_late_messages_touch_nothing() -> None:
     world = LocalWorld(2)
     receiver = _Rank(world, _receiver(), stall_s=0.1)
