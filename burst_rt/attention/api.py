@@ -11,8 +11,8 @@ from burst_rt.attention.autograd import BurstAttentionFunction, forward_op, term
 from burst_rt.attention.call import (
     CAUSAL,
     FULL,
-    MASK_OR_CAUSAL,
     Options,
+    check_kinds,
     make_call,
     needs_of,
 )
@@ -31,13 +31,8 @@ def burst_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    layout: ContextLayout,
-    kv_layout: ContextLayout | None = None,
-    mask: Mask | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    strategy: str = "auto",
     return_lse: Literal[False] = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor: ...
 @overload
 def burst_attention(
@@ -45,13 +40,8 @@ def burst_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    layout: ContextLayout,
-    kv_layout: ContextLayout | None = None,
-    mask: Mask | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    strategy: str = "auto",
     return_lse: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def burst_attention(
@@ -59,13 +49,8 @@ def burst_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    layout: ContextLayout,
-    kv_layout: ContextLayout | None = None,
-    mask: Mask | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    strategy: str = "auto",
     return_lse: bool,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def burst_attention(
     q: torch.Tensor,
@@ -116,7 +101,7 @@ def burst_attention(
     """
     if torch.compiler.is_compiling():
         # The call becomes one opaque op, and the op checks the arguments when it runs.
-        _check_types(layout, kv_layout, mask, causal, return_lse)
+        check_kinds(layout, kv_layout, mask, causal, return_lse)
         chosen = mask if mask is not None else CAUSAL if causal else FULL
         terms = terms_of(
             layout, kv_layout or layout, chosen, scale, strategy, return_lse, needs_of(q, k, v)
@@ -146,32 +131,6 @@ if torch.__version__ < "2.13":
     burst_attention = torch.compiler.disable(burst_attention)
 
 
-def _check_types(
-    layout: object, kv_layout: object, mask: object, causal: object, return_lse: object
-) -> None:
-    """Checks the types of a compiled call, because the compiler reads numbers off these objects.
-
-    Raises InputError.
-    """
-    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
-        if not isinstance(given, ContextLayout) and (name == "layout" or given is not None):
-            raise InputError(
-                f"burst_attention: {name} must come from ctx.layout(...), got "
-                f"{type(given).__name__}"
-            )
-    if mask is not None and not isinstance(mask, Mask):
-        raise InputError(
-            "burst_attention: mask must be a burst_rt.Mask such as burst_rt.Causal(), got "
-            f"{type(mask).__name__}"
-        )
-    # What these two say is decided before the op, which could not tell any more.
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise InputError(f"burst_attention: {name} must be True or False, got {flag!r}")
-    if causal and mask is not None:
-        raise InputError(MASK_OR_CAUSAL)
-
-
 def _refuse(error: BurstError, *layouts: object) -> NoReturn:
     """Raises the error on every rank that waits for this rank's call; blocks as `refuse` does."""
     meant = next((each.runtime for each in layouts if isinstance(each, ContextLayout)), None)
@@ -192,14 +151,19 @@ class Explanation:
 
 
 def explain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[Options]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> Explanation:
     """The plans that `burst_attention` would run with these arguments.
 
     A plan tells strategy, bytes, kernel and memory. Local: nothing is sent, and no other rank is
     waited for; blocks while several kernels are timed, once for each chip. Raises InputError.
     """
-    call = make_call(q, k, v, **options)
+    call = make_call(q, k, v, return_lse=return_lse, **options)
     return Explanation(
         forward=call.forward_plan, backward=call.backward_plan if any(call.needs_grad) else None
     )

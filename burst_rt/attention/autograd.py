@@ -177,7 +177,7 @@ def _call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms, na
     setup = layout.setup
     setup.runtime.check_open()
     for each, thing in ((number, layout), (kv_number, kv_layout), (mask_number, mask)):
-        setup.hold(each, thing)
+        setup.held.put(each, thing)
     needs_q, needs_k, needs_v = needs_grad
     try:
         return make_call(

@@ -30,27 +30,22 @@ from burst_rt.version import __version__
 __all__ = [
     "CAUSAL",
     "FULL",
-    "MASK_OR_CAUSAL",
     "Call",
     "Options",
+    "check_kinds",
     "check_values",
     "make_call",
     "needs_of",
 ]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# How many kinds of calls a context remembers, with their plans.
-_KNOWN_CALLS = 64
 # The masks of calls that name no mask. They are made once, so that the compiler reads their numbers
 # and makes no mask of its own.
 FULL, CAUSAL = Full(), Causal()
-MASK_OR_CAUSAL = (
-    "burst_attention: give mask or causal=True, not both; Causal() & mask combines them"
-)
 
 
 class Options(TypedDict):
-    """The arguments of `burst_attention` that are not tensors; see `burst_attention`."""
+    """The arguments of `burst_attention` that are not tensors, but for `return_lse`."""
 
     layout: ContextLayout
     kv_layout: NotRequired[ContextLayout | None]
@@ -58,7 +53,6 @@ class Options(TypedDict):
     causal: NotRequired[bool]
     scale: NotRequired[float | None]
     strategy: NotRequired[str]
-    return_lse: NotRequired[bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +178,8 @@ def make_call(
     needs_grad: whether q, k and v need gradients; with None the tensors decide. Raises InputError
     that names the argument, what was expected and what came.
     """
-    if type(layout) is not ContextLayout:
-        raise InputError(
-            f"burst_attention: layout must come from ctx.layout(...), got {type(layout).__name__}"
-        )
+    if not isinstance(layout, ContextLayout):
+        check_kinds(layout, kv_layout, mask, causal, return_lse)
     setup = layout.setup
     if needs_grad is None:
         needs_grad = needs_of(q, k, v)
@@ -204,13 +196,11 @@ def make_call(
         call = setup.calls.get(kind)
     except (AttributeError, RuntimeError, TypeError):
         kind = call = None  # an argument has the wrong type; the checks below say which one
-    if call is not None and len(setup.calls) > _KNOWN_CALLS // 2:
-        # The calls that were not used for longest go first.
-        setup.calls[kind] = setup.calls.pop(kind, call)
     if call is None:
-        chosen = _chosen_mask(mask, causal)
-        _check_arguments(layout, kv_layout, chosen, scale, strategy, return_lse)
+        check_kinds(layout, kv_layout, mask, causal, return_lse)
+        chosen = mask if mask is not None else CAUSAL if causal else FULL
         kv_layout = kv_layout or layout
+        _check_arguments(layout, kv_layout, chosen, scale, strategy)
         _check_tensors(q, k, v, layout, kv_layout, scale)
         call = Call(
             layout=layout,
@@ -229,9 +219,9 @@ def make_call(
         setup.comparable.add(type(chosen))
         if kind is not None:
             # The call keeps the mask alive, so that no other mask can get the same id.
-            while len(setup.calls) >= _KNOWN_CALLS:
-                setup.calls.pop(next(iter(setup.calls)), None)
-            setup.calls[kind] = call
+            setup.calls.put(kind, call)
+    elif len(setup.calls) > setup.calls.capacity // 2:
+        setup.calls.put(kind, call)  # used again, so it goes last; with few calls none goes soon
     return call
 
 
@@ -244,46 +234,53 @@ def needs_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool, b
     return needs_q, needs_k, needs_v
 
 
-def _chosen_mask(mask: Mask | None, causal: bool) -> Mask:
-    if not isinstance(causal, bool):
-        raise InputError(f"burst_attention: causal must be True or False, got {causal!r}")
+def check_kinds(
+    layout: object, kv_layout: object, mask: object, causal: object, return_lse: object
+) -> None:
+    """Checks what each of these arguments is. Raises InputError.
+
+    The compiler traces this function: a compiled call reads the numbers of layouts and masks, and
+    decides by the two flags, before the op that checks the rest.
+    """
+    where = "burst_attention"
+    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
+        if not isinstance(given, ContextLayout) and (name == "layout" or given is not None):
+            raise InputError(
+                f"{where}: {name} must come from ctx.layout(...), got {type(given).__name__}"
+            )
+    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{where}: {name} must be True or False, got {flag!r}")
     if causal and mask is not None:
-        raise InputError(MASK_OR_CAUSAL)
-    return mask if mask is not None else CAUSAL if causal else FULL
+        raise InputError(
+            f"{where}: give mask or causal=True, not both; Causal() & mask combines them"
+        )
+    if mask is not None and not isinstance(mask, Mask):
+        raise InputError(
+            f"{where}: mask must be a burst_rt.Mask such as burst_rt.Causal(), got "
+            f"{type(mask).__name__}"
+        )
 
 
 def _check_arguments(
     layout: ContextLayout,
-    kv_layout: ContextLayout | None,
+    kv_layout: ContextLayout,
     mask: Mask,
     scale: float | None,
     strategy: str,
-    return_lse: bool,
 ) -> None:
-    """Checks everything but tensors. Raises InputError."""
+    """Checks everything else but tensors. Raises InputError."""
     where = "burst_attention"
-    if kv_layout is not None and not isinstance(kv_layout, ContextLayout):
-        raise InputError(
-            f"{where}: kv_layout must come from ctx.layout(...), got {type(kv_layout).__name__}"
-        )
-    kv_layout = kv_layout or layout
     if layout.setup is not kv_layout.setup:
         raise InputError(
             f"{where}: layout and kv_layout belong to different contexts; make both with the same "
             "ctx.layout(...)"
-        )
-    if not isinstance(mask, Mask):
-        raise InputError(
-            f"{where}: mask must be a burst_rt.Mask such as burst_rt.Causal(), got "
-            f"{type(mask).__name__}"
         )
     shared = layout.runtime.world_size > 1
     check_mask(mask, layout.seq_len, kv_layout.seq_len, shared=shared)
     check_name(strategy)
     if scale is not None and not _is_positive(scale):
         raise InputError(f"{where}: scale must be None or a finite number above 0, got {scale!r}")
-    if not isinstance(return_lse, bool):
-        raise InputError(f"{where}: return_lse must be True or False, got {return_lse!r}")
 
 
 def _is_positive(scale: object) -> bool:

@@ -9,7 +9,6 @@ graphs (staged), the rank also verifies its own lowered graph.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from burst_rt.attention.recent import Recent
 from burst_rt.kernels import Kernel, Picked, Work, pick
 from burst_rt.planning.forecast import FORECAST_UP_TO, fastest_strategy
 from burst_rt.planning.operations import BackwardTile, ForwardTile
@@ -161,8 +161,7 @@ class Planner:
         self._lower = lower
         self._ranks_per_node = ranks_per_node
         self._hardware = hardware
-        self._capacity = capacity
-        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
+        self._plans: Recent[PlanKey, Plan] = Recent(capacity)
 
     def plan(self, key: PlanKey) -> Plan:
         """The plan for a key, built and verified on first use.
@@ -170,13 +169,8 @@ class Planner:
         Local. Blocks while several kernels are timed, once for each chip. Raises InputError for a
         call that no kernel or strategy can do.
         """
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._make(key)
-            if len(self._plans) > self._capacity:
-                self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(key)
+        plan = self._plans.get(key) or self._make(key)
+        self._plans.put(key, plan)
         return plan
 
     def forget(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -52,16 +51,13 @@ def run_forward(
                 v=v.detach(),
             )
         )
-    started_s = time.perf_counter()
-    sent, received = runtime.transport.bytes_sent, runtime.transport.bytes_received
     description, digest = call.forward_terms
-    driver, free = runtime.perform(
+    _, free = runtime.perform(
         name, plan.schedule, run.operations, run.memory,
         description=description, digest=digest, progress=progress, subject=plan,
         takes=partial(_takes, plan),
     )  # fmt: skip
     runtime.machine.give_back(plan, run.slots, free)
-    runtime.count(driver, started_s, sent, received)
     return run.out, run.lse
 
 
@@ -106,16 +102,13 @@ def run_backward(
                 dlse=None if dlse is None else dlse.detach(),
             )
         )
-    started_s = time.perf_counter()
-    sent, received = runtime.transport.bytes_sent, runtime.transport.bytes_received
     description, digest = call.backward_terms
-    driver, free = runtime.perform(
+    _, free = runtime.perform(
         name, plan.schedule, run.operations, run.memory,
         description=description, digest=digest, progress=progress, subject=plan,
         takes=partial(_takes, plan),
     )  # fmt: skip
     runtime.machine.give_back(plan, run.slots, free)
-    runtime.count(driver, started_s, sent, received)
     return run.grads()
 
 

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from burst_rt.attention.planner import Planner
+from burst_rt.attention.recent import Recent
 from burst_rt.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Setup"]
 
+# How many kinds of calls a context remembers, with their plans.
+_KNOWN_CALLS = 64
+# How many layouts and masks are kept for the backwards of compiled programs.
 _HELD = 4096
 
 
@@ -32,24 +36,17 @@ class Setup:
             runtime.rank, machine.lanes, machine.lower, machine.ranks_per_node, machine.hardware
         )
         # Checked calls, by the arguments that were checked; see `call.make_call`.
-        self.calls: dict[object, Call] = {}
+        self.calls: Recent[object, Call] = Recent(_KNOWN_CALLS)
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
-        # their numbers, and asks for the objects again in its backward. The last `_HELD` are kept.
-        self._held: dict[int, object] = {}
+        # their numbers, and asks for the objects again in its backward.
+        self.held: Recent[int, object] = Recent(_HELD)
         # Classes of masks that have been checked: their masks can be hashed and compared.
         self.comparable: set[type] = set()
         # Whether fresh memory is filled with NaN, so that a read before the first write shows.
         self.poison = os.environ.get("BURST_RT_POISON") == "1"
 
-    def hold(self, number: int, thing: object) -> None:
-        """Keeps a layout or a mask alive until `_HELD` others have been used."""
-        self._held.pop(number, None)
-        self._held[number] = thing
-        while len(self._held) > _HELD:
-            self._held.pop(next(iter(self._held)), None)
-
     def close(self) -> None:
         """Lets go of all plans and calls."""
         self.planner.forget()
         self.calls.clear()
-        self._held.clear()
+        self.held.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Role"]
+__all__ = ["GRADIENTS", "Role"]
 
 
 class Role(StrEnum):
@@ -31,3 +31,6 @@ class Role(StrEnum):
 
 for _role in Role:
     _role.queries = _role not in (Role.K, Role.V, Role.DK, Role.DV)
+
+# The gradients of q, k and v, in this order.
+GRADIENTS = (Role.DQ, Role.DK, Role.DV)

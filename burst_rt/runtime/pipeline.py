@@ -101,7 +101,8 @@ class Pipeline:
 
         driver, _ = self.runtime.perform(
             "Pipeline.run", self.schedule, {Op: named}, memory,
-            description=terms, digest=digest_of(terms), progress=self.progress, agreed=True,
+            description=terms, digest=digest_of(terms), progress=self.progress,
+            agreed=True, counted=False,
         )  # fmt: skip
         return driver.trace
 

@@ -139,6 +139,7 @@ class Runtime:
         subject: object = None,
         takes: Callable[[], str] | None = None,
         agreed: bool = False,
+        counted: bool = True,
     ) -> tuple[BaseDriver, DeviceEvent | None]:
         """Runs a schedule on all ranks, once the ranks agree on it. Collective.
 
@@ -155,57 +156,54 @@ class Runtime:
         takes: says how much memory the call takes, for the error when memory runs out.
         agreed: whether the ranks have just agreed on the call by `agree`. If so, the schedule need
             not open with an agreement.
+        counted: whether `stats` counts the call.
 
         Returns the driver, which has the trace, and the device event after which the call's memory
         is free, or None where the memory is free already. Raises ContractMismatch, or the error
         that another rank brought, before anything is sent; PeerLost, Stalled and DeviceError
         afterwards.
         """
-        if not self._busy.acquire(blocking=False):
-            raise self._in_another_call()
-        try:
+        with self._exclusive():
             if not agreed:
                 self._enter()
+            started_s = time.perf_counter()
+            sent, received = self.transport.bytes_sent, self.transport.bytes_received
             agreement = Agreement(self.control, self._number, description, digest)
-            flight, observer = self._flight, self.observer
-            driver = progress.driver = self.machine.driver(
-                schedule, operations=operations, memory=memory, watch=self.watch,
-                opening=agreement, timeout_s=self.timeout_s, stall_s=self.stall_s,
-                takes=takes, flight=flight,
-            )  # fmt: skip
-            if flight is not None:
-                flight.enter(self._number, call)
-            if observer is not None:
-                observer.began(self._number, driver)
-            watched = None
-            if self._watchdog is not None and isinstance(driver, CudaDriver):
-                watched = self._watchdog.begin(self._number, call, driver)
-            try:
-                run(Engine(schedule), driver)
-            except BaseException as error:
-                if driver.refused and isinstance(error, ContractMismatch):
-                    self._not_agreed(agreement, driver)
-                # Messages may be under way, so their memory must outlive this call.
-                self._kept.append((memory, operations))
-                self._break(error)
-                if self._watchdog is not None:
-                    # The driver has ended all messages. This error is to be reported, and not what
-                    # the watchdog would see next.
-                    self._watchdog.stop()
-                raise
-            finally:
-                if watched is not None:
-                    watched.issuing = False
+            with self._in_call(call):
+                driver = progress.driver = self.machine.driver(
+                    schedule, operations=operations, memory=memory, watch=self.watch,
+                    opening=agreement, timeout_s=self.timeout_s, stall_s=self.stall_s,
+                    takes=takes, flight=self._flight,
+                )  # fmt: skip
+                observer, watched = self.observer, None
+                if observer is not None:
+                    observer.began(self._number, driver)
+                if self._watchdog is not None and isinstance(driver, CudaDriver):
+                    watched = self._watchdog.begin(self._number, call, driver)
+                try:
+                    run(Engine(schedule), driver)
+                except BaseException as error:
+                    if driver.refused and isinstance(error, ContractMismatch):
+                        self._not_agreed(agreement, driver)
+                    # Messages may be under way, so their memory must outlive this call.
+                    self._kept.append((memory, operations))
+                    self._break(error)
+                    if self._watchdog is not None:
+                        # The driver has ended all messages. This error is to be reported, and not
+                        # what the watchdog would see next.
+                        self._watchdog.stop()
+                    raise
+                finally:
+                    if watched is not None:
+                        watched.issuing = False
             free = self.machine.join(driver)
             driver.forget()
-            if flight is not None:
-                flight.leave()
             if observer is not None:
                 observer.ended(schedule, driver, subject)
             self.last_run = (schedule.graph, driver)
+            if counted:
+                self._count(driver, started_s, sent, received)
             return driver, free
-        finally:
-            self._busy.release()
 
     def agree(
         self,
@@ -260,7 +258,7 @@ class Runtime:
             )
         return self._stats
 
-    def count(self, driver: BaseDriver, started_s: float, sent: int, received: int) -> None:
+    def _count(self, driver: BaseDriver, started_s: float, sent: int, received: int) -> None:
         """Counts a call that has been performed. Does not block.
 
         started_s: when the call began, by `time.perf_counter`. sent, received: the transport's
@@ -345,18 +343,14 @@ class Runtime:
             self._settle(agreement)
 
     def _not_agreed(self, agreement: Agreement, driver: BaseDriver) -> NoReturn:
-        """Ends a call that the ranks do not agree on: raises the common error. Nothing was sent.
+        """Finds out with the other ranks why they do not agree, and raises it; nothing was sent.
 
-        Collective; blocks at most `timeout_s`.
+        Blocks at most `timeout_s`.
         """
         self.machine.join(driver)
         if self.observer is not None:
             self.observer.abandoned()
-        try:
-            self._settle(agreement)
-        finally:
-            if self._flight is not None and self.broken is None:
-                self._flight.leave()
+        self._settle(agreement)
 
     def _settle(self, agreement: Agreement) -> NoReturn:
         with self._unbroken():
@@ -390,18 +384,15 @@ class Runtime:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise self._in_another_call()
+            raise ConfigError(
+                "one call at a time per context: another thread is in a call of this one; use a "
+                "context each",
+                rank=self.rank,
+            )
         try:
             yield
         finally:
             self._busy.release()
-
-    def _in_another_call(self) -> ConfigError:
-        return ConfigError(
-            "one call at a time per context: another thread is in a call of this one; use a "
-            "context each",
-            rank=self.rank,
-        )
 
     def _break(self, error: BaseException) -> None:
         """Marks the runtime as broken: no later call may be made. Does not block.

@@ -29,15 +29,7 @@ def follow(runtime: Runtime, presence: Presence, *, asked: bool | None, within_s
 
     asked: what the program says; None leaves it to the environment.
     """
-    mine = joining.wish(
-        asked,
-        presence.thread,
-        (presence.job_rank, presence.job_size),
-        presence.host,
-        presence.device,
-        presence.gpu,
-        presence.pci,
-    )
+    mine = joining.wish(asked, presence)
 
     def gather(mine: bytes) -> list[bytes]:
         pending = runtime.collective(
@@ -50,23 +42,20 @@ def follow(runtime: Runtime, presence: Presence, *, asked: bool | None, within_s
     machine, key = runtime.machine, presence.thread
     log = joining.follow(key, runtime.rank, wishes, machine.transport_name, machine.reason, gather)
     if log is not None:
-        runtime.observer = Teller(log, runtime, key)
+        runtime.observer = Teller(log, runtime)
 
 
 class Teller:
     """An `Observer`: passes on to the log what the runtime tells, with what it was done for."""
 
-    def __init__(self, log: CallLog, runtime: Runtime, key: object) -> None:
+    def __init__(self, log: CallLog, runtime: Runtime) -> None:
         self.log = log
-        self._machine, self._rank, self._key = runtime.machine, runtime.rank, key
+        self._machine, self._rank = runtime.machine, runtime.rank
         self.began = log.began
         self.abandoned = log.abandoned
+        self.left = log.left
 
     def ended(self, schedule: Schedule, driver: BaseDriver, subject: object) -> None:
         """See `Observer.ended`. Attention's calls have a plan for a subject."""
         plan = cast("Plan | None", subject)
         self.log.ended(schedule, driver, partial(describe, plan, self._machine, self._rank))
-
-    def left(self, code: int) -> None:
-        """See `Observer.left`."""
-        joining.leave(self._key, self.log, code)

@@ -21,10 +21,11 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.telemetry.wire import Settings, read_settings
 
 if TYPE_CHECKING:
+    from burst_rt.runtime.joining import Presence
     from burst_rt.telemetry.agent import Agent
     from burst_rt.telemetry.calls import CallLog
 
-__all__ = ["Wish", "farewell", "follow", "leave", "report", "wish"]
+__all__ = ["Wish", "farewell", "follow", "report", "wish"]
 
 _SAMPLE_HZ = 5.0
 
@@ -48,35 +49,21 @@ class Wish:
     pci: str  # address, "" on a CPU
 
 
-def wish(
-    asked: bool | None,
-    key: object,
-    place: tuple[int, int],
-    host: str,
-    device: str,
-    gpu: str,
-    pci: str,
-) -> Wish:
-    """This rank's wish.
-
-    asked: what the program says; None leaves it to the environment. key: names a rank that is a
-    thread; None stands for this process. place: rank and world size in the job. device: "cpu" or
-    "cuda:N"; gpu, pci: UUID and address of its GPU, each "" if there is none.
-    """
+def wish(asked: bool | None, presence: Presence) -> Wish:
+    """This rank's wish. asked: what the program says; None leaves it to the environment."""
     settings = read_settings()
-    agent = _agents.get(key)
+    agent = _agents.get(presence.thread)
     address = agent.address if agent is not None and agent.alive else settings.address
     wanted = settings.asked if asked is None else asked
-    rank, world_size = place
     return Wish(
         asked=wanted,
         address=address if wanted else "",
-        rank=rank,
-        world_size=world_size,
-        host=host,
-        device=device,
-        gpu=gpu,
-        pci=pci,
+        rank=presence.job_rank,
+        world_size=presence.job_size,
+        host=presence.host,
+        device=presence.device,
+        gpu=presence.gpu,
+        pci=presence.pci,
     )
 
 
@@ -90,9 +77,10 @@ def follow(
 ) -> CallLog | None:
     """The log of a new context, where any of its ranks asked for telemetry; else None.
 
-    key: as for `wish`. place: this rank's, among `wishes`. transport, reason: what the context
-    sends with, and why. gather: gives every rank's bytes to every rank; called on all ranks or on
-    none. Blocks as long as `gather` does, and on the rank that starts a hub up to 15 s more.
+    key: names a rank that is a thread; None stands for this process. place: this rank's, among
+    `wishes`. transport, reason: what the context sends with, and why. gather: gives every rank's
+    bytes to every rank; called on all ranks or on none. Blocks as long as `gather` does, and on the
+    rank that starts a hub up to 15 s more.
     """
     if not any(wished.asked for wished in wishes):
         return None
@@ -120,11 +108,6 @@ def follow(
     # A rank that is a thread ends with its context; a process has a `farewell`.
     when_left = partial(_end, key) if key is not None else None
     return agent.follow([wished.rank for wished in wishes], transport, reason, when_left)
-
-
-def leave(key: object, log: CallLog, code: int) -> None:
-    """A context is closed: the same as `log.left(code)`, which needs no key."""
-    log.left(code)
 
 
 def _end(key: object, code: int) -> None:

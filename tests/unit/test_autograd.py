@@ -394,7 +394,7 @@ def test_another_layout_or_mask_is_another_input_and_no_other_program(ctx: Conte
             compiled(q, k, v, *given)
     for got, expected in zip(results(compiled, *first), wanted, strict=True):
         assert torch.equal(got, expected)
-    assert len(ctx.setup._held) <= 4096
+    assert len(ctx.setup.held) <= 4096
 
 
 @pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")

@@ -469,7 +469,7 @@ def test_counts_miss_nothing_when_spans_are_dropped() -> None:
     totals = Totals()
     with burst_rt.init() as ctx:
         log = CallLog(Group("0-0", [0], "local", ""), totals)
-        ctx.runtime.observer = Teller(log, ctx.runtime, None)
+        ctx.runtime.observer = Teller(log, ctx.runtime)
         _attend(ctx, 200)
         counted = totals.message(log.num_dropped)
         ctx.runtime.observer = None

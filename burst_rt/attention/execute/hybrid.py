@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 import torch
 
 from burst_rt.attention.execute.ring import (
-    GRADIENTS,
     BackwardBinding,
     BackwardRun,
     Binding,
@@ -24,7 +23,7 @@ from burst_rt.attention.execute.ring import (
 )
 from burst_rt.attention.planner import Plan
 from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
-from burst_rt.planning.roles import Role
+from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies import Hybrid, Ring
 
 __all__ = ["HybridBackwardRun", "HybridForwardRun"]

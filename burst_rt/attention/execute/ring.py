@@ -24,14 +24,12 @@ from burst_rt.planning.operations import (
     Tensors,
     TileOperation,
 )
-from burst_rt.planning.roles import Role
+from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
 from burst_rt.transport.staged import ToDevice, ToHost
 
 __all__ = ["BackwardBinding", "BackwardRun", "Binding", "ForwardRun", "Run", "dense"]
-
-GRADIENTS = (Role.DQ, Role.DK, Role.DV)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.roles import Role
+from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
@@ -82,11 +82,7 @@ class Hybrid:
         if self.forward:
             return (Role.OUT, Role.LSE)
         return tuple(
-            role
-            for role, needed in zip(
-                (Role.DQ, Role.DK, Role.DV), self.problem.needs_grad, strict=True
-            )
-            if needed
+            role for role, needed in zip(GRADIENTS, self.problem.needs_grad, strict=True) if needed
         )
 
     def token_bytes(self, role: Role) -> int:
@@ -133,7 +129,7 @@ class Hybrid:
         # Where gradients are summed in a wider type, the sums themselves go back: there are no
         # copies of them.
         wider = self.problem.input_bytes != self.problem.sum_bytes
-        sums = (Role.DQ, Role.DK, Role.DV) if wider else ()
+        sums = GRADIENTS if wider else ()
         held = set(self.gathered + self.returned) - {Role.ROWS, Role.LSE, *sums}
         copies = sum(
             self.shard_len(role, member) * self.token_bytes(role)

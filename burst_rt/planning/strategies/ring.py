@@ -45,7 +45,7 @@ from burst_rt.planning.operations import (
     Weigh,
 )
 from burst_rt.planning.problem import Problem, TileShape
-from burst_rt.planning.roles import Role
+from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.program import AGREE, Footprint
 from burst_rt.planning.strategies.routes import OneRing, Route
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
@@ -530,9 +530,7 @@ def backward_ring(
     sizes = (problem.q_sum_bytes, problem.kv_sum_bytes, problem.kv_sum_bytes)
     sums = tuple(
         (role, size)
-        for role, size, needed in zip(
-            (Role.DQ, Role.DK, Role.DV), sizes, problem.needs_grad, strict=True
-        )
+        for role, size, needed in zip(GRADIENTS, sizes, problem.needs_grad, strict=True)
         if needed
     )
     q_sums = tuple(each for each in sums if each[0].queries)
