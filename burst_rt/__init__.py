@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from burst_rt.attention.autograd import BurstAttentionFunction
     from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.sharding import ContextLayout
-    from burst_rt.context import Context, LocalRank, Stats, init, run_local
+    from burst_rt.context import Context, init
+    from burst_rt.local import run_local
     from burst_rt.planning.masks import Causal, Full, Mask, Relation
+    from burst_rt.runtime.joining import LocalRank
     from burst_rt.runtime.pipeline import Pipeline
+    from burst_rt.runtime.runtime import Stats
 
 _HOME = {
     "BurstAttention": "attention.api",
@@ -35,16 +38,16 @@ _HOME = {
     "ContextLayout": "attention.sharding",
     "Explanation": "attention.api",
     "Full": "planning.masks",
-    "LocalRank": "context",
+    "LocalRank": "runtime.joining",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
     "Relation": "planning.masks",
-    "Stats": "context",
+    "Stats": "runtime.runtime",
     "burst_attention": "attention.api",
     "explain": "attention.api",
     "init": "context",
     "make_call": "attention.call",
-    "run_local": "context",
+    "run_local": "local",
 }
 
 _MODULES = ("errors", "telemetry")

@@ -8,21 +8,19 @@ setup, and telemetry.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout
-from burst_rt.errors import BurstError, InputError, PeerLost
+from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import exit_code_of, in_words
 from burst_rt.kernels import PARTIALS
 from burst_rt.planning.layouts import make_layout
-from burst_rt.runtime.joining import LocalRank, join
+from burst_rt.runtime.joining import LocalRank, check_seconds, join
 from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
 from burst_rt.runtime.reductions import all_reduce, gather_last_run
@@ -31,27 +29,11 @@ from burst_rt.runtime.runtime import Runtime, Stats
 from burst_rt.scheduler import Graph, Lane, Span
 from burst_rt.telemetry.following import follow
 from burst_rt.telemetry.joining import farewell
-from burst_rt.transport import LocalWorld
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Context",
-    "ContextLayout",
-    "LocalRank",
-    "Pipeline",
-    "Stats",
-    "init",
-    "run_local",
-]
-
-_JOIN_S = 60.0
-
-_T = TypeVar("_T")
-
-# In a thread of `run_local`, `rank` is the rank of the thread, as which `init()` joins.
-_thread = threading.local()
+__all__ = ["Context", "init"]
 
 
 class Context:
@@ -200,20 +182,14 @@ def init(
     process.say_at_end(farewell)
     wrong: BurstError | None = None
     try:
-        for name, value in (("timeout_s", timeout_s), ("stall_s", stall_s)):
-            _check_seconds(name, value)
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("stall_s", stall_s)
         if partials not in PARTIALS:
             raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     except InputError as error:
         wrong = error
-    try:
-        within_s = _join_seconds(join_s)
-    except InputError as error:
-        wrong, within_s = error, _JOIN_S
-    if comm is None:
-        comm = getattr(_thread, "rank", None)
-    joined = join(comm, str(device), transport, within_s, wrong)
-    machine = joined.machine
+    joined = join(comm, str(device), transport, join_s, wrong)
+    machine, within_s = joined.machine, joined.within_s
     machine.enter()
     runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)
     setup = Setup(runtime, kernel=kernel, partials=partials, check_finite=check_finite)
@@ -233,63 +209,3 @@ def init(
         raise
     follow(runtime, joined.presence, asked=telemetry, within_s=within_s)
     return Context(runtime, setup)
-
-
-def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
-
-
-def _join_seconds(asked: float | None) -> float:
-    if asked is None:
-        text = os.environ.get("BURST_RT_JOIN_S", str(_JOIN_S))
-        try:
-            asked = float(text)
-        except ValueError:
-            raise InputError(
-                f"init: BURST_RT_JOIN_S must be a positive number of seconds, got {text!r}"
-            ) from None
-    _check_seconds("join_s", asked)
-    return asked
-
-
-def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:
-    """Runs `fn(ctx)` on `world_size` ranks, which are threads of this process. For small trials.
-
-    Blocks until all ranks have ended. Returns the results in rank order. options: the arguments of
-    `init`. If ranks fail, raises the error of the first rank that failed by itself.
-    """
-    world = LocalWorld(world_size)
-    results: list[Any] = [None] * world_size
-    failures: list[tuple[int, BaseException]] = []
-
-    def rank_main(rank: int) -> None:
-        # `init()` in this thread joins as this rank.
-        _thread.rank = LocalRank(world, rank)
-        try:
-            # torch runs all backwards of one GPU in one thread, in which ranks would wait for each
-            # other for ever.
-            with torch.autograd.set_multithreading_enabled(False), init(**options) as ctx:
-                try:
-                    results[rank] = fn(ctx)
-                except BaseException as error:
-                    process.close_here(exit_code_of(error), in_words(error))
-                    raise
-                process.close_here(0, "")
-        except BaseException as error:  # noqa: BLE001  (handed to the caller's thread)
-            failures.append((rank, error))
-
-    threads = [
-        threading.Thread(target=rank_main, args=(rank,), name=f"burst_rt rank {rank}", daemon=True)
-        for rank in range(world_size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        first = next(
-            (error for _, error in failures if not isinstance(error, PeerLost)), failures[0][1]
-        )
-        raise first
-    return results

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -39,9 +40,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Facts", "Joined", "LocalRank",
-    "Presence", "Taken", "choose_transport", "describe_choice", "join", "ranks_per_node",
-    "resolve_device",
+    "Presence", "Taken", "check_seconds", "choose_transport", "describe_choice", "join",
+    "ranks_per_node", "resolve_device", "this_thread",
 ]  # fmt: skip
+
+_JOIN_S = 60.0
+# In a thread of `run_local`, `rank` is the LocalRank that the thread joins as.
+this_thread = threading.local()
 
 # From this version on NCCL takes several ranks on one GPU, in an experimental mode.
 _NCCL_MULTI_RANK = 23000
@@ -97,36 +102,63 @@ class Joined(NamedTuple):
     machine: Machine
     control: ControlGroup
     presence: Presence
+    within_s: float  # how long each further step of `init` may take
 
 
 def join(
     comm: MPI.Comm | LocalRank | None,
     device: str,
     transport: str,
-    join_s: float,
+    join_s: float | None = None,
     wrong: BurstError | None = None,
 ) -> Joined:
     """Joins the group of ranks. Collective over `comm`; blocks at most `join_s` for each step.
 
-    wrong: an error that this rank has found already; every rank raises it. Raises InputError,
-    ConfigError and ContractMismatch (on every rank alike), Stalled, DeviceError.
+    comm, device, transport, join_s: as `init` takes them. wrong: an error that this rank has found
+    already; every rank raises it. Raises InputError, ConfigError and ContractMismatch (on every
+    rank alike), Stalled, DeviceError.
     """
+    try:
+        within_s = _join_seconds(join_s)
+    except InputError as error:
+        wrong, within_s = error, _JOIN_S
+    if comm is None:
+        comm = getattr(this_thread, "rank", None)
     if transport == "auto":
         transport = os.environ.get(launched.TRANSPORT_VARIABLE, "auto")
     if device == "auto":
         device = os.environ.get(launched.DEVICE_VARIABLE, "auto")
-    host, control = _ends(comm, join_s)
+    host, control = _ends(comm, within_s)
     try:
-        return _decide(comm, host, control, device, transport, join_s, wrong)
+        return _decide(comm, host, control, device, transport, within_s, wrong)
     except BurstError:
         host.close()
         control.close()
         raise
 
 
+def check_seconds(name: str, value: object) -> None:
+    """Raises InputError unless `value`, the argument `name` of `init`, is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InputError(f"init: {name} must be a positive number of seconds, got {value!r}")
+
+
+def _join_seconds(asked: float | None) -> float:
+    if asked is None:
+        text = os.environ.get("BURST_RT_JOIN_S", str(_JOIN_S))
+        try:
+            asked = float(text)
+        except ValueError:
+            raise InputError(
+                f"init: BURST_RT_JOIN_S must be a positive number of seconds, got {text!r}"
+            ) from None
+    check_seconds("join_s", asked)
+    return asked
+
+
 def _decide(
     comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str,
-    transport: str, join_s: float, wrong: BurstError | None,
+    transport: str, within_s: float, wrong: BurstError | None,
 ) -> Joined:  # fmt: skip
     """What `join` does once the ranks can talk to each other; blocks and raises as `join` does."""
     where, mine = torch.device("cpu"), {}
@@ -147,7 +179,7 @@ def _decide(
         # The error is raised later: the other ranks are waiting, and must raise the same error.
         mine = {"error": error.message, "class": type(error).__name__}
     pending = control.allgather(json.dumps(mine).encode())
-    Watch(control).wait_for(pending, join_s, "init")
+    Watch(control).wait_for(pending, within_s, "init")
     said = [json.loads(raw) for raw in pending.result()]
     for peer, word in enumerate(said):
         if "error" in word:
@@ -188,22 +220,22 @@ def _decide(
     )
     if taken.name != "nccl":
         machine = Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware)
-        return Joined(machine, control, presence)
+        return Joined(machine, control, presence, within_s)
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
-    Watch(control).wait_for(pending, join_s, "init")
+    Watch(control).wait_for(pending, within_s, "init")
     wire = NcclTransport(
         nccl,
         pending.result()[0],
         control.rank,
         control.size,
-        join_s,
+        within_s,
         partial(torch.cuda.set_device, where),
         partial(_connect, where),
     )
     host.close()
     machine = Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware)
-    return Joined(machine, control, presence)
+    return Joined(machine, control, presence, within_s)
 
 
 def _connect(device: torch.device, wire: OrderedTransport) -> None:

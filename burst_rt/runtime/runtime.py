@@ -227,11 +227,15 @@ class Runtime:
         Blocks at most `within_s` for each of the two, by default `timeout_s`. Raises what `agree`
         raises.
         """
+        call = description["call"]
         with self._exclusive():
             self._agree(description, None, within_s)
-            with self._in_call(description["call"]), self._unbroken():
+            # The collective has a number of its own. Ranks that wait in it tell each other so, and
+            # a rank that stops between the agreement and the collective is known by its silence.
+            self._number += 1
+            with self._in_call(call), self._unbroken():
                 pending = start()
-                self.watch.wait_for(pending, within_s or self.timeout_s, description["call"])
+                self.watch.wait_for(pending, within_s or self.timeout_s, call, self._number)
             return pending
 
     def refuse(self, call: str, error: BurstError) -> NoReturn:

@@ -19,7 +19,7 @@ def _cases(count: int) -> list[Case]:
 
 
 # What has gone wrong once.
-_KEPT = ["run 2 rank 1 os-exit-0 sum"]
+_KEPT = ["run 2 rank 1 os-exit-0 sum", "run 3 rank 1 sigstop sum"]
 
 
 @pytest.mark.parametrize("case", [*_cases(_COUNT), *map(parse, _KEPT)], ids=str)

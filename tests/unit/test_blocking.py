@@ -11,7 +11,7 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("burst_rt/attention", "burst_rt/runtime", "burst_rt/drivers", "transport")
-_FILES = ("burst_rt/context.py", "scheduler/loop.py")
+_FILES = ("burst_rt/context.py", "burst_rt/local.py", "scheduler/loop.py")
 
 # What waits by itself, as it is called.
 _WAITS = {

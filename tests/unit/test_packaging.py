@@ -235,7 +235,7 @@ _FLOORS = (
     ("attention",),
     ("telemetry", "baselines"),
     ("dashboard",),
-    ("context", ""),
+    ("context", "local", ""),
     ("launch",),
 )
 _HEIGHT = {

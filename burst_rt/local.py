@@ -1,0 +1,62 @@
+"""Ranks that are threads of one process: `run_local`, for small trials and notebooks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from burst_rt.context import Context, init
+from burst_rt.errors import PeerLost
+from burst_rt.job.ending import exit_code_of, in_words
+from burst_rt.runtime.joining import LocalRank, this_thread
+from burst_rt.runtime.process import process
+from burst_rt.transport import LocalWorld
+
+__all__ = ["run_local"]
+
+_T = TypeVar("_T")
+
+
+def run_local(world_size: int, fn: Callable[[Context], _T], **options: Any) -> list[_T]:
+    """Runs `fn(ctx)` on `world_size` ranks, which are threads of this process. For small trials.
+
+    Blocks until all ranks have ended. Returns the results in rank order. options: the arguments of
+    `init`. If ranks fail, raises the error of the first rank that failed by itself.
+    """
+    world = LocalWorld(world_size)
+    results: list[Any] = [None] * world_size
+    failures: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        # `init()` in this thread joins as this rank.
+        this_thread.rank = LocalRank(world, rank)
+        try:
+            # torch runs all backwards of one GPU in one thread, in which ranks would wait for each
+            # other for ever.
+            with torch.autograd.set_multithreading_enabled(False), init(**options) as ctx:
+                try:
+                    results[rank] = fn(ctx)
+                except BaseException as error:
+                    process.close_here(exit_code_of(error), in_words(error))
+                    raise
+                process.close_here(0, "")
+        except BaseException as error:  # noqa: BLE001  (handed to the caller's thread)
+            failures.append((rank, error))
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"burst_rt rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        first = next(
+            (error for _, error in failures if not isinstance(error, PeerLost)), failures[0][1]
+        )
+        raise first
+    return results
