@@ -52,7 +52,7 @@ this_thread = threading.local()
 _NCCL_MULTI_RANK = 23000
 # How long torchrun's processes other than the first hold their error back. torchrun ends them
 # within this time, so the user reads one error only.
-_OTHERS_KEEP_QUIET_S = 2.0
+_OTHERS_KEEP_QUIET_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -455,8 +455,8 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
 def _refuse_torchrun() -> None:
     """Raises ConfigError where this process is one of several that torchrun started.
 
-    MPI knows nothing of the others, so each process would be a world of its own. Blocks for 2 s on
-    other processes than the first.
+    MPI knows nothing of the others, so each process would be a world of its own. Blocks for
+    10 s on other processes than the first.
     """
     num_ranks = launched.torchrun_ranks()
     if num_ranks == 1:
