@@ -292,9 +292,9 @@ def launch(
 
 def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
-    return not any(name in os.environ for name in _BATCH_VARIABLES) and not any(
-        arg.startswith(_HOST_ARGS) for arg in mpi_args
-    )
+    in_batch_job = any(name in os.environ for name in _BATCH_VARIABLES)
+    hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
+    return not in_batch_job and not hosts_named
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:

@@ -167,10 +167,10 @@ class _Ranks:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [self._cells(rank) for rank in self._ranks]
         names = list(rows[0]) if rows else []
-        widths = {
-            name: 1 + max(cell_len(name), *(cell_len(str(row[name])) for row in rows))
-            for name in names
-        }
+        widths = {}
+        for name in names:
+            cells = [name, *(str(row[name]) for row in rows)]
+            widths[name] = 1 + max(map(cell_len, cells))
         for name in _DROPPED:
             if sum(widths.values()) + _LEAST_DOING <= options.max_width:
                 break

@@ -230,10 +230,9 @@ class _Gpu:
         if now_s - self._processes_at_s > _PROCESSES_EVERY_S:
             found = self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
             self._processes_at_s, self._num_processes = now_s, len(found)
-            self.details = {
-                "process_pid": [float(p.pid) for p in found],
-                "process_bytes": [float(p.usedGpuMemory or 0) for p in found],
-            }
+            pids = [float(p.pid) for p in found]
+            sizes = [float(p.usedGpuMemory or 0) for p in found]
+            self.details = {"process_pid": pids, "process_bytes": sizes}
         return {"num_processes": float(self._num_processes)}
 
     def _ecc(self) -> dict[str, float]:

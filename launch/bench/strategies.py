@@ -206,9 +206,8 @@ class Bench:
             # Each direction is planned by itself.
             taken = [self._taken(point, forward) for forward in (True, False)]
             chosen_s = sum(measured[name][direction] for direction, name in enumerate(taken))
-            best_s = sum(
-                min(times[direction] for times in measured.values()) for direction in (0, 1)
-            )
+            forward_s, backward_s = zip(*measured.values(), strict=True)
+            best_s = min(forward_s) + min(backward_s)
             row: dict[str, Cell] = {
                 "ranks": self.ctx.world_size,
                 "tokens": point.tokens,

@@ -138,11 +138,8 @@ def main(
             )
         if trials[-1].stuck:
             break
-    taken = [trial for trial, _ in found.values()]
-    rows = [
-        _row(kind, head_dim, trial, any(trial is each for each in taken))
-        for kind, head_dim, trial in tried
-    ]
+    taken = {id(trial) for trial, _ in found.values()}
+    rows = [_row(kind, head_dim, trial, id(trial) in taken) for kind, head_dim, trial in tried]
     # The remembered speeds of kernels no longer hold.
     forget(KIND)
     title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"

@@ -43,7 +43,7 @@ from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import CHECKPOINT_NAME, TrainConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Size, Tensor, dtype
 
 __all__ = [
     "Checkpoint", "Claim", "Manifest", "claim", "copy_tensors", "find_checkpoint", "find_manifest",
@@ -163,16 +163,18 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise _damaged(folder, f"its tensors cannot be read ({error})") from error
 
 
+def _forms(tensors: Mapping[str, Tensor]) -> set[tuple[str, dtype, Size]]:
+    """Names, types and shapes."""
+    return {(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
 def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Copy each tensor of `source` into the tensor of that name in `target`. Raises ConfigError
     when names, types or shapes differ.
     """
-    expected, got = (
-        {(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        for tensors in (target, source)
-    )
-    if expected != got:
-        odd = sorted({name for name, *_ in expected ^ got})
+    differing = _forms(target) ^ _forms(source)
+    if differing:
+        odd = sorted({name for name, *_ in differing})
         raise ConfigError(
             f"checkpoint: {', '.join(odd[:4])} do not fit its own configuration; it was not "
             "written by this program."

@@ -86,7 +86,8 @@ def load_corpus(path: Path | None) -> Corpus:
     share = sum(map(len, heldout)) / max(1, sum(len(text) for _, text in documents))
     if len(documents) < _FEW_DOCUMENTS or not _LEAST_HELDOUT <= share <= _MOST_HELDOUT:
         cuts = [(text, len(text) - len(text) * HELDOUT_PERCENT // 100) for _, text in documents]
-        train, heldout = [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
+        train = [text[:cut] for text, cut in cuts]
+        heldout = [text[cut:] for text, cut in cuts]
     if not any(train) or not any(heldout):
         raise ConfigError(
             f"--data: found too little UTF-8 text in {name} ({len(documents)} documents) to train "
