@@ -192,7 +192,7 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     "-n",
     "--num-ranks",
     type=click.IntRange(min=1),
-    help="Start this many ranks; left out inside an MPI job.",
+    help="Number of ranks to start. Leave -n out inside an MPI job.",
 )
 @click.option(
     "--tokens",
@@ -205,7 +205,7 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     "--strategy",
     default="burst",
     show_default=True,
-    help="As of burst_attention: auto, ring-kv, burst, bidirectional, ...",
+    help="Strategy of burst_attention: auto, ring-kv, burst, bidirectional, ...",
 )
 @click.option("--full", is_flag=True, help="Full attention instead of causal.")
 @click.option(

@@ -51,7 +51,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @click.command()
 @viewer_options
-@click.option("--once", is_flag=True, help="Print it once and end.")
+@click.option("--once", is_flag=True, help="Print the job's state once and end.")
 def command(attach: int | None, replay: Path | None, until: float | None, once: bool) -> None:
     """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with
     Ctrl-C, or with the job.

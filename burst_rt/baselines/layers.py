@@ -169,8 +169,8 @@ class SpreadLayer:
         ):
             if count % world:
                 raise InputError(
-                    f"{self.strategy}: the {world} ranks share {name}, so {world} must divide it, "
-                    f"got {count}; use fewer ranks"
+                    f"{self.strategy}: the number of ranks must divide {name}, got {world} ranks "
+                    f"and {name} {count}; use fewer ranks"
                 )
 
     @property

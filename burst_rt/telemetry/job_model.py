@@ -401,7 +401,7 @@ class JobModel:
             hello.rank,
             Severity.INFO,
             "joined",
-            f"of {hello.world_size}, on {hello.host}, {hello.device}",
+            f"a job of {hello.world_size} ranks, on {hello.host}, {hello.device}",
         )
 
     def _presence(self, at_s: float, seen: Presence) -> None:

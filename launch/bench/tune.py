@@ -155,7 +155,7 @@ def main(
         sep="\n",
     )
     if trials and trials[-1].stuck:
-        print(f"bench tune: ended early, {trials[-1].config} {trials[-1].why}", file=sys.stderr)
+        print(f"bench tune: ended early: {trials[-1].config} {trials[-1].why}", file=sys.stderr)
         # Anything that asks the device would wait for ever, Python's own exit too. When this
         # process is gone, the driver ends what the process has started.
         sys.stdout.flush()
@@ -237,7 +237,11 @@ def trials_of(
                 )
                 if not apart < _SAME[works[0].dtype]:
                     trials.append(
-                        Trial(config, None, f"wrong: {apart:.1e} from what the first one gives")
+                        Trial(
+                            config,
+                            None,
+                            f"wrong: differs by {apart:.1e} from the first configuration",
+                        )
                     )
                     continue
                 took = sum(

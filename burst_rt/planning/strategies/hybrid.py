@@ -274,14 +274,14 @@ def _inner(problem: Problem, size: int) -> Problem:
     world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
     if size < 1 or world % size:
         raise InputError(
-            f"all-to-all: groups must divide the world, got groups of {size} of {world} ranks; "
-            "name a divisor: 'hybrid:N'"
+            f"all-to-all: the size of a group must divide the number of ranks, got groups of "
+            f"{size} and {world} ranks; name a divisor of {world}: 'hybrid:N'"
         )
     if kv_heads % size:
         raise InputError(
-            f"all-to-all: a group's {size} ranks share the heads, so {size} must divide the kv "
-            f"heads, got {kv_heads} (and {heads} query "
-            "heads); use smaller groups ('hybrid:N'), or a ring"
+            f"all-to-all: the {size} ranks of a group share the heads, so {size} must divide the "
+            f"number of kv heads, got {kv_heads} kv heads (and {heads} query heads); use smaller "
+            "groups ('hybrid:N'), or a ring"
         )
     layouts = [
         Layout(
