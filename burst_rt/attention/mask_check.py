@@ -31,8 +31,8 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> N
     """
     if type(mask).__hash__ is None:
         raise InputError(
-            "burst_attention: a mask must be hashable (a frozen dataclass, say), and "
-            f"{type(mask).__name__} is not"
+            f"burst_attention: a mask must be hashable, got {type(mask).__name__}, which is not; "
+            "make the class a frozen dataclass"
         )
     _ask(mask, "hash()", hash, mask)
     if not _is_own(mask):
@@ -51,9 +51,9 @@ def _check(mask: Mask, q_len: int, kv_len: int, shared: bool) -> None:
     text = _ask(mask, "repr()", repr, mask)
     if shared and (not isinstance(text, str) or " at 0x" in text):
         raise InputError(
-            f"{_name(mask)}: repr() must say everything about the mask, because ranks compare "
-            f"masks by it; got {text!r}. A frozen "
-            "dataclass has such a repr"
+            f"{_name(mask)}: repr() must show every parameter of the mask, because ranks compare "
+            f"masks by repr(); got {text!r}. Make the class a frozen dataclass, which has such a "
+            "repr"
         )
     for q in _ranges(kv_len - q_len, kv_len):
         for kv in _ranges(0, kv_len):
@@ -71,9 +71,9 @@ def _check_ranges(mask: Mask, q: range, kv: range) -> None:
     seen = {Relation.EMPTY: 0, Relation.FULL: len(q) * len(kv)}.get(relation, len(allowed))
     if len(allowed) != seen:
         raise InputError(
-            f"{_name(mask)}: relation says {relation.name} for q {q} and kv {kv}, and allows is "
-            f"true for {len(allowed)} of the "
-            f"{len(q) * len(kv)} pairs; FULL and EMPTY must be right"
+            f"{_name(mask)}: relation returned {relation.name} for q {q} and kv {kv}, but allows "
+            f"is true for {len(allowed)} of the {len(q) * len(kv)} pairs; return PARTIAL where "
+            "neither FULL nor EMPTY is certain"
         )
     pieces = _ask(mask, "pieces", mask.pieces, q, kv)
     if not isinstance(pieces, tuple) or not all(isinstance(piece, Piece) for piece in pieces):
@@ -84,8 +84,8 @@ def _check_ranges(mask: Mask, q: range, kv: range) -> None:
     covered = [cell for piece in pieces for cell in _cells(piece, allowed)]
     if sorted(covered) != sorted(allowed):
         raise InputError(
-            f"{_name(mask)}: pieces of q {q} and kv {kv} are not the pairs that allows is true "
-            f"for, each once: {pieces!r}"
+            f"{_name(mask)}: pieces for q {q} and kv {kv} must cover the pairs for which allows "
+            f"is true, each pair once, and no others; got {pieces!r}"
         )
 
 
@@ -118,8 +118,8 @@ def _allowed(mask: Mask, q: range, kv: range) -> set[tuple[int, int]]:
         )
         asked = f"{list(rows.shape)} and {list(columns.shape)}"
         raise InputError(
-            f"{_name(mask)}: allows of positions {asked} must give booleans {list(shape)}, got "
-            f"{got}"
+            f"{_name(mask)}: allows must return a tensor of booleans that broadcasts to "
+            f"{list(shape)} for positions of shapes {asked}, got {got}"
         )
     return {(i, j) for i, j in answer.expand(shape).nonzero().tolist()}
 

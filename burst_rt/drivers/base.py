@@ -320,10 +320,10 @@ class BaseDriver:
             number = self._opening.number
             missing = self._watch.absent(number)
             message = (
-                f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call "
-                "(timeout_s)"
-                f"{f': {missing} not entered call {number}, this one' if missing.ranks else ''}. "
-                "See what they are doing (py-spy dump)"
+                f"rank {rank}: waited {silent_s:.1f} s (timeout_s) for the other ranks to enter "
+                f"call {number}"
+                f"{f': {missing} not entered it' if missing.ranks else ''}. "
+                "See what the other ranks are doing (py-spy dump)"
             )
             return Stalled(
                 message,
@@ -338,10 +338,10 @@ class BaseDriver:
         peers = sorted(waited_for or {m.peer for m in (*task.sends, *task.recvs)})
         said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
         message = (
-            f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with "
-            f"rank {' and '.join(map(str, peers))}; "
-            f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or "
-            "raise stall_s in burst_rt.init"
+            f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in task {task.name!r}, "
+            f"which waits for rank {' and rank '.join(map(str, peers))}; last sign of life: "
+            f"{said or 'none'}. See what these ranks are doing (py-spy dump), or raise stall_s in "
+            "burst_rt.init"
         )
         return Stalled(
             message,

@@ -99,8 +99,8 @@ class Mask:
             return
         if "rule" in get_annotations(cls):
             raise InputError(
-                f"{cls.__name__}: a field of a mask cannot be called rule, which is a name of "
-                "Mask's; give it another name"
+                f"{cls.__name__}: a field of a mask must not be named rule, which is a name of "
+                "Mask itself; rename the field"
             )
         cls.rule = Rule.OWN
 

@@ -53,10 +53,11 @@ class Problem:
         Query i stands at i + Skv - Sq (bottom-right alignment).
         """
         shift = self.kv_layout.seq_len - self.q_layout.seq_len
-        return tuple(
-            tuple(range(b.start + shift, b.stop + shift, b.step) for b in blocks)
-            for blocks in self.q_layout.blocks
-        )
+
+        def shifted(block: range) -> range:
+            return range(block.start + shift, block.stop + shift, block.step)
+
+        return tuple(tuple(map(shifted, blocks)) for blocks in self.q_layout.blocks)
 
     @property
     def kv_blocks(self) -> tuple[tuple[range, ...], ...]:

@@ -182,7 +182,7 @@ def test_a_copy_is_the_same_mask_with_a_number_of_its_own(mask: Mask) -> None:
 def test_a_mask_may_have_other_base_classes_but_no_field_called_rule() -> None:
     assert isinstance(_Of[int](), Mask)
     assert _Of.rule is Rule.OWN
-    with pytest.raises(InputError, match="cannot be called rule"):
+    with pytest.raises(InputError, match="must not be named rule"):
 
         @dataclass(frozen=True)
         class Ruled(Mask):

@@ -71,7 +71,7 @@ class TritonKernel:
                 f"{work.head_dim}"
             )
         if work.mask.rule is Rule.OWN:
-            return f"the triton kernel has code for the masks Full and Causal, got {work.mask!r}"
+            return f"the triton kernel takes the masks Full and Causal only, got {work.mask!r}"
         return None
 
     def repeatable(self, forward: bool) -> bool:
