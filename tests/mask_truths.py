@@ -87,12 +87,8 @@ def _table(sizes: Sizes, block: int) -> list[list[list[bool]]]:
 
 def _padded_ids(sizes: Sizes) -> list[int]:
     """Two documents, padding before, between and after them."""
-    parts = _cut(sizes.kv_len, 1, 4, 1, 5, 1)
-    return [
-        document
-        for part, document in zip(parts, (-1, 7, -1, 3, -1), strict=True)
-        for _ in range(part)
-    ]
+    runs = zip(_cut(sizes.kv_len, 1, 4, 1, 5, 1), (-1, 7, -1, 3, -1), strict=True)
+    return [document for tokens, document in runs for _ in range(tokens)]
 
 
 MASKS = {

@@ -46,7 +46,8 @@ def reference(
 ) -> Attention:
     """Attention of BSHD tensors of any floating type, computed in float64.
 
-    mask: a mask, or what it must come to: bool `[Sq, Skv]` or `[B, Sq, Skv]`. The gradients are those of sum(out * dout) + sum(lse * dlse).
+    mask: a mask, or the cells that are seen: bool `[Sq, Skv]` or `[B, Sq, Skv]`. The gradients are
+    those of sum(out * dout) + sum(lse * dlse).
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]

@@ -61,7 +61,7 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> N
 
 def _parts(mask: Mask) -> Iterator[Mask]:
     """The masks that `&` and `|` have made the mask from."""
-    if type(mask) in (Both, Either):
+    if isinstance(mask, (Both, Either)) and type(mask) in (Both, Either):
         yield from _parts(mask.first)
         yield from _parts(mask.second)
     else:

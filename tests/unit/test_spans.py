@@ -160,17 +160,22 @@ def test_ways_to_name_documents() -> None:
     assert Documents(position_ids=[[0, 1, 0, 1], [0, 1, 2, 3]]) == Documents([[2, 2], [4]])
 
 
+def _odd(value: Any) -> Any:
+    """A value of a type that the argument does not take."""
+    return value
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: SlidingWindow(-2), r"left must be .* got -2"),
         (lambda: SlidingWindow(True), "left must be"),
-        (lambda: SlidingWindow(3, 1.5), r"right must be .* got 1\.5"),
+        (lambda: SlidingWindow(3, _odd(1.5)), r"right must be .* got 1\.5"),
         (lambda: Prefix(-1), "length must be"),
         (lambda: Prefix(()), "length must be"),
-        (lambda: Prefix("3"), "length must be"),
+        (lambda: Prefix(_odd("3")), "length must be"),
         (lambda: Prefix((3, -1)), r"got \(3, -1\)"),
-        (lambda: First(None), "count must be"),
+        (lambda: First(_odd(None)), "count must be"),
         (lambda: Chunked(0), "size must be"),
         (lambda: Documents(), "expected lengths, .* got none of them"),
         (lambda: Documents([3], ids=[0, 0, 0]), "got lengths and ids"),
@@ -191,7 +196,7 @@ def test_ways_to_name_documents() -> None:
         (lambda: BlockSparse([True], 4), "table must be booleans"),
         (lambda: BlockSparse([[True], [True, False]], 4), "table must be booleans"),
         (lambda: BlockSparse([[True]], 0), "block must be"),
-        (lambda: Causal() | "full", r"mask \| other: expected another Mask, got str"),
+        (lambda: Causal() | _odd("full"), r"mask \| other: expected another Mask, got str"),
         (
             lambda: Documents([1, 2], [3, 4]) & Documents([3], [7]),
             "both say where queries stand",

@@ -62,7 +62,8 @@ class Documents(Mask):
         }  # fmt: skip
         names = [name for name, value in given.items() if value is not None]
         if names == ["q_lengths", "kv_lengths"]:
-            q_rows, kv_rows = _bounds_of("q_lengths", q_lengths), _bounds_of(*names[1:], kv_lengths)
+            q_rows = _bounds_of("q_lengths", q_lengths)
+            kv_rows = _bounds_of("kv_lengths", kv_lengths)
             if [len(row) for row in q_rows] != [len(row) for row in kv_rows]:
                 raise InputError(
                     "Documents: q_lengths and kv_lengths must name as many documents, got "

@@ -33,7 +33,7 @@ class Spans(NamedTuple):
     @property
     def width(self) -> int:
         """The most spans that a row may have."""
-        return self.starts.shape[2]
+        return int(self.starts.shape[2])
 
     def sees(self, kv: Positions, like: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether the rows see the keys at these positions: bool, one more dimension in front.
@@ -60,7 +60,7 @@ class Spans(NamedTuple):
         The mean over batch rows, rounded up.
         """
         starts, stops = self.columns(kv)
-        return -(-int((stops - starts).sum()) // self.starts.shape[0])
+        return -(-int((stops - starts).sum()) // len(self.starts))
 
 
 def one_span(starts: Positions | int, stops: Positions | int, like: Positions) -> Spans:
