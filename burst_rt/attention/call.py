@@ -93,7 +93,7 @@ class Call:
         return Problem(
             q_layout=self.layout.map,
             kv_layout=self.kv_layout.map,
-            mask=self.mask,
+            mask=self.mask.bound(self.layout.seq_len, self.kv_layout.seq_len),
             batch=self.batch,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -202,6 +202,9 @@ def make_call(
         kv_layout = kv_layout or layout
         _check_arguments(layout, kv_layout, chosen, scale, strategy)
         _check_tensors(q, k, v, layout, kv_layout, scale)
+        misfit = chosen.refuses(layout.seq_len, kv_layout.seq_len, q.shape[0])
+        if misfit is not None:
+            raise InputError(f"burst_attention: mask {misfit}")
         call = Call(
             layout=layout,
             kv_layout=kv_layout,

@@ -11,15 +11,33 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Both, Causal, Full, Mask, Piece, Relation
+from burst_rt.planning.masks import (
+    BlockSparse,
+    Both,
+    Causal,
+    Chunked,
+    Documents,
+    Either,
+    First,
+    Full,
+    Mask,
+    Piece,
+    Prefix,
+    Relation,
+    SlidingWindow,
+    Spans,
+    positions_of,
+)
 
 __all__ = ["check_mask"]
 
 # How many positions each sampled range has.
 _SAMPLE = 5
+_OWN = {BlockSparse, Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow}
 
 
 def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> None:
@@ -35,15 +53,19 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> N
             "make the class a frozen dataclass"
         )
     _ask(mask, "hash()", hash, mask)
-    if not _is_own(mask):
-        _check(mask, q_len, kv_len, shared)
+    for part in _parts(mask):
+        # Tests of this package check its own masks.
+        if type(part) not in _OWN:
+            _check(part, q_len, kv_len, shared)
 
 
-def _is_own(mask: Mask) -> bool:
-    """Whether the mask is one of this package, whose tests check it."""
-    return type(mask) in (Full, Causal) or (
-        type(mask) is Both and _is_own(mask.first) and _is_own(mask.second)
-    )
+def _parts(mask: Mask) -> Iterator[Mask]:
+    """The masks that `&` and `|` have made the mask from."""
+    if isinstance(mask, (Both, Either)) and type(mask) in (Both, Either):
+        yield from _parts(mask.first)
+        yield from _parts(mask.second)
+    else:
+        yield mask
 
 
 @lru_cache(maxsize=256)
@@ -56,8 +78,31 @@ def _check(mask: Mask, q_len: int, kv_len: int, shared: bool) -> None:
             "repr"
         )
     for q in _ranges(kv_len - q_len, kv_len):
-        for kv in _ranges(0, kv_len):
+        if mask.has_spans:
+            _check_spans(mask, q)
+        for kv in _ranges(0, kv_len) if mask.batch == 1 else ():
             _check_ranges(mask, q, kv)
+
+
+def _check_spans(mask: Mask, q: range) -> None:
+    spans = _ask(mask, "spans", mask.spans, positions_of(q))
+    arrays = isinstance(spans, Spans) and all(isinstance(bound, np.ndarray) for bound in spans)
+    if not arrays or not all(
+        bound.dtype == np.int64 and bound.ndim == 3 and bound.shape[:2] == (mask.batch, len(q))
+        for bound in spans
+    ):
+        raise InputError(
+            f"{_name(mask)}: spans of {len(q)} positions must return a burst_rt.Spans of two int64 "
+            f"arrays [{mask.batch}, {len(q)}, spans], got {spans!r}"
+        )
+    starts, stops = spans
+    filled = starts < stops
+    after = filled[..., 1:] & ((starts[..., 1:] <= stops[..., :-1]) | ~filled[..., :-1])
+    if starts.shape != stops.shape or (starts > stops).any() or after.any():
+        raise InputError(
+            f"{_name(mask)}: the spans of a position must be sorted, must neither overlap nor "
+            f"touch, and empty ones come last; got {spans!r} for q {q}"
+        )
 
 
 def _check_ranges(mask: Mask, q: range, kv: range) -> None:

@@ -24,7 +24,8 @@ class TileShape(NamedTuple):
     head_dim: int
     q_len: int
     kv_len: int
-    masked: bool = False  # whether a tile may have pieces under the mask itself
+    # How many batch rows the mask tells apart; 0 where no piece is under the mask itself.
+    masked: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,7 +240,7 @@ class Ring:
             problem.num_kv_heads,
             problem.head_dim,
             *lengths,
-            masked,
+            problem.mask.batch if masked else 0,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)
 
