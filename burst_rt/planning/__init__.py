@@ -1,4 +1,4 @@
 """Planning: masks, layouts, problems, strategies, and forecasts of what a strategy takes.
 
-Planning is pure Python: it needs neither torch nor MPI.
+Planning needs neither torch nor MPI: it is Python, with numpy for masks.
 """

@@ -17,7 +17,7 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 N may be left out. It is then the number of ranks of a host, where all hosts have as many; in
 `hybrid` it is the largest divisor of that number that also divides the kv heads.
 
-Pure Python: neither torch nor MPI, so that planning and simulating need only Python.
+Neither torch nor MPI is imported, so that planning and simulating need no accelerator's software.
 """
 
 from __future__ import annotations
