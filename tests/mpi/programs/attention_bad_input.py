@@ -238,7 +238,10 @@ INPUT: dict[str, tuple[Call, str]] = {
         lambda r: r.changed("q", lambda x: x[:, :, :0]),
         "q must have a batch size, a number of heads and a head_dim of at least 1, got shape",
     ),
-    "zero kv heads": (lambda r: r.attend(r.qkv(kv_heads=0)), "k must have at least"),
+    "zero kv heads": (
+        lambda r: r.attend(r.qkv(kv_heads=0)),
+        "k must have a batch size, a number of heads and a head_dim of at least 1",
+    ),
     "zero head_dim": (
         lambda r: r.attend(r.qkv(head_dim=0)),
         "q must have a batch size, a number of heads and a head_dim of at least 1",
