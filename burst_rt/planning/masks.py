@@ -51,6 +51,16 @@ class Piece(NamedTuple):
     masked: bool  # `Mask.allows` says which cells are seen
     num_cells: int  # how many cells are seen; an upper bound if masked
 
+    @property
+    def rows(self) -> slice:
+        """The piece's rows of the tile."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def columns(self) -> slice:
+        """The piece's columns of the tile."""
+        return slice(self.kv_start, self.kv_stop)
+
 
 class Rule(Enum):
     """How a mask decides on every cell by the positions of query and key.

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
-from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import TileArguments, loads_of, strides
+from burst_rt.kernels.triton.configs import Config
+from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
@@ -443,55 +444,41 @@ def dkdv_kernel(
         add_rows(p_dv, column, stride_yt, kv_len, b_dv, HEAD_DIM, BLOCK_D, BLOCK_N)
 
 
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: TileArguments, config: Config) -> None:
-    """Starts `dq_kernel`. `inputs` are q, k, v, dout (BSHD), lse and delta.
-
-    Does not wait for the device.
-    """
-    q, k, v, dout, _, _ = inputs
-    batch, q_len, heads, head_dim = q.shape
+def launch_dq(
+    qkv: QKV, upstream: Upstream, dq: torch.Tensor, arguments: TileArguments, config: Config
+) -> None:
+    """Starts `dq_kernel`, which adds to dq. Does not wait for the device."""
+    (q, k, v), dout = qkv, upstream.dout
+    batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dq_kernel[grid](
-        *inputs, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), heads,
-        heads // k.shape[2],
-        *problem.q, *problem.kv, problem.scale, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        EVEN_M=q_len % config.block_m == 0, EVEN_N=k.shape[1] % config.block_n == 0,
-        INTERPRET=problem.interpret,
-        **loads_of(config, q, k, v, dout), num_warps=config.num_warps, num_stages=config.num_stages,
+        *qkv, *upstream, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
+        heads, heads // k.shape[2],
+        *arguments.q, *arguments.kv, arguments.scale, arguments.scale_log2,
+        **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip
 
 
 def launch_dkdv(
-    inputs: _Inputs,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    problem: TileArguments,
-    config: Config,
+    qkv: QKV, upstream: Upstream, grads: Gradients, arguments: TileArguments, config: Config
 ) -> None:
-    """Starts `dkdv_kernel`. `inputs` are as for `launch_dq`. Does not wait for the device.
+    """Starts `dkdv_kernel`, which adds to dk and dv. Does not wait for the device.
 
-    One of dk and dv may be None: not needed.
+    One of dk and dv may be None.
     """
-    q, k, v, dout, _, _ = inputs
-    batch, kv_len, kv_heads, head_dim = k.shape
-    q_len = q.shape[1]
+    (q, k, v), dout = qkv, upstream.dout
+    batch, kv_len, kv_heads, _ = k.shape
     grid = (triton.cdiv(kv_len, config.block_n) * batch * kv_heads,)
     # A gradient that is not needed gets the other gradient's tensor, which the kernel then does not
     # touch for it.
-    x, y = (next(total for total in pair if total is not None) for pair in ((dk, dv), (dv, dk)))
+    dk = grads.dv if grads.dk is None else grads.dk
+    dv = grads.dk if grads.dv is None else grads.dv
+    assert dk is not None
+    assert dv is not None
     dkdv_kernel[grid](
-        *inputs, x, y, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(x),
-        *strides(y), kv_heads, q.shape[2] // kv_heads,
-        *problem.q, *problem.kv, problem.scale, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0,
-        NEED_DK=dk is not None, NEED_DV=dv is not None,
-        INTERPRET=problem.interpret, **loads_of(config, q, k, v, dout), num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        *qkv, *upstream, dk, dv, *strides(q), *strides(k), *strides(v), *strides(dout),
+        *strides(dk), *strides(dv), kv_heads, q.shape[2] // kv_heads,
+        *arguments.q, *arguments.kv, arguments.scale, arguments.scale_log2,
+        NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
+        **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from burst_rt.kernels.base import Results
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import strides
@@ -98,19 +99,12 @@ def delta_kernel(
     tl.store(p_delta + in_row, tl.where(b_blind, 0.0, b_delta), mask=inside)
 
 
-def launch_delta(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    rows: torch.Tensor,
-    config: Config,
-    interpret: bool,
-) -> None:
+def launch_delta(results: Results, rows: torch.Tensor, config: Config, interpret: bool) -> None:
     """Starts `delta_kernel`, which writes `rows` `[2, batch, heads, q_len]`.
 
     Does not wait for the device.
     """
+    out, lse, dout, dlse = results
     batch, q_len, heads, head_dim = dout.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dlse_or_lse = lse if dlse is None else dlse

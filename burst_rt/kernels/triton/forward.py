@@ -7,14 +7,13 @@ times log2(e).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from burst_rt.kernels.base import State
+from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
-from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import TileArguments, loads_of, strides
+from burst_rt.kernels.triton.configs import Config
+from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["forward_kernel", "launch_forward"]
@@ -266,32 +265,13 @@ def forward_kernel(
         tl.store(p_l + in_row, b_l, mask=o_m < q_len)
 
 
-def launch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    state: State,
-    out: torch.Tensor,
-    problem: TileArguments,
-    config: Config,
-    ends: tuple[bool, bool],
-) -> None:
-    """Starts `forward_kernel` on q `[batch, q_len, heads, head_dim]` and k, v of the tile.
-
-    k, v are `[batch, kv_len, kv_heads, head_dim]`. `out` is written in place of the state's own
-    out. ends: whether this is the first tile, and whether it is the last. Does not wait for the
-    device.
-    """
-    batch, q_len, heads, head_dim = q.shape
-    kv_len = k.shape[1]
+def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Config) -> None:
+    """Starts `forward_kernel` on a tile. Does not wait for the device."""
+    q, k, v = qkv
+    batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     forward_kernel[grid](
-        q, k, v, state.acc, state.m, state.l, out, state.lse, *strides(q), *strides(k),
-        *strides(v), heads, heads // k.shape[2],
-        *problem.q, *problem.kv, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        FIRST=ends[0], LAST=ends[1], EVEN_M=q_len % config.block_m == 0,
-        EVEN_N=kv_len % config.block_n == 0, INTERPRET=problem.interpret,
-        **loads_of(config, q, k, v), num_warps=config.num_warps, num_stages=config.num_stages,
+        *qkv, *state, *strides(q), *strides(k), *strides(v), heads, heads // k.shape[2],
+        *arguments.q, *arguments.kv, arguments.scale_log2,
+        FIRST=arguments.first, LAST=arguments.last, **constants_of(arguments, config, *qkv),
     )  # fmt: skip
