@@ -174,27 +174,13 @@ def dq_kernel(
         if num_seen == 0:
             return
 
-    rows_q = rows_of(
-        p_q + i_b * stride_qb + i_h * stride_qh,
-        stride_qt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        DESCRIBED,
-    )
+    p_q += i_b * stride_qb + i_h * stride_qh
+    rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
     b_q = load_block(
         rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
     )
-    rows_dout = rows_of(
-        p_dout + i_b * stride_db + i_h * stride_dh,
-        stride_dt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        DESCRIBED,
-    )
+    p_dout += i_b * stride_db + i_h * stride_dh
+    rows_dout = rows_of(p_dout, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
     b_dout = load_block(
         rows_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
     )
@@ -202,24 +188,10 @@ def dq_kernel(
     # Times log2(e): lse in powers of two.
     b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
     b_delta = tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
-    rows_k = rows_of(
-        p_k + i_b * stride_kb + i_kv * stride_kh,
-        stride_kt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
-    rows_v = rows_of(
-        p_v + i_b * stride_vb + i_kv * stride_vh,
-        stride_vt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    p_v += i_b * stride_vb + i_kv * stride_vh
+    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     edge = num_full // BLOCK_N * BLOCK_N
@@ -336,27 +308,13 @@ def dkdv_kernel(
             return
         start = start // BLOCK_M * BLOCK_M
 
-    rows_k = rows_of(
-        p_k + i_b * stride_kb + i_kv * stride_kh,
-        stride_kt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     b_k = load_block(
         rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
     )
-    rows_v = rows_of(
-        p_v + i_b * stride_vb + i_kv * stride_vh,
-        stride_vt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
+    p_v += i_b * stride_vb + i_kv * stride_vh
+    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     b_v = load_block(
         rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
     )

@@ -59,28 +59,10 @@ def delta_kernel(
     o_m = row + tl.arange(0, BLOCK_M)
     inside = o_m < q_len
 
-    b_dout = load_rows(
-        p_dout + i_b * stride_db + i_h * stride_dh,
-        row,
-        stride_dt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        False,
-        INTERPRET,
-    )
-    b_out = load_rows(
-        p_out + i_b * stride_ob + i_h * stride_oh,
-        row,
-        stride_ot,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        False,
-        INTERPRET,
-    )
+    p_dout += i_b * stride_db + i_h * stride_dh
+    b_dout = load_rows(p_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, False, INTERPRET)
+    p_out += i_b * stride_ob + i_h * stride_oh
+    b_out = load_rows(p_out, row, stride_ot, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, False, INTERPRET)
     b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
     b_lse = tl.load(
         p_lse + i_b * stride_lb + i_h * stride_lh + o_m.to(tl.int64) * stride_lt,

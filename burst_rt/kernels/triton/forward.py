@@ -204,36 +204,15 @@ def forward_kernel(
         b_m = tl.load(p_m + in_row, mask=o_m < q_len, other=-float("inf"))
         b_l = tl.load(p_l + in_row, mask=o_m < q_len, other=0.0)
 
-    rows_q = rows_of(
-        p_q + i_b * stride_qb + i_h * stride_qh,
-        stride_qt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        DESCRIBED,
-    )
+    p_q += i_b * stride_qb + i_h * stride_qh
+    rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
     b_q = load_block(
         rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
     )
-    rows_k = rows_of(
-        p_k + i_b * stride_kb + i_kv * stride_kh,
-        stride_kt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
-    rows_v = rows_of(
-        p_v + i_b * stride_vb + i_kv * stride_vh,
-        stride_vt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    p_v += i_b * stride_vb + i_kv * stride_vh
+    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     MASKED: tl.constexpr = CAUSAL or not EVEN_N
     # Triton's Hopper compiler can share out the work of one loop, not of two.
     edge = 0 if SPECIALIZE and MASKED else num_full // BLOCK_N * BLOCK_N
