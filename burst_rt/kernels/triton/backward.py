@@ -30,11 +30,8 @@ def _add_columns(
     b_limit,
     rows_k,
     rows_v,
-    stride_kt,
-    stride_vt,
     start,
     stop,
-    kv_len,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -51,30 +48,8 @@ def _add_columns(
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
-        b_k = load_block(
-            rows_k,
-            column,
-            stride_kt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
-        b_v = load_block(
-            rows_v,
-            column,
-            stride_vt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
+        b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -176,14 +151,10 @@ def dq_kernel(
 
     p_q += i_b * stride_qb + i_h * stride_qh
     rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_q = load_block(
-        rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
-    )
+    b_q = load_block(rows_q, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
     p_dout += i_b * stride_db + i_h * stride_dh
     rows_dout = rows_of(p_dout, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_dout = load_block(
-        rows_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
-    )
+    b_dout = load_block(rows_dout, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
     in_row = i_bh.to(tl.int64) * q_len + o_m
     # Times log2(e): lse in powers of two.
     b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
@@ -196,8 +167,7 @@ def dq_kernel(
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     edge = num_full // BLOCK_N * BLOCK_N
     b_dq = _add_columns(
-        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge,
-        kv_len, scale_log2,
+        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, 0, edge, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
@@ -206,8 +176,7 @@ def dq_kernel(
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_dq = _add_columns(
-            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge,
-            num_seen, kv_len, scale_log2,
+            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, edge, num_seen, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
@@ -310,14 +279,10 @@ def dkdv_kernel(
 
     p_k += i_b * stride_kb + i_kv * stride_kh
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    b_k = load_block(
-        rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
-    )
+    b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
     p_v += i_b * stride_vb + i_kv * stride_vh
     rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    b_v = load_block(
-        rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
-    )
+    b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     # One loop over the row blocks of all query heads of the group, so that the loads of the next
@@ -337,26 +302,13 @@ def dkdv_kernel(
     for _ in tl.range(group * tl.cdiv(q_len - start, BLOCK_M), warp_specialize=SPECIALIZE):
         o_m = row + tl.arange(0, BLOCK_M)
         b_q = load_of_head(
-            heads_q,
-            i_g,
-            row,
-            stride_qh,
-            stride_qt,
-            q_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            EVEN_M,
-            DESCRIBED,
-            INTERPRET,
+            heads_q, i_g, row, stride_qh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
         )
         b_dout = load_of_head(
             heads_dout,
             i_g,
             row,
             stride_dh,
-            stride_dt,
-            q_len,
             HEAD_DIM,
             BLOCK_D,
             BLOCK_M,

@@ -28,11 +28,8 @@ def _fold(
     b_limit,
     rows_k,
     rows_v,
-    stride_kt,
-    stride_vt,
     start,
     stop,
-    kv_len,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -49,18 +46,7 @@ def _fold(
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
-        b_k = load_block(
-            rows_k,
-            column,
-            stride_kt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
+        b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -74,18 +60,7 @@ def _fold(
         b_old = tl.exp2(b_m - b_safe)
         b_l = b_l * b_old + tl.sum(b_p, 1)
         b_acc = b_acc * b_old[:, None]
-        b_v = load_block(
-            rows_v,
-            column,
-            stride_vt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
+        b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_m = b_m_new
     return b_acc, b_m, b_l
@@ -206,9 +181,7 @@ def forward_kernel(
 
     p_q += i_b * stride_qb + i_h * stride_qh
     rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_q = load_block(
-        rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
-    )
+    b_q = load_block(rows_q, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
     p_k += i_b * stride_kb + i_kv * stride_kh
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     p_v += i_b * stride_vb + i_kv * stride_vh
@@ -218,8 +191,7 @@ def forward_kernel(
     edge = 0 if SPECIALIZE and MASKED else num_full // BLOCK_N * BLOCK_N
     if not (SPECIALIZE and MASKED):
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge, kv_len,
-            scale_log2,
+            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, 0, edge, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
@@ -228,8 +200,7 @@ def forward_kernel(
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge, num_seen,
-            kv_len, scale_log2,
+            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, edge, num_seen, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
