@@ -73,6 +73,7 @@ class BaseDriver:
         self._graph = graph
         self._transport = transport
         self._options = options
+        self._watch, self._opening = options.watch, options.opening
         # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
         self._ended: deque[tuple[Task, float, float, float]] = deque()
         self._trace: Trace | None = None
@@ -139,7 +140,7 @@ class BaseDriver:
         """
         self._landed.extend(self._moved())
         if self._control is not None:
-            self._options.opening.test()
+            self._opening.test()
         self._say_alive(time.perf_counter())
 
     def forget(self) -> None:
@@ -181,16 +182,14 @@ class BaseDriver:
     def _open(self, task: Task) -> None:
         """Starts a control task."""
         self._control = task
-        self._options.opening.start()
+        self._opening.start()
 
     def _say_alive(self, now_s: float) -> None:
         if now_s - self._last_beat_s > self._options.stall_s / 4:
             self._last_beat_s = now_s
             # All ranks are told, and not the neighbours only: a rank may wait for a neighbour that
             # waits for this rank.
-            self._options.watch.say_alive(
-                self._others, -1 if self._running is None else self._running.id
-            )
+            self._watch.say_alive(self._others, -1 if self._running is None else self._running.id)
 
     def _exchange(self, task: Task) -> None:
         assert self._transport is not None
@@ -241,10 +240,10 @@ class BaseDriver:
         events = self._landed
         self._landed = []
         events.extend(self._moved())
-        if self._control is not None and self._options.opening.test():
+        if self._control is not None and self._opening.test():
             task, self._control = self._control, None
             self._finish(task, self._issued_s[task.id])
-            failure = self._options.opening.failure()
+            failure = self._opening.failure()
             self.refused = failure is not None
             events.append(_failed(task, failure) if failure else TaskDone(task.id))
         return events
@@ -284,7 +283,7 @@ class BaseDriver:
 
         Never blocks.
         """
-        self._options.watch.look()
+        self._watch.look()
         waiting = self._waiting_for()
         if waiting is None:
             raise InternalError("the driver was asked to wait with nothing under way")
@@ -292,64 +291,44 @@ class BaseDriver:
         if self._options.flight is not None:
             self._options.flight.task(task.name)
         if self._control is not None:
-            self._options.watch.say_entered(
-                self._options.opening.number, backoff.elapsed_s(), limit_s
-            )
-        lost = self._options.watch.lost(
+            self._watch.say_entered(self._opening.number, backoff.elapsed_s(), limit_s)
+        lost = self._watch.lost(
             None if self._control is not None else {peer for _, peer in self._about.values()}
         )
         if lost:
             return _failed(task, lost)
         # The last sign of life of any rank counts as progress. It says nothing about this rank's
         # own device.
-        heard_s = (
-            0.0
-            if own
-            else max((when for when, _ in self._options.watch.alive.values()), default=0.0)
-        )
+        heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
         return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
 
     def _stalled(self, task: Task, silent_s: float) -> Stalled:
-        rank = self._graph.rank
+        rank, watch = self._graph.rank, self._watch
         if self._control is not None:
-            number = self._options.opening.number
-            missing = self._options.watch.absent(number)
+            number = self._opening.number
+            missing = watch.absent(number)
+            peer = missing.only
             message = (
                 f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call "
                 "(timeout_s)"
                 f"{f': {missing} not entered call {number}, this one' if missing.ranks else ''}. "
                 "See what they are doing (py-spy dump)"
             )
-            return Stalled(
-                message,
-                rank=rank,
-                peer=missing.only,
-                task=task.name,
-                hop=task.hop,
-                elapsed_s=silent_s,
+        else:
+            # A rank whose messages have all come is not the one that is stuck.
+            waited_for = {peer for about, peer in self._about.values() if about is task}
+            peers = sorted(waited_for or {m.peer for m in (*task.sends, *task.recvs)})
+            peer = peers[0]
+            said = {p: f"task {watch.alive[p][1]}" for p in peers if p in watch.alive}
+            message = (
+                f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with "
+                f"rank {' and '.join(map(str, peers))}; "
+                f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy "
+                "dump), or raise stall_s in burst_rt.init"
             )
-        # A rank whose messages have all come is not the one that is stuck.
-        waited_for = {peer for about, peer in self._about.values() if about is task}
-        peers = sorted(waited_for or {m.peer for m in (*task.sends, *task.recvs)})
-        said = {
-            p: f"task {self._options.watch.alive[p][1]}"
-            for p in peers
-            if p in self._options.watch.alive
-        }
-        message = (
-            f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with "
-            f"rank {' and '.join(map(str, peers))}; "
-            f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy dump), or "
-            "raise stall_s in burst_rt.init"
-        )
         return Stalled(
-            message,
-            rank=rank,
-            peer=peers[0],
-            task=task.name,
-            hop=task.hop,
-            elapsed_s=silent_s,
+            message, rank=rank, peer=peer, task=task.name, hop=task.hop, elapsed_s=silent_s
         )
 
 

@@ -49,7 +49,7 @@ class Results(NamedTuple):
     """The results of a forward, and the gradients that came for them."""
 
     out: torch.Tensor  # shaped like q
-    lse: torch.Tensor
+    lse: torch.Tensor  # -inf in a row that saw no key
     dout: torch.Tensor  # shaped like q
     dlse: torch.Tensor | None  # shaped like lse; None: no gradient came
 
@@ -183,7 +183,7 @@ class Work(NamedTuple):
 class Kernel(Protocol):
     """A tile kernel. No method is called with an empty range.
 
-    Kernels derive from this class, and have from it what most of them do alike.
+    Kernels derive from this class, which does what most of them do alike.
     """
 
     name: str
@@ -192,16 +192,16 @@ class Kernel(Protocol):
         """The first reason why the kernel cannot do this work, or None."""
 
     def repeatable(self, forward: bool) -> bool:
-        """Whether the same inputs give the same bits every time, as here.
+        """Whether the same inputs give the same bits every time: True, if not overridden.
 
         "auto" takes only kernels that say True.
         """
         return True
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """What a user should know about this kernel doing this work: here nothing.
+        """What a user should know about this kernel doing this work; `explain` shows it.
 
-        `explain` shows it.
+        Nothing, if not overridden.
         """
         return ()
 
@@ -216,8 +216,8 @@ class Kernel(Protocol):
 
         rows[0] is lse, or +inf where lse is -inf. Such a row saw no key; with +inf its
         probabilities exp(score - lse), and so its gradients, are 0. rows[1] is delta = rowsum(dout
-        * out) - dlse, or 0 where lse is -inf. Here torch's own operators compute delta, in the type
-        of the sums.
+        * out) - dlse, or 0 where lse is -inf. If not overridden, torch's own operators compute it
+        in the type of the sums.
         """
         out, lse, dout, dlse = results
         top, delta = rows
