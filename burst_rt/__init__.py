@@ -24,24 +24,43 @@ if TYPE_CHECKING:
     from burst_rt.attention.sharding import ContextLayout
     from burst_rt.context import Context, init
     from burst_rt.local import run_local
-    from burst_rt.planning.masks import Causal, Full, Mask, Relation
+    from burst_rt.planning.masks import (
+        BlockSparse,
+        Causal,
+        Chunked,
+        Documents,
+        First,
+        Full,
+        Mask,
+        Prefix,
+        Relation,
+        SlidingWindow,
+        Spans,
+    )
     from burst_rt.runtime.joining import LocalRank
     from burst_rt.runtime.pipeline import Pipeline
     from burst_rt.runtime.runtime import Stats
 
 _HOME = {
+    "BlockSparse": "planning.masks",
     "BurstAttention": "attention.api",
     "BurstAttentionFunction": "attention.autograd",
     "Call": "attention.call",
     "Causal": "planning.masks",
+    "Chunked": "planning.masks",
     "Context": "context",
     "ContextLayout": "attention.sharding",
+    "Documents": "planning.masks",
     "Explanation": "attention.api",
+    "First": "planning.masks",
     "Full": "planning.masks",
     "LocalRank": "runtime.joining",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
+    "Prefix": "planning.masks",
     "Relation": "planning.masks",
+    "SlidingWindow": "planning.masks",
+    "Spans": "planning.masks",
     "Stats": "runtime.runtime",
     "burst_attention": "attention.api",
     "explain": "attention.api",
@@ -55,8 +74,9 @@ _MODULES = ("errors", "telemetry")
 _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 
 __all__ = [
-    "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Context", "ContextLayout",
-    "Explanation", "Full", "LocalRank", "Mask", "Pipeline", "Relation", "Stats",
+    "BlockSparse", "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Chunked",
+    "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "LocalRank",
+    "Mask", "Pipeline", "Prefix", "Relation", "SlidingWindow", "Spans", "Stats",
     "burst_attention", "errors", "explain", "init", "make_call", "run_local", "telemetry",
 ]  # fmt: skip
 

@@ -35,8 +35,8 @@ def command(
 ) -> None:
     """Show a running job, or a record, in a browser.
 
-    Prints a link that carries a token; open it on this machine, or through a tunnel: ssh -L
-    8870:127.0.0.1:8870 HOST. Ends with Ctrl-C.
+    Prints a link that carries a token. Open the link on this machine, or through a tunnel (ssh -L
+    8870:127.0.0.1:8870 HOST). Ctrl-C ends the dashboard.
     """
     from burst_rt.dashboard.reader import Reader
     from burst_rt.dashboard.server import Served, Where

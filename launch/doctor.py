@@ -85,7 +85,7 @@ def command(as_json: bool) -> None:
     where a job can run on the CPU, else 1.
     """
     console = Console(stderr=True)
-    with console.status("looking around ..."):
+    with console.status("examining this machine ..."):
         findings = examine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -203,7 +203,7 @@ def _torch() -> Finding:
     if answer.error:
         return Finding("torch", "missing", answer.error, "pip install torch")
     native = _has_native_bf16()
-    advice = "" if native else "bf16 works, through fp32 tiles; fp32 is no slower here"
+    advice = "" if native else "bf16 works, but in fp32 tiles; fp32 is no slower here"
     return Finding(
         "torch",
         "ok",
@@ -259,7 +259,7 @@ def _find_mpirun() -> tuple[MpiLauncher | None, Finding]:
             "mpirun",
             "warning",
             found,
-            "neither Open MPI nor MPICH: flags it needs go in with --mpi-arg",
+            "neither Open MPI nor MPICH: pass the flags that it needs with --mpi-arg",
         )
     return launcher, Finding("mpirun", "ok", found)
 
@@ -270,7 +270,7 @@ _HELLO = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
 def _hello_job(launcher: MpiLauncher | None) -> Finding:
     name = "job of 2 ranks"
     if launcher is None:
-        return Finding(name, "missing", "not tried", "needs mpirun")
+        return Finding(name, "missing", "not tried", "install mpirun first")
     answer = _ask_job(launcher, [sys.executable, "-P", "-c", _HELLO], deadline_s=_HELLO_DEADLINE_S)
     if answer.error:
         return Finding(
@@ -278,7 +278,7 @@ def _hello_job(launcher: MpiLauncher | None) -> Finding:
         )
     if answer.text.split() == ["2", "2"]:
         return Finding(name, "ok", "2 ranks met")
-    advice = "mpirun and the MPI library are not of one installation: see the two lines above"
+    advice = "mpirun and the MPI library belong to different installations: see the two lines above"
     return Finding(
         name, "missing", f"the ranks saw worlds of {answer.text.split()}, expected 2 and 2", advice
     )
@@ -295,7 +295,7 @@ def probe_device_mpi(launcher: MpiLauncher, device: str, device_name: str) -> Fi
     if not library.error:
         note_answer(library.text, device_name, not answer.error)
     found = (
-        f"not taken, messages go through pinned host memory ({answer.error})"
+        f"MPI does not take it; messages go through pinned host memory ({answer.error})"
         if answer.error
         else answer.text
     )
@@ -389,7 +389,7 @@ def _lacking(name: str, error: str, has_gpu: bool) -> Finding:
     elif "No module named" in error:
         what, advice = "the Python package", f"{_EXTRA} brings it"
     else:
-        what, advice = "its library, or one of another version,", f"{_EXTRA} brings it"
+        what, advice = "its library, or the right version,", f"{_EXTRA} brings it"
     advice += "" if has_gpu else "; for GPUs only"
     return Finding(name, "warning" if has_gpu else "absent", f"{what} is missing: {error}", advice)
 
@@ -405,7 +405,7 @@ def _gpu_findings(launcher: MpiLauncher | None) -> list[Finding]:
         advice = (
             "install a torch built for CUDA"
             if "not compiled" in cuda.error
-            else "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES"
+            else "look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
         )
         first = Finding("CUDA", "warning", found, advice)
     else:

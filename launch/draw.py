@@ -49,12 +49,12 @@ def draw_timeline(
     names = list(ranks) if ranks is not None else list(range(len(traces)))
     spans = [list(trace) for trace in traces]
     start = min(span.issued_s for trace in spans for span in trace)
-    rows = [
-        (rank, lane, [s for s in trace if s.lane == lane])
-        for rank, trace in zip(names, spans, strict=True)
-        for lane in _LANES
-    ]
-    rows = [row for row in rows if row[2]]
+    rows = []
+    for rank, trace in zip(names, spans, strict=True):
+        for lane in _LANES:
+            found = [span for span in trace if span.lane == lane]
+            if found:
+                rows.append((rank, lane, found))
     figure = Figure(figsize=(11, 1.2 + 0.62 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     for y, (_, lane, found) in enumerate(rows):
@@ -192,7 +192,7 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     "-n",
     "--num-ranks",
     type=click.IntRange(min=1),
-    help="Start this many ranks; left out inside an MPI job.",
+    help="Number of ranks to start. Leave -n out inside an MPI job.",
 )
 @click.option(
     "--tokens",
@@ -205,7 +205,7 @@ def _ring(graphs: Sequence[Graph], title: str, labels: Sequence[str]) -> Figure:
     "--strategy",
     default="burst",
     show_default=True,
-    help="As of burst_attention: auto, ring-kv, burst, bidirectional, ...",
+    help="Strategy of burst_attention: auto, ring-kv, burst, bidirectional, ...",
 )
 @click.option("--full", is_flag=True, help="Full attention instead of causal.")
 @click.option(
@@ -259,9 +259,7 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
         out.mkdir(parents=True, exist_ok=True)
         mask = "full" if full else "causal"
         what = f"{strategy}, {mask}, {tokens:,} tokens, {ctx.world_size} ranks"
-        owned = [
-            "\n".join(f"{b[0]:,} - {b[-1]:,}" for b in blocks if b) for blocks in layout.map.blocks
-        ]
+        owned = [_owned(blocks) for blocks in layout.map.blocks]
         draw_ring(
             [graph for graph, _ in traces],
             out / "ring.png",
@@ -274,3 +272,8 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
 
 if __name__ == "__main__":
     command()
+
+
+def _owned(blocks: Sequence[range]) -> str:
+    """The first and last position of each block, a line each."""
+    return "\n".join(f"{block[0]:,} - {block[-1]:,}" for block in blocks if block)

@@ -30,11 +30,11 @@ _COMMANDS = {
     ),
     "plan": (
         "burst_rt.launch.plan.cli:plan",
-        "Compare strategies for a model on a machine that need not be there.",
+        "Compare strategies for a model on a machine that you need not have.",
     ),
     "simulate": (
         "burst_rt.launch.plan.cli:simulate",
-        "Time, communication and memory of one strategy on such a machine.",
+        "Forecast time, communication and memory of one strategy on a machine.",
     ),
     "calibrate": (
         "burst_rt.launch.plan.cli:calibrate",
@@ -48,7 +48,7 @@ _COMMANDS = {
     "top": ("burst_rt.launch.top:command", "Show a running job, or a record, in this terminal."),
     "trace": (
         "burst_rt.launch.trace:command",
-        "A recorded run as a trace for Perfetto, or its longest stalls and why.",
+        "Turn a recorded run into a trace for Perfetto, or explain its longest stalls.",
     ),
     "doctor": (
         "burst_rt.launch.doctor:command",

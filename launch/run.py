@@ -292,9 +292,9 @@ def launch(
 
 def one_host(mpi_args: Sequence[str]) -> bool:
     """Whether all ranks are sure to be on this host."""
-    return not any(name in os.environ for name in _BATCH_VARIABLES) and not any(
-        arg.startswith(_HOST_ARGS) for arg in mpi_args
-    )
+    in_batch_job = any(name in os.environ for name in _BATCH_VARIABLES)
+    hosts_named = any(arg.startswith(_HOST_ARGS) for arg in mpi_args)
+    return not in_batch_job and not hosts_named
 
 
 def _rendezvous(mpi_args: Sequence[str]) -> dict[str, str]:
@@ -385,7 +385,7 @@ def _check(argv: Sequence[str], num_ranks: int, threads: int | None) -> None:
     if not argv or (argv[0] == "-m" and len(argv) < 2):
         raise InputError("nothing to run: expected SCRIPT or -m MODULE")
     if argv[0] != "-m" and not Path(argv[0]).exists():
-        raise InputError(f"no such script: {argv[0]} (in {Path.cwd()}); a module needs -m")
+        raise InputError(f"no such script: {argv[0]} (in {Path.cwd()}); for a module use -m")
 
 
 @dataclass
@@ -436,7 +436,7 @@ class _Stop:
             # Begin a new line: the terminal has written ^C, perhaps after a progress bar.
             note = (
                 f"burst-rt: stopping after this step, within {_STOPPING_DEADLINE_S:.0f} s; the "
-                "same again ends the job at once\n"
+                "same signal again ends the job at once\n"
             )
             os.write(2, ("\n" * os.isatty(2) + note).encode())
         else:
@@ -532,7 +532,7 @@ def _wait(
     "--threads",
     type=click.IntRange(min=1),
     default=None,
-    help="OpenMP threads per rank. Default: what OMP_NUM_THREADS says, else cores / ranks.",
+    help="OpenMP threads per rank. [default: OMP_NUM_THREADS, else cores / ranks]",
 )
 @machine_options
 @telemetry_options
@@ -541,7 +541,7 @@ def _wait(
     "mpi_args",
     multiple=True,
     metavar="ARG",
-    help="Pass ARG on to mpirun; may be given again.",
+    help="Pass ARG on to mpirun; may be repeated.",
 )
 @click.argument(
     "program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]..."

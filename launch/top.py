@@ -51,7 +51,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @click.command()
 @viewer_options
-@click.option("--once", is_flag=True, help="Print it once and end.")
+@click.option("--once", is_flag=True, help="Print the job's state once and end.")
 def command(attach: int | None, replay: Path | None, until: float | None, once: bool) -> None:
     """Show a running job, or a record, in this terminal: ranks, links, progress, events. Ends with
     Ctrl-C, or with the job.
@@ -167,10 +167,10 @@ class _Ranks:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [self._cells(rank) for rank in self._ranks]
         names = list(rows[0]) if rows else []
-        widths = {
-            name: 1 + max(cell_len(name), *(cell_len(str(row[name])) for row in rows))
-            for name in names
-        }
+        widths = {}
+        for name in names:
+            cells = [name, *(str(row[name]) for row in rows)]
+            widths[name] = 1 + max(map(cell_len, cells))
         for name in _DROPPED:
             if sum(widths.values()) + _LEAST_DOING <= options.max_width:
                 break

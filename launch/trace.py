@@ -31,7 +31,7 @@ class _ExportByDefault(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
 )
 def command() -> None:
-    """What a recorded run did (`burst-rt run --record RUN`, `burst-rt train --record RUN`).
+    """Show what a recorded run did (`burst-rt run --record RUN`, `burst-rt train --record RUN`).
 
     \b
     burst-rt trace RUN -o trace.json    all ranks on one clock, for ui.perfetto.dev
@@ -46,7 +46,7 @@ def command() -> None:
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="Where the trace goes (JSON).",
+    help="File to write the trace to (JSON).",
 )
 def export(run: Path, output: Path) -> None:
     """Write one trace of all ranks: tasks by lane, messages as arrows, waits, power and use of
@@ -122,4 +122,6 @@ def summary(run: Path, as_json: bool) -> None:
         where = f"rank {stall.rank}, {stall.kind} call {stall.call} at {stall.started_s:.3f} s"
         console.print(f"  {stall.duration_s * 1e3:8.2f} ms  {where}: {stall.cause}", markup=False)
     if found.incomplete:
-        console.print(f"left out: {found.incomplete} calls that some ranks have no spans of")
+        console.print(
+            f"left out: {found.incomplete} calls, because spans of some ranks are missing"
+        )

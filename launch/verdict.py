@@ -125,12 +125,12 @@ def _stuck(stuck: tuple[Waiting, int], reports: Sequence[RankReport], started_at
     how = (
         f"left with exit code {report.exit_code} after {report.ended_at_s - started_at_s:.1f} s"
         if report
-        else "ended without a word"
+        else "ended without a report"
     )
     where = "before it had started MPI" if waiting.what == "MPI_Init" else f"before {waiting.what}"
     return (
-        f"burst-rt: rank {rank} {how}, {where}, where rank {waiting.rank} waited for it; the "
-        "job was ended\n"
+        f"burst-rt: rank {rank} {how}, {where}; rank {waiting.rank} waited there for rank {rank}, "
+        "so the job was ended\n"
     )
 
 
@@ -146,7 +146,9 @@ def _went(
     # Where another rank reported that it lost this one, mpirun's exit code is that other rank's.
     name = "" if failure else _in_words(code)
     how = (
-        f"was killed by {name}" if name else f"ended without a word (mpirun's exit code is {code})"
+        f"was killed by {name}"
+        if name
+        else f"ended without a report (mpirun's exit code is {code})"
     )
     who = f"rank {first[0]}" if len(first) == 1 else f"one of ranks {', '.join(map(str, first))}"
     doing = ""
@@ -185,8 +187,8 @@ def _secondary(
 
 def _left(job_dir: Path, report: RankReport, started_at_s: float) -> str:
     how = (
-        f"left with exit code 0 after {report.ended_at_s - started_at_s:.1f} s while others were "
-        "in a call"
+        f"left with exit code 0 after {report.ended_at_s - started_at_s:.1f} s while other ranks "
+        "were in a call"
     )
     return f"burst-rt: rank {report.rank} {how}{_doing(job_dir, report.rank)}\n"
 
@@ -202,8 +204,8 @@ def _unknown(silent: Sequence[int], num_ranks: int, code: int) -> str:
         )
     names = ", ".join(map(str, silent))
     return (
-        f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun when another "
-        f"was; mpirun's exit code is {how}\n"
+        f"burst-rt: no report from rank {names}: killed by a signal, or by mpirun after another "
+        f"rank had failed; mpirun's exit code is {how}\n"
     )
 
 

@@ -23,19 +23,19 @@ def viewer_options(command: _F) -> _F:
         "--attach",
         type=int,
         metavar="JOB",
-        help="A running job, by its number. [default: the only one here]",
+        help="Number of the running job. [default: the only job here]",
     )
     replay = click.option(
         "--replay",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="A record (--record FILE) instead.",
+        help="Show a record (made with --record FILE) instead of a running job.",
     )
     until = click.option(
         "--until",
         type=click.FloatRange(min=0),
         metavar="S",
-        help="Replay up to S seconds after the start. [default: all]",
+        help="Replay the first S seconds of the record. [default: all of it]",
     )
     return attach(replay(until(command)))
 
@@ -53,11 +53,11 @@ def open_reader(attach: int | None, replay: Path | None, until: float | None) ->
         from burst_rt.telemetry.record import replay as replayed
 
         if attach is not None:
-            raise click.UsageError("--attach and --replay: choose one")
+            raise click.UsageError("--attach and --replay cannot be used together; choose one")
         yield ModelReader(replayed(Record(replay), until))
         return
     if until is not None:
-        raise click.UsageError("--until is for --replay")
+        raise click.UsageError("--until works only with --replay")
     from burst_rt.telemetry.jobs import find_job
     from burst_rt.telemetry.viewer import Viewer
 

@@ -64,7 +64,7 @@ def telemetry_options(command: _F) -> _F:
         is_flag=True,
         expose_value=False,
         callback=_ask,
-        help="Watch ranks, GPUs and transfers; ranks lost are named at once.",
+        help="Watch ranks, GPUs and transfers; a lost rank is named at once.",
     )
     record = click.option(
         "--record",
@@ -72,14 +72,14 @@ def telemetry_options(command: _F) -> _F:
         metavar="FILE",
         expose_value=False,
         callback=_ask,
-        help="Record all of that; see `burst-rt trace`.",
+        help="Record the telemetry in FILE; see `burst-rt trace`.",
     )
     dashboard = click.option(
         "--dashboard",
         is_flag=True,
         expose_value=False,
         callback=_ask,
-        help="Show all of that in a browser: prints a link.",
+        help="Show the telemetry in a browser; prints the link.",
     )
     at = click.option(
         "--dashboard-at",
@@ -87,7 +87,7 @@ def telemetry_options(command: _F) -> _F:
         expose_value=False,
         callback=_ask,
         help=(
-            "The dashboard's address. Another host than loopback lets others connect. [default: "
+            "The dashboard's address. Another HOST than loopback lets others connect. [default: "
             "127.0.0.1:8870, or a free port]"
         ),
         show_default=False,

@@ -244,7 +244,7 @@ class Engine:
                 return self._abort(lost)
             if not 0 <= event.task < len(self.state):
                 raise InternalError(
-                    f"{event} is about no task of this graph: ids are 0 to {len(self.state) - 1}"
+                    f"{event} names no task of this graph: task ids are 0 to {len(self.state) - 1}"
                 )
             if isinstance(event, TaskFailed):
                 self._move(event.task, "failed")

@@ -245,7 +245,7 @@ class GraphBuilder:
         """
         if name in self._buffers:
             raise InputError(
-                f"GraphBuilder.buffer: the name {name!r} is taken; every buffer needs its own"
+                f"GraphBuilder.buffer: the name {name!r} is taken; give every buffer its own name"
             )
         sizes = [size_bytes] * parts if isinstance(size_bytes, int) else list(size_bytes)
         if len(sizes) != parts or parts < 1 or min(sizes) < 0:
@@ -322,7 +322,7 @@ class GraphBuilder:
         if len(written) != len(incoming) or set(written) & set(read):
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, "
-                "in one exchange"
+                "in one exchange; use two exchanges"
             )
         return self._add(
             Task(
@@ -379,7 +379,7 @@ class GraphBuilder:
         if len(ids) != 1:
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: a message carries one part, got a buffer of "
-                f"{len(ids)}; name one part each"
+                f"{len(ids)} parts; name one part in each message"
             )
         size = spec[2] if len(spec) == 3 else self._parts[ids[0]].size_bytes
         if not 0 <= peer < self.world_size or peer == self.rank:
@@ -402,8 +402,8 @@ class GraphBuilder:
     def _add(self, task: Task) -> int:
         if task.lane not in self._lanes:
             raise InputError(
-                f"GraphBuilder: task {task.name!r} names lane {task.lane!r}; the lanes are "
-                f"{sorted(self._lanes)}"
+                f"GraphBuilder: the lane of task {task.name!r} must be one of "
+                f"{sorted(self._lanes)}, got {task.lane!r}"
             )
         before: set[int] = set()
         for part in (*task.reads, *task.accumulates):

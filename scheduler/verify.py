@@ -83,9 +83,9 @@ def check_messages(graphs: Sequence[Graph]) -> None:
             offered = [m.tag for _, m in sends]
             if wanted != offered and sorted(wanted) == sorted(offered):
                 raise InternalError(
-                    f"rank {source} sends tags {offered} to rank {receiver}, which receives in the "
-                    f"order {wanted}: "
-                    "an ordered lane would mix them up"
+                    f"rank {source} sends tags {offered} to rank {receiver}, which receives tags "
+                    f"{wanted}: an ordered lane matches messages by order, so both orders must be "
+                    "the same"
                 )
         _pair(by_rank, sends, recvs)
 
@@ -155,8 +155,8 @@ def _check_lanes(graph: Graph) -> None:
     used = {task.lane for task in graph.tasks if task.is_exchange}
     if len(used) > 1 and any(graph.lanes[name].ordered for name in used):
         raise InternalError(
-            f"rank {graph.rank}: exchanges are on lanes {sorted(used)}; an ordered communication "
-            "lane must be the only one"
+            f"rank {graph.rank}: exchanges are on lanes {sorted(used)}; a graph with exchanges on "
+            "an ordered lane must have all its exchanges on that lane"
         )
     # A free lane issues exchanges as they become ready, in any order. So two exchanges must not use
     # one tag with one peer.
@@ -168,8 +168,7 @@ def _check_lanes(graph: Graph) -> None:
                 if other != task.id:
                     raise InternalError(
                         f"rank {graph.rank}: {_say(graph, other)} and {_say(graph, task.id)} both "
-                        f"use tag {m.tag} with rank {m.peer}; "
-                        "give each exchange its own"
+                        f"use tag {m.tag} with rank {m.peer}; give each exchange its own tag"
                     )
 
 
@@ -181,7 +180,7 @@ def _check_exchange(graph: Graph, task: Task) -> None:
     # The messages of one exchange move in any order.
     if len({*received}) < len(received) or {*received} & {*task.reads, *task.accumulates}:
         raise InternalError(
-            f"{what} receives into a part that it also reads, sends or receives into"
+            f"{what} receives into a part twice, or into a part that it also reads or sends"
         )
     for m in (*task.sends, *task.recvs):
         if not 0 <= m.peer < graph.world_size or m.peer == graph.rank:
@@ -191,7 +190,7 @@ def _check_exchange(graph: Graph, task: Task) -> None:
         if m.size_bytes > graph.parts[m.part].size_bytes:
             raise InternalError(
                 f"{what} moves {m.size_bytes} bytes of {graph.parts[m.part].name}, which has "
-                f"{graph.parts[m.part].size_bytes}"
+                f"{graph.parts[m.part].size_bytes} bytes"
             )
 
 
@@ -234,8 +233,8 @@ def _pair(graphs: Mapping[int, Graph], sends: _Flow, recvs: _Flow) -> dict[Endpo
         if sent.size_bytes != m.size_bytes:
             raise InternalError(
                 f"rank {source.rank}: {_say(graphs[source.rank], source.task)} sends "
-                f"{sent.size_bytes} bytes with tag {m.tag}, "
-                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} expects {m.size_bytes}"
+                f"{sent.size_bytes} bytes with tag {m.tag}, but "
+                f"rank {end.rank}: {_say(graphs[end.rank], end.task)} expects {m.size_bytes} bytes"
             )
         matched[end] = source
     for left in waiting.values():

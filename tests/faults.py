@@ -407,18 +407,21 @@ def _last_line(case: Case) -> str:
         )
     if case.how == "exit-3":
         return rank + rf"failed {after} \(exit code 3\){doing}"
-    how = rf"left with exit code 0 {after}" if case.how == "exit-0" else r"ended without a word"
+    how = rf"left with exit code 0 {after}" if case.how == "exit-0" else r"ended without a report"
     if case.phase in _BEFORE_JOINING and case.how != "os-exit-3":
-        where = "before init" if case.phase == "started" else "before it had started MPI"
+        where = r"before burst_rt\.init" if case.phase == "started" else "before it had started MPI"
         # Open MPI may notice the ended rank first; then only its exit code is known.
         noticed = (
-            rf"|ended without a word \(mpirun's exit code is \d+\) {after}"
+            rf"|ended without a report \(mpirun's exit code is \d+\) {after}"
             if case.how == "os-exit-0"
             else ""
         )
-        return rank + rf"({how}, {where}, where rank \d waited for it; the job was ended{noticed})"
+        return (
+            rank
+            + rf"({how}, {where}; rank \d waited there for rank \d, so the job was ended{noticed})"
+        )
     if case.how == "exit-0":
-        return rank + rf"{how} while others were in a call{doing}"
+        return rank + rf"{how} while other ranks were in a call{doing}"
     return rank + rf"{how} \(mpirun's exit code is \d+\) {after}{doing}"
 
 

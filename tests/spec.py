@@ -41,25 +41,28 @@ def reference(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
     *,
-    mask: Mask | None = None,
+    mask: Mask | torch.Tensor | None = None,
     scale: float | None = None,
 ) -> Attention:
     """Attention of BSHD tensors of any floating type, computed in float64.
 
-    The gradients are those of sum(out * dout) + sum(lse * dlse).
+    mask: a mask, or the cells that are seen: bool `[Sq, Skv]` or `[B, Sq, Skv]`. The gradients are
+    those of sum(out * dout) + sum(lse * dlse).
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (
         1 / math.sqrt(q.shape[3]) if scale is None else scale
     )
-    visible = seen(mask or Full(), q.shape[1], k.shape[1])
+    visible = mask if isinstance(mask, torch.Tensor) else seen(mask or Full(), *_lengths(q, k))
+    if visible.ndim == 3:
+        visible = visible[:, None]
     blind = ~visible.any(-1)
     top = (
         scores.detach()
         .masked_fill(~visible, -torch.inf)
         .amax(-1, keepdim=True)
-        .masked_fill(blind[:, None], 0.0)
+        .masked_fill(blind[..., None], 0.0)
     )
     # Masked scores are taken out before exp: their exp could overflow, and its gradient would be
     # inf * 0.
@@ -71,6 +74,10 @@ def reference(
     if dlse is not None:
         loss = loss + (lse.masked_fill(blind, 0.0) * dlse.double()).sum()
     return Attention(out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v)))
+
+
+def _lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+    return q.shape[1], k.shape[1]
 
 
 def single_process(

@@ -55,7 +55,7 @@ def duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
         if time.monotonic() > deadline:
             raise Stalled(
                 f"rank {comm.rank} of {comm.size} waited {timeout_s:g} s in burst_rt.init for the "
-                "other ranks to call it (join_s). "
+                "other ranks of the job (join_s). "
                 f"{who_is_missing()}",
                 rank=comm.rank,
                 elapsed_s=timeout_s,
@@ -165,7 +165,7 @@ class MpiTransport:
     def _start(self, outgoing: bool, buffer: Memory, peer: int, tag: int) -> int:
         if tag > self._max_tag:
             raise ConfigError(
-                f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}: use "
+                f"a plan uses message tag {tag}; this MPI allows tags up to {self._max_tag}; use "
                 "an MPI with a larger MPI_TAG_UB"
             )
         handle = self._next_handle

@@ -226,7 +226,8 @@ class NcclTransport:
         )
         raise Stalled(
             f"rank {self.rank}: NCCL waited {timeout_s:g} s for {what}. "
-            "See NCCL_DEBUG=INFO; check that the ranks reach each other (NCCL_SOCKET_IFNAME)",
+            "Set NCCL_DEBUG=INFO to see more; check that the ranks reach each other "
+            "(NCCL_SOCKET_IFNAME)",
             rank=self.rank, elapsed_s=timeout_s,
         )  # fmt: skip
 

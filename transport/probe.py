@@ -71,7 +71,7 @@ def _rank(device: str) -> None:
             time.sleep(0.001)
         synchronize()
         if not bool((other == before).all()):
-            raise ValueError(f"{size} bytes arrived wrong")
+            raise ValueError(f"{size} bytes arrived with wrong values")
     if world.rank == 0:
         print(f"device memory is taken: {max(_SIZES):,} bytes on {device}")
 

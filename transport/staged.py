@@ -105,8 +105,8 @@ def staged(graph: Graph, chunk_bytes: int | None = None) -> Graph:
     most = max(sizes.values())
     if most > _TAG_ROOM:
         raise ConfigError(
-            f"staged: the messages of one tag to one rank are {most:,} chunks, more than "
-            f"{_TAG_ROOM:,}; use larger ones"
+            f"staged: the messages of one tag to one rank are cut into {most:,} chunks, at most "
+            f"{_TAG_ROOM:,} are possible; use larger chunks"
         )
     return _Staging(graph, chunk, largest).build()
 

@@ -104,12 +104,11 @@ def who_is_missing() -> str:
     pids = ", ".join(f"rank {rank}: {pid}" for rank, pid in sorted(here.items()) if rank != own)
     if len(here) < expected:
         return (
-            f"{expected - len(here)} of this host's {expected} ranks have ended; still there are "
-            f"{sorted(here)}. "
-            "Every rank must come to burst_rt.init, or none"
+            f"{expected - len(here)} of this host's {expected} ranks have ended; still running: "
+            f"ranks {sorted(here)}. Every rank must call burst_rt.init, or none"
         )
     return (
-        f"All {expected} ranks of this host are alive; see what they do (py-spy dump --pid; "
+        f"All {expected} ranks of this host are alive; see what they are doing (py-spy dump --pid; "
         f"{pids or 'there is no other'})"
     )
 

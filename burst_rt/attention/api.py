@@ -206,7 +206,9 @@ class BurstAttention(torch.nn.Module):
         chosen = layout or self.layout
         if chosen is None:
             _refuse(
-                InputError("BurstAttention: no layout; give one to the module or to the call"),
+                InputError(
+                    "BurstAttention: layout is missing; give it to the module or to the call"
+                ),
                 kv_layout,
             )
         return burst_attention(

@@ -100,8 +100,8 @@ def _check_against(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             name = "burst_attention"
             error = InputError(
                 f"{name}: the call was made for a tensor {shape} of {call.dtype} on {device}, got "
-                f"{tuple(x.shape)} of {x.dtype} on {x.device}; make the call with "
-                "burst_rt.make_call for these tensors"
+                f"{tuple(x.shape)} of {x.dtype} on {x.device}; make a call for these tensors with "
+                "burst_rt.make_call"
             )
             call.setup.runtime.refuse(name, error)
 
@@ -172,8 +172,8 @@ def _call_of(qkv: QKV, terms: Terms, name: str) -> Call:
     mask = MASKS.find(mask_number)
     if layout is None or kv_layout is None or mask is None:
         raise ConfigError(
-            f"{name}: the layout or the mask of this call is no more; the program must keep both "
-            "until the backward has run"
+            f"{name}: the layout or the mask of this call has been deleted; keep both alive until "
+            "the backward has run"
         )
     setup = layout.setup
     setup.runtime.check_open()

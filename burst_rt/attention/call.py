@@ -93,7 +93,7 @@ class Call:
         return Problem(
             q_layout=self.layout.map,
             kv_layout=self.kv_layout.map,
-            mask=self.mask,
+            mask=self.mask.bound(self.layout.seq_len, self.kv_layout.seq_len),
             batch=self.batch,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -202,6 +202,9 @@ def make_call(
         kv_layout = kv_layout or layout
         _check_arguments(layout, kv_layout, chosen, scale, strategy)
         _check_tensors(q, k, v, layout, kv_layout, scale)
+        misfit = chosen.refuses(layout.seq_len, kv_layout.seq_len, q.shape[0])
+        if misfit is not None:
+            raise InputError(f"burst_attention: mask {misfit}")
         call = Call(
             layout=layout,
             kv_layout=kv_layout,
@@ -273,8 +276,8 @@ def _check_arguments(
     where = "burst_attention"
     if layout.setup is not kv_layout.setup:
         raise InputError(
-            f"{where}: layout and kv_layout belong to different contexts; make both with the same "
-            "ctx.layout(...)"
+            f"{where}: layout and kv_layout must belong to one context, got layouts of two "
+            "contexts; make both with the layout(...) of the same context"
         )
     shared = layout.runtime.world_size > 1
     check_mask(mask, layout.seq_len, kv_layout.seq_len, shared=shared)
@@ -324,8 +327,8 @@ def _check_tensors(
             )
         if 0 in (x.shape[0], x.shape[2], x.shape[3]):
             raise InputError(
-                f"{where} must have at least one batch row, one head and one head_dim, got shape "
-                f"{tuple(x.shape)}"
+                f"{where} must have a batch size, a number of heads and a head_dim of at least 1, "
+                f"got shape {tuple(x.shape)}"
             )
         own, argument = (layout, "layout") if name == "q" else (kv_layout, "kv_layout")
         if own is layout:
@@ -345,8 +348,8 @@ def _check_tensors(
         )
     if v.shape[3] != k.shape[3]:
         raise InputError(
-            "burst_attention: v with another head_dim than k is not supported: k has "
-            f"{k.shape[3]}, v {v.shape[3]}"
+            f"burst_attention: v must have k's head_dim {k.shape[3]}, got {v.shape[3]}; another "
+            "head_dim is not supported"
         )
     if v.shape[2] != k.shape[2]:
         raise InputError(f"burst_attention: v must have k's {k.shape[2]} heads, got {v.shape[2]}")
@@ -354,13 +357,13 @@ def _check_tensors(
     if scale is not None and not 0 < torch.tensor(scale, dtype=wide).item() < math.inf:
         # Fused kernels would turn masked scores into NaN.
         raise InputError(
-            f"burst_attention: scale {scale!r} is 0 or infinite in {wide}, in which scores are "
-            "computed"
+            f"burst_attention: scale must be finite and above 0 in {wide}, in which scores are "
+            f"computed, got {scale!r}"
         )
     if q.shape[2] % k.shape[2]:
         raise InputError(
-            "burst_attention: q's heads must be a multiple of k's (grouped heads), got "
-            f"{q.shape[2]} and {k.shape[2]}"
+            "burst_attention: the number of q's heads must be a multiple of the number of k's "
+            f"heads, got {q.shape[2]} and {k.shape[2]}"
         )
 
 
@@ -369,5 +372,6 @@ def check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not bool(torch.isfinite(x).all()):
             raise InputError(
-                f"burst_attention: {name} holds values that are not finite (check_finite is on)"
+                f"burst_attention: {name} must hold finite values (check_finite is on), got inf or "
+                "NaN"
             )

@@ -11,15 +11,33 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Both, Causal, Full, Mask, Piece, Relation
+from burst_rt.planning.masks import (
+    BlockSparse,
+    Both,
+    Causal,
+    Chunked,
+    Documents,
+    Either,
+    First,
+    Full,
+    Mask,
+    Piece,
+    Prefix,
+    Relation,
+    SlidingWindow,
+    Spans,
+    positions_of,
+)
 
 __all__ = ["check_mask"]
 
 # How many positions each sampled range has.
 _SAMPLE = 5
+_OWN = {BlockSparse, Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow}
 
 
 def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> None:
@@ -31,19 +49,23 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> N
     """
     if type(mask).__hash__ is None:
         raise InputError(
-            "burst_attention: a mask must be hashable (a frozen dataclass, say), and "
-            f"{type(mask).__name__} is not"
+            f"burst_attention: a mask must be hashable, got {type(mask).__name__}, which is not; "
+            "make the class a frozen dataclass"
         )
     _ask(mask, "hash()", hash, mask)
-    if not _is_own(mask):
-        _check(mask, q_len, kv_len, shared)
+    for part in _parts(mask):
+        # Tests of this package check its own masks.
+        if type(part) not in _OWN:
+            _check(part, q_len, kv_len, shared)
 
 
-def _is_own(mask: Mask) -> bool:
-    """Whether the mask is one of this package, whose tests check it."""
-    return type(mask) in (Full, Causal) or (
-        type(mask) is Both and _is_own(mask.first) and _is_own(mask.second)
-    )
+def _parts(mask: Mask) -> Iterator[Mask]:
+    """The masks that `&` and `|` have made the mask from."""
+    if isinstance(mask, (Both, Either)) and type(mask) in (Both, Either):
+        yield from _parts(mask.first)
+        yield from _parts(mask.second)
+    else:
+        yield mask
 
 
 @lru_cache(maxsize=256)
@@ -51,13 +73,36 @@ def _check(mask: Mask, q_len: int, kv_len: int, shared: bool) -> None:
     text = _ask(mask, "repr()", repr, mask)
     if shared and (not isinstance(text, str) or " at 0x" in text):
         raise InputError(
-            f"{_name(mask)}: repr() must say everything about the mask, because ranks compare "
-            f"masks by it; got {text!r}. A frozen "
-            "dataclass has such a repr"
+            f"{_name(mask)}: repr() must show every parameter of the mask, because ranks compare "
+            f"masks by repr(); got {text!r}. Make the class a frozen dataclass, which has such a "
+            "repr"
         )
     for q in _ranges(kv_len - q_len, kv_len):
-        for kv in _ranges(0, kv_len):
+        if mask.has_spans:
+            _check_spans(mask, q)
+        for kv in _ranges(0, kv_len) if mask.batch == 1 else ():
             _check_ranges(mask, q, kv)
+
+
+def _check_spans(mask: Mask, q: range) -> None:
+    spans = _ask(mask, "spans", mask.spans, positions_of(q))
+    arrays = isinstance(spans, Spans) and all(isinstance(bound, np.ndarray) for bound in spans)
+    if not arrays or not all(
+        bound.dtype == np.int64 and bound.ndim == 3 and bound.shape[:2] == (mask.batch, len(q))
+        for bound in spans
+    ):
+        raise InputError(
+            f"{_name(mask)}: spans of {len(q)} positions must return a burst_rt.Spans of two int64 "
+            f"arrays [{mask.batch}, {len(q)}, spans], got {spans!r}"
+        )
+    starts, stops = spans
+    filled = starts < stops
+    after = filled[..., 1:] & ((starts[..., 1:] <= stops[..., :-1]) | ~filled[..., :-1])
+    if starts.shape != stops.shape or (starts > stops).any() or after.any():
+        raise InputError(
+            f"{_name(mask)}: the spans of a position must be sorted, must neither overlap nor "
+            f"touch, and empty ones come last; got {spans!r} for q {q}"
+        )
 
 
 def _check_ranges(mask: Mask, q: range, kv: range) -> None:
@@ -71,9 +116,9 @@ def _check_ranges(mask: Mask, q: range, kv: range) -> None:
     seen = {Relation.EMPTY: 0, Relation.FULL: len(q) * len(kv)}.get(relation, len(allowed))
     if len(allowed) != seen:
         raise InputError(
-            f"{_name(mask)}: relation says {relation.name} for q {q} and kv {kv}, and allows is "
-            f"true for {len(allowed)} of the "
-            f"{len(q) * len(kv)} pairs; FULL and EMPTY must be right"
+            f"{_name(mask)}: relation returned {relation.name} for q {q} and kv {kv}, but allows "
+            f"is true for {len(allowed)} of the {len(q) * len(kv)} pairs; return PARTIAL where "
+            "neither FULL nor EMPTY is certain"
         )
     pieces = _ask(mask, "pieces", mask.pieces, q, kv)
     if not isinstance(pieces, tuple) or not all(isinstance(piece, Piece) for piece in pieces):
@@ -84,8 +129,8 @@ def _check_ranges(mask: Mask, q: range, kv: range) -> None:
     covered = [cell for piece in pieces for cell in _cells(piece, allowed)]
     if sorted(covered) != sorted(allowed):
         raise InputError(
-            f"{_name(mask)}: pieces of q {q} and kv {kv} are not the pairs that allows is true "
-            f"for, each once: {pieces!r}"
+            f"{_name(mask)}: pieces for q {q} and kv {kv} must cover the pairs for which allows "
+            f"is true, each pair once, and no others; got {pieces!r}"
         )
 
 
@@ -118,8 +163,8 @@ def _allowed(mask: Mask, q: range, kv: range) -> set[tuple[int, int]]:
         )
         asked = f"{list(rows.shape)} and {list(columns.shape)}"
         raise InputError(
-            f"{_name(mask)}: allows of positions {asked} must give booleans {list(shape)}, got "
-            f"{got}"
+            f"{_name(mask)}: allows must return a tensor of booleans that broadcasts to "
+            f"{list(shape)} for positions of shapes {asked}, got {got}"
         )
     return {(i, j) for i, j in answer.expand(shape).nonzero().tolist()}
 

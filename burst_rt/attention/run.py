@@ -104,5 +104,5 @@ def _takes(plan: Plan) -> str:
     formula = " + ".join(f"{name} {size:,}" for name, size in need._asdict().items() if size)
     return (
         f"this call takes {need.total:,} bytes beyond its inputs and outputs ({formula}). Use more "
-        "ranks, fewer tokens or heads a call, or free what else is there"
+        "ranks, use fewer tokens or heads a call, or free other memory of the device"
     )

@@ -129,7 +129,10 @@ class ContextLayout:
                 f"{tuple(x.shape)}"
             )
         if x.requires_grad and torch.is_grad_enabled():
-            return InputError(f"{where} not differentiable, and x requires grad; pass x.detach()")
+            return InputError(
+                f"{where} x must not require grad, because unshard is not differentiable; pass "
+                "x.detach()"
+            )
         return None
 
 

@@ -27,7 +27,8 @@ not depend on a collective go on: gradients of weights hide transfers, as in Meg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -45,6 +46,7 @@ from burst_rt.scheduler import (
     Graph,
     GraphBuilder,
     Lane,
+    Message,
     Op,
     Part,
     Schedule,
@@ -167,8 +169,8 @@ class SpreadLayer:
         ):
             if count % world:
                 raise InputError(
-                    f"{self.strategy}: the {world} ranks share {name}, so {world} must divide it, "
-                    f"got {count}; use fewer ranks"
+                    f"{self.strategy}: the number of ranks must divide {name}, got {world} ranks "
+                    f"and {name} {count}; use fewer ranks"
                 )
 
     @property
@@ -250,12 +252,12 @@ class SpreadLayer:
         """
         first = self.graph(0, forward=forward)
         # Under tensor parallelism attention is the same on all ranks; only messages may differ.
-        alike = self.tensor_parallel and all(
-            len({p.size_bytes for p in first.parts if p.buffer == part.buffer}) == 1
-            for part in first.parts
-        )
+        sizes: dict[str, set[int]] = defaultdict(set)
+        for part in first.parts:
+            sizes[part.buffer].add(part.size_bytes)
+        even = all(len(each) == 1 for each in sizes.values())
         schedule = Schedule.of(first)
-        if alike and self.world_size > 1:
+        if self.tensor_parallel and even and self.world_size > 1:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
         return [
             schedule,
@@ -534,10 +536,9 @@ class _Inserted:
         self, g: GraphBuilder, program: Program, rank: int, lanes: tuple[Lane, ...]
     ) -> None:
         self.g, self.graph = g, program.graph(rank % program.problem.world_size, lanes)
-        buffers: dict[str, list[Part]] = {}
+        sizes: dict[str, list[int]] = defaultdict(list)
         for part in self.graph.parts:
-            buffers.setdefault(part.buffer, []).append(part)
-        sizes = {name: [part.size_bytes for part in parts] for name, parts in buffers.items()}
+            sizes[part.buffer].append(part.size_bytes)
         # "Core attention" is what Megatron calls it without its projections.
         here = {
             name: g.buffer(f"core {name}", parts=len(each), size_bytes=each)
@@ -556,33 +557,33 @@ class _Inserted:
                 for part in task.writes:
                     self.parts[part] = agreed[0]
                 continue
-            reads, writes, accumulates = (
-                [self.parts[p] for p in ids] for ids in (task.reads, task.writes, task.accumulates)
-            )
+            reads = self._here(task.reads)
             if task.op is not None:
                 op = Op(task.op.name)
                 self.g.compute(
                     task.name,
                     op,
                     reads=reads,
-                    writes=writes,
-                    accumulates=accumulates,
+                    writes=self._here(task.writes),
+                    accumulates=self._here(task.accumulates),
                     cost=task.cost,
                     lane=task.lane,
                     hop=task.hop,
                 )
                 continue
             tag = first_tag + max(m.tag for m in (*task.sends, *task.recvs))
-            sends, recvs = (
-                [(self.parts[m.part], m.peer, m.size_bytes) for m in side]
-                for side in (task.sends, task.recvs)
-            )
             self.g.exchange(
                 task.name,
-                sends=sends,
-                recvs=recvs,
+                sends=self._messages(task.sends),
+                recvs=self._messages(task.recvs),
                 tag=tag,
                 reads=reads,
                 lane=task.lane,
                 hop=task.hop,
             )
+
+    def _here(self, parts: Iterable[int]) -> list[Part]:
+        return [self.parts[part] for part in parts]
+
+    def _messages(self, of: Sequence[Message]) -> list[tuple[Part, int, int]]:
+        return [(self.parts[m.part], m.peer, m.size_bytes) for m in of]

@@ -138,7 +138,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if dashboard.streams >= _MAX_STREAMS:
-            return PlainTextResponse("Too many viewers.\n", 503)
+            return PlainTextResponse("The dashboard has too many viewers; close one.\n", 503)
         return StreamingResponse(dashboard.stream(), media_type="text/event-stream")
 
     async def timeline(request: Request) -> Response:

@@ -107,17 +107,19 @@ def _of_job(snapshot: Snapshot) -> Iterator[Metric]:
     yield info
     yield GaugeMetricFamily(
         "burst_rt_job_start_time_seconds",
-        "When the job's hub began, since the epoch.",
+        "When the job's hub began, in seconds since the epoch.",
         job.began_at_s,
     )
     yield GaugeMetricFamily("burst_rt_job_ranks", "Ranks of the job.", job.world_size)
     yield CounterMetricFamily(
-        "burst_rt_telemetry_dropped_messages", "Telemetry that ranks had no room for.", job.dropped
+        "burst_rt_telemetry_dropped_messages",
+        "Telemetry that ranks dropped because a queue was full.",
+        job.dropped,
     )
     if progress.at_s is not None:
         yield GaugeMetricFamily("burst_rt_job_step", "Step of the last report.", progress.step)
         reported = GaugeMetricFamily(
-            "burst_rt_job_report", "What the job last reported of itself.", labels=("name",)
+            "burst_rt_job_report", "Values of the job's last report.", labels=("name",)
         )
         for name, value in sorted(progress.values.items()):
             reported.add_metric((name,), value)
@@ -132,7 +134,7 @@ def _of_ranks(ranks: Iterable[RankView]) -> Iterator[Metric]:
     )
     overlap = GaugeMetricFamily(
         "burst_rt_rank_overlap_ratio",
-        "Of the time transfers took, what compute hid.",
+        "Share of the transfer time that compute hid.",
         labels=("rank",),
     )
     counters = [(_counter(*row[:2], ("rank",)), row[2]) for row in _RANK_COUNTERS]

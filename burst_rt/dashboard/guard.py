@@ -81,12 +81,14 @@ class Guard:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not self._names_us(host):
-            return PlainTextResponse("This Host is not where the dashboard is.\n", 421)
+            return PlainTextResponse("The dashboard is not served under this Host.\n", 421)
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("Only GET and HEAD.\n", 405, {"Allow": "GET, HEAD"})
+            return PlainTextResponse(
+                "The dashboard answers only GET and HEAD.\n", 405, {"Allow": "GET, HEAD"}
+            )
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-            return PlainTextResponse("This page may not ask.\n", 403)
+            return PlainTextResponse("Pages of another origin may not ask the dashboard.\n", 403)
         if self._open:
             return None
         if scope["path"] == "/":

@@ -310,10 +310,10 @@ class BaseDriver:
             missing = watch.absent(number)
             peer = missing.only
             message = (
-                f"rank {rank}: waited {silent_s:.1f} s for the other ranks to enter the call "
-                "(timeout_s)"
-                f"{f': {missing} not entered call {number}, this one' if missing.ranks else ''}. "
-                "See what they are doing (py-spy dump)"
+                f"rank {rank}: waited {silent_s:.1f} s (timeout_s) for the other ranks to enter "
+                f"call {number}"
+                f"{f': {missing} not entered it' if missing.ranks else ''}. "
+                "See what the other ranks are doing (py-spy dump)"
             )
         else:
             # A rank whose messages have all come is not the one that is stuck.
@@ -322,10 +322,10 @@ class BaseDriver:
             peer = peers[0]
             said = {p: f"task {watch.alive[p][1]}" for p in peers if p in watch.alive}
             message = (
-                f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in {task.name!r}, with "
-                f"rank {' and '.join(map(str, peers))}; "
-                f"last heard of: {said or 'nothing'}. See what those ranks are doing (py-spy "
-                "dump), or raise stall_s in burst_rt.init"
+                f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in task {task.name!r}, "
+                f"which waits for rank {' and rank '.join(map(str, peers))}; last sign of life: "
+                f"{said or 'none'}. See what these ranks are doing (py-spy dump), or raise stall_s "
+                "in burst_rt.init"
             )
         return Stalled(
             message, rank=rank, peer=peer, task=task.name, hop=task.hop, elapsed_s=silent_s

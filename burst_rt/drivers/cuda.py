@@ -236,7 +236,7 @@ class CudaDriver(BaseDriver):
         )
         message = (
             f"rank {rank}: the device has not finished {what} for {silent_s:.1f} s (timeout_s). "
-            "Look at the device (nvidia-smi; compute-sanitizer on a small input); raise timeout_s "
-            "in burst_rt.init if it is only slow"
+            "Look at the device (nvidia-smi; compute-sanitizer on a small input). If the device is "
+            "only slow, raise timeout_s in burst_rt.init"
         )
         return Stalled(message, rank=rank, task=task.name, hop=task.hop, elapsed_s=silent_s)

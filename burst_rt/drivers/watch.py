@@ -213,9 +213,9 @@ class Watch:
                 raise Stalled(
                     f"rank {self.control.rank}: waited {timeout_s:g} s for the other ranks to "
                     f"enter {what}"
-                    f"{f' (call {number}): {missing} not' if missing.ranks else ''}. "
-                    "If they do long work between calls (a checkpoint), raise timeout_s in "
-                    "burst_rt.init (join_s, where they wait in init)",
+                    f"{f' (call {number}): {missing} not entered it' if missing.ranks else ''}. "
+                    "If ranks do long work between calls (write a checkpoint), raise timeout_s in "
+                    "burst_rt.init; for the wait in burst_rt.init itself, raise join_s",
                     rank=self.control.rank,
                     peer=missing.only,
                     elapsed_s=backoff.elapsed_s(),
@@ -235,8 +235,7 @@ class Watch:
             how += f" with {error}"
         return kind(
             f"rank {self.control.rank}: rank {peer} {how}, and cannot take part in this call. Look "
-            "at that rank's own error first; "
-            "every rank must make the same calls",
+            f"at the error of rank {peer} first; every rank must make the same calls",
             rank=self.control.rank,
             peer=peer,
         )

@@ -184,7 +184,7 @@ class Watchdog:
             self._known, self._since_s = known, now_s
         if tasks and now_s - self._since_s > self._timeout_s:
             return self._stalled(
-                call, tasks[0], "no task of it has ended for", now_s - self._since_s
+                call, tasks[0], "no task of the call has ended for", now_s - self._since_s
             )
         return None
 
@@ -193,8 +193,7 @@ class Watchdog:
     ) -> BurstError:
         why = (
             f"{what} {elapsed_s:.1f} s (timeout_s). See what the other ranks are doing (py-spy "
-            "dump, nvidia-smi), or raise "
-            "timeout_s in burst_rt.init if that may take so long"
+            "dump, nvidia-smi). If a task may take so long, raise timeout_s in burst_rt.init"
         )
         return self._error(Stalled, call, task, why, elapsed_s=elapsed_s)
 

@@ -95,7 +95,7 @@ class Waiting(NamedTuple):
     """A rank that waits until other ranks have come to the same place."""
 
     rank: int
-    what: str  # the place: "MPI_Init" or "init"
+    what: str  # the place: "MPI_Init" or "burst_rt.init"
     ranks: list[int]  # all that must come to the place
 
 

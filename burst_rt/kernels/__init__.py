@@ -88,7 +88,9 @@ def pick(work: Work, name: str = "auto") -> Picked:
     if not able:
         raise InputError(f"no tile kernel for {work.dtype} on {work.device}: {'; '.join(refusals)}")
     if len(able) == 1:
-        return _picked(able[0], "; ".join(("the only one here that can", *refusals)), work)
+        return _picked(
+            able[0], "; ".join(("the only kernel here that can compute this call", *refusals)), work
+        )
     taken = fastest_kernel(work, able)
     return _picked(taken.kernel, "; ".join((taken.reason, *refusals)), work)
 

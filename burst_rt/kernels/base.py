@@ -15,9 +15,10 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from burst_rt.planning.masks import Mask, Piece, Relation
+from burst_rt.planning.masks import Mask, Piece, Relation, positions_of, spans_of
 from burst_rt.planning.problem import TileShape
 
 __all__ = [
@@ -147,17 +148,18 @@ class Tile(NamedTuple):
     def visible(
         self, piece: Piece, rows: slice, columns: slice, device: torch.device
     ) -> torch.Tensor | None:
-        """Which cells of these rows and columns of a piece are seen: bool `[q, kv]`.
+        """Which cells of these rows and columns of a piece are seen.
 
-        None if all cells are seen.
+        bool `[q, kv]`, or `[batch, 1, q, kv]` where the mask tells batch rows apart; None if all
+        cells are seen.
         """
         if piece.masked:
-            q, kv = (
-                _positions(self.q_positions, rows, device),
-                _positions(self.kv_positions, columns, device),
-            )
+            kv = _positions(self.kv_positions, columns, device)
+            if self.mask.has_spans:
+                return self._seen(rows, kv)
+            q = _positions(self.q_positions, rows, device)
             seen: torch.Tensor = self.mask.allows(q[:, None], kv[None, :])
-            return seen
+            return seen if seen.ndim == 2 else seen.unsqueeze(1)
         if piece.diagonal:
             q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
             kv = torch.arange(
@@ -165,6 +167,22 @@ class Tile(NamedTuple):
             )
             return kv[None, :] <= q[:, None]
         return None
+
+    def _seen(self, rows: slice, kv: torch.Tensor) -> torch.Tensor:
+        """`visible` by the spans of the rows; kv: the positions of the columns."""
+        runs = _some_of(self.q_positions, rows)
+        if len(runs) == 1:
+            spans = spans_of(self.mask, runs[0])
+        else:
+            spans = self.mask.spans(np.concatenate([positions_of(run) for run in runs]))
+        # [batch, 1, q, 1] for each span of a row.
+        starts, stops = (
+            torch.from_numpy(bound).to(kv.device)[:, None, :, :, None] for bound in spans
+        )
+        seen = torch.zeros((), dtype=torch.bool, device=kv.device)
+        for number in range(spans.width):
+            seen = seen | ((starts[..., number, :] <= kv) & (kv < stops[..., number, :]))
+        return seen if self.mask.batch > 1 else seen[0, 0]
 
 
 class Work(NamedTuple):

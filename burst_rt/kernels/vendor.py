@@ -79,8 +79,8 @@ class _VendorKernel(Kernel):
             return f"the {self.name} kernel takes bfloat16 and float16, got {work.dtype}"
         if work.dtype == torch.float16 and not work.forward:
             return (
-                f"the {self.name} kernel's backward takes bfloat16: float16 has no room for "
-                "what stands in for the output there"
+                f"the {self.name} kernel's backward takes bfloat16 only: its stand-in for the "
+                "output does not fit into the range of float16"
             )
         if work.head_dim % 8 or not 8 <= work.head_dim <= self.most_head_dim:
             return (
@@ -89,17 +89,17 @@ class _VendorKernel(Kernel):
             )
         if any(piece.masked for pieces in work.tiles for piece in pieces):
             return (
-                f"the {self.name} kernel takes rectangles and triangles, and {work.mask!r} "
-                "leaves other shapes of this call's tiles"
+                f"the {self.name} kernel computes rectangles and triangles only, and "
+                f"{work.mask!r} cuts this call's tiles into other shapes"
             )
         reason = self._short_columns(work.tiles) or self._missing(work.device)
         if reason:
             return reason
         if work.partials == "exact" and not _whole(work):
             return (
-                f"the {self.name} kernel rounds what each of its calls gives to "
-                f"{_bare(work.dtype)}, and here several are added up; "
-                "burst_rt.init(partials='16bit') allows that"
+                f"the {self.name} kernel rounds each partial result to {_bare(work.dtype)}, and "
+                "here several partial results are added up; burst_rt.init(partials='16bit') "
+                "allows that"
             )
         return None
 
@@ -114,7 +114,7 @@ class _VendorKernel(Kernel):
         """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
         remarks: tuple[str, ...] = ()
         if not _whole(work):
-            rounded = f"what each of its calls gives is rounded to {_bare(work.dtype)}"
+            rounded = f"each partial result is rounded to {_bare(work.dtype)}"
             remarks += (f"partials are 16-bit: {rounded}",)
         if not self.repeatable(work.forward):
             remarks += ("its sums differ in the last bits from run to run",)
@@ -217,8 +217,8 @@ class FlashKernel(_VendorKernel):
     def _missing(self, device: torch.device) -> str | None:
         if not torch.backends.cuda.is_flash_attention_available():
             return (
-                "the flash kernel needs a torch that was built with FlashAttention, and "
-                f"{torch.__version__} was not"
+                "the flash kernel needs a torch that was built with FlashAttention; torch "
+                f"{torch.__version__} was built without it"
             )
         return _too_old(self.name, device)
 
@@ -255,7 +255,7 @@ class CudnnKernel(_VendorKernel):
         ):
             return (
                 "the cudnn kernel takes at least 2 keys at a time, and this call has a tile "
-                "with a single one"
+                "with a single key"
             )
         return None
 

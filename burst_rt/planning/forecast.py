@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from burst_rt.errors import InputError
+from burst_rt.planning.layouts import Layout
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, Ring, choose
@@ -124,11 +125,10 @@ def of_choice(choice: Choice, hardware: Hardware) -> Forecast:
         for rank, given in enumerate(schedules)
         if in_detail or not isinstance(given, Rotated) or rank == 0
     ]
-    exposed_s = (
-        max(idle.exposed_s for idle in exposed(graphs, run.spans))
-        if in_detail
-        else max(rank.idle_s for rank in run.ranks)
-    )
+    if in_detail:
+        exposed_s = max(idle.exposed_s for idle in exposed(graphs, run.spans))
+    else:
+        exposed_s = max(rank.idle_s for rank in run.ranks)
     memory = max(memory_bytes(choice, rank, graph) for rank, graph in enumerate(graphs))
     sent = max(rank.sent_bytes for rank in run.ranks)
     return Forecast(
@@ -188,10 +188,17 @@ def untiled_bytes(program: Program, rank: int) -> int:
 
 def _all_alike(program: Program) -> bool:
     """Whether the ranks of a ring differ in nothing but their place in it."""
-    layouts = (program.problem.q_layout, program.problem.kv_layout)
-    one_ring = isinstance(program, Ring) and isinstance(program.route, OneRing)
+    problem = program.problem
     return (
-        one_ring
-        and program.problem.mask.rule is Rule.EVERYTHING
-        and all(len({tuple(map(len, own)) for own in of.blocks}) == 1 for of in layouts)
+        isinstance(program, Ring)
+        and isinstance(program.route, OneRing)
+        and problem.mask.rule is Rule.EVERYTHING
+        and _is_even(problem.q_layout)
+        and _is_even(problem.kv_layout)
     )
+
+
+def _is_even(layout: Layout) -> bool:
+    """Whether the blocks of all ranks have the same lengths."""
+    lengths = {tuple(map(len, blocks)) for blocks in layout.blocks}
+    return len(lengths) == 1

@@ -24,7 +24,8 @@ class TileShape(NamedTuple):
     head_dim: int
     q_len: int
     kv_len: int
-    masked: bool = False  # whether a tile may have pieces under the mask itself
+    # How many batch rows the mask tells apart; 0 where no piece is under the mask itself.
+    masked: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,11 @@ class Problem:
         Query i stands at i + Skv - Sq (bottom-right alignment).
         """
         shift = self.kv_layout.seq_len - self.q_layout.seq_len
-        return tuple(
-            tuple(range(b.start + shift, b.stop + shift, b.step) for b in blocks)
-            for blocks in self.q_layout.blocks
-        )
+
+        def shifted(block: range) -> range:
+            return range(block.start + shift, block.stop + shift, block.step)
+
+        return tuple(tuple(map(shifted, blocks)) for blocks in self.q_layout.blocks)
 
     @property
     def kv_blocks(self) -> tuple[tuple[range, ...], ...]:

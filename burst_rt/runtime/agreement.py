@@ -136,6 +136,6 @@ def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:
             )
     message = (
         f"the ranks entered one call with different arguments ({'; '.join(differences)}). "
-        "Every rank must pass the same"
+        "Every rank must pass the same arguments"
     )
     return ContractMismatch(message, rank=rank, peer=min(odd, default=None))

@@ -44,7 +44,7 @@ def find_hardware(device_type: str) -> Hardware | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the machine file {path} cannot be read: {error}; set {HARDWARE_VARIABLE}=none to "
-            "plan without one"
+            "plan without a machine file"
         ) from error
 
 

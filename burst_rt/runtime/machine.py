@@ -115,8 +115,8 @@ class Machine:
             graph.lanes[lane].ordered is not (self.wire is not None) for lane in graph.network_lanes
         ):
             raise ConfigError(
-                f"the graph was built for other lanes than this machine's ({self.transport_name} "
-                f"on {self.device.type}); pass ctx.lanes to "
+                "the graph must have the lanes of this context "
+                f"({self.transport_name} on {self.device.type}), got others; pass ctx.lanes to "
                 "GraphBuilder"
             )
         if self._streams is None or not any(lane.ordered for lane in graph.lanes.values()):

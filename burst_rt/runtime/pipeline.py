@@ -91,7 +91,9 @@ class Pipeline:
             - set(ops)
         )
         if missing:
-            error = InputError(f"Pipeline.run: no function given for the operations {missing}")
+            error = InputError(
+                f"Pipeline.run: ops must have a function for each operation; missing: {missing}"
+            )
         contract = Contract({"call": "Pipeline.run", "graphs": self.fingerprint})
         # The ranks agree before anything else, because a user's graph need not open with an
         # agreement.
@@ -119,7 +121,7 @@ class Pipeline:
                     names = " and ".join(self.graph.parts[part].name for part in (one, other))
                     return InputError(
                         f"Pipeline.run: {names} share memory, and messages are received into the "
-                        "first; give each its own"
+                        "first; give each its own memory"
                     )
         return None
 
@@ -134,9 +136,9 @@ class Pipeline:
         if tensor.device.type != "cpu" and self.runtime.machine.transport_name == "staged":
             # The graphs of attention are lowered to copies and chunks; a custom graph is not.
             return ConfigError(
-                f"{where} is on {tensor.device}, and custom pipelines are not staged; use NCCL or "
-                "an MPI that takes device memory "
-                "(`burst-rt doctor`), or buffers on the CPU"
+                f"{where} is on {tensor.device}, and the staged transport does not support custom "
+                "pipelines; use NCCL or an MPI that takes device memory (see `burst-rt doctor`), "
+                "or buffers on the CPU"
             )
         on_host = self.runtime.machine.wire is None and tensor.device.type == "cpu"
         if tensor.device != device and not on_host:

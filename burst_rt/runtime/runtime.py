@@ -125,8 +125,8 @@ class Runtime:
         """Raises ConfigError where `closed` is true, and says why. Does not block."""
         if os.getpid() != self._process_id:
             raise ConfigError(
-                "this process was forked from a rank, and the context is that rank's: make the "
-                "call there (a child may compute, load data and exit)",
+                "this process was forked from a rank, and the context belongs to that rank; make "
+                "the call in the rank's own process (a child may compute, load data and exit)",
                 rank=self.rank,
             )
         if self._closed:
@@ -397,8 +397,8 @@ class Runtime:
     def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise ConfigError(
-                "one call at a time per context: another thread is in a call of this one; use a "
-                "context each",
+                "a context takes one call at a time, and another thread is in a call of this "
+                "context; give each thread a context of its own",
                 rank=self.rank,
             )
         try:

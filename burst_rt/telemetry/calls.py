@@ -12,19 +12,20 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from burst_rt.scheduler import Graph, Schedule, Task, overlap
+from burst_rt.scheduler import Graph, Lane, Message, Schedule, Task, overlap
 from burst_rt.telemetry.messages import (
     Candidate,
     Counters,
     EndedCall,
     Group,
     LaneCounters,
+    MessageInfo,
     PlanSummary,
     TaskInfo,
 )
@@ -252,21 +253,7 @@ class CallLog:
 
     def _plan(self, ended: _Ended) -> PlanSummary:
         graph = ended.graph
-        lanes = graph.lanes
-        tasks = [
-            TaskInfo(
-                name=task.name,
-                lane=task.lane,
-                op=task.op.name if task.op else "exchange",
-                hop=_hop_number(task),
-                size_bytes=task.cost.size_bytes,
-                flops=task.cost.flops,
-                ordered=lanes[task.lane].ordered,
-                sends=[(m.peer, m.tag, m.size_bytes) for m in task.sends],
-                recvs=[(m.peer, m.tag, m.size_bytes) for m in task.recvs],
-            )
-            for task in graph.tasks
-        ]
+        tasks = [_task_info(task, graph.lanes[task.lane]) for task in graph.tasks]
         told = ended.describe()
         return PlanSummary(
             number=ended.known.number,
@@ -306,3 +293,21 @@ class CallLog:
             wait_s=ended.driver.wait_s,
             spans=spans,
         )
+
+
+def _task_info(task: Task, lane: Lane) -> TaskInfo:
+    return TaskInfo(
+        name=task.name,
+        lane=task.lane,
+        op=task.op.name if task.op else "exchange",
+        hop=_hop_number(task),
+        size_bytes=task.cost.size_bytes,
+        flops=task.cost.flops,
+        ordered=lane.ordered,
+        sends=_messages(task.sends),
+        recvs=_messages(task.recvs),
+    )
+
+
+def _messages(of: Iterable[Message]) -> list[MessageInfo]:
+    return [(m.peer, m.tag, m.size_bytes) for m in of]

@@ -33,14 +33,10 @@ _MACHINES = {
 
 def machine_like(device_name: str) -> str | None:
     """The shipped machine that has this device; None where none has."""
-    return next(
-        (
-            machine
-            for machine, words in _MACHINES.items()
-            if all(word in device_name for word in words)
-        ),
-        None,
-    )
+    for machine, words in _MACHINES.items():
+        if all(word in device_name for word in words):
+            return machine
+    return None
 
 
 def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:

@@ -94,7 +94,8 @@ class ProcessSampler:
 def _network() -> tuple[int, int]:
     # Without the loopback, which carries what the ranks of one host send each other by sockets: the
     # question here is what leaves the host.
-    counters = {name: c for name, c in psutil.net_io_counters(pernic=True).items() if name != "lo"}
-    return sum(c.bytes_sent for c in counters.values()), sum(
-        c.bytes_recv for c in counters.values()
-    )
+    counters = psutil.net_io_counters(pernic=True)
+    counters.pop("lo", None)
+    sent = sum(c.bytes_sent for c in counters.values())
+    received = sum(c.bytes_recv for c in counters.values())
+    return sent, received

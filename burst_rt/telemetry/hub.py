@@ -133,8 +133,8 @@ class Hub:
             case "timeline":
                 return model.timeline(ask.since_s, ask.until_s, ask.ranks, ask.limit)
         raise ProtocolError(
-            f"telemetry: a viewer asked for {ask.what!r}; there are snapshot, first_lost, series "
-            "and timeline"
+            f"telemetry: a viewer asked for {ask.what!r}, expected snapshot, first_lost, series "
+            "or timeline"
         )
 
     def tick(self) -> None:
@@ -209,10 +209,10 @@ class _Connection(asyncio.Protocol):
             for payload in self._frames.feed(data):
                 self._receive(payload)
         except (ProtocolError, msgspec.DecodeError) as error:
-            who = "somebody" if self.rank is None else f"rank {self.rank}"
+            who = "an unknown peer" if self.rank is None else f"rank {self.rank}"
             # Strangers may come by the thousand, and the terminal is the training's.
             level = logging.WARNING if self.known else logging.DEBUG
-            _log.log(level, "%.3f s %s is not heard any more: %s", self._hub.now_s(), who, error)
+            _log.log(level, "%.3f s connection of %s closed: %s", self._hub.now_s(), who, error)
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -224,7 +224,7 @@ class _Connection(asyncio.Protocol):
         del hub.ranks[self.rank]
         if not self._left:
             text = (
-                "its connection ended without a word"
+                "its connection closed unexpectedly"
                 if error is None
                 else f"its connection broke ({error})"
             )
@@ -255,7 +255,7 @@ class _Connection(asyncio.Protocol):
             if message.version != VERSION:
                 raise ProtocolError(
                     f"telemetry: rank {message.rank} speaks version {message.version}, this hub "
-                    f"{VERSION}"
+                    f"version {VERSION}; use the same burst_rt on every rank"
                 )
             self.rank = message.rank
             hub.ranks[self.rank] = self
@@ -269,18 +269,18 @@ class _Connection(asyncio.Protocol):
             if isinstance(message, Bye):
                 self._left = True
         else:
-            raise ProtocolError("telemetry: a stranger that does not say who it is")
+            raise ProtocolError("telemetry: expected a Hello first, got another message")
 
     def _trust(self, secret: str) -> None:
         if not self.known and not self._hub.knows(secret):
-            raise ProtocolError("telemetry: a stranger with a wrong secret")
+            raise ProtocolError("telemetry: an unknown peer gave a wrong secret")
         self.known = True
         self._frames.max_bytes = MAX_FRAME_BYTES
 
     def _answer(self, view: Snapshot | Lost | TimelineView | list[SeriesView] | None) -> None:
         assert self._transport is not None
         if self._transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
-            raise ProtocolError("telemetry: a viewer that does not read its answers")
+            raise ProtocolError("telemetry: a viewer does not read its answers")
         self._transport.write(frame(msgspec.json.encode(view)))
 
 

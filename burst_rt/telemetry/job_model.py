@@ -10,6 +10,7 @@ older.
 from __future__ import annotations
 
 import heapq
+import math
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -271,10 +272,7 @@ class JobModel:
         if known is None:
             return SeriesView(source, [], {})
         times, values = known.history.window(since, until, metrics, limit)
-        plain = {
-            name: [None if v != v else v for v in column.tolist()]
-            for name, column in values.items()
-        }
+        plain = {name: _without_nan(column.tolist()) for name, column in values.items()}
         return SeriesView(source, times.tolist(), plain)
 
     def timeline(
@@ -403,7 +401,7 @@ class JobModel:
             hello.rank,
             Severity.INFO,
             "joined",
-            f"of {hello.world_size}, on {hello.host}, {hello.device}",
+            f"a job of {hello.world_size} ranks, on {hello.host}, {hello.device}",
         )
 
     def _presence(self, at_s: float, seen: Presence) -> None:
@@ -742,6 +740,15 @@ def _sent(counters: Counters) -> int:
     return lane.size_bytes if lane else 0
 
 
+def _without_nan(values: list[float]) -> list[float | None]:
+    """The values, with None in place of NaN, which JSON does not have."""
+    return [None if math.isnan(value) else value for value in values]
+
+
+def _by_task(trace: Sequence[Span]) -> dict[int, Span]:
+    return {span.task: span for span in trace}
+
+
 def _span_view(rank: int, call: KeptCall, plan: PlanSummary, s: Span) -> SpanView:
     task = plan.tasks[s.task]
     return SpanView(
@@ -786,7 +793,7 @@ def _join(group: str, members: Sequence[int], call: int, whole: WholeCall | None
                     group=group,
                 )
             )
-    known = [{span.task: span for span in trace} for trace in whole.traces]
+    known = [_by_task(trace) for trace in whole.traces]
     for end, source in whole.matched.items():
         sent, received = known[source.rank][source.task], known[end.rank][end.task]
         size = whole.plans[end.rank].tasks[end.task].recvs[end.number][2]

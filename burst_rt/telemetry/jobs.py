@@ -81,7 +81,7 @@ def find_job(pid: int | None) -> RunningJob:
         return chosen[0]
     if not jobs:
         raise ConfigError(
-            "no job with telemetry runs here under this user; start one with `burst-rt run "
+            "no job of this user runs here with telemetry; start one with `burst-rt run "
             "--telemetry` or --dashboard"
         )
     known = "".join(f"\n  --attach {job.pid}   {job.command}" for job in jobs)
@@ -106,7 +106,7 @@ def _folder() -> Path:
         about = path.lstat()
     except OSError as error:
         raise ConfigError(
-            f"{path}, where jobs with telemetry are found, cannot be made: {error}"
+            f"{path}, the folder in which --attach finds jobs, cannot be made: {error}"
         ) from error
     # Another user who owns the folder could read the secret, or name a hub of their own.
     if (

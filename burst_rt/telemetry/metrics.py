@@ -78,18 +78,18 @@ METRICS: dict[str, Metric] = {
     "net_tx_bytes_per_s": Metric(unit="B/s", label="sent over the network", high=_TERABYTE),
     "net_rx_bytes_per_s": Metric(unit="B/s", label="received over the network", high=_TERABYTE),
     # A rank's process, from psutil and from what its calls counted.
-    "process_percent": Metric(unit="%", label="of one core", high=1e5),
+    "process_percent": Metric(unit="%", label="used of one core", high=1e5),
     "rss_bytes": Metric(unit="B", label="resident memory", high=1e3 * _TERABYTE),
     "num_threads": Metric(unit="1", label="threads", high=1e5),
     "telemetry_percent": Metric(
-        unit="%", label="of one core, by telemetry's own threads", high=1e4
+        unit="%", label="used of one core by telemetry's own threads", high=1e4
     ),
     "flops_per_s": Metric(unit="flop/s", label="floating-point operations of tiles", high=1e18),
     "sent_bytes_per_s": Metric(unit="B/s", label="sent by calls", high=10 * _TERABYTE),
     "calls_per_s": Metric(unit="1/s", label="calls", high=1e7),
     "compute_percent": _percent("time in tiles"),
     "wait_percent": _percent("time compute stood still while a transfer was under way"),
-    "overlap_percent": _percent("of the time transfers took, what compute hid"),
+    "overlap_percent": _percent("share of the transfer time that compute hid"),
     # The job, from `telemetry.report`. Other values that a job reports have their own names, and no
     # entry here.
     "loss": Metric(unit="1", label="training loss", low=-math.inf, high=math.inf),

@@ -198,7 +198,8 @@ class _Gpu:
                 (
                     Severity.WARNING,
                     "throttle",
-                    f"{self.source} is held back: {', '.join(throttle_reasons(unhealthy))}",
+                    f"{self.source}: clocks are held back: "
+                    f"{', '.join(throttle_reasons(unhealthy))}",
                 )
             )
         self._throttled = unhealthy
@@ -230,10 +231,9 @@ class _Gpu:
         if now_s - self._processes_at_s > _PROCESSES_EVERY_S:
             found = self.nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
             self._processes_at_s, self._num_processes = now_s, len(found)
-            self.details = {
-                "process_pid": [float(p.pid) for p in found],
-                "process_bytes": [float(p.usedGpuMemory or 0) for p in found],
-            }
+            pids = [float(p.pid) for p in found]
+            sizes = [float(p.usedGpuMemory or 0) for p in found]
+            self.details = {"process_pid": pids, "process_bytes": sizes}
         return {"num_processes": float(self._num_processes)}
 
     def _ecc(self) -> dict[str, float]:
@@ -367,7 +367,7 @@ class NvmlSampler:
             for name in values.keys() - good.keys():
                 if (gpu.source, name) not in self._doubted:
                     self._doubted.add((gpu.source, name))
-                    text = f"{gpu.source}: {name} = {values[name]:g} cannot be and is left out"
+                    text = f"{gpu.source}: {name} = {values[name]:g} is impossible and is left out"
                     messages.append(Note(at_s, Severity.WARNING, "nvml", text))
             messages += [Note(at_s, *note) for note in gpu.notes]
             gpu.notes.clear()
@@ -405,7 +405,7 @@ class NvmlThread:
             self._note(
                 Severity.WARNING,
                 f"{self._host}: NVML has not answered for {_SLOW_S:g} s; no figures of GPUs until "
-                "it does",
+                "NVML answers",
             )
 
     def _main(self) -> None:
@@ -419,7 +419,7 @@ class NvmlThread:
             else:
                 self._note(
                     Severity.WARNING,
-                    f"{self._host}: no figures of GPUs from here on: {type(error).__name__}: "
+                    f"{self._host}: no figures of GPUs from now on: {type(error).__name__}: "
                     f"{error}",
                 )
         finally:

@@ -114,15 +114,15 @@ class Record:
             ) from error
         if header.version > VERSION:
             raise InputError(
-                f"{self.path} was recorded by a newer burst_rt ({header.package}); this one reads "
-                f"version {VERSION}"
+                f"{self.path} was recorded by a newer burst_rt ({header.package}): expected a "
+                f"record of version {VERSION} or older, got {header.version}; use a newer burst_rt"
             )
         return header
 
     def _payloads(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise ProtocolError("it does not begin as one")
+                raise ProtocolError("the file does not begin like a record")
             frames = Frames()
             while data := file.read(_CHUNK_BYTES):
                 yield from frames.feed(data)

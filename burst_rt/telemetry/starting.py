@@ -180,7 +180,7 @@ def start_hub(
         process.kill()
         process.wait()
         raise ConfigError(
-            f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; try: "
+            f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; to see why, run "
             f"{' '.join(command)}"
         )
     return RunningHub(address, secret, links, process)

@@ -145,7 +145,5 @@ def _late(
     busy = max(
         (s for s in call.whole.traces[peer] if s.lane == "compute"), key=shared_s, default=None
     )
-    doing = (
-        f"still in {busy.name!r}" if busy is not None and shared_s(busy) > 0 else "not there yet"
-    )
-    return f"rank {call.members[peer]} was {doing}, and had not come to {name!r}"
+    doing = f"was still in {busy.name!r} and " if busy is not None and shared_s(busy) > 0 else ""
+    return f"rank {call.members[peer]} {doing}had not reached {name!r}"

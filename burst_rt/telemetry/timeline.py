@@ -30,7 +30,7 @@ from burst_rt.scheduler import (
     waits,
 )
 from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.messages import PlanSummary
+from burst_rt.telemetry.messages import MessageInfo, PlanSummary, TaskInfo
 
 __all__ = [
     "KEPT_S",
@@ -126,21 +126,7 @@ def match_plans(plans: Sequence[PlanSummary]) -> Mapping[Endpoint, Endpoint] | N
 
 def _graph(plan: PlanSummary, place: int, world_size: int) -> Graph:
     """A graph with the tasks of a plan, as far as telemetry knows them: no buffers, no edges."""
-    tasks = tuple(
-        Task(
-            id=i,
-            name=t.name,
-            lane=t.lane,
-            op=Op(t.op),
-            reads=(),
-            writes=(),
-            accumulates=(),
-            sends=tuple(Message(0, *m) for m in t.sends),
-            recvs=tuple(Message(0, *m) for m in t.recvs),
-            cost=Cost(t.flops, t.size_bytes),
-        )
-        for i, t in enumerate(plan.tasks)
-    )
+    tasks = tuple(_task(number, info) for number, info in enumerate(plan.tasks))
     lanes = {t.lane: Lane(t.lane, ordered=t.ordered) for t in plan.tasks}
     return Graph(
         rank=place,
@@ -151,6 +137,25 @@ def _graph(plan: PlanSummary, place: int, world_size: int) -> Graph:
         predecessors=(),
         successors=(),
     )
+
+
+def _task(number: int, info: TaskInfo) -> Task:
+    return Task(
+        id=number,
+        name=info.name,
+        lane=info.lane,
+        op=Op(info.op),
+        reads=(),
+        writes=(),
+        accumulates=(),
+        sends=_messages(info.sends),
+        recvs=_messages(info.recvs),
+        cost=Cost(info.flops, info.size_bytes),
+    )
+
+
+def _messages(told: Sequence[MessageInfo]) -> tuple[Message, ...]:
+    return tuple(Message(0, peer, tag, size_bytes) for peer, tag, size_bytes in told)
 
 
 def spans_of(plan: PlanSummary, call: KeptCall) -> list[Span]:
@@ -189,9 +194,8 @@ def whole_call(
     `match_plans`. None where spans are missing.
     """
     traces = [spans_of(plan, call) for plan, call in zip(plans, calls, strict=True)]
-    if any(
-        len({span.task for span in trace}) != len(plan.tasks)
-        for plan, trace in zip(plans, traces, strict=True)
-    ):
-        return None
+    for plan, trace in zip(plans, traces, strict=True):
+        traced = {span.task for span in trace}
+        if len(traced) != len(plan.tasks):
+            return None
     return WholeCall(matched, plans, traces, waits(traces, matched))

@@ -130,7 +130,7 @@ class Viewer:
             raise ConfigError(f"the telemetry hub does not answer: {error}") from error
         self.close()
         raise ConfigError(
-            "the telemetry hub closed the connection: another secret, or the job is over"
+            "the telemetry hub closed the connection: the secret is wrong, or the job has ended"
         )
 
     def _late(self) -> Stalled:

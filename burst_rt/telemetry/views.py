@@ -43,7 +43,7 @@ class RankView(Counts, kw_only=True):
     device: str
     source: str  # of the rank's process
     gpu: str  # source of the rank's GPU, "" without one
-    # "live"; "silent": no heartbeat for 2 s; "lost": the connection ended without a word; "left":
+    # "live"; "silent": no heartbeat for 2 s; "lost": the connection closed unexpectedly; "left":
     # the rank ended by itself; "ended": lost, or failed, after another rank had been; "stopped":
     # lost, or failed, after the job was told to stop.
     status: str

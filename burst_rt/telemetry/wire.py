@@ -99,8 +99,8 @@ class Frames:
             size = int.from_bytes(self._held[:_LENGTH], "little")
             if size > self.max_bytes:
                 raise ProtocolError(
-                    f"telemetry: a frame of {size:,} bytes, expected at most {self.max_bytes:,}: "
-                    "not a burst_rt peer"
+                    f"telemetry: expected a frame of at most {self.max_bytes:,} bytes, got "
+                    f"{size:,} bytes: the peer is not burst_rt"
                 )
             if len(self._held) < _LENGTH + size:
                 return

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 import burst_rt
 from burst_rt.launch.bench.plots import draw_bars
 from burst_rt.launch.bench.report import Cell, median, publish
-from burst_rt.launch.bench.timing import progress, slowest_s
-from burst_rt.scheduler import exposed
+from burst_rt.launch.bench.timing import WorstIdle, progress, slowest_s, worst_idle
 
 _M_MMAP_THRESHOLD = -3  # an option of mallopt, in glibc's malloc.h
 
@@ -61,7 +60,8 @@ class Bench:
         their_s = partial(slowest_s, self.ctx) if together else self.alone_s
         slowest_s(self.ctx, ours), their_s(theirs)
         pairs = [(slowest_s(self.ctx, ours), their_s(theirs)) for _ in range(self.repeats)]
-        our_s, other_s = median([a for a, _ in pairs]), median([b for _, b in pairs])
+        our_s = median([ours for ours, _ in pairs])
+        other_s = median([theirs for _, theirs in pairs])
         return our_s, other_s, other_s / our_s, median([b / a for a, b in pairs])
 
     def inputs(
@@ -147,31 +147,27 @@ class Bench:
         q, k, v, dout = self.inputs(layout.shard_len, 4, 64, torch.float32)
         for x in (q, k, v):
             x.requires_grad_()
-        found: dict[str, list[tuple[float, float, float]]] = {"forward": [], "backward": []}
+        found: dict[str, list[WorstIdle]] = {"forward": [], "backward": []}
         for _ in range(self.repeats + 1):
             out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
             for direction in found:
                 if direction == "backward":
                     torch.autograd.grad(out, (q, k, v), dout)
-                ranks = self.ctx.gather_last_run()
-                idle = exposed([graph for graph, _ in ranks], [spans for _, spans in ranks])
-                found[direction].append(
-                    (
-                        max(i.exposed_s / i.total_s for i in idle),
-                        max(i.skew_s / i.total_s for i in idle),
-                        max(i.total_s for i in idle),
-                    )
-                )
-        return [
-            {
-                "tokens a rank": layout.shard_len, "mask": "causal" if causal else "full",
-                "strategy": strategy, "direction": direction,
-                "exposed %": 100 * median([e for e, _, _ in runs[1:]]),
-                "skew %": 100 * median([s for _, s, _ in runs[1:]]),
-                "total s": median([t for _, _, t in runs[1:]]),
-            }
-            for direction, runs in found.items()
-        ]  # fmt: skip
+                found[direction].append(worst_idle(self.ctx))
+        rows: Rows = []
+        for direction, runs in found.items():
+            exposed_share = median([run.exposed for run in runs[1:]])
+            skew_share = median([run.skew for run in runs[1:]])
+            total_s = median([run.total_s for run in runs[1:]])
+            rows.append(
+                {
+                    "tokens a rank": layout.shard_len, "mask": "causal" if causal else "full",
+                    "strategy": strategy, "direction": direction,
+                    "exposed %": 100 * exposed_share, "skew %": 100 * skew_share,
+                    "total s": total_s,
+                }
+            )  # fmt: skip
+        return rows
 
     def overhead(self) -> Rows:
         """What the runtime itself costs: a call on tiny tensors (8 tokens a rank, one head of 16).

@@ -26,7 +26,7 @@ _HEAD_DIMS = click.option(
     type=click.IntRange(16, 256),
     default=(64, 128),
     show_default=True,
-    help="Widths of a head; may be repeated.",
+    help="Width of a head; may be repeated.",
 )
 _OUT = click.option(
     "--out",
@@ -57,7 +57,7 @@ def engine(out: Path | None) -> None:
     "parts",
     multiple=True,
     type=click.Choice(["kernels", "ring", "staged"]),
-    help="Only these; default: the first two.",
+    help="Only this part; may be repeated. [default: kernels and ring]",
 )
 @click.option(
     "--repeats",
@@ -71,7 +71,7 @@ def engine(out: Path | None) -> None:
     default=65536,
     show_default=True,
     type=click.IntRange(1),
-    help="Leave out longer sequences.",
+    help="Leave out sequences of more tokens.",
 )
 @_OUT
 def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None) -> None:
@@ -93,7 +93,7 @@ def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None)
     type=click.Choice(["bf16", "fp16", "fp32"]),
     default="bf16",
     show_default=True,
-    help="Of the inputs.",
+    help="Type of the inputs.",
 )
 @click.option(
     "--repeats",
@@ -103,7 +103,10 @@ def gpu(parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None)
     help="Runs of each configuration; medians are compared.",
 )
 @click.option(
-    "--limit-s", default=600.0, show_default=True, help="Begin nothing new after so many seconds."
+    "--limit-s",
+    default=600.0,
+    show_default=True,
+    help="Start no measurement after so many seconds.",
 )
 @_OUT
 def tune(
@@ -131,28 +134,28 @@ def tune(
     "parts",
     multiple=True,
     type=click.Choice(["step", "memory"]),
-    help="Only these parts; may be repeated. Default: both.",
+    help="Only this part; may be repeated. [default: both]",
 )
 @click.option(
     "--repeats",
     default=100,
     show_default=True,
     type=click.IntRange(1),
-    help="Turns of each side, of two steps.",
+    help="Turns with telemetry and turns without, two steps each.",
 )
 @click.option(
     "--tokens",
     default=4096,
     show_default=True,
     type=click.IntRange(1),
-    help="Of a step, over all ranks.",
+    help="Tokens of a step, all ranks together.",
 )
 @click.option(
     "--minutes",
     default=60,
     show_default=True,
     type=click.IntRange(1),
-    help="How long 64 ranks are watched, for the hub's memory.",
+    help="How long the hub watches 64 ranks while its memory is measured.",
 )
 @_OUT
 def telemetry(
@@ -163,8 +166,8 @@ def telemetry(
     minutes: int,
     out: Path | None,
 ) -> None:
-    """What telemetry costs: a step with and without it, and the hub's memory for 64 ranks over an
-    hour.
+    """What telemetry costs: the time of a step with and without telemetry, and the hub's memory
+    when it watches 64 ranks for an hour.
     """
     from burst_rt.launch.run import launch
 
@@ -205,7 +208,7 @@ _TOKENS = click.option(
     "--tokens",
     multiple=True,
     type=click.IntRange(64),
-    help="Lengths of the whole sequence; may be repeated.",
+    help="Tokens of the whole sequence; may be repeated.",
 )
 _WORLDS = click.option(
     "-n",
@@ -213,7 +216,7 @@ _WORLDS = click.option(
     "worlds",
     multiple=True,
     type=click.IntRange(1),
-    help="Ranks; may be repeated.",
+    help="Number of ranks; may be repeated.",
 )
 _REPEATS = click.option(
     "--repeats",
@@ -234,11 +237,11 @@ _REPEATS = click.option(
 def predict(
     worlds: tuple[int, ...], tokens: tuple[int, ...], heads: int, repeats: int, out: Path | None
 ) -> None:
-    """Forecast against measured: forward and backward of every strategy, by the file of `burst-rt
-    calibrate`.
+    """Forecasts against measurements: forward and backward of every strategy. The forecasts use
+    the machine file that `burst-rt calibrate` wrote.
 
-    Default: 2 ranks, 4K to 32K tokens. With more ranks than cores (-n 4), what shares a core is
-    forecast too.
+    Default: 2 ranks, 4K to 32K tokens. With more ranks than cores (say -n 4), the forecast also
+    counts that ranks share cores.
     """
     for num_ranks in worlds or (2,):
         _strategies(
@@ -260,7 +263,7 @@ def predict(
     "groups",
     multiple=True,
     type=click.IntRange(1),
-    help="Query heads a key/value head. [default: 1, 4]",
+    help="Query heads per key/value head; may be repeated. [default: 1, 4]",
 )
 @machine_options
 @_REPEATS
@@ -273,8 +276,8 @@ def strategies(
     repeats: int,
     out: Path | None,
 ) -> None:
-    """All strategies against each other, full and causal, and how the planner's choice stands among
-    them.
+    """All strategies against each other, full and causal, and how close the planner's choice comes
+    to the fastest.
 
     Default: 2 and 4 ranks, 2K to 8K tokens.
     """
@@ -295,7 +298,7 @@ def strategies(
     default=8192,
     show_default=True,
     type=click.IntRange(64),
-    help="Of the sequence; weak: half a rank.",
+    help="Tokens of the sequence. In the weak series, half as many for each rank.",
 )
 @click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Query heads.")
 @machine_options
@@ -304,11 +307,11 @@ def strategies(
 def scaling(
     worlds: tuple[int, ...], tokens: int, heads: int, repeats: int, out: Path | None
 ) -> None:
-    """One sequence over more and more ranks (strong), and sequences that grow with them (weak);
-    forward + backward, full and causal.
+    """One sequence over more and more ranks (strong scaling), and a sequence that grows with the
+    number of ranks (weak scaling); forward + backward, full and causal.
 
-    Work grows with the square of the sequence: in the weak series a rank's work grows with the
-    ranks, and the efficiency allows for it.
+    Work grows with the square of the sequence. So in the weak series the work of a rank grows with
+    the number of ranks, and the efficiency allows for that.
     """
     from burst_rt.launch.bench.scaling import main
 
@@ -318,7 +321,7 @@ def scaling(
 @command.command()
 @_OUT
 def paper(out: Path | None) -> None:
-    """The BurstAttention paper's figures, and what the simulator makes of them (arXiv 2403.09347).
+    """The BurstAttention paper's figures (arXiv 2403.09347) beside the simulator's forecasts.
     Measures nothing.
     """
     from burst_rt.launch.plan.paper import main
@@ -346,9 +349,8 @@ def _strategies(
     if find_hardware(device) is None:
         # Raised here, because the ranks would raise only after they have measured.
         raise ConfigError(
-            f"no machine file: {calibrated_path(device)} is not there, or {HARDWARE_VARIABLE} says "
-            "none; run `burst-rt calibrate` first, "
-            f"or set {HARDWARE_VARIABLE} to a file"
+            f"no machine file: {calibrated_path(device)} does not exist, or {HARDWARE_VARIABLE} is "
+            f"none; run `burst-rt calibrate` first, or set {HARDWARE_VARIABLE} to a machine file"
         )
     code = launch(
         ["-m", "burst_rt.launch.bench.strategies", part, *lengths, *options], num_ranks=num_ranks
@@ -361,7 +363,7 @@ def _strategies(
 @click.pass_context
 @_OUT
 def every(ctx: click.Context, out: Path | None) -> None:
-    """All of them that need no GPU, with their defaults (an hour or two)."""
+    """Run all benchmarks that need no GPU, with their defaults (an hour or two)."""
     for each in (engine, attention, layer, strategies, predict, scaling, paper, aot):
         ctx.invoke(each, out=out)
 
@@ -372,7 +374,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
     "arches",
     multiple=True,
     type=click.Choice(["80", "86", "90", "100"]),
-    help="Only these chips; may be repeated.",
+    help="Compute capability of the chip, without the dot; may be repeated. [default: 80, 90, 100]",
 )
 @_HEAD_DIMS
 @click.option(
@@ -380,21 +382,21 @@ def every(ctx: click.Context, out: Path | None) -> None:
     type=click.Choice(["bf16", "fp16", "fp32"]),
     default="bf16",
     show_default=True,
-    help="Of the inputs.",
+    help="Type of the inputs.",
 )
 @click.option(
     "--loads",
     type=click.Choice(["pointers", "descriptors"]),
     default="pointers",
     show_default=True,
-    help="How; the latter from Hopper on.",
+    help="How kernels load blocks; descriptors need Hopper or newer.",
 )
 @_OUT
 def aot(
     arches: tuple[str, ...], head_dims: tuple[int, ...], dtype: str, loads: Loads, out: Path | None
 ) -> None:
-    """The Triton kernels compiled for chips that need not be there: registers, spills, shared
-    memory, tensor-core instructions.
+    """Compile the Triton kernels for chips that this machine need not have: registers, spills,
+    shared memory, tensor-core instructions.
     """
     from burst_rt.launch.bench.aot import main
 
@@ -408,14 +410,14 @@ def aot(
     default=2,
     show_default=True,
     type=click.IntRange(1),
-    help="Ranks, one thread each; compared with one process of as many threads.",
+    help="Ranks, one thread each. The other side is one process with as many threads.",
 )
 @click.option(
     "--part",
     "parts",
     multiple=True,
     type=click.Choice(["speed", "bf16", "exposed", "overhead", "memory", "outside", "error"]),
-    help="Only these parts; may be repeated. Default: all.",
+    help="Only this part; may be repeated. [default: all]",
 )
 @machine_options
 @click.option(
@@ -430,7 +432,7 @@ def aot(
     default=65536,
     show_default=True,
     type=click.IntRange(1),
-    help="Leave out longer sequences.",
+    help="Leave out sequences of more tokens.",
 )
 @_OUT
 def attention(
@@ -469,7 +471,7 @@ def attention(
     type=click.IntRange(min=1),
     default=(1024, 2048, 4096),
     show_default=True,
-    help="May be repeated.",
+    help="Tokens of the whole sequence; may be repeated.",
 )
 @click.option(
     "--dim",

@@ -19,8 +19,9 @@ import burst_rt
 from burst_rt.errors import ConfigError
 from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.launch.bench.report import Cell, median, publish, save
+from burst_rt.launch.bench.timing import worst_idle
 from burst_rt.planning.masks import Causal, Full, Mask
-from burst_rt.scheduler import Span, exposed
+from burst_rt.scheduler import Span
 
 __all__ = ["PARTS", "main"]
 
@@ -161,9 +162,10 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
 
     ranks = burst_rt.run_local(world_size, rank, device="cuda", kernel="triton")
     rows: list[Row] = []
+    rounds = list(zip(*ranks, strict=True))
     for direction, name in enumerate(("forward", "backward")):
         one = _interleaved({"one": alone[direction]}, repeats)["one"]
-        together = median([max(times[i][direction] for times in ranks) for i in range(repeats)])
+        together = median([_slowest_s(times, direction) for times in rounds])
         rows.append(
             {
                 "tokens": tokens, "ranks": world_size, "mask": "causal" if causal else "full",
@@ -173,6 +175,10 @@ def _ring(tokens: int, causal: bool, repeats: int, world_size: int = 4) -> list[
             }
         )  # fmt: skip
     return rows
+
+
+def _slowest_s(ranks: Sequence[tuple[float, float]], direction: int) -> float:
+    return max(times[direction] for times in ranks)
 
 
 def _gaps(spans: Sequence[Span]) -> list[float]:
@@ -198,16 +204,13 @@ def staged(repeats: int, max_tokens: int) -> Iterator[Row]:
             runs = []
             for _ in range(repeats + 1):
                 burst_rt.burst_attention(q, k, v, layout=layout)
-                found = ctx.gather_last_run()
-                idle = exposed([graph for graph, _ in found], [spans for _, spans in found])
-                runs.append(
-                    (max(i.exposed_s / i.total_s for i in idle), max(i.total_s for i in idle))
-                )
+                runs.append(worst_idle(ctx))
             if ctx.rank == 0:
+                exposed_share = median([run.exposed for run in runs[1:]])
+                total_s = median([run.total_s for run in runs[1:]])
                 yield {
-                    "tokens": tokens, "ranks": ctx.world_size, "exposed %": 100 * median([e for e,
-                    _ in runs[1:]]),
-                    "total ms": 1e3 * median([t for _, t in runs[1:]]),
+                    "tokens": tokens, "ranks": ctx.world_size, "exposed %": 100 * exposed_share,
+                    "total ms": 1e3 * total_s,
                 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -65,13 +65,13 @@ class _Side:
 
     def row(self, tokens: int) -> dict[str, Cell]:
         """The medians of all runs but the first, which made the plans."""
+        forward_s = median([forward for forward, _ in self.times[1:]])
+        backward_s = median([backward for _, backward in self.times[1:]])
         layer_s = median([forward + backward for forward, backward in self.times[1:]])
         memory = self.layer.spec.memory(self.ctx.rank)
         return {
-            "tokens": tokens, "strategy": self.strategy, "forward s": median([forward for forward,
-            _ in self.times[1:]]),
-            "backward s": median([backward for _, backward in self.times[1:]]), "layer s": layer_s,
-            "tokens/s": tokens / layer_s,
+            "tokens": tokens, "strategy": self.strategy, "forward s": forward_s,
+            "backward s": backward_s, "layer s": layer_s, "tokens/s": tokens / layer_s,
             "sent MiB": self.sent / _MIB, "weights MiB": memory.weights / _MIB,
             "planned MiB": memory.total / _MIB,
         }  # fmt: skip
@@ -113,6 +113,11 @@ def allowed(shape: LayerShape, world_size: int) -> tuple[list[str], list[str]]:
     return can, cannot
 
 
+def _speeds(rows: Sequence[Mapping[str, Cell]], tokens: int) -> dict[str, Cell]:
+    """Tokens a second of each strategy, at one length."""
+    return {str(row["strategy"]): row["tokens/s"] for row in rows if row["tokens"] == tokens}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures on all ranks; rank 0 prints, writes and draws. Blocks for the other ranks."""
     parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.layer")
@@ -142,13 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         publish(title, rows, options.out, ". ".join(notes))
         if options.out:
-            speeds = [
-                {
-                    "tokens": n,
-                    **{str(row["strategy"]): row["tokens/s"] for row in rows if row["tokens"] == n},
-                }
-                for n in options.tokens
-            ]
+            speeds = [{"tokens": n, **_speeds(rows, n)} for n in options.tokens]
             png = options.out.with_suffix(f".layer-{ctx.world_size}.png")
             draw_lines(
                 png,

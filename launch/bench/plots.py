@@ -31,7 +31,8 @@ def draw_scatter(path: Path, rows: Rows, x: str, y: str, *, by: str, title: str)
             label=name,
             alpha=0.8,
         )
-    low, high = (f(float(row[x] or 0) for row in rows) for f in (min, max))
+    places = [float(row[x] or 0) for row in rows]
+    low, high = min(places), max(places)
     axes.plot([low, high], [low, high], color="grey", linewidth=1, zorder=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -53,7 +54,8 @@ def draw_lines(
             color=_COLOURS[number % 8],
             label=name,
         )
-    axes.set_xticks([float(row[x] or 0) for row in rows], [str(row[x]) for row in rows])
+    ticks = [row[x] for row in rows]
+    axes.set_xticks([float(tick or 0) for tick in ticks], list(map(str, ticks)))
     axes.set_ylim(bottom=0)
     _save(figure, axes, path)
 
@@ -84,13 +86,8 @@ def draw_bars(
             color=_COLOURS[number % 8],
             label=name,
         )
-    axes.set_xticks(
-        [i + 0.4 - width / 2 for i in range(len(rows))],
-        [label(row) for row in rows],
-        rotation=45,
-        ha="right",
-        fontsize=8,
-    )
+    middles = [i + 0.4 - width / 2 for i in range(len(rows))]
+    axes.set_xticks(middles, list(map(label, rows)), rotation=45, ha="right", fontsize=8)
     axes.set_ylim(bottom=0.9)
     _save(figure, axes, path)
 

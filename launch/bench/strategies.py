@@ -132,9 +132,8 @@ class Bench:
         found = self.ctx.runtime.machine.hardware
         if found is None:
             raise burst_rt.errors.ConfigError(
-                f"no machine file: {calibrated_path(self.ctx.device.type)} is not there; run "
-                "`burst-rt calibrate` first, or set "
-                f"{HARDWARE_VARIABLE} to a file"
+                f"no machine file: {calibrated_path(self.ctx.device.type)} does not exist; run "
+                f"`burst-rt calibrate` first, or set {HARDWARE_VARIABLE} to a machine file"
             )
         return found
 
@@ -206,9 +205,8 @@ class Bench:
             # Each direction is planned by itself.
             taken = [self._taken(point, forward) for forward in (True, False)]
             chosen_s = sum(measured[name][direction] for direction, name in enumerate(taken))
-            best_s = sum(
-                min(times[direction] for times in measured.values()) for direction in (0, 1)
-            )
+            forward_s, backward_s = zip(*measured.values(), strict=True)
+            best_s = min(forward_s) + min(backward_s)
             row: dict[str, Cell] = {
                 "ranks": self.ctx.world_size,
                 "tokens": point.tokens,
@@ -302,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{options.repeats}, interleaved"
             )
             if bench.left_out:
-                note += f"; left out for want of memory: {', '.join(bench.left_out)}"
+                note += f"; left out because memory is too small: {', '.join(bench.left_out)}"
             publish(
                 f"forecast against measured, {ranks}, {options.heads} heads x {options.head_dim}",
                 rows,

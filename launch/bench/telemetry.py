@@ -131,7 +131,7 @@ class _Everything:
         agent = joining._agents.get(None)
         if agent is None or agent._thread.ident is None:
             raise InternalError(
-                f"rank {ctx.rank}: there is no telemetry to measure: its hub did not start"
+                f"rank {ctx.rank}: there is no telemetry to measure, because the hub did not start"
             )
         self._agent_clock = time.pthread_getcpuclockid(agent._thread.ident)
         self._go = threading.Event()

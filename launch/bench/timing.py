@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -15,8 +16,17 @@ from rich.progress import Progress
 
 import burst_rt
 from burst_rt.launch.where import TERMINAL_VARIABLE
+from burst_rt.scheduler import exposed
 
-__all__ = ["TIMES_OVER", "have_memory", "keep_freed_memory", "progress", "slowest_s"]
+__all__ = [
+    "TIMES_OVER",
+    "WorstIdle",
+    "have_memory",
+    "keep_freed_memory",
+    "progress",
+    "slowest_s",
+    "worst_idle",
+]
 
 # Whole matrices of scores need so many times the memory that is planned for them: temporaries are
 # as large as the matrices.
@@ -66,6 +76,25 @@ def slowest_s(ctx: burst_rt.Context, fn: Callable[[], object] | None) -> float:
             torch.cuda.synchronize(ctx.device)
     took[ctx.rank] = time.perf_counter() - start
     return float(ctx.all_reduce(took).max())
+
+
+class WorstIdle(NamedTuple):
+    """Of one run, on the worst rank each: idle shares of its time, and its time."""
+
+    exposed: float
+    skew: float
+    total_s: float
+
+
+def worst_idle(ctx: burst_rt.Context) -> WorstIdle:
+    """How long compute stood still in the last run. Blocks for the other ranks."""
+    ranks = ctx.gather_last_run()
+    graphs, traces = zip(*ranks, strict=True)
+    idle = exposed(graphs, traces)
+    worst_exposed = max(rank.exposed_s / rank.total_s for rank in idle)
+    worst_skew = max(rank.skew_s / rank.total_s for rank in idle)
+    longest_s = max(rank.total_s for rank in idle)
+    return WorstIdle(worst_exposed, worst_skew, longest_s)
 
 
 @contextmanager

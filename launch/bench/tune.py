@@ -138,11 +138,8 @@ def main(
             )
         if trials[-1].stuck:
             break
-    taken = [trial for trial, _ in found.values()]
-    rows = [
-        _row(kind, head_dim, trial, any(trial is each for each in taken))
-        for kind, head_dim, trial in tried
-    ]
+    taken = {id(trial) for trial, _ in found.values()}
+    rows = [_row(kind, head_dim, trial, id(trial) in taken) for kind, head_dim, trial in tried]
     # The remembered speeds of kernels no longer hold.
     forget(KIND)
     title = f"block sizes on {torch.cuda.get_device_name(device)}, sm_{arch}, {dtype}"
@@ -158,7 +155,7 @@ def main(
         sep="\n",
     )
     if trials and trials[-1].stuck:
-        print(f"bench tune: ended early, {trials[-1].config} {trials[-1].why}", file=sys.stderr)
+        print(f"bench tune: ended early: {trials[-1].config} {trials[-1].why}", file=sys.stderr)
         # Anything that asks the device would wait for ever, Python's own exit too. When this
         # process is gone, the driver ends what the process has started.
         sys.stdout.flush()
@@ -240,7 +237,11 @@ def trials_of(
                 )
                 if not apart < _SAME[works[0].dtype]:
                     trials.append(
-                        Trial(config, None, f"wrong: {apart:.1e} from what the first one gives")
+                        Trial(
+                            config,
+                            None,
+                            f"wrong: differs by {apart:.1e} from the first configuration",
+                        )
                     )
                     continue
                 took = sum(

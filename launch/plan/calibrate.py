@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--doubts",
         type=Path,
         required=True,
-        help="a file for why the figures are not to be trusted, a line each",
+        help="a file for the reasons not to trust the figures, one a line",
     )
     options = parser.parse_args(argv)
     keep_freed_memory()

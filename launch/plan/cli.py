@@ -79,7 +79,7 @@ def _about(*masks: str) -> Callable[[_F], _F]:
         click.option(
             "--nodes",
             type=click.IntRange(1),
-            help="Spread the ranks over so many nodes. [default: full nodes]",
+            help="Nodes that the ranks are spread over. [default: as few as possible]",
         ),
         click.option(
             "--seq", "seq_text", required=True, help="Tokens of one sequence: 131072, 128K, 1M."
@@ -89,22 +89,22 @@ def _about(*masks: str) -> Callable[[_F], _F]:
             type=click.IntRange(1),
             default=1,
             show_default=True,
-            help="Sequences at once.",
+            help="Sequences in a batch.",
         ),
         click.option(
             "--phase",
             type=click.Choice(["first-token", "train"]),
             default="train",
             show_default=True,
-            help="Forward, or a step of training.",
+            help="first-token: the forward. train: a step of training.",
         ),
         click.option(
             "--mask",
             type=click.Choice([*masks, *MASKS]),
             default="causal",
             show_default=True,
-            help="What attention computes."
-            + " published: as the BurstAttention paper compares, its rings everything."
+            help="Mask of the attention."
+            + " published: as in the BurstAttention paper, whose rings compute all scores."
             * bool(masks),
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
@@ -137,11 +137,11 @@ def simulate(
     strategy: str,
     mask: str,
 ) -> None:
-    """Simulate a model on a machine that need not be there: time, communication and memory under
+    """Simulate a model on a machine that you need not have: time, communication and memory under
     one strategy.
 
-    One layer's task graphs of all ranks run under a virtual clock; a model takes as many times as
-    long as it has layers. Example:
+    The task graphs of one layer run on all ranks under a virtual clock. The time of the model is
+    the time of the layer multiplied by the number of layers. Example:
 
     burst-rt simulate --hardware a100-pcie --model llama-7b --strategy tensor-parallel+sequence
     --world 8 --seq 128K --json
@@ -170,8 +170,8 @@ def plan(
     as_json: bool,
     mask: str,
 ) -> None:
-    """Compare all strategies for a model on a machine, and say which to take, how many ranks it
-    needs, and how large tiles are.
+    """Compare all strategies for a model on a machine. Say which one to take, how many ranks the
+    model needs, and how large the tiles are.
 
     Example: burst-rt plan --world 64 --nodes 8 --hardware h100 --model llama-7b --seq 1M
     """
@@ -215,7 +215,7 @@ def plan(
         return
     _print(found, _title(model, machine, world, seq_text, phase))
     for strategy, reason in refused.items():
-        print(f"{strategy}: not for this: {reason.removeprefix(f'{strategy}: ')}")
+        print(f"{strategy}: not possible here: {reason.removeprefix(f'{strategy}: ')}")
     print(why)
 
 
@@ -226,15 +226,12 @@ def _why(
     tile: tuple[int, int] | None,
 ) -> str:
     ranks = (
-        "no number of ranks up to 512 holds it"
+        "the model does not fit, even on 512 ranks"
         if fewest is None
-        else f"it needs at least {fewest} rank{'s' * (fewest > 1)}"
+        else f"the model needs at least {fewest} rank{'s' * (fewest > 1)}"
     )
     if best is None or best.time_s is None:
-        return (
-            "Take none: nothing fits into a device's memory; with "
-            f"{'burst' if fewest else 'burst, too,'} {ranks}."
-        )
+        return f"Take none: no strategy fits into a device's memory; with burst {ranks}."
     same, *others = _alike(f for f in found if not f.out_of_memory)
     ahead = (
         f" (here {' and '.join(f.strategy for f in same[1:])} is the same)" if len(same) > 1 else ""
@@ -269,7 +266,7 @@ def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
     default=2,
     show_default=True,
     type=click.IntRange(2),
-    help="Ranks that measure, all at once.",
+    help="Ranks that measure, all at the same time.",
 )
 @click.option(
     "--heads",
@@ -290,7 +287,7 @@ def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
     default="float32",
     show_default=True,
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the inputs.",
+    help="Type of the inputs.",
 )
 @click.option(
     "--repeats",
@@ -304,7 +301,7 @@ def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
     default=8192,
     show_default=True,
     type=click.IntRange(256),
-    help="Of a rank, in the largest call measured.",
+    help="Tokens of a rank in the largest call measured.",
 )
 @machine_options
 @click.option(
@@ -313,7 +310,7 @@ def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
     help="The file to write. [default: the one that jobs plan with]",
 )
 @click.option(
-    "--force", is_flag=True, help="Write it even where the machine was busy with something else."
+    "--force", is_flag=True, help="Write the file even if the machine was busy with something else."
 )
 def calibrate(
     num_ranks: int,
@@ -327,9 +324,9 @@ def calibrate(
 ) -> None:
     """Measure this machine, for `simulate` and `plan`, and for strategy="auto" of later jobs.
 
-    Takes some four minutes on a CPU, in which nothing else should run; where something did, nothing
-    is written. Jobs find the file by themselves; BURST_RT_HARDWARE=none makes them ignore it,
-    BURST_RT_HARDWARE=FILE take another.
+    Takes about four minutes on a CPU. Nothing else should run meanwhile: if the machine was busy,
+    no file is written. Jobs find the file by themselves. BURST_RT_HARDWARE=none makes jobs ignore
+    it, BURST_RT_HARDWARE=FILE makes them take another file.
     """
 
     from burst_rt.job.launched import DEVICE_VARIABLE
@@ -359,8 +356,7 @@ def calibrate(
     if doubtful and not force:
         raise ConfigError(
             f"calibrate: the machine was busy: {'; '.join(doubtful)}. Nothing was written to "
-            f"{path}; try again when nothing else runs, or "
-            "with --force"
+            f"{path}; try again when nothing else runs, or use --force"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -393,7 +389,7 @@ def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:
     if nodes is None:
         return hardware
     if world % nodes:
-        raise InputError(f"--nodes: {world} ranks do not spread evenly over {nodes} nodes")
+        raise InputError(f"--nodes: expected a divisor of --world {world}, got {nodes}")
     return replace(hardware, node=replace(hardware.node, ranks=world // nodes))
 
 
@@ -439,7 +435,7 @@ def _print(found: list[ModelForecast], title: str) -> None:
             kept,
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print("time: of one phase; idle, sent, memory: of the worst rank")
+    print("time: one phase; idle, sent and memory: the worst rank")
 
 
 def _seconds(value: float) -> str:

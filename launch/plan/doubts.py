@@ -79,8 +79,8 @@ def doubts(
     spread = _spread(equal.values())
     if spread > _SPREAD:
         yield (
-            f"equal tasks took unequally long (the slower quarter {spread:.1f} times as long as "
-            "the faster one)"
+            "the times of equal tasks differ too much (the upper quartile is "
+            f"{spread:.1f} times the lower quartile)"
         )
     for name, rate in hardware.device.rates.items():
         shortest_s = min(
@@ -89,9 +89,10 @@ def doubts(
         # Without a speed, launch_s is the time of the only size that was measured.
         has_speed = rate.flops_per_s is not None or rate.bytes_per_s is not None
         if has_speed and rate.launch_s > max(_MOST_LAUNCH_S, _TIMES_SHORTEST * shortest_s):
-            yield f"starting {name} would take {rate.launch_s * 1e3:.0f} ms"
+            yield f"starting {name} would take {rate.launch_s * 1e3:.0f} ms, which is far too long"
     if hardware.node.link.latency_s > _MOST_LAUNCH_S:
-        yield f"an empty message would take {hardware.node.link.latency_s * 1e3:.0f} ms"
+        latency_s = hardware.node.link.latency_s
+        yield f"an empty message would take {latency_s * 1e3:.0f} ms, which is far too long"
 
 
 def _spread(equal: Iterable[Sequence[float]]) -> float:

@@ -247,11 +247,9 @@ def _direction(
     layer: SpreadLayer, hardware: Hardware, *, forward: bool
 ) -> tuple[float, float, int]:
     run = layer.simulated(hardware, forward=forward)
-    return (
-        run.end_s,
-        max(rank.idle_s for rank in run.ranks),
-        max(rank.sent_bytes for rank in run.ranks),
-    )
+    idle_s = max(rank.idle_s for rank in run.ranks)
+    sent_bytes = max(rank.sent_bytes for rank in run.ranks)
+    return run.end_s, idle_s, sent_bytes
 
 
 def _memory_bytes(model: Model, layer: SpreadLayer, phase: Phase, *, recompute: bool) -> int:

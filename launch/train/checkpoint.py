@@ -43,7 +43,7 @@ from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import CHECKPOINT_NAME, TrainConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Size, Tensor, dtype
 
 __all__ = [
     "Checkpoint", "Claim", "Manifest", "claim", "copy_tensors", "find_checkpoint", "find_manifest",
@@ -87,7 +87,7 @@ class Manifest:
         config = self.config.resumed(chosen)
         if self.step >= config.steps:
             raise ConfigError(
-                f"--resume: {self.step} of {config.steps} steps are done, nothing is left; choose "
+                f"--resume: {self.step} of {config.steps} steps are done, no step is left; choose "
                 "more --steps."
             )
         return config
@@ -163,19 +163,21 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise _damaged(folder, f"its tensors cannot be read ({error})") from error
 
 
+def _forms(tensors: Mapping[str, Tensor]) -> set[tuple[str, dtype, Size]]:
+    """Names, types and shapes."""
+    return {(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
 def copy_tensors(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Copy each tensor of `source` into the tensor of that name in `target`. Raises ConfigError
     when names, types or shapes differ.
     """
-    expected, got = (
-        {(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        for tensors in (target, source)
-    )
-    if expected != got:
-        odd = sorted({name for name, *_ in expected ^ got})
+    differing = _forms(target) ^ _forms(source)
+    if differing:
+        odd = sorted({name for name, *_ in differing})
         raise ConfigError(
-            f"checkpoint: {', '.join(odd[:4])} do not fit its own configuration; it was not "
-            "written by this program."
+            f"checkpoint: the tensors {', '.join(odd[:4])} do not fit the checkpoint's own "
+            "configuration; this program did not write the checkpoint."
         )
     for name, tensor in target.items():
         tensor.copy_(source[name])
@@ -189,7 +191,7 @@ def find_checkpoint(path: Path) -> tuple[Path, Checkpoint]:
     """
     folder, checkpoint, passed_over = _newest(path, load_checkpoint)
     for reason in passed_over:
-        _log.warning("burst-rt: passed over: %s", reason)
+        _log.warning("burst-rt: skipped: %s", reason)
     return folder, checkpoint
 
 
@@ -225,13 +227,13 @@ def _read_manifest(folder: Path) -> Manifest:
         said, found = _text(folder / _SUMS).splitlines(keepends=True), _sums(folder)
         if said != found:
             odd = [line.split()[1] for line in found if line not in said] or [_SUMS]
-            raise _damaged(folder, f"{', '.join(odd)} is not what was written")
+            raise _damaged(folder, f"{', '.join(odd)} has changed since it was written")
         document = json.loads(_text(folder / _MANIFEST))
         wrote = document.pop("format")
         if wrote != FORMAT:
             raise ConfigError(
-                f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version that "
-                "wrote it."
+                f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version of "
+                "burst_rt that wrote the checkpoint."
             )
         manifest = Manifest.from_json(document)
     except OSError as error:
@@ -239,9 +241,9 @@ def _read_manifest(folder: Path) -> Manifest:
             raise
         raise _incomplete(folder, Path(error.filename).name) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(folder, f"{_MANIFEST} makes no sense ({error})") from error
+        raise _damaged(folder, f"{_MANIFEST} cannot be understood ({error})") from error
     if folder.name != _folder_name(manifest.step):
-        raise _damaged(folder, f"{_MANIFEST} is that of step {manifest.step}")
+        raise _damaged(folder, f"{_MANIFEST} belongs to step {manifest.step}")
     return manifest
 
 
@@ -249,7 +251,7 @@ def _incomplete(folder: Path, missing: str) -> ConfigError:
     if missing == _SUMS and (folder / _MANIFEST).exists():
         return ConfigError(
             f"checkpoint {folder} has no {_SUMS}: it is incomplete, or of format 1, which this "
-            "version does not read. Go on with the version that wrote it, or start a new run."
+            "version does not read. Use the version of burst_rt that wrote it, or start a new run."
         )
     return ConfigError(
         f"checkpoint {folder} is incomplete: {missing} is missing; delete it or use an older one."
@@ -361,11 +363,11 @@ def look(out: Path, *, resume: bool) -> None:
     """Raise what `claim` would raise now, and change nothing."""
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not place.is_dir():
-        raise ConfigError(f"--out: {place} is not a folder; name a new one, or a run's.")
-    if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"--out: {place} may not be written to by this user; choose another folder."
+            f"--out: {place} is not a folder; name a new folder, or the folder of a run."
         )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out: this user may not write to {place}; choose another folder.")
     if (out / _LOCK).exists():
         descriptor = os.open(out / _LOCK, os.O_RDONLY)
         try:
@@ -393,7 +395,7 @@ def _lock(path: Path, descriptor: int, kind: int) -> None:
             raise
         if kind == fcntl.LOCK_EX:
             _log.warning(
-                "burst-rt: %s cannot be locked (%s): see to it that no second run writes there",
+                "burst-rt: %s cannot be locked (%s): make sure that no second run writes there",
                 path,
                 error.strerror,
             )

@@ -70,7 +70,7 @@ _num_ranks_option = click.option(
     "num_ranks",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Launch on N ranks here. Without it: be one rank.",
+    help="Start N ranks on this machine. Without -n this process is one rank.",
 )
 
 
@@ -101,7 +101,7 @@ def _config_options(command: _F) -> _F:
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue the run in --out from its last checkpoint; options left out are taken from it.",
+    help="Continue the run in --out from its last checkpoint, which also gives omitted options.",
 )
 @machine_options
 @telemetry_options
@@ -111,9 +111,7 @@ def _config_options(command: _F) -> _F:
     default="auto",
     help="How progress is shown.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print nothing but the summary, as one JSON object."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print only the summary, as one JSON object.")
 @click.pass_context
 def train_command(
     context: click.Context,
@@ -127,8 +125,8 @@ def train_command(
 ) -> None:
     """Train a small byte-level language model, its sequences split over MPI ranks.
 
-    A Llama-style decoder whose attention is burst_attention: every rank holds a part of each
-    sequence, and the losses are those of one process that holds all of it.
+    A Llama-style decoder whose attention is burst_attention. Every rank holds a part of each
+    sequence, and the losses equal the losses of one process that holds whole sequences.
     """
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
@@ -164,7 +162,7 @@ def train_command(
 @click.option(
     "--data",
     type=_TEXT,
-    help="Text file or folder, split as for training. [default: that of training]",
+    help="Text file or folder, split as for training. [default: the text of training]",
 )
 @click.option("--seq-len", type=int, help="Bytes of a sequence. [default: as in training]")
 @click.option(
@@ -192,7 +190,8 @@ def eval_command(
 ) -> None:
     """Measure the perplexity of a checkpoint on held-out text.
 
-    A checkpoint of any world is measured on any other: the number is the same up to rounding.
+    The number of ranks may differ from the number in training: the perplexity is the same up to
+    rounding.
     """
     chosen = {name: value for name, value in _chosen_options(context).items() if name in values}
     if num_ranks is not None:

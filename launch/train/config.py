@@ -92,7 +92,7 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model: heads ({self.heads}) must be a multiple of kv-heads ({self.kv_heads}); "
-                "change either."
+                "change --heads or --kv-heads."
             )
 
 
@@ -104,25 +104,24 @@ class TrainConfig:
 
     data: str | None = field(
         default=None,
-        metadata=_option("Text file or folder of them. [default: Python's own library]"),
+        metadata=_option("Text file, or folder of text files. [default: Python's own library]"),
     )
     seq_len: int = field(
         default=2048,
         metadata=_positive("Bytes of a sequence, split over the ranks of a context group."),
     )
-    steps: int = field(default=320, metadata=_positive("Optimizer steps in all."))
-    batch: int = field(
-        default=1, metadata=_positive("Sequences of a step, over all ranks together.")
-    )
+    steps: int = field(default=320, metadata=_positive("Optimizer steps of the whole run."))
+    batch: int = field(default=1, metadata=_positive("Sequences of a step, all ranks together."))
     layers: int = field(default=4, metadata=_option("Layers of the model."))
     dim: int = field(default=128, metadata=_option("Width of the model."))
     heads: int = field(default=4, metadata=_option("Attention heads; must divide --dim."))
     kv_heads: int = field(default=2, metadata=_option("Key/value heads; must divide --heads."))
     lr: float = field(
-        default=3e-3, metadata=_positive("Peak learning rate (AdamW); ends at a tenth of it.")
+        default=3e-3,
+        metadata=_positive("Peak learning rate (AdamW); the last is a tenth of the peak."),
     )
     warmup: int = field(
-        default=20, metadata=_not_negative("Steps of linear warm-up before the cosine.")
+        default=20, metadata=_not_negative("Steps of linear warm-up before the cosine decay.")
     )
     weight_decay: float = field(default=0.1, metadata=_not_negative("Weight decay of matrices."))
     clip: float = field(default=1.0, metadata=_positive("Largest global norm of the gradients."))
@@ -140,12 +139,14 @@ class TrainConfig:
         default="auto",
         metadata=_option(
             f"How attention is spread over ranks: {', '.join(STRATEGIES)}. hybrid:N and "
-            "two-level:N: in groups of N ranks."
+            "two-level:N form groups of N ranks."
         ),
     )
     dtype: str = field(
         default="float32",
-        metadata=_option(f"Of products and attention: {', '.join(DTYPES)}. Weights are float32."),
+        metadata=_option(
+            f"Type of products and attention: {', '.join(DTYPES)}. Weights are float32."
+        ),
     )
     eval_every: int = field(
         default=40,
@@ -255,11 +256,11 @@ class RunOptions:
     def validate(self) -> None:
         """Raise ConfigError for options that contradict each other."""
         if self.resume and self.out is None:
-            raise ConfigError("--resume continues the run in --out DIR; name its folder.")
+            raise ConfigError("--resume needs --out DIR, the folder of the run to continue.")
         if self.out is not None and CHECKPOINT_NAME.fullmatch(self.out.name):
             # A run inside a checkpoint would be deleted with the checkpoint.
             raise ConfigError(
-                f"--out: {self.out} is named like a checkpoint; name its run's folder."
+                f"--out: {self.out} is named like a checkpoint; name the folder of the run."
             )
 
 

@@ -61,8 +61,8 @@ class Corpus:
         for kind, stream in (("training", self.train), ("held-out", self.heldout)):
             if len(stream) <= seq_len:
                 raise ConfigError(
-                    f"--seq-len: a sequence needs {seq_len + 1} bytes, the {kind} text has "
-                    f"{len(stream)}; shorten it or add text."
+                    f"--seq-len: a sequence needs {seq_len + 1} bytes, but the {kind} text has "
+                    f"{len(stream)}; choose a smaller --seq-len or add text."
                 )
 
 
@@ -86,11 +86,12 @@ def load_corpus(path: Path | None) -> Corpus:
     share = sum(map(len, heldout)) / max(1, sum(len(text) for _, text in documents))
     if len(documents) < _FEW_DOCUMENTS or not _LEAST_HELDOUT <= share <= _MOST_HELDOUT:
         cuts = [(text, len(text) - len(text) * HELDOUT_PERCENT // 100) for _, text in documents]
-        train, heldout = [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
+        train = [text[:cut] for text, cut in cuts]
+        heldout = [text[cut:] for text, cut in cuts]
     if not any(train) or not any(heldout):
         raise ConfigError(
             f"--data: found too little UTF-8 text in {name} ({len(documents)} documents) to train "
-            "and to hold some out."
+            "and to hold some out; add text."
         )
     streams = [SEPARATOR.join(train), SEPARATOR.join(heldout)]
     fingerprint = hashlib.sha256(

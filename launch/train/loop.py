@@ -343,6 +343,11 @@ def _summarise(trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float)
     last, recent = records[-1], [record for record in records if record.step > done]
     assert last.heldout_loss is not None
     assert last.heldout_perplexity is not None
+    last_losses = [record.loss for record in records[-LAST_STEPS:]]
+    speeds = [record.tokens_per_s for record in recent]
+    bytes_sent = sum(record.bytes_sent for record in recent)
+    step_s = sum(record.step_s for record in recent)
+    waited_s = sum(record.wait_fraction * record.step_s for record in recent)
     return Summary(
         world_size=mesh.world.world_size,
         data_parallel=mesh.data_size,
@@ -351,13 +356,12 @@ def _summarise(trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float)
         steps=last.step,
         resumed_after=done,
         loss_first=records[0].loss,
-        loss_last=statistics.fmean(record.loss for record in records[-LAST_STEPS:]),
+        loss_last=statistics.fmean(last_losses),
         heldout_loss=last.heldout_loss,
         heldout_perplexity=last.heldout_perplexity,
-        tokens_per_s=statistics.median(record.tokens_per_s for record in recent),
-        wait_fraction=sum(record.wait_fraction * record.step_s for record in recent)
-        / sum(record.step_s for record in recent),
-        bytes_sent=sum(record.bytes_sent for record in recent),
+        tokens_per_s=statistics.median(speeds),
+        wait_fraction=waited_s / step_s,
+        bytes_sent=bytes_sent,
         elapsed_s=elapsed_s,
         out=str(folder.path),
     )

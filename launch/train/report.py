@@ -186,7 +186,7 @@ class Evaluation:
 
 def show_evaluation(evaluation: Evaluation) -> None:
     """Print the table of a measurement."""
-    note = "" if evaluation.same_text else "; not the text it was trained on"
+    note = "" if evaluation.same_text else "; not the text that the model was trained on"
     rows = {
         "checkpoint": f"{evaluation.checkpoint} (step {evaluation.step})",
         "text": f"{evaluation.data}{note}",

@@ -157,9 +157,9 @@ def verdict(rehearsal: Rehearsal, faults: Faults, expected: Values) -> str:
                 for part, (value, right) in enumerate(zip(values, expected[rank], strict=True))
                 if value != right
             ]
-            return f"rank {rank} finished, and its parts {wrong} are wrong"
+            return f"rank {rank} finished with wrong values in parts {wrong}"
         if not finished and faults.harmless:
-            return f"rank {rank} did not finish, and nothing kept it from it: {error}"
+            return f"rank {rank} did not finish, although no fault was harmful: {error}"
         if not finished and rank not in gone and not isinstance(error, PeerLost | Stalled):
             return f"rank {rank} neither finished nor raised PeerLost or Stalled: {error!r}"
     return ""

@@ -135,9 +135,9 @@ class Network:
         num_nodes = -(-world_size // node.ranks)
         if num_nodes > 1 and nics is None:
             raise InputError(
-                f"simulate: {world_size} ranks on {hardware.name!r} are {num_nodes} nodes of "
-                f"{node.ranks}, but its file has no [nics]; "
-                "add them, or simulate fewer ranks"
+                f"simulate: {world_size} ranks on {hardware.name!r} need {num_nodes} nodes of "
+                f"{node.ranks} ranks, but the machine file has no [nics]; add [nics], or simulate "
+                f"at most {node.ranks} ranks"
             )
         self._hardware = hardware
         self._links = [_both_ways(node.link) for _ in range(world_size)]

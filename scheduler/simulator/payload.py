@@ -84,7 +84,7 @@ class Memory:
         value = self.values[part]
         if value is None:
             raise EmptyPart(
-                f"rank {self._rank}: {self._parts[part].name} is used and holds nothing",
+                f"rank {self._rank}: {self._parts[part].name} is used before it was written",
                 rank=self._rank,
             )
         return value

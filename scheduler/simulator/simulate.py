@@ -262,9 +262,9 @@ class Simulation:
                 or (graph.rank + shift) % graph.world_size != number
             ):
                 raise InputError(
-                    "simulate: expected a schedule for each rank of a world, in order; got at "
-                    f"place {number} of {len(schedules)} "
-                    f"that of rank {graph.rank} of {graph.world_size}, {shift} further on"
+                    "simulate: expected the schedule of each rank of one world, in order; got at "
+                    f"place {number} of {len(schedules)} the schedule of rank {graph.rank} of "
+                    f"{graph.world_size}, shifted by {shift} ranks"
                 )
             if id(schedule) not in plans:
                 plans[id(schedule)] = Plan(schedule, seconds)
@@ -315,7 +315,8 @@ class Simulation:
     def _stuck(self, rank: SimulatedRank) -> str:
         tasks = rank.plan.tasks
         return (
-            f"rank {rank.number} never ends {[tasks[t].name for t in rank.engine.unfinished()][:4]}"
+            f"rank {rank.number} never ends tasks "
+            f"{[tasks[t].name for t in rank.engine.unfinished()][:4]}"
         )
 
     # What `faults` changes.

@@ -214,7 +214,7 @@ raise PeerLost("rank 2 left", rank=world.rank, peer=2)
     job = _run(tmp_path, _JOIN + failure)
     assert job.exit_code == 69
     assert job.last_line.startswith("burst-rt: rank 2 left with exit code 0 after ")
-    assert job.last_line.endswith(" s while others were in a call")
+    assert job.last_line.endswith(" s while other ranks were in a call")
     assert "burst_rt.errors.PeerLost: rank 2 left" in job.err
 
 

@@ -53,17 +53,17 @@ _LAST_LINE = {
         r"own error \(exit code 1\)"
     ),
     "exit-0": (
-        r"burst-rt: rank {rank} left with exit code 0 after \d+\.\d s while others were in a "
+        r"burst-rt: rank {rank} left with exit code 0 after \d+\.\d s while other ranks were in a "
         r"call"
     ),
     "exit-3": r"burst-rt: rank {rank} failed after \d+\.\d s \(exit code 3\)",
-    # A process that ends without a word: the signal, or the exit code, is known from mpirun.
+    # A process that ends without a report: the signal, or the exit code, is known from mpirun.
     "os-exit-0": (
-        r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is [1-9]\d*\) "
+        r"burst-rt: rank {rank} ended without a report \(mpirun's exit code is [1-9]\d*\) "
         r"after \d+\.\d s"
     ),
     "os-exit-3": (
-        r"burst-rt: rank {rank} ended without a word \(mpirun's exit code is 3\) after "
+        r"burst-rt: rank {rank} ended without a report \(mpirun's exit code is 3\) after "
         r"\d+\.\d s"
     ),
     "sigkill": r"burst-rt: rank {rank} was killed by signal 9, SIGKILL after \d+\.\d s",
@@ -173,10 +173,11 @@ def test_a_rank_that_leaves_before_it_has_joined(
         assert re.fullmatch(_LAST_LINE[how].format(rank=1), last), job.text
         assert job.exit_code == 3, job.text
         return
-    how_told = "left with exit code 0 after .* s" if how == "exit-0" else "ended without a word"
-    where = "before it had started MPI" if when == "before MPI" else "before init"
+    how_told = "left with exit code 0 after .* s" if how == "exit-0" else "ended without a report"
+    where = "before it had started MPI" if when == "before MPI" else r"before burst_rt\.init"
     assert re.fullmatch(
-        rf"burst-rt: rank 1 {how_told}, {where}, where rank [02] waited for it; the job was ended",
+        rf"burst-rt: rank 1 {how_told}, {where}; rank [02] waited there for rank 1, so the job was "
+        r"ended",
         last,
     ), job.text
     assert job.exit_code == PeerLost.exit_code, job.text
@@ -198,7 +199,7 @@ def test_under_mpirun_a_rank_that_never_joins_ends_the_job_after_join_s(
     assert "Stalled: rank 0 of 2 waited 2 s in " in job.err, job.text
     if when == "before MPI":
         # A process that has started MPI waits for the others on its way out.
-        assert "1 of this host's 2 ranks have ended; still there are [0]" in job.err, job.text
+        assert "1 of this host's 2 ranks have ended; still running: ranks [0]" in job.err, job.text
 
 
 def test_ranks_that_end_at_different_times_are_no_failure(tmp_path: Path) -> None:
@@ -330,7 +331,8 @@ burst_rt.burst_attention(x, x, x, layout=layout)
     assert job.exit_code == Stalled.exit_code, job.text
     # Numbers of calls: joining took some.
     assert re.search(
-        r"Stalled: rank [02]: waited 3\.\d s .*: rank 1 has not entered call \d+, this one", job.err
+        r"Stalled: rank [02]: waited 3\.\d s .* to enter call \d+: rank 1 has not entered it",
+        job.err,
     ), job.text
 
 
@@ -471,7 +473,7 @@ burst_rt.burst_attention(x, x, x, layout=ctx.layout(8))
     job = run_job(tmp_path / "program.py", 2, cwd=tmp_path, timeout_s=30)
     assert job.exit_code == Stalled.exit_code, job.text
     assert re.search(
-        r"Stalled: rank 0: waited 3\.\d s for the other ranks to enter the call \(timeout_s\)",
+        r"Stalled: rank 0: waited 3\.\d s \(timeout_s\) for the other ranks to enter call \d+",
         job.err,
     ), job.text
     *_, failed, last = job.err.rstrip("\n").split("\n")

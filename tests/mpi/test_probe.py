@@ -47,5 +47,5 @@ def test_memory_that_mpi_does_not_take() -> None:
     from mpi4py import MPI
 
     finding = probe_device_mpi(find_launcher(), "meta", "no memory")
-    assert finding.found.startswith("not taken, messages go through pinned host memory")
+    assert finding.found.startswith("MPI does not take it; messages go through pinned host memory")
     assert last_answer(MPI.Get_library_version().strip(), "no memory") is False

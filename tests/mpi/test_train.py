@@ -533,7 +533,7 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank(
             "expected a complete checkpoint",
         ),
         (config, resumed, {"kv_heads": 4}, [text] * 3, "another model"),
-        (config, resumed, {}, [text] * 3, "nothing is left"),
+        (config, resumed, {}, [text] * 3, "no step is left"),
         (config, resumed, {"steps": 60, "context_parallel": 2}, [text] * 3, "--context-parallel"),
         (config, resumed, {"steps": 60, "data": str(other)}, [text] * 3, "not the text"),
     ]

@@ -212,11 +212,11 @@ def test_the_verdict_names_what_is_wrong() -> None:
     right = _rehearse(world, none)
     assert verdict(right, none, world.expected) == ""
     wrong = replace(right, values=[right.values[0], [*right.values[1][:-1], 7]])
-    assert f"rank 1 finished, and its parts [{len(right.values[1]) - 1}] are wrong" in verdict(
+    assert f"rank 1 finished with wrong values in parts [{len(right.values[1]) - 1}]" in verdict(
         wrong, none, world.expected
     )
     unfinished = replace(right, finished=(False, True), errors=(Stalled("late"), None))
-    assert "rank 0 did not finish, and nothing kept it from it: late" in verdict(
+    assert "rank 0 did not finish, although no fault was harmful: late" in verdict(
         unfinished, none, world.expected
     )
     assert verdict(unfinished, loss, world.expected) == ""

@@ -349,7 +349,7 @@ def outcome_of_damage(seed: int, run: Path, saved: Mapping[int, Checkpoint]) -> 
     step = loaded.manifest.step
     assert _same(loaded, saved[step]), about
     # One whose whole folder is gone leaves nothing to tell.
-    assert step == 10 or "passed over: checkpoint" in told.text or not folder.exists(), about
+    assert step == 10 or "skipped: checkpoint" in told.text or not folder.exists(), about
     save_checkpoint(run, saved[10], keep=2)
     assert _same(find_checkpoint(run)[1], saved[10]), about
     return "no effect" if step == 10 else "passed over"
@@ -402,7 +402,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     with pytest.raises(ConfigError, match="step-00000010"):
         find_checkpoint(damaged)
     assert find_checkpoint(tmp_path)[0] == tmp_path / "checkpoints" / "step-00000005"
-    assert caplog.text.count("passed over: checkpoint") == 1
+    assert caplog.text.count("skipped: checkpoint") == 1
     assert "step-00000010" in caplog.text
 
 
@@ -445,7 +445,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, _checkpoint(5), keep=2)
     _change(folder, {"format": 99}, cover=True)
     with pytest.raises(
-        ConfigError, match="expected format 2, got 99; use the version that wrote it"
+        ConfigError, match="expected format 2, got 99; use the version of burst_rt that wrote"
     ):
         load_checkpoint(folder)
     # As format 1 was.
@@ -454,8 +454,8 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"of format 1, which this version does not read\. Go on with the version that wrote "
-            r"it"
+            r"of format 1, which this version does not read\. Use the version of burst_rt that "
+            r"wrote it"
         ),
     ):
         load_checkpoint(folder)

@@ -68,7 +68,7 @@ def test_of_nccl_it_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyP
     )["NCCL"]
     assert (nccl.state, nccl.found.partition(":")[0]) == (
         "warning",
-        "its library, or one of another version, is missing",
+        "its library, or the right version, is missing",
     )
     assert "for GPUs only" not in nccl.advice
 

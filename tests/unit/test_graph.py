@@ -214,7 +214,7 @@ def _one(g: GraphBuilder) -> Buffer:
         (lambda: _builder().buffer("b", size_bytes=-1), "at least 0 bytes"),
         (
             lambda: _builder().compute("c", _WORK, lane="tensor cores"),
-            "names lane 'tensor cores'; the lanes are",
+            "lane of task 'c' must be one of .*, got 'tensor cores'",
         ),
         (lambda: _builder().exchange("x", tag=0), "at least one send or receive"),
         (

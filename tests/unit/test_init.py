@@ -127,7 +127,7 @@ def test_a_group_of_another_library_is_refused_with_what_to_do(
     with pytest.raises(
         ConfigError,
         match=(
-            r"got ProcessGroup\. Groups of torch\.distributed are not taken: start the ranks "
+            r"got ProcessGroup, a group of torch\.distributed\. Start the ranks "
             r"with `burst-rt run`"
         ),
     ):

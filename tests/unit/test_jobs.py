@@ -30,7 +30,7 @@ def test_a_job_is_found_and_only_its_user_may_read_it(folder: Path) -> None:
     assert find_job(None) == find_job(os.getpid())
     assert (find_job(None).address, find_job(None).secret) == ("unix:/nowhere", "secret")
     path.unlink()
-    with pytest.raises(ConfigError, match="no job with telemetry runs here"):
+    with pytest.raises(ConfigError, match="no job of this user runs here with telemetry"):
         find_job(None)
 
 

@@ -105,7 +105,11 @@ _REFUSED = {
     ),
     "MPI among threads": ([_THREAD] * 2, "mpi", "threads of one process"),
     "threads of an MPI job": ([_CPU] * 2, "local", "processes of an MPI job"),
-    "some ranks without a GPU": ([_GPUS[0], _CPU, _GPUS[1]], "auto", r"ranks \[1\] have none"),
+    "some ranks without a GPU": (
+        [_GPUS[0], _CPU, _GPUS[1]],
+        "auto",
+        r"ranks \[1\] compute on the CPU",
+    ),
 }
 
 
@@ -196,7 +200,7 @@ def test_a_rank_that_cannot_join_is_every_ranks_error(odd: int) -> None:
             ConfigError,
             f"rank {odd}: init: transport must be .* got 'pigeon'",
         ),
-        ({"transport": "staged"}, ContractMismatch, "different transports"),
+        ({"transport": "staged"}, ContractMismatch, "transport must be the same on every rank"),
     ]
     for options, kind, message in wrong:
         with ThreadPoolExecutor(3) as pool:

@@ -464,7 +464,10 @@ def test_which_kernel_is_taken() -> None:
     for dtype in _DTYPES:
         picked = pick(Work(cpu, dtype, 64, Full()))
         # Nothing is measured where there is nothing to choose.
-        assert (picked.kernel.name, picked.reason) == ("cpu", "the only one here that can")
+        assert (picked.kernel.name, picked.reason) == (
+            "cpu",
+            "the only kernel here that can compute this call",
+        )
     picked = pick(Work(cpu, torch.float32, 64, Full()), "naive")
     assert (picked.kernel.name, picked.reason) == ("naive", "asked for by name")
     with pytest.raises(

@@ -177,7 +177,7 @@ def test_memory_of_a_rank() -> None:
 )
 def test_what_the_ranks_cannot_share_is_named(change: dict[str, int], name: str) -> None:
     shape = LayerShape(**(vars(_SHAPE) | change))
-    with pytest.raises(InputError, match=f"8 ranks share {name}, so 8 must divide it"):
+    with pytest.raises(InputError, match=f"the number of ranks must divide {name}, got 8 ranks"):
         SpreadLayer(shape, 64, 8, "tensor-parallel")
 
 

@@ -155,7 +155,8 @@ def test_a_tensor_of_the_wrong_length_is_refused() -> None:
         ):
             layout.unshard(torch.zeros(4 if ctx.rank == 1 else 5), dim=0)
         with pytest.raises(
-            InputError, match=r"rank 0: layout\.unshard: .* requires grad; pass x\.detach\(\)"
+            InputError,
+            match=r"rank 0: layout\.unshard: x must not require grad, .*; pass x\.detach\(\)",
         ):
             layout.unshard(torch.zeros(5, requires_grad=ctx.rank == 0), dim=0)
         with torch.no_grad():

@@ -53,13 +53,16 @@ BAD: dict[str, tuple[Mask, str]] = {
         Mine(said=lambda q, kv: "partial"),
         "relation must return a burst_rt.Relation, got 'partial'",
     ),
-    "full where it is not": (Mine(said=_always(Relation.FULL)), "relation says FULL"),
-    "empty where it is not": (Mine(said=_always(Relation.EMPTY)), "relation says EMPTY"),
+    "full where it is not": (Mine(said=_always(Relation.FULL)), "relation returned FULL"),
+    "empty where it is not": (Mine(said=_always(Relation.EMPTY)), "relation returned EMPTY"),
     "a number for a truth": (
         Mine(seen=lambda q, kv: q - kv),
-        r"must give booleans \[5, 5\], got torch.int64",
+        r"broadcasts to \[5, 5\] .*, got torch.int64",
     ),
-    "one truth for all": (Mine(seen=lambda q, kv: True), "must give booleans .*, got True"),
+    "one truth for all": (
+        Mine(seen=lambda q, kv: True),
+        "must return a tensor of booleans .*, got True",
+    ),
     "another shape": (Mine(seen=lambda q, kv: (q >= kv)[:3]), r"got torch.bool of shape \(3, 5\)"),
     "a method that raises": (
         Mine(seen=lambda q, kv: q.no_such_method()),
@@ -72,11 +75,11 @@ BAD: dict[str, tuple[Mask, str]] = {
             seen=Full().allows,
             cut=lambda q, kv: 2 * (Piece(0, len(q), 0, len(kv), False, False, 1),),
         ),
-        "pieces of q .* are not the pairs that allows is true for, each once",
+        "pieces for q .* must cover the pairs for which allows is true, each pair once",
     ),
     "a repr by its address": (
         type("Nameless", (Mask,), {})(),
-        r"Nameless: repr\(\) must say everything about the mask",
+        r"Nameless: repr\(\) must show every parameter of the mask",
     ),
     "a relation that raises": (
         type("Lost", (Mask,), {"__repr__": lambda self: "Lost()"})(),
@@ -103,7 +106,7 @@ def test_a_mask_that_knows_tensors_only_passes() -> None:
 def test_in_a_world_of_one_nobody_compares_masks() -> None:
     nameless = type("Nameless", (Causal,), {"__repr__": object.__repr__})()
     check_mask(nameless, 40, 40, shared=False)
-    with pytest.raises(InputError, match=r"repr\(\) must say everything"):
+    with pytest.raises(InputError, match=r"repr\(\) must show every parameter"):
         check_mask(nameless, 40, 40)
 
 

@@ -195,8 +195,8 @@ def test_device_memory_is_not_staged() -> None:
 
     for message in burst_rt.run_local(2, call):
         assert (
-            "rank 1: Pipeline.run: here[0] is on meta, and custom pipelines are not staged"
-            in message
+            "rank 1: Pipeline.run: here[0] is on meta, and the staged transport does not support "
+            "custom pipelines" in message
         )
 
 
@@ -261,4 +261,4 @@ def test_a_graph_for_other_lanes_is_refused() -> None:
         return str(caught.value)
 
     for message in burst_rt.run_local(2, call):
-        assert "other lanes than this machine's (local on cpu)" in message
+        assert "the lanes of this context (local on cpu), got others" in message

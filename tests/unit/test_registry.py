@@ -128,7 +128,8 @@ def test_only_kernels_that_can_and_repeat_themselves_are_measured(
     several = pick(_square(2))
     assert several.kernel.name == "triton"
     assert several.reason.startswith(
-        "the only one here that can; the cudnn kernel rounds what each of its calls gives"
+        "the only kernel here that can compute this call; the cudnn kernel rounds each partial "
+        "result"
     )
     backward = pick(_square(forward=False))
     assert backward.kernel.name == "triton"
@@ -146,7 +147,7 @@ def test_only_kernels_that_can_and_repeat_themselves_are_measured(
     rounded = pick(_square(2, partials="16bit"))
     assert rounded.kernel.name == "cudnn"
     assert rounded.reason.endswith(
-        "partials are 16-bit: what each of its calls gives is rounded to bfloat16"
+        "partials are 16-bit: each partial result is rounded to bfloat16"
     )
 
 
@@ -265,7 +266,7 @@ def test_on_a_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     _measure_by(monkeypatch, clock)
     with burst_rt.init(device="cpu") as ctx:
         x = torch.zeros(1, 8, 2, 16)
-        assert "kernel cpu: the only one here that can\n" in str(
+        assert "kernel cpu: the only kernel here that can compute this call\n" in str(
             burst_rt.explain(x, x, x, layout=ctx.layout(8))
         )
     with pytest.raises(

@@ -157,11 +157,13 @@ def test_one_group_is_one_tile() -> None:
 
 def test_what_does_not_divide_is_refused_by_name() -> None:
     p = problem(64, 64, 4, heads=(6, 2))
-    with pytest.raises(InputError, match="4 must divide the kv heads, got 2"):
+    with pytest.raises(InputError, match="4 must divide the number of kv heads, got 2"):
         choose(p, "all-to-all", forward=True)
-    with pytest.raises(InputError, match="groups of 3 of 4 ranks"):
+    with pytest.raises(InputError, match="groups of 3 and 4 ranks"):
         choose(p, "hybrid:3", forward=False)
-    with pytest.raises(InputError, match="whole nodes of the same size, got 4 ranks, 3 a node"):
+    with pytest.raises(
+        InputError, match="must divide the number of ranks, got 3 ranks per node and 4 ranks"
+    ):
         choose(p, "two-level:3", forward=True)
     # By itself it takes groups that can share the heads.
     assert choose(p, "hybrid", forward=True, ranks_per_node=4).strategy == "hybrid:2"

@@ -395,22 +395,29 @@ def test_copies_meet_in_a_half_duplex_way_to_the_host_and_in_the_switch() -> Non
 
 def test_a_wait_in_a_circle_is_a_deadlock() -> None:
     graphs = [replace(_messages((0, 1, 8))[0]), _world(lambda g: None, lambda g: None)[1]]
-    with pytest.raises(Deadlock, match=r"rank 0 never ends \['out 0'\]"):
+    with pytest.raises(Deadlock, match=r"rank 0 never ends tasks \['out 0'\]"):
         _run(graphs, _on(_NODE))
 
 
 def test_a_machine_of_one_node_refuses_more_ranks_than_it_has() -> None:
     with pytest.raises(
-        InputError, match=r"5 ranks on 'test' are 2 nodes of 4, but its file has no \[nics\]"
+        InputError,
+        match=r"5 ranks on 'test' need 2 nodes of 4 ranks, but the machine file has no \[nics\]",
     ):
         _run(_ring(5, tile_s=1, size_bytes=1), _on(_NODE))
 
 
 def test_schedules_that_are_no_world_are_refused() -> None:
     schedules = [Schedule.of(graph) for graph in _ring(3, tile_s=1, size_bytes=1)]
-    with pytest.raises(InputError, match="got at place 0 of 2 that of rank 0 of 3, 0 further on"):
+    with pytest.raises(
+        InputError, match="got at place 0 of 2 the schedule of rank 0 of 3, shifted by 0"
+    ):
         simulate(schedules[:2])
-    with pytest.raises(InputError, match="got at place 1 of 3 that of rank 2 of 3, 0 further on"):
+    with pytest.raises(
+        InputError, match="got at place 1 of 3 the schedule of rank 2 of 3, shifted by 0"
+    ):
         simulate([schedules[0], schedules[2], schedules[1]])
-    with pytest.raises(InputError, match="got at place 1 of 3 that of rank 0 of 3, 2 further on"):
+    with pytest.raises(
+        InputError, match="got at place 1 of 3 the schedule of rank 0 of 3, shifted by 2"
+    ):
         simulate([Rotated(schedules[0], shift) for shift in (0, 2, 1)])

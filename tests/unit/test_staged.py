@@ -126,12 +126,12 @@ def test_chunks_of_one_tag_are_counted_together() -> None:
     g = GraphBuilder(0, 2)
     parts = [g.buffer(f"b{i}", size_bytes=3000, initialised=True) for i in range(2)]
     g.exchange("x", sends=[(part, 1) for part in parts], tag=0)
-    with pytest.raises(ConfigError, match="are 6,000 chunks, more than 4,096"):
+    with pytest.raises(ConfigError, match="cut into 6,000 chunks, at most 4,096"):
         staged(g.build(), chunk_bytes=1)
 
 
 def test_too_many_chunks_are_refused() -> None:
     g = GraphBuilder(0, 2, DEVICE_LANES)
     g.exchange("x", sends=[(g.buffer("b", size_bytes=4097, initialised=True), 1)], tag=0)
-    with pytest.raises(ConfigError, match="use larger ones"):
+    with pytest.raises(ConfigError, match="use larger chunks"):
         staged(g.build(), 1)

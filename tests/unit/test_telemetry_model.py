@@ -118,14 +118,14 @@ def test_a_lost_rank_is_named_with_what_it_did() -> None:
     model = _job()
     _feed(model, 1, [beat(1, 4.0, number=3, doing="hop 2", since_s=3.0, hop=2)], at_s=4.0)
     model.advance(4.5)
-    model.apply(4.5, -1, Presence(1, "lost", "its connection ended without a word"))
+    model.apply(4.5, -1, Presence(1, "lost", "its connection closed unexpectedly"))
     rank = model.snapshot().ranks[1]
     assert (rank.status, rank.call, rank.doing, rank.hop) == ("lost", 3, "hop 2", 2)
     assert rank.doing_since_s == pytest.approx(3.0)
     event = model.snapshot().events[-1]
     assert event.severity is Severity.ERROR
     known = "last heard 0.5 s before, in call 3, hop 2, for 1.0 s"
-    assert event.line == f"4.500 s rank 1 lost: its connection ended without a word; {known}"
+    assert event.line == f"4.500 s rank 1 lost: its connection closed unexpectedly; {known}"
     assert rank.ending == event.text
     lost = model.first_lost
     assert lost is not None

@@ -196,7 +196,7 @@ def test_a_summary_names_the_longest_stalls_and_their_cause(path: Path) -> None:
     assert [first.transfer_s, first.hidden_s] == pytest.approx([1.2, 0.4])
     causes = [stall.cause for stall in found.stalls]
     assert "rank 1 entered the call 500.0 ms later" in causes
-    assert "rank 1 was not there yet, and had not come to 'hop 0'" in causes
+    assert "rank 1 had not reached 'hop 0'" in causes
     assert "'hop 0' from rank 1 was on the wire: 1,000 bytes in 500.0 ms" in causes
     assert [stall.duration_s for stall in found.stalls] == sorted(
         (stall.duration_s for stall in found.stalls), reverse=True

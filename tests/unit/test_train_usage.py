@@ -48,7 +48,7 @@ _TRAIN: list[tuple[str, list[str]]] = [
     ("--device cuda", ["--device: cuda was asked for", "no GPUs"]),
     ("--device cuda:3", ["--device: cuda:3 was asked for"]),
     ("--device tpu", ["--device: expected auto, cpu, cuda or cuda:N, got tpu"]),
-    ("--resume", ["--resume continues the run in --out DIR"]),
+    ("--resume", ["--resume needs --out DIR"]),
     (
         "--resume --out nothing",
         [
@@ -69,7 +69,7 @@ _TRAIN: list[tuple[str, list[str]]] = [
     ("--resume --out run --data nowhere", ["--data", "nowhere does not exist"]),
     (
         "--resume --out run/checkpoints/step-00000005",
-        ["named like a checkpoint", "name its run's folder"],
+        ["named like a checkpoint", "name the folder of the run"],
     ),
     ("--out run", ["run already holds a run", "--resume"]),
     ("--out text", ["--out: text is not a folder"]),
@@ -83,10 +83,13 @@ _TRAIN: list[tuple[str, list[str]]] = [
     ("--lr nan", ["--lr must be positive, got nan"]),
     ("--layout diagonal", ["--layout must be one of contiguous, striped, zigzag, got diagonal"]),
     ("--dtype int8", ["--dtype must be one of"]),
-    ("--strategy hybrid:3", ["--strategy", "groups of 3 of 4 ranks"]),
-    ("--strategy hybrid:4", ["--strategy", "4 must divide the kv heads, got 2"]),
-    ("--strategy two-level:3", ["--strategy", "4 ranks, 3 a node"]),
-    ("--strategy all-to-all --kv-heads 1", ["--strategy", "4 must divide the kv heads, got 1"]),
+    ("--strategy hybrid:3", ["--strategy", "groups of 3 and 4 ranks"]),
+    ("--strategy hybrid:4", ["--strategy", "4 must divide the number of kv heads, got 2"]),
+    ("--strategy two-level:3", ["--strategy", "3 ranks per node and 4 ranks"]),
+    (
+        "--strategy all-to-all --kv-heads 1",
+        ["--strategy", "4 must divide the number of kv heads, got 1"],
+    ),
     ("--strategy circle", ["--strategy", "circle"]),
 ]
 _EVAL: list[tuple[str, list[str]]] = [

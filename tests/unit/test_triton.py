@@ -87,7 +87,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.float16,
             16,
             Both(Full(), Causal()),
-            r"masks Full and Causal, got Both\(first=Full\(\), second=Causal\(\)\)",
+            r"masks Full and Causal only, got Both\(first=Full\(\), second=Causal\(\)\)",
         ),
     ):
         reason = kernel.refuses(Work(device, dtype, head_dim, mask))

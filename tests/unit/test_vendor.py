@@ -402,7 +402,7 @@ def test_exact_partials_are_the_default_and_rounded_ones_are_told() -> None:
             else:
                 with pytest.raises(
                     InputError,
-                    match=r"rounds what each of its calls gives to bfloat16.*partials='16bit'",
+                    match=r"rounds each partial result to bfloat16.*partials='16bit'",
                 ):
                     _explained(ctx, kv_len, causal=True)
 
@@ -412,7 +412,7 @@ def test_exact_partials_are_the_default_and_rounded_ones_are_told() -> None:
         2, lambda ctx: _explained(ctx, 64, causal=True), kernel="flash", partials="16bit"
     )
     forward, backward = words[0].split("backward:")
-    assert "partials are 16-bit: what each of its calls gives is rounded to bfloat16" in forward
+    assert "partials are 16-bit: each partial result is rounded to bfloat16" in forward
     assert "differ" not in forward
     assert "partials are 16-bit" in backward
     assert "differ in the last bits from run to run" in backward
@@ -463,7 +463,7 @@ def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
                 fine._replace(
                     mask=Both(Causal(), Full()), tiles=((Piece(0, 8, 0, 8, False, True, 64),),)
                 ),
-                "leaves other shapes",
+                "into other shapes",
             ),
         ):
             reason = kernel.refuses(work)

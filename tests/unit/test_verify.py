@@ -237,7 +237,8 @@ _FAULTS = [
         "wrong size",
         _FREE_RING,
         lambda w: _with_message(w, 0, "hop 0", "recvs", size_bytes=_BYTES - 4),
-        r"rank 2: task 0 'hop 0' sends 8 bytes with tag 0, rank 0: task 0 'hop 0' expects 4",
+        r"rank 2: task 0 'hop 0' sends 8 bytes with tag 0, but rank 0: task 0 'hop 0' "
+        r"expects 4 bytes",
     ),
     _Fault(
         "swapped tags",
@@ -251,8 +252,8 @@ _FAULTS = [
         "swapped tags on an ordered lane",
         _two_messages(_ORDERED),
         lambda w: _with_message(_with_message(w, 0, "m0", "sends", tag=1), 0, "m1", "sends", tag=0),
-        r"rank 0 sends tags \[1, 0\] to rank 1, which receives in the order \[0, 1\]: an ordered "
-        r"lane would mix them up",
+        r"rank 0 sends tags \[1, 0\] to rank 1, which receives tags \[0, 1\]: an ordered "
+        r"lane matches messages by order, so both orders must be the same",
     ),
     _Fault(
         "a tag used twice with one peer",
@@ -263,7 +264,7 @@ _FAULTS = [
             for g in [_with_message(w, r, "m1", "recvs" if r else "sends", tag=0)[r]]
         ],
         r"rank 0: task 0 'm0' and task 1 'm1' both use tag 0 with rank 1; give each exchange its "
-        r"own",
+        r"own tag",
     ),
     _Fault(
         "a peer outside the world",
@@ -345,13 +346,15 @@ _FAULTS = [
             "both",
             writes=(_part(w[0], "out"),),
         ),
-        r"rank 0: task 0 'both' receives into a part that it also reads, sends or receives into",
+        r"rank 0: task 0 'both' receives into a part twice, or into a part that it also reads or "
+        r"sends",
     ),
     _Fault(
         "an exchange that receives twice into one part",
         _one_exchange(),
         lambda w: _with_message(w, 1, "all", "recvs", part=_part(w[1], "large")),
-        r"rank 1: task 0 'all' receives into a part that it also reads, sends or receives into",
+        r"rank 1: task 0 'all' receives into a part twice, or into a part that it also reads or "
+        r"sends",
     ),
     # Edges.
     _Fault(
@@ -391,8 +394,8 @@ _FAULTS = [
         "an ordered communication lane beside another",
         _ORDERED_RING,
         lambda w: _with_task(_with_lane(w, 1, Lane("mpi")), 1, "hop 1", lane="mpi"),
-        r"rank 1: exchanges are on lanes \['mpi', 'network'\]; an ordered communication lane must "
-        r"be the only one",
+        r"rank 1: exchanges are on lanes \['mpi', 'network'\]; a graph with exchanges on an "
+        r"ordered lane must have all its exchanges on that lane",
     ),
     _Fault(
         "a task that computes and exchanges",
@@ -449,7 +452,7 @@ _FAULTS = [
                 w[1], tasks=tuple(replace(t, id=i) for i, t in enumerate(reversed(w[1].tasks)))
             ),
         ],
-        r"rank 0 sends tags \[0, 1\] to rank 1, which receives in the order \[1, 0\]",
+        r"rank 0 sends tags \[0, 1\] to rank 1, which receives tags \[1, 0\]",
     ),
 ]
 

@@ -159,7 +159,7 @@ def test_a_message_that_never_ends(hasty: World, ends: Ends) -> None:
     hasty.device[0].held.add("network")
     hasty.run()
     error = ends.one()
-    _about(error, "hop 1", r"no task of it has ended for \d\.\d s \(timeout_s\)")
+    _about(error, "hop 1", r"no task of the call has ended for \d\.\d s \(timeout_s\)")
     assert type(error) is Stalled
     assert error.elapsed_s is not None
     assert error.elapsed_s > 1.0
@@ -171,7 +171,7 @@ def test_work_of_the_callers_may_take_as_long_as_it_likes(hasty: World, ends: En
     hasty.run()
     assert not ends.came.wait(1.7)
     hasty.device[0].held -= {"caller", "compute"}
-    _about(ends.one(), "hop 1", "no task of it has ended for")
+    _about(ends.one(), "hop 1", "no task of the call has ended for")
 
 
 def test_tasks_that_end_are_progress(hasty: World, ends: Ends) -> None:
@@ -180,7 +180,7 @@ def test_tasks_that_end_are_progress(hasty: World, ends: Ends) -> None:
     time.sleep(0.5)
     hasty.device[0].held.remove("network")
     assert not ends.came.wait(0.7)
-    _about(ends.one(), "own tile", "no task of it has ended for")
+    _about(ends.one(), "own tile", "no task of the call has ended for")
 
 
 def test_a_thread_that_does_not_come_back_from_nccl(hasty: World, ends: Ends) -> None:
@@ -295,7 +295,7 @@ def test_a_closed_contexts_calls_are_watched_to_their_end(hasty: World, ends: En
     hasty.device[0].held.add("network")
     hasty.run()
     hasty.ctx[0].close()
-    _about(ends.one(), "hop 1", "no task of it has ended for")
+    _about(ends.one(), "hop 1", "no task of the call has ended for")
 
 
 def test_an_error_of_this_ranks_own_call_is_the_one_that_is_told(world: World, ends: Ends) -> None:

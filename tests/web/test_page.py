@@ -197,7 +197,7 @@ def _kill_a_rank(page: Page, job: RunningCommand, pictures: Path) -> None:
     expect(page.locator("#banner")).to_contain_text("The job has ended", timeout=15_000)
     # What was last seen stays, and so does who was lost first.
     expect(page.locator("#banner")).to_contain_text(
-        re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d: its connection ended")
+        re.compile(r"Rank 2 was lost first, at \d+:\d\d\.\d: its connection closed")
     )
     _expect_one_cause(page)
     page.screenshot(path=pictures / "lost.png")
@@ -216,7 +216,7 @@ def _expect_one_cause(page: Page) -> None:
     expect(page.locator("#health")).to_have_text("✕ rank 2 was lost first, 3 ended after it")
     cause = page.locator(".cause")
     expect(cause).to_contain_text(
-        "first: rank 2 lost its connection ended without a word; last heard"
+        "first: rank 2 lost its connection closed unexpectedly; last heard"
     )
     expect(cause).to_be_in_viewport(ratio=1)
     expect(cause.locator("time")).to_have_text(re.compile(r"^\d+:\d\d\.\d$"))

@@ -159,7 +159,7 @@ def _compile(request: Request) -> Compiled:
         used = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("--dump-resource-usage", cubin))
         sass = _cuobjdump("--dump-sass", cubin)
     if used is None:
-        raise DeviceError(f"cuobjdump says nothing of the resources of {request}")
+        raise DeviceError(f"cuobjdump reports no resource usage for {request}")
     counts = {name: len(re.findall(pattern, sass)) for name, pattern in _INSTRUCTIONS.items()}
     return Compiled(request, config, int(used[1]), int(used[2]), built.metadata.shared, counts)
 

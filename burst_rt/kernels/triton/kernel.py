@@ -72,7 +72,7 @@ class TritonKernel(Kernel):
                 f"{work.head_dim}"
             )
         if work.mask.rule is Rule.OWN:
-            return f"the triton kernel has code for the masks Full and Causal, got {work.mask!r}"
+            return f"the triton kernel takes the masks Full and Causal only, got {work.mask!r}"
         return None
 
     def remarks(self, work: Work) -> tuple[str, ...]:

@@ -104,11 +104,11 @@ class Hybrid:
         inner, group = self.ring.problem, rank // self.group_size
         own = (self.problem.q_blocks if role.queries else self.problem.kv_blocks)[rank]
         runs = (inner.q_blocks if role.queries else inner.kv_blocks)[group]
-        return tuple(
-            next((i, run.index(b[0]), len(b)) for i, run in enumerate(runs) if b[0] in run)
-            for b in own
-            if b
-        )
+        places = []
+        for block in filter(None, own):
+            number, run = next((i, run) for i, run in enumerate(runs) if block[0] in run)
+            places.append((number, run.index(block[0]), len(block)))
+        return tuple(places)
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
@@ -274,14 +274,14 @@ def _inner(problem: Problem, size: int) -> Problem:
     world, heads, kv_heads = problem.world_size, problem.num_heads, problem.num_kv_heads
     if size < 1 or world % size:
         raise InputError(
-            f"all-to-all: groups must divide the world, got groups of {size} of {world} ranks; "
-            "name a divisor: 'hybrid:N'"
+            f"all-to-all: the size of a group must divide the number of ranks, got groups of "
+            f"{size} and {world} ranks; name a divisor of {world}: 'hybrid:N'"
         )
     if kv_heads % size:
         raise InputError(
-            f"all-to-all: a group's {size} ranks share the heads, so {size} must divide the kv "
-            f"heads, got {kv_heads} (and {heads} query "
-            "heads); use smaller groups ('hybrid:N'), or a ring"
+            f"all-to-all: the {size} ranks of a group share the heads, so {size} must divide the "
+            f"number of kv heads, got {kv_heads} kv heads (and {heads} query heads); use smaller "
+            "groups ('hybrid:N'), or a ring"
         )
     layouts = [
         Layout(
@@ -308,10 +308,10 @@ def _group_blocks(blocks: _Blocks, size: int) -> _Blocks:
     Every group has the same number of blocks, as few as possible. Where there are several groups, a
     group has at least two, so that gradient sums can travel block by block.
     """
-    groups = [
-        sorted((b for own in blocks[i : i + size] for b in own if b), key=lambda b: b.start)
-        for i in range(0, len(blocks), size)
-    ]
+    groups = []
+    for first in range(0, len(blocks), size):
+        members = [b for own in blocks[first : first + size] for b in own if b]
+        groups.append(sorted(members, key=lambda b: b.start))
     joined = [_join(group) for group in groups]
     count = max(1 if len(groups) == 1 else 2, *map(len, joined))
     return tuple(

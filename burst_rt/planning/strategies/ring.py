@@ -24,11 +24,11 @@ started, an empty block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from burst_rt.planning.masks import Piece, Rule
 from burst_rt.planning.operations import (
@@ -51,6 +51,8 @@ from burst_rt.planning.strategies.routes import OneRing, Route
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
+
+_T = TypeVar("_T")
 
 # How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
 _EDGE = 512
@@ -150,10 +152,7 @@ class Ring:
 
         The rank at such a hop computes with the bundle, or passes it on to a rank that does.
         """
-        return tuple(
-            tuple(self._wanted(owner, number, block) for number, block in enumerate(blocks))
-            for owner, blocks in enumerate(self.travelling)
-        )
+        return self._by_block(self._wanted)
 
     def _wanted(self, owner: int, number: int, block: range) -> frozenset[int]:
         hops: set[int] = set()
@@ -170,21 +169,20 @@ class Ring:
 
         At this hop the block's sum starts. W where no rank computes with the block.
         """
-        world = self.problem.world_size
-        return tuple(
-            tuple(
-                next(
-                    (
-                        h
-                        for h in range(1, world)
-                        if self.pieces(block, self.route.holder(owner, h, number))
-                    ),
-                    world,
-                )
-                for number, block in enumerate(blocks)
-            )
-            for owner, blocks in enumerate(self.travelling)
-        )
+        return self._by_block(self._start)
+
+    def _start(self, owner: int, number: int, block: range) -> int:
+        for hop in range(1, self.problem.world_size):
+            if self.pieces(block, self.route.holder(owner, hop, number)):
+                return hop
+        return self.problem.world_size
+
+    def _by_block(self, of: Callable[[int, int, range], _T]) -> tuple[tuple[_T, ...], ...]:
+        """`of(owner, number, block)` of all travelling blocks, by owner and block."""
+        found = []
+        for owner, blocks in enumerate(self.travelling):
+            found.append(tuple(of(owner, number, block) for number, block in enumerate(blocks)))
+        return tuple(found)
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send.
@@ -193,7 +191,8 @@ class Ring:
         it is home.
         """
         world = self.problem.world_size
-        bundle, sums = sum(size for _, size in self.bundle), sum(size for _, size in self.sums)
+        bundle = sum(size for _, size in self.bundle)
+        sums = sum(size for _, size in self.sums)
         return sum(
             len(block) * (bundle * len(wanted) + sums * (world - start))
             for row in zip(self.travelling, self.wanted, self.starts, strict=True)
@@ -241,7 +240,7 @@ class Ring:
             problem.num_kv_heads,
             problem.head_dim,
             *lengths,
-            masked,
+            problem.mask.batch if masked else 0,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)
 
@@ -269,7 +268,8 @@ class RingBuilder:
         self.ring, self.rank, self.world, self.route = ring, rank, problem.world_size, ring.route
         self.g, self.ranks = g, ranks or range(problem.world_size)
         own = [len(block) for block in ring.travelling[rank]]
-        largest = [max(len(blocks[b]) for blocks in ring.travelling) for b in range(len(own))]
+        # Every owner has the same number of blocks.
+        largest = [max(map(len, blocks)) for blocks in zip(*ring.travelling, strict=True)]
         # Tags of one hop: 0 for the bundle, 1 + b for the sums of block b.
         self.tags_per_hop = 1 + len(own)
         self.first_tag, self.end_tag = first_tag, first_tag + self.world * self.tags_per_hop
@@ -428,12 +428,10 @@ class RingBuilder:
         if pieces is None:
             return
         bundle = self._bundle_at(hop)
-        reads = {name: bundle[name][block] for name, _ in ring.bundle} | {
-            name: b[0] for name, b in self.home.items()
-        }
-        adds = {name: sums[name][block] for name, _ in ring.sums} | {
-            name: b[0] for name, b in self.home_sums.items()
-        }
+        reads = {name: bundle[name][block] for name, _ in ring.bundle}
+        reads |= {name: whole[0] for name, whole in self.home.items()}
+        adds = {name: sums[name][block] for name, _ in ring.sums}
+        adds |= {name: whole[0] for name, whole in self.home_sums.items()}
         # Sums that begin with this tile: nothing is in them yet.
         new = (
             [sums[name][block] for name, _ in ring.sums]
@@ -444,21 +442,22 @@ class RingBuilder:
             owner=owner,
             block=block,
             pieces=pieces,
-            reads=tuple((role, part.id) for role, part in reads.items()),
-            adds=tuple((role, part.id) for role, part in adds.items()),
+            reads=_ids(reads),
+            adds=_ids(adds),
             starts_sums=bool(new),
             first=(hop, block) == next(iter(self.tiles)),
             last=(hop, block) == next(reversed(self.tiles)),
         )
         moved, stays = f"{owner}.{block}", f"{self.rank}"
         q, kv = (moved, stays) if ring.queries_travel else (stays, moved)
+        zeroed_bytes = sum(part.size_bytes for part in new)
         self.g.compute(
             f"hop {hop} q{q} kv{kv}",
             operation,
             reads=reads.values(),
             writes=new,
             accumulates=[part for part in adds.values() if part not in new],
-            cost=self._cost(pieces, sum(part.size_bytes for part in new)),
+            cost=self._cost(pieces, zeroed_bytes),
             hop=hop,
         )
 
@@ -467,14 +466,10 @@ class RingBuilder:
         per_cell = (
             _FLOPS[self.ring.operation] * problem.head_dim * problem.num_heads * problem.batch
         )
-        rows, columns = (
-            sum(p.q_stop - p.q_start for p in pieces),
-            sum(p.kv_stop - p.kv_start for p in pieces),
-        )
-        cells, masked = (
-            sum(p.num_cells for p in pieces),
-            sum(p.num_cells for p in pieces if p.diagonal or p.masked),
-        )
+        rows = sum(p.q_stop - p.q_start for p in pieces)
+        columns = sum(p.kv_stop - p.kv_start for p in pieces)
+        cells = sum(p.num_cells for p in pieces)
+        masked = sum(p.num_cells for p in pieces if p.diagonal or p.masked)
         edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in pieces if p.diagonal)
         edge = sum(length * min(length, _EDGE) for length in edges)
         moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes + zeroed_bytes
@@ -592,6 +587,10 @@ def _joined(a: Piece, b: Piece) -> Piece:
 
 def _roles(tensors: Iterable[tuple[Role, int]]) -> tuple[Role, ...]:
     return tuple(role for role, _ in tensors)
+
+
+def _ids(parts: Mapping[Role, Part]) -> tuple[tuple[Role, int], ...]:
+    return tuple((role, part.id) for role, part in parts.items())
 
 
 def _each(lengths: list[int], token_bytes: int) -> list[int]:

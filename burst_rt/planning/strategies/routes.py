@@ -91,9 +91,9 @@ class TwoLevel:
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.world_size % self.ranks_per_node:
             raise InputError(
-                f"two-level: the world must be whole nodes of the same size, got {self.world_size} "
-                f"ranks, {self.ranks_per_node} a node; "
-                "choose another strategy, or name the size: 'two-level:N'"
+                "two-level: the number of ranks per node must divide the number of ranks, got "
+                f"{self.ranks_per_node} ranks per node and {self.world_size} ranks; choose another "
+                "strategy, or name the number of ranks per node: 'two-level:N'"
             )
 
     @property

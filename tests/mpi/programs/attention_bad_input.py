@@ -216,11 +216,11 @@ INPUT: dict[str, tuple[Call, str]] = {
     ),
     "heads that do not divide": (
         lambda r: r.attend(r.qkv(heads=3)),
-        "q's heads must be a multiple of k's (grouped heads), got 3 and 2",
+        "the number of q's heads must be a multiple of the number of k's heads, got 3 and 2",
     ),
     "more kv heads than heads": (
         lambda r: r.attend(r.qkv(kv_heads=8)),
-        "multiple of k's (grouped heads), got 4 and 8",
+        "multiple of the number of k's heads, got 4 and 8",
     ),
     "v of other heads than k": (
         lambda r: r.changed("v", lambda x: x[:, :, :1]),
@@ -232,15 +232,21 @@ INPUT: dict[str, tuple[Call, str]] = {
     ),
     "v of another head_dim": (
         lambda r: r.changed("v", lambda x: x[..., :4]),
-        "v with another head_dim than k is not supported",
+        "v must have k's head_dim 8, got 4",
     ),
     "zero heads": (
         lambda r: r.changed("q", lambda x: x[:, :, :0]),
-        "q must have at least one batch row, one head and one head_dim",
+        "q must have a batch size, a number of heads and a head_dim of at least 1, got shape",
     ),
     "zero kv heads": (lambda r: r.attend(r.qkv(kv_heads=0)), "k must have at least"),
-    "zero head_dim": (lambda r: r.attend(r.qkv(head_dim=0)), "q must have at least"),
-    "zero batch rows": (lambda r: r.attend(r.qkv(batch=0)), "q must have at least"),
+    "zero head_dim": (
+        lambda r: r.attend(r.qkv(head_dim=0)),
+        "q must have a batch size, a number of heads and a head_dim of at least 1",
+    ),
+    "zero batch rows": (
+        lambda r: r.attend(r.qkv(batch=0)),
+        "q must have a batch size, a number of heads and a head_dim of at least 1",
+    ),
     "k of another batch size": (
         lambda r: r.changed("k", lambda x: torch.cat((x, x))),
         "k must have q's batch size 1, got 2",
@@ -264,7 +270,7 @@ INPUT: dict[str, tuple[Call, str]] = {
     ),
     "a kv_layout of another context": (
         lambda r: r.attend(kv_layout=r.strict.layout(TOKENS)),
-        "belong to different contexts",
+        "layout and kv_layout must belong to one context",
     ),
     "no layout": (
         lambda r: r.attend(layout=None),
@@ -285,7 +291,7 @@ INPUT: dict[str, tuple[Call, str]] = {
     ),
     "a module without layout": (
         lambda r: burst_rt.BurstAttention()(*r.qkv()),
-        "BurstAttention: no layout",
+        "BurstAttention: layout is missing",
     ),
     "an unknown kind of layout": (lambda r: r.ctx.layout(TOKENS, "spiral"), "kind must be one of"),
     "a layout of no tokens": (
@@ -355,7 +361,7 @@ INPUT: dict[str, tuple[Call, str]] = {
     ),
     "a mask that does not say what it is": (
         lambda r: r.attend(mask=Mask()),
-        "mask Mask: repr() must say everything",
+        "mask Mask: repr() must show every parameter",
     ),
     "a transform of torch.func": (lambda r: r.transformed(), "torch.func"),
     "what the backward needs, changed": (
@@ -389,11 +395,11 @@ INPUT: dict[str, tuple[Call, str]] = {
     "all_reduce of a negative view": (lambda r: r.negative(), "a negative view"),
     "nan in k, asked to check": (
         lambda r: r.not_finite("k", math.nan),
-        "k holds values that are not finite",
+        "k must hold finite values",
     ),
     "inf in v, asked to check": (
         lambda r: r.not_finite("v", math.inf),
-        "v holds values that are not finite",
+        "v must hold finite values",
     ),
     "unshard of a list": (
         lambda r: r.layout.unshard([1]),  # type: ignore[arg-type]

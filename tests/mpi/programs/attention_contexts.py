@@ -56,7 +56,7 @@ def main() -> None:
                 )
         check(pair, 1)
         check(world, 1)
-        with pytest.raises(InputError, match="belong to different contexts"):
+        with pytest.raises(InputError, match="must belong to one context"):
             burst_rt.burst_attention(x, x, x, layout=world.layout(60), kv_layout=pair.layout(60))
 
         refuse_bad_starts(job)

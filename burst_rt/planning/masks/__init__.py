@@ -1,0 +1,42 @@
+"""import burst_rt.planning.masks: which query sees which key.
+
+`base` says what a mask is and combines masks; `spans` holds what rows of queries see; `positions`,
+`documents` and `blocks` hold the masks.
+"""
+
+from burst_rt.planning.masks.base import (
+    MASKS,
+    Both,
+    Either,
+    Mask,
+    Piece,
+    Relation,
+    Rule,
+    positions_of,
+    spans_of,
+)
+from burst_rt.planning.masks.blocks import BlockSparse
+from burst_rt.planning.masks.documents import Documents
+from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
+from burst_rt.planning.masks.spans import Spans
+
+__all__ = [
+    "MASKS",
+    "BlockSparse",
+    "Both",
+    "Causal",
+    "Chunked",
+    "Documents",
+    "Either",
+    "First",
+    "Full",
+    "Mask",
+    "Piece",
+    "Prefix",
+    "Relation",
+    "Rule",
+    "SlidingWindow",
+    "Spans",
+    "positions_of",
+    "spans_of",
+]

@@ -1,0 +1,346 @@
+"""What a mask is: which query sees which key, answered for whole ranges of positions at once.
+
+Planning needs masks too, so there is no torch here. A range of positions is a Python `range`
+(start, stop, step), which covers runs of consecutive tokens and strided runs alike. For a query
+range and a key range a mask answers EMPTY, FULL or PARTIAL (`relation`), cuts a PARTIAL tile into
+pieces that a kernel can do (`pieces`), and gives the exact truth (`spans`, or else `allows`).
+
+Where there are more or fewer keys than queries, the last query stands at the last key (bottom-right
+alignment, as in flash-attn): query i is at position i + Skv - Sq. The planner shifts query
+positions; masks know nothing of the shift.
+
+A new mask needs `spans`, and all else follows from it. A mask that cannot give spans has `relation`
+and `allows` instead. Without `pieces` of its own, a PARTIAL tile is computed under the mask itself.
+A mask's `repr` must say everything about the mask: ranks compare masks by `repr`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from inspect import get_annotations
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from burst_rt.errors import InputError
+from burst_rt.planning import numbers
+from burst_rt.planning.masks.spans import Positions, Spans, intersect, unite
+from burst_rt.planning.numbers import Numbers
+
+__all__ = [
+    "MASKS",
+    "Both",
+    "Either",
+    "Mask",
+    "Piece",
+    "Relation",
+    "Rule",
+    "positions_of",
+    "spans_of",
+]
+
+
+class Relation(Enum):
+    """What a mask leaves of a rectangle of queries x keys: nothing, some of it, all of it."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+class Piece(NamedTuple):
+    """A part of a tile that a kernel can do in one go.
+
+    Rows are counted from the start of the q-block, columns from the start of the kv-block. Without
+    diagonal and masked, every cell is seen.
+    """
+
+    q_start: int
+    q_stop: int  # one after the last row
+    kv_start: int
+    kv_stop: int  # one after the last column
+    diagonal: bool  # row i of the piece sees columns j <= i
+    masked: bool  # the mask itself says which cells are seen
+    # How many cells are seen; the mean where batch rows differ, an upper bound without spans.
+    num_cells: int
+
+    @property
+    def rows(self) -> slice:
+        """The piece's rows of the tile."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def columns(self) -> slice:
+        """The piece's columns of the tile."""
+        return slice(self.kv_start, self.kv_stop)
+
+
+class Rule(Enum):
+    """How a mask decides on every cell by the positions of query and key.
+
+    Kernels have code of their own for some rules.
+    """
+
+    EVERYTHING = "everything"  # the query sees every key
+    NOT_LATER = "not later"  # the query sees the keys that stand at or before it
+    OWN = "own"  # only the mask itself can tell
+
+
+class Mask:
+    """Which (query, key) pairs attend. Immutable, hashable, comparable.
+
+    `a & b` allows what both allow.
+    """
+
+    # The number is no part of the mask's contents: it is neither compared, nor copied, nor sent.
+    __slots__ = ("__dict__", "__weakref__", "_burst_rt_number")
+
+    # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
+    # not inherited, because a subclass may allow something else.
+    rule: ClassVar[Rule] = Rule.OWN
+    # By this number compiled programs know the mask; no other mask has it.
+    _burst_rt_number: int
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        mask = super().__new__(cls)
+        number = numbers.UNNUMBERED if numbers.is_tracing() else MASKS.give(mask)
+        object.__setattr__(mask, "_burst_rt_number", number)
+        return mask
+
+    def __getstate__(self) -> object:
+        state = super().__getstate__()
+        if not isinstance(state, tuple):
+            return state  # of another base class, which knows better
+        # Because there are slots: the fields, and what is in the slots.
+        fields, slots = state
+        own = {name: value for name, value in slots.items() if name != "_burst_rt_number"}
+        return (fields, own) if own else fields
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "rule" in cls.__dict__:
+            return
+        if "rule" in get_annotations(cls):
+            raise InputError(
+                f"{cls.__name__}: a field of a mask must not be named rule, which is a name of "
+                "Mask itself; rename the field"
+            )
+        cls.rule = Rule.OWN
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether `spans` gives what this mask sees."""
+        return type(self).spans is not Mask.spans
+
+    @property
+    def batch(self) -> int:
+        """How many batch rows the mask tells apart; 1: every batch row sees the same."""
+        return 1
+
+    @property
+    def moves(self) -> bool:
+        """Whether queries stand elsewhere for the masks that this mask is combined with."""
+        return False
+
+    def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
+        """Why the mask does not fit a call of these sizes (tokens of whole sequences), or None."""
+        if self.batch in (1, batch):
+            return None
+        return f"{self!r} is for {self.batch} batch rows, and q has {batch}"
+
+    def bound(self, q_len: int, kv_len: int) -> Mask:
+        """This mask for sequences of these lengths; itself, where the lengths say nothing new."""
+        return self
+
+    def places(self, q: Positions) -> Positions:
+        """Where queries stand for the masks that this mask is combined with by `&`."""
+        return q
+
+    def spans(self, q: Positions) -> Spans:
+        """What queries at these positions see. q: int64 `[rows]`, or `[batch, rows]`."""
+        raise NotImplementedError
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """EMPTY, PARTIAL or FULL for two non-empty ranges of positions.
+
+        FULL and EMPTY must be right; PARTIAL is allowed for any pair of ranges.
+        """
+        starts, stops = spans_of(self, q).columns(kv)
+        seen = (stops - starts).sum(-1)
+        if seen.max() == 0:
+            return Relation.EMPTY
+        return Relation.FULL if seen.min() == len(kv) else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """True where the query sees the key.
+
+        Takes two ints, or two integer tensors that broadcast. A mask without spans uses operators
+        only.
+        """
+        is_tensor = hasattr(q_position, "new_tensor")
+        q, kv = (
+            np.asarray(x.tolist() if is_tensor else x, np.int64) for x in (q_position, kv_position)
+        )
+        seen = self.spans(q.reshape(-1)).sees(kv, like=q)
+        if is_tensor:
+            seen = (q_position == q_position).new_tensor(seen)
+        return seen[0] if self.batch == 1 else seen
+
+    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+        """The non-empty part of a tile as pieces that do not overlap.
+
+        Empty ranges have no pieces.
+        """
+        if not q or not kv:
+            return ()
+        relation = self.relation(q, kv)
+        if relation is Relation.EMPTY:
+            return ()
+        masked, num_cells = relation is Relation.PARTIAL, len(q) * len(kv)
+        if masked and self.has_spans:
+            num_cells = spans_of(self, q).num_cells(kv)
+            if not num_cells:
+                return ()
+        return (Piece(0, len(q), 0, len(kv), False, masked, num_cells),)
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise InputError(f"mask & other: expected another Mask, got {type(other).__name__}")
+        if other.rule is Rule.EVERYTHING or self == other:
+            return self
+        return other if self.rule is Rule.EVERYTHING else Both(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            raise InputError(f"mask | other: expected another Mask, got {type(other).__name__}")
+        if self.rule is Rule.EVERYTHING or self == other:
+            return self
+        return other if other.rule is Rule.EVERYTHING else Either(self, other)
+
+
+def positions_of(positions: range) -> Positions:
+    """A range as an array."""
+    return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
+
+
+@lru_cache(maxsize=64)
+def spans_of(mask: Mask, q: range) -> Spans:
+    """What queries at a range of positions see. Cached, because planning asks many times."""
+    return mask.spans(positions_of(q))
+
+
+@dataclass(frozen=True)
+class _Pair(Mask):
+    """Two masks as one."""
+
+    first: Mask
+    second: Mask
+
+    def __post_init__(self) -> None:
+        batches = {self.first.batch, self.second.batch} - {1}
+        if len(batches) == 2:
+            raise InputError(
+                f"{type(self).__name__}: {self.first!r} and {self.second!r} are for different "
+                f"numbers of batch rows, {self.first.batch} and {self.second.batch}"
+            )
+
+    @property
+    def has_spans(self) -> bool:
+        """See `Mask.has_spans`: both masks do."""
+        return self.first.has_spans and self.second.has_spans
+
+    @property
+    def batch(self) -> int:
+        """See `Mask.batch`."""
+        return max(self.first.batch, self.second.batch)
+
+    @property
+    def moves(self) -> bool:
+        """See `Mask.moves`: one of the masks does."""
+        return self.first.moves or self.second.moves
+
+    def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
+        """See `Mask.refuses`."""
+        sizes = (q_len, kv_len, batch)
+        return self.first.refuses(*sizes) or self.second.refuses(*sizes)
+
+    def bound(self, q_len: int, kv_len: int) -> Mask:
+        """See `Mask.bound`."""
+        first, second = self.first.bound(q_len, kv_len), self.second.bound(q_len, kv_len)
+        same = first is self.first and second is self.second
+        return self if same else type(self)(first, second)
+
+    def places(self, q: Positions) -> Positions:
+        """See `Mask.places`: as the mask says that moves queries."""
+        return (self.first if self.first.moves else self.second).places(q)
+
+
+class Both(_Pair):
+    """Allows what two masks both allow; made by `a & b`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.moves:
+            return
+        if self.first.moves and self.second.moves:
+            raise InputError(
+                f"{self.first!r} & {self.second!r}: both say where queries stand in their "
+                "documents; combine the lengths into one Documents"
+            )
+        if not self.has_spans:
+            raise InputError(
+                f"{self.first!r} & {self.second!r}: Documents(q_lengths, kv_lengths) combines with "
+                "masks that have spans; write `spans` for a mask of your own"
+            )
+
+    def spans(self, q: Positions) -> Spans:
+        """See `Mask.spans`."""
+        places = self.places(q) if self.moves else q
+        first, second = (
+            part.spans(q if part.moves else places) for part in (self.first, self.second)
+        )
+        return intersect(first, second)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """EMPTY if either mask says EMPTY, FULL if both say FULL."""
+        if self.moves:
+            return super().relation(q, kv)
+        relations = {self.first.relation(q, kv), self.second.relation(q, kv)}
+        if Relation.EMPTY in relations:
+            return Relation.EMPTY
+        return Relation.FULL if relations == {Relation.FULL} else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """True where both masks allow the pair."""
+        if self.has_spans:
+            return super().allows(q_position, kv_position)
+        asked = (q_position, kv_position)
+        return self.first.allows(*asked) & self.second.allows(*asked)
+
+
+class Either(_Pair):
+    """Allows what one of two masks allows; made by `a | b`."""
+
+    def spans(self, q: Positions) -> Spans:
+        """See `Mask.spans`."""
+        return unite(self.first.spans(q), self.second.spans(q))
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """FULL if either mask says FULL, EMPTY if both say EMPTY."""
+        relations = {self.first.relation(q, kv), self.second.relation(q, kv)}
+        if Relation.FULL in relations:
+            return Relation.FULL
+        return Relation.EMPTY if relations == {Relation.EMPTY} else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """True where either mask allows the pair."""
+        if self.has_spans:
+            return super().allows(q_position, kv_position)
+        asked = (q_position, kv_position)
+        return self.first.allows(*asked) | self.second.allows(*asked)
+
+
+# Every mask there is, by its number.
+MASKS: Numbers[Mask] = Numbers(2**40)

@@ -1,0 +1,128 @@
+"""Masks from a table of blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from burst_rt.errors import InputError
+from burst_rt.planning.masks.base import Mask, Relation
+from burst_rt.planning.masks.spans import END, Positions, Spans
+
+__all__ = ["BlockSparse"]
+
+
+class BlockSparse(Mask):
+    """A query sees the keys of the blocks that a table names.
+
+    table: booleans `[query blocks, key blocks]`, or `[batch, query blocks, key blocks]`; a list, a
+        numpy array or a tensor. Query i and key j see each other where table[i // block, j //
+        block]. i is the query's index, whether or not there are as many keys.
+    block: tokens of a block; the last block of a side may be shorter.
+
+    Raises InputError for anything else. `Causal() & BlockSparse(...)` cuts the blocks on the
+    diagonal.
+    """
+
+    def __init__(self, table: Any, block: int) -> None:
+        raw = table.tolist() if hasattr(table, "new_tensor") else table
+        try:
+            array = np.asarray(raw)
+        except ValueError:
+            array = np.empty((), object)  # rows of different lengths
+        if array.dtype != bool or array.ndim not in (2, 3) or not array.size:
+            raise InputError(
+                "BlockSparse: table must be booleans [query blocks, key blocks], or one such table "
+                f"for each batch row, got {type(table).__name__} of shape {array.shape} and type "
+                f"{array.dtype}"
+            )
+        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+            raise InputError(
+                f"BlockSparse: block must be a number of tokens of at least 1, got {block!r}"
+            )
+        self._table = array.reshape(-1, *array.shape[-2:]).copy()
+        self._block = block
+        self._shift = 0  # a query's position less its index
+        self._digest = hashlib.sha256(
+            repr((self._table.shape, block)).encode() + self._table.tobytes()
+        ).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            type(other) is type(self)
+            and other._digest == self._digest
+            and other._shift == self._shift
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._digest, self._shift))
+
+    def __repr__(self) -> str:
+        batch, rows, columns = self._table.shape
+        tables = f", {batch} batch rows" if batch > 1 else ""
+        return f"BlockSparse({rows} x {columns} of {self._block}{tables}, digest {self._digest})"
+
+    @property
+    def batch(self) -> int:
+        """See `Mask.batch`."""
+        return len(self._table)
+
+    def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
+        """See `Mask.refuses`: the table must have a block for every token, and no more."""
+        _, rows, columns = self._table.shape
+        for side, blocks, tokens in (("query", rows, q_len), ("key", columns, kv_len)):
+            if blocks != -(-tokens // self._block):
+                return (
+                    f"{self!r} has {blocks} {side} blocks, and {tokens} tokens make "
+                    f"{-(-tokens // self._block)}"
+                )
+        return super().refuses(q_len, kv_len, batch)
+
+    def bound(self, q_len: int, kv_len: int) -> Mask:
+        """See `Mask.bound`: positions of queries become indices by the lengths."""
+        if q_len == kv_len:
+            return self
+        mask = BlockSparse(self._table, self._block)
+        mask._shift = kv_len - q_len
+        return mask
+
+    def spans(self, q: Positions) -> Spans:
+        """The runs of blocks that the query's row of the table names."""
+        block = (q - self._shift) // self._block
+        if block.ndim == 1:
+            return Spans(*(bounds[:, block] for bounds in self._runs))
+        batch = np.arange(len(block))[:, None]
+        tables = (np.broadcast_to(x, (len(block), *x.shape[1:])) for x in self._runs)
+        return Spans(*(bounds[batch, block] for bounds in tables))
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Reads the blocks that hold the first to the last position."""
+        rows, columns = (
+            slice(first // self._block, last // self._block + 1)
+            for first, last in (
+                (q[0] - self._shift, q[-1] - self._shift),
+                (kv[0], kv[-1]),
+            )
+        )
+        named = self._table[:, rows, columns]
+        if not named.any():
+            return Relation.EMPTY
+        return Relation.FULL if named.all() else Relation.PARTIAL
+
+    @cached_property
+    def _runs(self) -> Spans:
+        """The spans of each row of the table: `[batch, query blocks, width]`."""
+        edges = np.diff(np.pad(self._table.astype(np.int8), ((0, 0), (0, 0), (1, 1))), axis=-1)
+        width = max(1, int((edges == 1).sum(-1).max()))
+        bounds = []
+        for kind in (1, -1):
+            found = np.full((*self._table.shape[:2], width), END)
+            batch, row, column = np.nonzero(edges == kind)
+            # The number of each edge among the edges of its row.
+            number = (np.cumsum(edges == kind, axis=-1) - 1)[batch, row, column]
+            found[batch, row, number] = column * self._block
+            bounds.append(found)
+        return Spans(*bounds)

@@ -1,0 +1,279 @@
+"""Packed batches: several documents in one sequence, each of which sees only itself."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from burst_rt.errors import InputError
+from burst_rt.planning.masks.base import Mask, Relation
+from burst_rt.planning.masks.spans import END, Positions, Spans
+
+__all__ = ["Documents"]
+
+_PADDING = -1
+
+
+class _Row(NamedTuple):
+    """The documents of one batch row, in order; padding is a run like a document."""
+
+    q: Positions  # `[documents + 1]`: where each begins among the queries, and the number of them
+    kv: Positions  # the same among the keys
+    seen: np.ndarray[Any, np.dtype[np.bool_]]  # `[documents]`: False for padding
+
+
+class Documents(Mask):
+    """A query sees the keys of its own document. `Causal() & Documents(...)` is a packed batch.
+
+    Give one of these, as a list, a numpy array or a tensor of integers:
+
+    lengths: tokens of each document, in order. A list of lists: one list for each batch row.
+    cu_seqlens: the same as cumulative sums that begin with 0, as flash-attn takes them.
+    ids: a document's number for each token, `[tokens]` or `[batch, tokens]`. -1 is padding, which
+        sees nothing and which nobody sees. A number that returns after another is refused.
+    position_ids: positions that restart with each document, `[tokens]` or `[batch, tokens]`. A
+        step other than 1 begins a document, as in Hugging Face's packing.
+    q_lengths and kv_lengths: where queries and keys differ in number, tokens of each document among
+        the queries and among the keys. In each document the last query stands at the last key, for
+        the masks combined with this one by `&`, too; as in flash-attn's varlen.
+
+    All tokens of the sequence must be in the lengths, before it is cut over ranks. Raises
+    InputError for anything else.
+    """
+
+    def __init__(
+        self,
+        lengths: Any = None,
+        kv_lengths: Any = None,
+        *,
+        q_lengths: Any = None,
+        cu_seqlens: Any = None,
+        ids: Any = None,
+        position_ids: Any = None,
+    ) -> None:
+        if lengths is not None and kv_lengths is not None and q_lengths is None:
+            lengths, q_lengths = None, lengths  # Documents(q_lengths, kv_lengths)
+        given = {
+            "lengths": lengths, "q_lengths": q_lengths, "kv_lengths": kv_lengths,
+            "cu_seqlens": cu_seqlens, "ids": ids, "position_ids": position_ids,
+        }  # fmt: skip
+        names = [name for name, value in given.items() if value is not None]
+        if names == ["q_lengths", "kv_lengths"]:
+            q_rows = _bounds_of("q_lengths", q_lengths)
+            kv_rows = _bounds_of("kv_lengths", kv_lengths)
+            if [len(row) for row in q_rows] != [len(row) for row in kv_rows]:
+                raise InputError(
+                    "Documents: q_lengths and kv_lengths must name as many documents, got "
+                    f"{[len(row) - 1 for row in q_rows]} and {[len(row) - 1 for row in kv_rows]}, "
+                    "by batch row"
+                )
+            rows = [
+                _Row(q, kv, np.ones(len(q) - 1, bool))
+                for q, kv in zip(q_rows, kv_rows, strict=True)
+            ]
+        elif names in (["lengths"], ["cu_seqlens"], ["ids"], ["position_ids"]):
+            (name,) = names
+            rows = _MAKERS[name](name, given[name])
+        else:
+            raise InputError(
+                "Documents: expected lengths, cu_seqlens, ids, position_ids, or q_lengths and "
+                f"kv_lengths, got {' and '.join(names) or 'none of them'}"
+            )
+        self._rows = tuple(rows)
+        self._moves = "q_lengths" in names
+        for side, totals in (
+            ("queries", {int(row.q[-1]) for row in rows}),
+            ("keys", {int(row.kv[-1]) for row in rows}),
+        ):
+            if len(totals) > 1 or 0 in totals:
+                raise InputError(
+                    f"Documents: every batch row must have the same number of {side}, at least 1, "
+                    f"got {[int((row.q if side == 'queries' else row.kv)[-1]) for row in rows]}"
+                )
+        parts = [part.tobytes() for row in rows for part in row]
+        self._digest = hashlib.sha256(
+            b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+            + bytes([self._moves])
+        ).hexdigest()[:32]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other._digest == self._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        counts = [int(row.seen.sum()) for row in self._rows]
+        tokens = self._rows[0].kv[-1]
+        named = f"{counts[0]}" if len(counts) == 1 else f"{counts} by batch row"
+        queries = f", {self._rows[0].q[-1]} queries" if self._moves else ""
+        return f"Documents({named}, {tokens} tokens{queries}, digest {self._digest})"
+
+    @property
+    def batch(self) -> int:
+        """See `Mask.batch`."""
+        return len(self._rows)
+
+    @property
+    def moves(self) -> bool:
+        """See `Mask.moves`: with q_lengths and kv_lengths."""
+        return self._moves
+
+    def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
+        """See `Mask.refuses`: the documents must have as many tokens as the call."""
+        q_tokens, kv_tokens = int(self._rows[0].q[-1]), int(self._rows[0].kv[-1])
+        if kv_tokens != kv_len:
+            return f"{self!r} has {kv_tokens} keys, and kv_layout has {kv_len} tokens"
+        if self._moves and q_tokens != q_len:
+            return f"{self!r} has {q_tokens} queries, and layout has {q_len} tokens"
+        if q_len > kv_len and not self._moves:
+            return (
+                f"{self!r} is for {kv_tokens} tokens, and there are {q_len} queries: give "
+                "q_lengths and kv_lengths"
+            )
+        return super().refuses(q_len, kv_len, batch)
+
+    def places(self, q: Positions) -> Positions:
+        """See `Mask.places`: in each document the last query stands at the last key."""
+        return np.stack(
+            [
+                index + row.kv[document + 1] - row.q[document + 1]
+                for row, index, document in self._found(q)
+            ]
+        )
+
+    def spans(self, q: Positions) -> Spans:
+        """The keys of the query's document."""
+        by_row = [_keys(row, document) for row, _, document in self._found(q)]
+        return Spans(*(np.stack(bounds)[..., None] for bounds in zip(*by_row, strict=True)))
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Compares the documents of the first and last positions."""
+        relations = {self._relation(row, q, kv) for row in self._rows}
+        return relations.pop() if len(relations) == 1 else Relation.PARTIAL
+
+    def _relation(self, row: _Row, q: range, kv: range) -> Relation:
+        first, last = (self._document(row, position) for position in (q[0], q[-1]))
+        if kv[-1] < row.kv[first] or kv[0] >= row.kv[last + 1]:
+            return Relation.EMPTY
+        one = first == last and row.seen[first]
+        full = one and row.kv[first] <= kv[0] and kv[-1] < row.kv[first + 1]
+        return Relation.FULL if full else Relation.PARTIAL
+
+    def _document(self, row: _Row, position: int) -> int:
+        return int(np.searchsorted(row.q, position - self._shift, side="right")) - 1
+
+    @cached_property
+    def _shift(self) -> int:
+        """A query's position less its place in `_Row.q`."""
+        return int(self._rows[0].kv[-1] - self._rows[0].q[-1])
+
+    def _found(self, q: Positions) -> list[tuple[_Row, Positions, Positions]]:
+        """By batch row: its documents, each query's place in `_Row.q`, each query's document."""
+        index = q - self._shift
+        each = np.broadcast_to(index, (len(self._rows), index.shape[-1]))
+        return [
+            (row, here, np.searchsorted(row.q, here, side="right") - 1)
+            for row, here in zip(self._rows, each, strict=True)
+        ]
+
+
+def _row(q: Positions, kv: Positions) -> _Row:
+    """A batch row without padding."""
+    return _Row(q, kv, np.ones(len(q) - 1, bool))
+
+
+def _keys(row: _Row, document: Positions) -> tuple[Positions, Positions]:
+    starts, stops = row.kv[document], row.kv[document + 1]
+    nothing = ~row.seen[document] | (starts == stops)
+    return np.where(nothing, END, starts), np.where(nothing, END, stops)
+
+
+def _integers(name: str, value: Any) -> Positions:
+    """The argument as an array of one or two dimensions."""
+    try:
+        array = np.asarray(value.tolist() if hasattr(value, "new_tensor") else value)
+    except ValueError:
+        array = np.empty((), object)  # rows of different lengths
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
+        raise InputError(
+            f"Documents: {name} must be integers, a vector or one vector for each batch row, got "
+            f"{type(value).__name__} of shape {array.shape} and type {array.dtype}"
+        )
+    return array.astype(np.int64)
+
+
+def _vectors(name: str, value: Any) -> list[Positions]:
+    """One vector for each batch row; the vectors may differ in length."""
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+        return [_integers(name, row).reshape(-1) for row in value]
+    return list(np.atleast_2d(_integers(name, value)))
+
+
+def _bounds_of(name: str, value: Any) -> list[Positions]:
+    """Cumulative sums of lengths, by batch row."""
+    found = []
+    for lengths in _vectors(name, value):
+        if lengths.min() < 0:
+            raise InputError(
+                f"Documents: {name} must be at least 0, got {int(lengths.min())} for document "
+                f"{int(lengths.argmin())}"
+            )
+        found.append(np.concatenate([[0], np.cumsum(lengths)]))
+    return found
+
+
+def _by_lengths(name: str, value: Any) -> list[_Row]:
+    return [_row(b, b) for b in _bounds_of(name, value)]
+
+
+def _by_sums(name: str, value: Any) -> list[_Row]:
+    rows = []
+    for sums in _vectors(name, value):
+        if len(sums) < 2 or sums[0] != 0 or (np.diff(sums) < 0).any():
+            raise InputError(
+                f"Documents: {name} must begin with 0 and never fall, with one number more than "
+                f"there are documents, got {sums[:8].tolist()}{' ...' if len(sums) > 8 else ''}"
+            )
+        rows.append(_row(sums, sums))
+    return rows
+
+
+def _by_ids(name: str, value: Any) -> list[_Row]:
+    rows = []
+    for number, ids in enumerate(np.atleast_2d(_integers(name, value))):
+        if ids.min() < _PADDING:
+            raise InputError(
+                f"Documents: {name} must be at least 0, or -1 for padding, got {int(ids.min())}"
+            )
+        firsts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+        named = ids[firsts]
+        documents, counts = np.unique(named[named != _PADDING], return_counts=True)
+        if (counts > 1).any():
+            again = int(documents[counts > 1][0])
+            raise InputError(
+                f"Documents: {name} of batch row {number}: document {again} returns after another "
+                "one; a document's tokens must stand together"
+            )
+        bounds = np.append(firsts, len(ids))
+        rows.append(_Row(bounds, bounds, named != _PADDING))
+    return rows
+
+
+def _by_positions(name: str, value: Any) -> list[_Row]:
+    rows = []
+    for places in np.atleast_2d(_integers(name, value)):
+        bounds = np.append(np.flatnonzero(np.diff(places, prepend=places[0] - 2) != 1), len(places))
+        rows.append(_row(bounds, bounds))
+    return rows
+
+
+_MAKERS = {
+    "lengths": _by_lengths,
+    "cu_seqlens": _by_sums,
+    "ids": _by_ids,
+    "position_ids": _by_positions,
+}

@@ -1,0 +1,231 @@
+"""Masks by position alone: everything, causal, windows, prefixes, chunks, first tokens.
+
+In what follows i is the position of a query. Where there are as many queries as keys, i is the
+query's index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from burst_rt.errors import InputError
+from burst_rt.planning.masks.base import Mask, Piece, Relation, Rule
+from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
+
+__all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow"]
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    rule = Rule.EVERYTHING
+
+    def spans(self, q: Positions) -> Spans:
+        """Every key."""
+        return one_span(BEGIN, END, like=q)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Always FULL."""
+        return Relation.FULL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """Always true."""
+        return (q_position == q_position) & (kv_position == kv_position)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees the key at its own position and all keys before it."""
+
+    rule = Rule.NOT_LATER
+
+    def spans(self, q: Positions) -> Spans:
+        """[0, i + 1)."""
+        return one_span(BEGIN, q + 1, like=q)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Compares the first and last positions."""
+        if kv[0] > q[-1]:
+            return Relation.EMPTY
+        return Relation.FULL if kv[-1] <= q[0] else Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        """key <= query."""
+        return kv_position <= q_position
+
+    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+        """For ranges with the same step: at most one full rectangle, then one triangle.
+
+        Worked example: q = range(4, 8), kv = range(2, 8). Row i sees columns j <= i + 2. All rows
+        see columns 0 and 1 (a rectangle of 4 x 2); rows with j - 2 <= i see the columns j from 2 on
+        (a triangle of 4 x 4).
+        """
+        if not q or not kv or q.step != kv.step or self.relation(q, kv) is not Relation.PARTIAL:
+            return super().pieces(q, kv)
+        # Row i sees column j when kv[0] + j * step <= q[0] + i * step.
+        shift = (q.start - kv.start) // q.step
+        first_row, first_column = max(0, -shift), max(0, shift)
+        pieces = []
+        if first_column:
+            pieces.append(
+                Piece(
+                    first_row,
+                    len(q),
+                    0,
+                    first_column,
+                    False,
+                    False,
+                    (len(q) - first_row) * first_column,
+                )
+            )
+        rows = len(q) - first_row
+        columns = min(len(kv) - first_column, rows)
+        num_cells = columns * (columns + 1) // 2 + (rows - columns) * columns
+        pieces.append(
+            Piece(first_row, len(q), first_column, first_column + columns, True, False, num_cells)
+        )
+        return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """A query sees `left` keys before its own position, the key there, and `right` keys after it.
+
+    Counts as flash-attn's `window_size=(left, right)`: both ends included, -1 for no end. right: 0
+    by default, so that the window is causal. Hugging Face's `sliding_window=w` counts the query's
+    own position: it is SlidingWindow(w - 1). Raises InputError for other numbers.
+    """
+
+    left: int
+    right: int = 0
+
+    def __post_init__(self) -> None:
+        for name, number in (("left", self.left), ("right", self.right)):
+            if not _is_int(number) or number < -1:
+                raise InputError(
+                    f"SlidingWindow: {name} must be a number of keys of at least 0, or -1 for no "
+                    f"end, got {number!r}"
+                )
+
+    def spans(self, q: Positions) -> Spans:
+        """[i - left, i + right + 1)."""
+        starts = BEGIN if self.left == -1 else q - self.left
+        stops = END if self.right == -1 else q + self.right + 1
+        return one_span(starts, stops, like=q)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Compares the first and last positions."""
+        left = END if self.left == -1 else self.left
+        right = END if self.right == -1 else self.right
+        if kv[-1] < q[0] - left or kv[0] > q[-1] + right:
+            return Relation.EMPTY
+        full = kv[0] >= q[-1] - left and kv[-1] <= q[0] + right
+        return Relation.FULL if full else Relation.PARTIAL
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """A query sees the first `length` keys, and all keys up to its own position (prefix LM).
+
+    length: an int, or a tuple of one int for each batch row. Raises InputError for other values.
+    """
+
+    length: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        lengths = self.length
+        if isinstance(lengths, Sequence) and not isinstance(lengths, str):
+            lengths = tuple(lengths)
+            object.__setattr__(self, "length", lengths)
+        each = lengths if isinstance(lengths, tuple) else (lengths,)
+        if not each or not all(_is_int(length) and length >= 0 for length in each):
+            raise InputError(
+                "Prefix: length must be a number of keys of at least 0, or a tuple of one for each "
+                f"batch row, got {self.length!r}"
+            )
+
+    @property
+    def batch(self) -> int:
+        """See `Mask.batch`."""
+        return len(self.length) if isinstance(self.length, tuple) else 1
+
+    def spans(self, q: Positions) -> Spans:
+        """[0, max(length, i + 1))."""
+        lengths = np.asarray(self.length, np.int64).reshape(-1, 1)
+        stops = np.maximum(lengths, q + 1)
+        return one_span(BEGIN, stops, like=stops)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Compares the first and last positions with the shortest and the longest prefix."""
+        each = self.length if isinstance(self.length, tuple) else (self.length,)
+        if kv[0] > q[-1] and kv[0] >= max(each):
+            return Relation.EMPTY
+        return Relation.FULL if kv[-1] <= q[0] or kv[-1] < min(each) else Relation.PARTIAL
+
+
+@dataclass(frozen=True)
+class First(Mask):
+    """A query sees the first `count` keys. Made for `|`, as in `First(4) | SlidingWindow(1023)`.
+
+    `Causal() & (First(4) | SlidingWindow(1023))` is StreamingLLM's mask (arXiv 2309.17453). Raises
+    InputError for a count below 0.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.count) or self.count < 0:
+            raise InputError(
+                f"First: count must be a number of keys of at least 0, got {self.count!r}"
+            )
+
+    def spans(self, q: Positions) -> Spans:
+        """[0, count)."""
+        return one_span(BEGIN, self.count, like=q)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Compares the positions of the keys with the count."""
+        if kv[0] >= self.count:
+            return Relation.EMPTY
+        return Relation.FULL if kv[-1] < self.count else Relation.PARTIAL
+
+
+@dataclass(frozen=True)
+class Chunked(Mask):
+    """A query sees the keys of its own chunk: positions [0, size), [size, 2 size), and so on.
+
+    `Causal() & Chunked(8192)` is chunked attention as Llama 4 has it. Raises InputError for a size
+    below 1.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.size) or self.size < 1:
+            raise InputError(
+                f"Chunked: size must be a number of keys of at least 1, got {self.size!r}"
+            )
+
+    def spans(self, q: Positions) -> Spans:
+        """The query's chunk."""
+        starts = q // self.size * self.size
+        return one_span(starts, starts + self.size, like=q)
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """Compares the chunks of the first and last positions."""
+        (first_q, last_q), (first_kv, last_kv) = (
+            (positions[0] // self.size, positions[-1] // self.size) for positions in (q, kv)
+        )
+        if last_kv < first_q or first_kv > last_q:
+            return Relation.EMPTY
+        one = first_q == last_q == first_kv == last_kv
+        return Relation.FULL if one else Relation.PARTIAL
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

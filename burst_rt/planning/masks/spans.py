@@ -1,0 +1,129 @@
+"""Spans: which keys a query sees, as sorted runs of key positions; for many queries at once.
+
+Every mask but a function of the user's own is spans. `intersect` and `unite` are what `&` and `|`
+of masks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["BEGIN", "END", "Positions", "Spans", "intersect", "no_spans", "one_span", "unite"]
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+# Before every key and after every key: a span need not know how many keys there are.
+BEGIN, END = -(1 << 62), 1 << 62
+
+
+class Spans(NamedTuple):
+    """What rows of queries see: key j of batch row b where starts <= j < stops of a span.
+
+    starts and stops are int64 `[batch or 1, rows, width]`; 1: every batch row sees the same. The
+    spans of a row are sorted, and neither overlap nor touch. A row with fewer spans than `width`
+    ends with empty ones, which start and stop at END.
+    """
+
+    starts: Positions
+    stops: Positions
+
+    @property
+    def width(self) -> int:
+        """The most spans that a row may have."""
+        return int(self.starts.shape[2])
+
+    def sees(self, kv: Positions, like: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether the rows see the keys at these positions: bool, one more dimension in front.
+
+        like: the rows' own positions, in a shape that broadcasts with `kv`.
+        """
+        seen = np.zeros((len(self.starts), *np.broadcast_shapes(like.shape, kv.shape)), bool)
+        for number in range(self.width):
+            start, stop = (bound[..., number].reshape(-1, *like.shape) for bound in self)
+            seen |= (start <= kv) & (kv < stop)
+        return seen
+
+    def columns(self, kv: range) -> Spans:
+        """The same rows, by columns instead of positions: column c stands at position kv[c].
+
+        Spans may touch, or be empty, afterwards.
+        """
+        starts, stops = (np.clip(-((kv.start - bound) // kv.step), 0, len(kv)) for bound in self)
+        return Spans(starts, stops)
+
+    def num_cells(self, kv: range) -> int:
+        """How many (row, key) pairs are seen, of the keys at these positions.
+
+        The mean over batch rows, rounded up.
+        """
+        starts, stops = self.columns(kv)
+        return -(-int((stops - starts).sum()) // len(self.starts))
+
+
+def one_span(starts: Positions | int, stops: Positions | int, like: Positions) -> Spans:
+    """One span a row, empty where stop <= start. The arguments broadcast to `like`.
+
+    like: `[rows]`, or `[batch, rows]`.
+    """
+    shape = (1, *like.shape) if like.ndim == 1 else like.shape
+    first, last = (np.broadcast_to(bound, shape) for bound in (starts, stops))
+    return Spans(*(np.where(first < last, x, END)[..., None] for x in (first, last)))
+
+
+def no_spans(rows: int) -> Spans:
+    """Rows that see nothing."""
+    nothing = np.full((1, rows, 1), END)
+    return Spans(nothing, nothing)
+
+
+def intersect(a: Spans, b: Spans) -> Spans:
+    """The keys that both see: at most `a.width + b.width - 1` spans a row."""
+    starts = np.maximum(a.starts[..., :, None], b.starts[..., None, :])
+    stops = np.minimum(a.stops[..., :, None], b.stops[..., None, :])
+    starts, stops = (x.reshape(*x.shape[:2], -1) for x in (starts, stops))
+    empty = starts >= stops
+    # Two lists of disjoint spans meet in disjoint spans, which do not touch either.
+    return _sorted(np.where(empty, END, starts), np.where(empty, END, stops))
+
+
+def unite(a: Spans, b: Spans) -> Spans:
+    """The keys that either sees: at most `a.width + b.width` spans a row.
+
+    Spans that overlap or touch become one.
+    """
+    spans = _sorted(*(_beside(x, y) for x, y in zip(a, b, strict=True)))
+    starts, stops = spans
+    reach = np.maximum.accumulate(np.where(starts == END, BEGIN, stops), axis=-1)
+    # A span begins a new one where it starts beyond all that came before it.
+    fresh = starts[..., 1:] > reach[..., :-1]
+    number = np.concatenate([np.zeros_like(starts[..., :1]), np.cumsum(fresh, axis=-1)], axis=-1)
+    merged_starts, merged_stops = np.full_like(starts, END), np.full_like(stops, END)
+    for slot in reversed(range(spans.width)):  # the first of each group is written last
+        _put(merged_starts, number, starts, slot)
+    for slot in range(spans.width):  # the last of each group is written last
+        _put(merged_stops, number, reach, slot)
+    return _trimmed(merged_starts, np.where(merged_starts == END, END, merged_stops))
+
+
+def _put(into: Positions, number: Positions, values: Positions, slot: int) -> None:
+    np.put_along_axis(into, number[..., slot, None], values[..., slot, None], axis=-1)
+
+
+def _beside(x: Positions, y: Positions) -> Positions:
+    batch = max(x.shape[0], y.shape[0])
+    parts: Sequence[Positions] = [np.broadcast_to(z, (batch, *z.shape[1:])) for z in (x, y)]
+    return np.concatenate(parts, axis=-1)
+
+
+def _sorted(starts: Positions, stops: Positions) -> Spans:
+    order = np.argsort(starts, axis=-1, kind="stable")
+    return _trimmed(*(np.take_along_axis(x, order, axis=-1) for x in (starts, stops)))
+
+
+def _trimmed(starts: Positions, stops: Positions) -> Spans:
+    """Without the columns of spans that are empty in every row."""
+    width = max(1, int((starts != END).sum(-1).max(initial=0)))
+    return Spans(starts[..., :width], stops[..., :width])

@@ -1,0 +1,267 @@
+"""Attention under every mask over ranks that are threads, against the float64 spec under cells from
+plain loops: all pairs of mask, strategy, layouts, world, lengths, type and kernel, and drawn masks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from mask_truths import MASKS, Sizes, cells_of, truth_of
+from spec import Attention, errors_of, reference
+from tolerances import ERROR
+from worlds import Case, attend_over_threads
+
+import burst_rt
+from burst_rt import (
+    BlockSparse,
+    Causal,
+    Chunked,
+    Documents,
+    First,
+    Mask,
+    Prefix,
+    SlidingWindow,
+)
+from burst_rt.errors import ContractMismatch, InputError
+from burst_rt.kernels import sum_dtype
+
+_BATCH = 2
+
+
+class _Row(NamedTuple):
+    """One case of the covering array."""
+
+    mask: str
+    strategy: str
+    kinds: tuple[str, str]
+    world_size: int
+    lengths: tuple[int, int]
+    dtype: torch.dtype
+    kernel: str
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(*self.lengths, _BATCH)
+
+    def case(self) -> Case:
+        world = self.world_size
+        named = self.strategy.endswith(":")
+        # Nodes of two ranks where that is possible, else one node.
+        strategy = f"{self.strategy}{2 if world == 4 else world}" if named else self.strategy
+        spread = self.strategy in ("all-to-all", "hybrid:")
+        kv_heads = world if spread else 2
+        return Case(
+            *self.lengths,
+            heads=2 * kv_heads,
+            kv_heads=kv_heads,
+            batch=_BATCH,
+            dtype=self.dtype,
+            mask=MASKS[self.mask].mask(self.sizes),
+            kind=self.kinds[0],
+            kv_kind=self.kinds[1],
+            strategy=strategy,
+        )
+
+
+_FACTORS: tuple[list[Any], ...] = (
+    list(MASKS),
+    [
+        "auto",
+        "burst",
+        "ring-kv",
+        "bidirectional",
+        "all-to-all",
+        "two-level:",
+        "hybrid:",
+        "ring-naive",
+    ],
+    [("zigzag", "zigzag"), ("contiguous", "contiguous"), ("striped", "zigzag")],
+    [1, 2, 3, 4, 5],
+    [(63, 63), (24, 61), (61, 24), (3, 3), (1, 40)],
+    [torch.float32, torch.bfloat16, torch.float64],
+    ["cpu", "naive"],
+)
+
+
+_Pair = tuple[int, int, int, int]  # two factors, and the number of a value of each
+
+
+def _pairs_of(row: Sequence[int]) -> set[_Pair]:
+    return {(a, b, row[a], row[b]) for a, b in combinations(range(len(row)), 2)}
+
+
+def _fits(row: Sequence[int]) -> bool:
+    lengths: tuple[int, int] = _FACTORS[4][row[4]]
+    return truth_of(_FACTORS[0][row[0]], Sizes(*lengths, 1)) is not None
+
+
+def _pairs() -> Iterator[_Row]:
+    """Rows in which every pair of two factors' values stands that is possible.
+
+    Greedy: of many drawn rows, each with a pair that is missing, the one with most missing pairs.
+    """
+    chance, lengths = random.Random(0), [len(values) for values in _FACTORS]
+    missing = {
+        (a, b, x, y)
+        for a, b in combinations(range(len(lengths)), 2)
+        for x, y in product(range(lengths[a]), range(lengths[b]))
+    }
+    missing = {pair for pair in missing if pair[:2] != (0, 4) or _fits([pair[2], 0, 0, 0, pair[3]])}
+    while missing:
+        drawn = []
+        for a, b, x, y in chance.choices(sorted(missing), k=30):
+            row = [chance.randrange(length) for length in lengths]
+            row[a], row[b] = x, y
+            if _fits(row):
+                drawn.append(row)
+        if drawn:
+            best = max(drawn, key=lambda row: len(missing & _pairs_of(row)))
+            missing -= _pairs_of(best)
+            yield _Row(*(values[number] for values, number in zip(_FACTORS, best, strict=True)))
+
+
+_ROWS = list(_pairs())
+
+
+def test_the_array_covers_all_pairs() -> None:
+    for a, b in combinations(range(len(_FACTORS)), 2):
+        met = {(row[a], row[b]) for row in _ROWS}
+        for x, y in product(_FACTORS[a], _FACTORS[b]):
+            lengths = y if (a, b) == (0, 4) else (1, 1)
+            impossible = truth_of(x if a == 0 else "full", Sizes(lengths[0], lengths[1], 1)) is None
+            assert impossible != ((x, y) in met), (x, y)
+
+
+def _assert_right(result: Attention, truth: Attention, dtype: torch.dtype) -> None:
+    for name, error in errors_of(result, truth).items():
+        assert error < ERROR[sum_dtype(dtype) if name == "lse" else dtype], (name, error)
+
+
+@pytest.mark.parametrize("row", _ROWS, ids=lambda row: " ".join(map(str, row)))
+def test_every_pair(row: _Row) -> None:
+    case, inputs = row.case(), row.case().inputs()
+    truth = reference(*inputs, mask=truth_of(row.mask, row.sizes))
+    result = attend_over_threads(row.world_size, case, kernel=row.kernel)
+    _assert_right(result, truth, row.dtype)
+
+
+def _leaf(chance: random.Random, q_len: int, kv_len: int) -> Mask:
+    cuts = sorted(chance.randrange(kv_len + 1) for _ in range(chance.randrange(12)))
+    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
+    block = chance.choice([4, 16])
+    blocks = -(-q_len // block), -(-kv_len // block)
+    table = [[chance.random() < 0.3 for _ in range(blocks[1])] for _ in range(blocks[0])]
+    masks = [
+        Causal(),
+        SlidingWindow(chance.randrange(-1, kv_len), chance.randrange(-1, 9)),
+        First(chance.randrange(12)),
+        Prefix(chance.randrange(kv_len)),
+        Chunked(1 + chance.randrange(kv_len)),
+        BlockSparse(table, block),
+    ]
+    if q_len <= kv_len:
+        masks += [Documents(lengths)] * 3
+    return chance.choice(masks)
+
+
+def _tree(chance: random.Random, q_len: int, kv_len: int, depth: int = 2) -> Mask:
+    if not depth or chance.random() < 0.4:
+        return _leaf(chance, q_len, kv_len)
+    a, b = (_tree(chance, q_len, kv_len, depth - 1) for _ in range(2))
+    return a & b if chance.random() < 0.6 else a | b
+
+
+_DRAWN = 300
+_EACH = 15
+
+
+@pytest.mark.parametrize("part", range(_DRAWN // _EACH))
+def test_drawn_masks(part: int) -> None:
+    """`&` and `|` of masks, whose cells `test_spans.py` compares with booleans."""
+    for seed in range(part * _EACH, (part + 1) * _EACH):
+        chance = random.Random(seed)
+        q_len = chance.choice([1, 30, 64, 97])
+        kv_len = q_len if chance.random() < 0.7 else chance.choice([20, 70])
+        world = chance.randrange(1, 6)
+        mask = _tree(chance, q_len, kv_len)
+        case = Case(
+            q_len,
+            kv_len,
+            heads=4 * world if chance.random() < 0.2 else 4,
+            kv_heads=2 * world if chance.random() < 0.2 else None,
+            mask=mask,
+            kind=chance.choice(["zigzag", "contiguous", "striped"]),
+            strategy=chance.choice(["burst", "ring-kv", "bidirectional"]),
+            seed=seed,
+        )
+        if case.kv_heads is not None and case.heads % case.kv_heads:
+            case = case.but(kv_heads=None)
+        truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(q_len, kv_len, 1)))
+        _assert_right(attend_over_threads(world, case), truth, case.dtype)
+
+
+@pytest.mark.parametrize("mask", [Causal() & Documents([100, 3, 409]), SlidingWindow(200, 30)])
+def test_parts_of_long_tiles(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles larger than what the fused kernel is given at once."""
+    from burst_rt.kernels import cpu
+
+    monkeypatch.setattr(cpu, "_MASKED_PART", cpu._Part(48, 80, 1))
+    case = Case(512, heads=4, kv_heads=2, batch=2, mask=mask)
+    truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(512, 512, 2)))
+    for world in (1, 2, 3):
+        _assert_right(attend_over_threads(world, case), truth, case.dtype)
+
+
+def test_what_a_mask_hides_is_not_sent() -> None:
+    """A window of a quarter of a shard, contiguous: every rank hears from one other."""
+    sent = []
+    for mask in (SlidingWindow(15), Causal(), Documents([64] * 4)):
+
+        def run(ctx: burst_rt.Context, mask: Mask = mask) -> int:
+            layout = ctx.layout(256, "contiguous")
+            q, k, v = (torch.randn(1, layout.shard_len, 2, 16) for _ in range(3))
+            burst_rt.burst_attention(q, k, v, mask=mask, layout=layout)
+            return ctx.stats().bytes_sent
+
+        sent.append(sum(burst_rt.run_local(4, run)))
+    shard = 64 * 2 * 16 * 4 * 2
+    window, causal, documents = sent
+    assert window == 3 * shard // 2  # the second block of each shard but the last
+    assert causal == 6 * shard
+    assert documents == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (Documents([3, 4]), "has 7 keys, and kv_layout has 8 tokens"),
+        (Prefix((1, 2, 3)), "is for 3 batch rows, and q has 1"),
+        (BlockSparse([[True]], 4), "has 1 query blocks, and 8 tokens make 2"),
+    ],
+    ids=repr,
+)
+def test_a_mask_for_another_call_is_refused_on_every_rank(mask: Mask, said: str) -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        layout = ctx.layout(8)
+        x = torch.randn(1, layout.shard_len, 2, 16)
+        with pytest.raises(InputError, match=said):
+            burst_rt.burst_attention(x, x, x, mask=mask, layout=layout)
+        burst_rt.burst_attention(x, x, x, layout=layout)
+
+    burst_rt.run_local(2, run)
+
+
+def test_documents_that_differ_between_ranks_are_found() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        layout = ctx.layout(8)
+        x = torch.randn(1, layout.shard_len, 2, 16)
+        mask = Documents([3 + ctx.rank, 5 - ctx.rank])
+        with pytest.raises(ContractMismatch, match=r"mask: .*Documents"):
+            burst_rt.burst_attention(x, x, x, mask=mask, layout=layout)
+
+    burst_rt.run_local(2, run)

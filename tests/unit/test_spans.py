@@ -1,0 +1,229 @@
+"""Masks that are spans: each against plain loops, `&` and `|` against booleans, and bad ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_truths import MASKS, Sizes, cells_of, truth_of
+
+from burst_rt import (
+    BlockSparse,
+    Causal,
+    Chunked,
+    Documents,
+    First,
+    Full,
+    Mask,
+    Prefix,
+    SlidingWindow,
+)
+from burst_rt.errors import InputError
+from burst_rt.planning.masks import Relation, spans_of
+from burst_rt.planning.masks.spans import END
+
+_SIZES = [Sizes(24, 24, 1), Sizes(40, 40, 3), Sizes(17, 33, 2), Sizes(33, 17, 1), Sizes(1, 6, 1)]
+
+
+@pytest.mark.parametrize("sizes", _SIZES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_what_it_says(name: str, sizes: Sizes) -> None:
+    truth = truth_of(name, sizes)
+    mask = MASKS[name].mask(sizes)
+    if truth is None:
+        assert mask.refuses(*sizes)
+        return
+    assert mask.refuses(*sizes) is None
+    assert cells_of(mask, sizes).equal(truth)
+    bound, shift = mask.bound(sizes.q_len, sizes.kv_len), sizes.kv_len - sizes.q_len
+    chance = np.random.default_rng(0)
+    for _ in range(60):
+        q, kv = (
+            range(sizes_len)[chance.integers(sizes_len) :: chance.integers(1, 4)][
+                : chance.integers(1, 12)
+            ]
+            for sizes_len in (sizes.q_len, sizes.kv_len)
+        )
+        part = truth[:, list(q)][:, :, list(kv)]
+        at = range(q.start + shift, q.stop + shift, q.step)
+        relation = bound.relation(at, kv)
+        assert relation is not Relation.EMPTY or not part.any(), (q, kv)
+        assert relation is not Relation.FULL or part.all(), (q, kv)
+        cells = -(-int(part.sum()) // len(part)) if bound.batch > 1 else int(part[0].sum())
+        assert spans_of(bound, at).num_cells(kv) == cells
+        assert sum(piece.num_cells for piece in bound.pieces(at, kv)) == cells
+
+
+_LEAVES = st.one_of(
+    st.builds(SlidingWindow, st.integers(-1, 12), st.integers(-1, 12)),
+    st.builds(First, st.integers(0, 24)),
+    st.builds(Prefix, st.integers(0, 24)),
+    st.builds(Chunked, st.integers(1, 24)),
+    st.just(Causal()),
+    st.builds(
+        lambda cuts: Documents(np.diff([0, *sorted(cuts), 24])), st.lists(st.integers(0, 24))
+    ),
+    st.lists(st.booleans(), min_size=36, max_size=36).map(
+        lambda flags: BlockSparse(np.array(flags).reshape(6, 6), 4)
+    ),
+)
+_TREES = st.recursive(
+    _LEAVES,
+    lambda masks: st.one_of(
+        st.tuples(masks, masks, st.just(True)), st.tuples(masks, masks, st.just(False))
+    ),
+    max_leaves=6,
+)
+
+
+def _built(tree: Any) -> tuple[Mask, torch.Tensor]:
+    """The mask of a tree, and its cells from the cells of its leaves."""
+    sizes = Sizes(24, 24, 1)
+    if isinstance(tree, Mask):
+        return tree, cells_of(tree, sizes)[0]
+    (a, a_cells), (b, b_cells) = _built(tree[0]), _built(tree[1])
+    return (a & b, a_cells & b_cells) if tree[2] else (a | b, a_cells | b_cells)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(_TREES)
+def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
+    mask, cells = _built(tree)
+    assert cells_of(mask, Sizes(24, 24, 1))[0].equal(cells)
+    starts, stops = mask.spans(np.arange(24))
+    filled = starts < stops
+    # Sorted, apart, and what is left over comes last.
+    assert (starts[..., 1:][filled[..., 1:]] > stops[..., :-1][filled[..., 1:]]).all()
+    assert (filled[..., :-1] >= filled[..., 1:]).all()
+    assert (starts[~filled] == END).all()
+    for q, kv in ((range(0, 24, 3), range(5, 20)), (range(9, 14), range(0, 24, 2))):
+        part = cells[list(q)][:, list(kv)]
+        relation = mask.relation(q, kv)
+        assert relation is not Relation.EMPTY or not part.any()
+        assert relation is not Relation.FULL or part.all()
+
+
+def test_streaming_llm_in_spans() -> None:
+    mask = Causal() & (First(4) | SlidingWindow(3))
+    starts, stops = mask.spans(np.array([2, 6, 7, 9]))
+    assert np.maximum(starts, 0)[0, :, 0].tolist() == [0, 0, 0, 0]
+    assert stops[0, :, 0].tolist() == [3, 7, 8, 4]  # they touch until query 7
+    assert (starts[0, :, 1].tolist(), stops[0, :, 1].tolist()) == (
+        [END] * 3 + [6],
+        [END] * 3 + [10],
+    )
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_equal_masks_are_one_mask(name: str) -> None:
+    sizes = Sizes(24, 24, 2)
+    mask, again = MASKS[name].mask(sizes), MASKS[name].mask(sizes)
+    assert mask == again == copy.deepcopy(mask) == pickle.loads(pickle.dumps(mask))
+    assert hash(mask) == hash(again)
+    assert repr(mask) == repr(again)
+    assert len(repr(mask)) < 400
+
+
+def test_masks_that_differ_say_so() -> None:
+    masks = [
+        Documents([3, 5]),
+        Documents([5, 3]),
+        Documents([[3, 5], [5, 3]]),
+        Documents(ids=[0, 0, 0, -1, -1, -1, -1, -1]),
+        Documents([3, 5], [3, 5]),
+        BlockSparse([[True, False]], 4),
+        BlockSparse([[True], [False]], 4),
+        BlockSparse([[True, False]], 8),
+        SlidingWindow(3),
+        SlidingWindow(3, 3),
+        Full(),
+    ]
+    assert len(set(masks)) == len({repr(mask) for mask in masks}) == len(masks)
+
+
+def test_ways_to_name_documents() -> None:
+    expected = Documents([3, 1, 4])
+    for same in (
+        Documents(cu_seqlens=torch.tensor([0, 3, 4, 8], dtype=torch.int32)),
+        Documents(ids=[5, 5, 5, 1, 7, 7, 7, 7]),
+        Documents(position_ids=[0, 1, 2, 0, 0, 1, 2, 3]),
+        Documents(lengths=np.array([3, 1, 4])),
+        Documents([[3, 1, 4]]),
+    ):
+        assert same == expected
+    assert Documents(position_ids=[[0, 1, 0, 1], [0, 1, 2, 3]]) == Documents([[2, 2], [4]])
+
+
+def _odd(value: Any) -> Any:
+    """A value of a type that the argument does not take."""
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: SlidingWindow(-2), r"left must be .* got -2"),
+        (lambda: SlidingWindow(True), "left must be"),
+        (lambda: SlidingWindow(3, _odd(1.5)), r"right must be .* got 1\.5"),
+        (lambda: Prefix(-1), "length must be"),
+        (lambda: Prefix(()), "length must be"),
+        (lambda: Prefix(_odd("3")), "length must be"),
+        (lambda: Prefix((3, -1)), r"got \(3, -1\)"),
+        (lambda: First(_odd(None)), "count must be"),
+        (lambda: Chunked(0), "size must be"),
+        (lambda: Documents(), "expected lengths, .* got none of them"),
+        (lambda: Documents([3], ids=[0, 0, 0]), "got lengths and ids"),
+        (lambda: Documents(kv_lengths=[3]), "got kv_lengths"),
+        (lambda: Documents([]), "lengths must be integers"),
+        (lambda: Documents([0, 0]), "at least 1, got \\[0\\]"),
+        (lambda: Documents([3, -1, 4]), "must be at least 0, got -1 for document 1"),
+        (lambda: Documents([1.5, 2.5]), "must be integers"),
+        (lambda: Documents([[3, 5], [4, 5]]), r"the same number of queries, .* got \[8, 9\]"),
+        (lambda: Documents(cu_seqlens=[1, 3]), "must begin with 0"),
+        (lambda: Documents(cu_seqlens=[0, 3, 2]), "must begin with 0 and never fall"),
+        (lambda: Documents(cu_seqlens=[0]), "one number more"),
+        (lambda: Documents(ids=[0, 1, 0]), "document 0 returns"),
+        (lambda: Documents(ids=[0, -2]), "got -2"),
+        (lambda: Documents(ids=[[[0]]]), "must be integers"),
+        (lambda: Documents([1, 2], [3]), r"as many documents, got \[2\] and \[1\]"),
+        (lambda: BlockSparse([[1, 0]], 4), "table must be booleans"),
+        (lambda: BlockSparse([True], 4), "table must be booleans"),
+        (lambda: BlockSparse([[True], [True, False]], 4), "table must be booleans"),
+        (lambda: BlockSparse([[True]], 0), "block must be"),
+        (lambda: Causal() | _odd("full"), r"mask \| other: expected another Mask, got str"),
+        (
+            lambda: Documents([1, 2], [3, 4]) & Documents([3], [7]),
+            "both say where queries stand",
+        ),
+        (lambda: Prefix((1, 2)) & Documents([[3], [3], [3]]), "different numbers of batch rows"),
+    ],
+)
+def test_bad_masks_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("mask", "sizes", "said"),
+    [
+        (Documents([3, 4]), (8, 8, 1), "has 7 keys, and kv_layout has 8 tokens"),
+        (Documents([3, 5]), (9, 8, 1), "there are 9 queries: give q_lengths"),
+        (Documents([3], [8]), (4, 8, 1), "has 3 queries, and layout has 4 tokens"),
+        (Documents([[3], [3]]), (3, 3, 4), "is for 2 batch rows, and q has 4"),
+        (Causal() & Prefix((3, 4)), (3, 3, 1), "is for 2 batch rows, and q has 1"),
+        (BlockSparse([[True]], 4), (4, 5, 1), "has 1 key blocks, and 5 tokens make 2"),
+        (BlockSparse([[True], [True]], 4), (4, 4, 1), "has 2 query blocks"),
+        (Causal() | BlockSparse([[True, True]], 4), (4, 4, 1), "has 2 key blocks"),
+    ],
+    ids=str,
+)
+def test_masks_of_other_sizes_are_refused(
+    mask: Mask, sizes: tuple[int, int, int], said: str
+) -> None:
+    assert said in (mask.refuses(*sizes) or "")
