@@ -67,12 +67,10 @@ _NUM_VERBS = len(_VERBS)
 # The same table as the engine looks it up. Verb and old state give the new state and the verb's
 # number in the log, or None where the transition is impossible.
 _STEPS: dict[str, list[tuple[TaskState, int] | None]] = {
-    verb: [
-        (TRANSITIONS[old, verb], number) if (old, verb) in TRANSITIONS else None
-        for old in TaskState
-    ]
-    for number, verb in enumerate(_VERBS)
+    verb: [None] * len(TaskState) for verb in _VERBS
 }
+for (_old, _verb), _new in TRANSITIONS.items():
+    _STEPS[_verb][_old] = _new, _VERBS.index(_verb)
 
 
 class TaskDone(NamedTuple):

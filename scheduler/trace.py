@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -107,16 +107,13 @@ def exposed(
                 f"exposed: rank {graph.rank} has {len(known)} spans for {len(graph.tasks)} tasks; "
                 "trace the whole run"
             )
-    found = waits(spans, match_messages(graphs), compute_lane)
-    return [
-        Idle(
-            sum(w.ended_s - w.started_s for w in own if w.on_wire),
-            sum(w.ended_s - w.started_s for w in own if not w.on_wire),
-            max((s.ended_s for s in trace), default=0.0)
-            - min((s.issued_s for s in trace), default=0.0),
-        )
-        for own, trace in zip(found, spans, strict=True)
-    ]
+    idle = []
+    for own, trace in zip(waits(spans, match_messages(graphs), compute_lane), spans, strict=True):
+        exposed_s = sum(wait.ended_s - wait.started_s for wait in own if wait.on_wire)
+        skew_s = sum(wait.ended_s - wait.started_s for wait in own if not wait.on_wire)
+        start_s, stop_s = _whole(trace)
+        idle.append(Idle(exposed_s, skew_s, stop_s - start_s))
+    return idle
 
 
 def overlap(
@@ -133,9 +130,7 @@ def overlap(
         elif span.lane == network_lane:
             moving.append((span.started_s, span.ended_s))
     transfers = _union(moving)
-    return sum(end - begin for begin, end in transfers), sum(
-        end - begin for begin, end in _cut(transfers, _union(busy))
-    )
+    return _total_s(transfers), _total_s(_cut(transfers, _union(busy)))
 
 
 def waits(
@@ -148,7 +143,7 @@ def waits(
     `traces[r]` belongs to rank r and has a span of every task. matched: what `match_messages` says
     of the graphs.
     """
-    spans: list[Mapping[int, Span]] = [{span.task: span for span in trace} for trace in traces]
+    spans = list(map(_by_task, traces))
     # An exchange that receives is on the wire from the moment when both sides of its last message
     # are posted until it ends. Kept for each: that moment, and the sender.
     posted: list[dict[int, tuple[float, int]]] = [{} for _ in spans]
@@ -162,15 +157,9 @@ def waits(
         if not known:
             result.append([])
             continue
-        start, stop = (
-            min(s.issued_s for s in known.values()),
-            max(s.ended_s for s in known.values()),
-        )
-        gaps = _gaps(
-            start,
-            stop,
-            sorted((s.started_s, s.ended_s) for s in known.values() if s.lane == compute_lane),
-        )
+        start, stop = _whole(known.values())
+        own_work = (s for s in known.values() if s.lane == compute_lane)
+        gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in own_work))
         wire = _union((both, known[t].ended_s) for t, (both, _) in own.items())
         early = _union((known[t].issued_s, both) for t, (both, _) in own.items())
         arrivals = sorted((known[t].ended_s, t, peer) for t, (_, peer) in own.items())
@@ -194,6 +183,20 @@ def _ending(piece: _Interval, moments: Sequence[tuple[float, int, int]]) -> tupl
 
 
 _Interval = tuple[float, float]
+
+
+def _by_task(trace: Iterable[Span]) -> dict[int, Span]:
+    return {span.task: span for span in trace}
+
+
+def _whole(spans: Collection[Span]) -> _Interval:
+    """When the first task was issued, and when the last one ended; 0 and 0 without tasks."""
+    start = min((span.issued_s for span in spans), default=0.0)
+    return start, max((span.ended_s for span in spans), default=0.0)
+
+
+def _total_s(intervals: Iterable[_Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
 
 
 def _gaps(start: float, stop: float, busy: Iterable[_Interval]) -> list[_Interval]:

@@ -79,7 +79,8 @@ def check_messages(graphs: Sequence[Graph]) -> None:
     for (source, receiver), (sends, recvs) in _flows(graphs).items():
         if _ordered(by_rank[source], sends) or _ordered(by_rank[receiver], recvs):
             # An ordered lane matches messages by their order alone: tags do not travel.
-            wanted, offered = [m.tag for _, m in recvs], [m.tag for _, m in sends]
+            wanted = [m.tag for _, m in recvs]
+            offered = [m.tag for _, m in sends]
             if wanted != offered and sorted(wanted) == sorted(offered):
                 raise InternalError(
                     f"rank {source} sends tags {offered} to rank {receiver}, which receives tags "
@@ -258,8 +259,8 @@ def _play(graphs: Sequence[Graph]) -> None:
     for end, source in match_messages(graphs).items():
         needs[end.rank, end.task].add((source.rank, source.task))
         needs[source.rank, source.task].add((end.rank, end.task))
-    before = [[set(p) for p in graph.predecessors] for graph in graphs]
-    after: list[list[list[int]]] = [[list(s) for s in graph.successors] for graph in graphs]
+    before = [list(map(set, graph.predecessors)) for graph in graphs]
+    after = [list(map(list, graph.successors)) for graph in graphs]
     for graph in graphs:
         last: dict[str, int] = {}
         for task in graph.tasks:

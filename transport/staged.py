@@ -22,7 +22,7 @@ places, so that the chunks' tags are the same on both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, groupby, zip_longest
 from typing import ClassVar, NamedTuple
@@ -125,16 +125,7 @@ class _Staging:
             self.parts += self.g.buffer(
                 name, parts=len(own), size_bytes=sizes, initialised=own[0].initialised
             ).parts
-        # The chunks of one direction are used in turn.
-        self.out, self.into = (
-            cycle(
-                [
-                    self.g.buffer(f"{way} chunk {i}", size_bytes=largest)[0]
-                    for i in range(_NUM_CHUNKS)
-                ]
-            )
-            for way in ("out", "in")
-        )
+        self.out, self.into = self._in_turn("out", largest), self._in_turn("in", largest)
         self.num_chunks: Counter[tuple[str, int, int]] = Counter()
 
     def build(self) -> Graph:
@@ -142,26 +133,33 @@ class _Staging:
             if task.is_exchange:
                 self._exchange(task)
                 continue
-            reads, writes, accumulates = (
-                [self.parts[i] for i in ids] for ids in (task.reads, task.writes, task.accumulates)
-            )
             assert task.op is not None
             self.g.compute(
                 task.name,
                 task.op,
-                reads=reads,
-                writes=writes,
-                accumulates=accumulates,
+                reads=self._parts(task.reads),
+                writes=self._parts(task.writes),
+                accumulates=self._parts(task.accumulates),
                 cost=task.cost,
                 lane=task.lane,
                 hop=task.hop,
             )
         return self.g.build()
 
+    def _in_turn(self, way: str, size_bytes: int) -> Iterator[Part]:
+        """The chunks of one direction, which are used in turn."""
+        chunks = (
+            self.g.buffer(f"{way} chunk {i}", size_bytes=size_bytes) for i in range(_NUM_CHUNKS)
+        )
+        return cycle([chunk[0] for chunk in chunks])
+
+    def _parts(self, ids: Iterable[int]) -> list[Part]:
+        return [self.parts[i] for i in ids]
+
     def _exchange(self, task: Task) -> None:
         g, lane = self.g, task.lane
         sent = {m.part for m in task.sends}
-        also = [self.parts[i] for i in task.reads if i not in sent]
+        also = self._parts(i for i in task.reads if i not in sent)
         for i, (out, into) in enumerate(
             zip_longest(self._chunks("out", task.sends), self._chunks("in", task.recvs))
         ):

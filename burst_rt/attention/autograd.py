@@ -23,7 +23,7 @@ from burst_rt.attention.call import Call, make_call
 from burst_rt.attention.run import run_backward, run_forward
 from burst_rt.attention.sharding import LAYOUTS, ContextLayout
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.kernels import sum_dtype
+from burst_rt.kernels import QKV, Results, sum_dtype
 from burst_rt.planning import numbers
 from burst_rt.planning.masks import MASKS, Mask
 
@@ -61,7 +61,7 @@ class BurstAttentionFunction(torch.autograd.Function):
             _check_against(call, q, k, v)
             # Modes of the program's own (a default device, say) are not meant for what is inside.
             with torch._C.DisableTorchFunction():
-                out, lse = run_forward(call, q, k, v)
+                out, lse = run_forward(call, QKV(q, k, v))
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -73,13 +73,14 @@ class BurstAttentionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Returns dq, dk and dv, None where one is not needed. Blocks as `run_backward` does."""
         saved = _saved(ctx)
+        q, k, v, out, lse = saved
         if dout is None:
-            dout = torch.zeros_like(saved[3])
+            dout = torch.zeros_like(out)
         if torch.is_grad_enabled() or _somebody_looks(dout, *saved):
             # The dispatcher's autograd refuses second derivatives.
             return _needed(ctx, _backward_op(dout, dlse, *saved, *terms_of_call(ctx.call)))
         with torch._C.DisableTorchFunction():
-            return (*run_backward(ctx.call, dout, dlse, *saved), None)
+            return (*run_backward(ctx.call, QKV(q, k, v), Results(out, lse, dout, dlse)), None)
 
 
 def _somebody_looks(*tensors: torch.Tensor) -> bool:
@@ -160,7 +161,7 @@ def terms_of_call(call: Call) -> Terms:
     )  # fmt: skip
 
 
-def _call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms, name: str) -> Call:
+def _call_of(qkv: QKV, terms: Terms, name: str) -> Call:
     """The call that an op runs; blocks only to refuse a call that fails the checks.
 
     The checks are made here, because the compiler saw numbers and shapes only. Raises ConfigError
@@ -181,7 +182,7 @@ def _call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms, na
     needs_q, needs_k, needs_v = needs_grad
     try:
         return make_call(
-            q, k, v, layout=layout, kv_layout=kv_layout, mask=mask, scale=scale,
+            *qkv, layout=layout, kv_layout=kv_layout, mask=mask, scale=scale,
             strategy=strategy, return_lse=return_lse, needs_grad=(needs_q, needs_k, needs_v),
         )  # fmt: skip
     except InputError as error:
@@ -191,7 +192,8 @@ def _call_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms, na
 def _run_forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *terms: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return run_forward(_call_of(q, k, v, terms, "burst_attention"), q, k, v)
+    qkv = QKV(q, k, v)
+    return run_forward(_call_of(qkv, terms, "burst_attention"), qkv)
 
 
 def _fake_forward(
@@ -212,13 +214,11 @@ def _run_backward_op(
     *terms: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients as an op returns them: an empty tensor where a gradient is not needed."""
-    call = _call_of(q, k, v, terms, "backward of burst_attention")
-    dq, dk, dv = run_backward(call, dout, dlse, q, k, v, out, lse)
-    return (
-        q.new_empty(0) if dq is None else dq,
-        k.new_empty(0) if dk is None else dk,
-        v.new_empty(0) if dv is None else dv,
-    )
+    qkv = QKV(q, k, v)
+    call = _call_of(qkv, terms, "backward of burst_attention")
+    grads = run_backward(call, qkv, Results(out, lse, dout, dlse))
+    dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
+    return dq, dk, dv
 
 
 def _fake_backward(
@@ -227,13 +227,12 @@ def _fake_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *terms: Any,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    needs_grad = rest[-1]  # the last of the terms
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
-        for x, needed in zip((q, k, v), terms[-1], strict=True)
+        for x, needed in zip((q, k, v), needs_grad, strict=True)
     )
     return dq, dk, dv
 

@@ -24,7 +24,7 @@ from burst_rt.kernels import sum_dtype
 from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import check_name
-from burst_rt.runtime.agreement import digest_of
+from burst_rt.runtime.agreement import Contract
 from burst_rt.version import __version__
 
 __all__ = [
@@ -118,14 +118,14 @@ class Call:
         return self.setup.planner.plan(self._key(forward=False))
 
     @cached_property
-    def forward_terms(self) -> tuple[dict[str, str], int]:
-        """The words that the ranks compare before the forward, and the digest of these words."""
-        return self._terms("burst_attention")
+    def forward_contract(self) -> Contract:
+        """The words that the ranks compare before the forward."""
+        return self._contract("burst_attention")
 
     @cached_property
-    def backward_terms(self) -> tuple[dict[str, str], int]:
-        """The words that the ranks compare before the backward, and the digest of these words."""
-        return self._terms("backward of burst_attention")
+    def backward_contract(self) -> Contract:
+        """The words that the ranks compare before the backward."""
+        return self._contract("backward of burst_attention")
 
     def _key(self, *, forward: bool) -> PlanKey:
         setup = self.setup
@@ -139,9 +139,9 @@ class Call:
             partials=setup.partials,
         )
 
-    def _terms(self, name: str) -> tuple[dict[str, str], int]:
+    def _contract(self, name: str) -> Contract:
         """Everything about the call that must be the same on every rank."""
-        terms = {
+        words = {
             "call": name,
             "layout": f"{self.layout.kind} {self.layout.seq_len}",
             "kv_layout": f"{self.kv_layout.kind} {self.kv_layout.seq_len}",
@@ -156,7 +156,7 @@ class Call:
             "return_lse": str(self.return_lse),
             "version": __version__,
         }
-        return terms, digest_of(terms)
+        return Contract(words)
 
 
 def make_call(

@@ -180,17 +180,9 @@ def _broadcasts(answer: torch.Tensor, shape: tuple[int, int]) -> bool:
 def _ranges(start: int, stop: int) -> list[range]:
     """Three sampled ranges: the first positions, some in the middle, and the last positions."""
     start = max(0, start)
-    middle = (start + stop) // 2
-    parts = (
-        range(start, start + _SAMPLE),
-        range(middle, middle + _SAMPLE),
-        range(max(start, stop - _SAMPLE), stop),
-    )
-    return [
-        part
-        for part in dict.fromkeys(range(part.start, min(part.stop, stop)) for part in parts)
-        if part
-    ]
+    starts = (start, (start + stop) // 2, max(start, stop - _SAMPLE))
+    parts = dict.fromkeys(range(at, min(at + _SAMPLE, stop)) for at in starts)
+    return list(filter(None, parts))
 
 
 def _ask(

@@ -113,34 +113,26 @@ class Plan:
         """The plan in words: strategy and kernel with the reasons, bytes sent, memory."""
         choice, memory = self.choice, self.memory()
         others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
-        return "\n".join(
-            (
-                f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; "
-                f"{choice.program}",
-                f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
-                *(
-                    [
-                        "  forecast: "
-                        + ", ".join(f"{n} {s:.3g} s" for n, s in choice.seconds.items())
-                    ]
-                    if choice.seconds
-                    else []
-                ),
-                f"  kernel {self.kernel.name}: {self.picked.reason}",
-                f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
-                f"{memory.slots:,}, sums {memory.sums:,}, "
-                f"copies {memory.copies:,}, scratch {memory.scratch:,})",
-                f"  {len(self.graph.tasks)} tasks on this rank",
-            )
+        forecast = ", ".join(f"{n} {s:.3g} s" for n, s in (choice.seconds or {}).items())
+        lines = (
+            f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; "
+            f"{choice.program}",
+            f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
+            f"  forecast: {forecast}" if forecast else "",
+            f"  kernel {self.kernel.name}: {self.picked.reason}",
+            f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
+            f"{memory.slots:,}, sums {memory.sums:,}, "
+            f"copies {memory.copies:,}, scratch {memory.scratch:,})",
+            f"  {len(self.graph.tasks)} tasks on this rank",
         )
+        return "\n".join(filter(None, lines))
 
     def memory(self) -> MemoryNeed:
         """The memory of one run, in bytes."""
         held = self.choice.program.footprint(self.rank)
         scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
-        slots, chunks = (
-            sum(part.size_bytes for part in parts) for parts in (self.slots, self.chunks)
-        )
+        slots = sum(part.size_bytes for part in self.slots)
+        chunks = sum(part.size_bytes for part in self.chunks)
         return MemoryNeed(slots, held.sums, held.copies, scratch, chunks)
 
 

@@ -3,129 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 
 from burst_rt.attention.call import Call, check_values
-from burst_rt.attention.execute import RUNS, BackwardBinding, Binding
+from burst_rt.attention.execute import RUNS, Binding
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import DeviceError, InputError
-from burst_rt.runtime.runtime import Runtime
+from burst_rt.kernels import QKV, Gradients, Results
+from burst_rt.runtime.agreement import Contract
 
 __all__ = ["run_backward", "run_forward"]
 
 
-def run_forward(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(call: Call, qkv: QKV) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this rank's queries.
 
     Collective; blocks and raises as `burst_attention` does.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        # Autocast would change the dtype of the sums.
-        with torch.autocast(q.device.type, enabled=False):
-            return run_forward(call, q, k, v)
-    setup, name = call.setup, "burst_attention"
+    setup, contract = call.setup, call.forward_contract
     runtime = setup.runtime
-    try:
-        if setup.check_finite:
-            check_values(q, k, v)
-        plan = call.forward_plan
-    except InputError as error:
-        runtime.refuse(name, error)
-    progress = Progress()
-    with _enough_memory(runtime, name, plan):
-        run = RUNS[type(plan.choice.program)].forward(
-            Binding(
-                plan=plan,
-                machine=runtime.machine,
-                scale=call.scale,
-                progress=progress,
-                poison=setup.poison,
-                q=q.detach(),
-                k=k.detach(),
-                v=v.detach(),
-            )
-        )
-    description, digest = call.forward_terms
-    _, free = runtime.perform(
-        name, plan.schedule, run.operations, run.memory,
-        description=description, digest=digest, progress=progress, subject=plan,
-        takes=partial(_takes, plan),
-    )  # fmt: skip
-    runtime.machine.give_back(plan, run.slots, free)
-    return run.out, run.lse
+    with _autocast_off(qkv.q.device.type):
+        try:
+            if setup.check_finite:
+                check_values(*qkv)
+            plan = call.forward_plan
+        except InputError as error:
+            runtime.refuse(contract.call, error)
+        with _bound(call, contract, plan, qkv) as binding:
+            run = RUNS[type(plan.choice.program)].forward(binding)
+        _, free = runtime.perform(
+            contract, plan.schedule, run.operations, run.memory,
+            progress=binding.progress, subject=plan, takes=partial(_takes, plan),
+        )  # fmt: skip
+        runtime.machine.give_back(plan, run.slots, free)
+        return run.out, run.lse
 
 
-def run_backward(
-    call: Call,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dq, dk and dv of this rank's tokens; None for a gradient that the call does not need.
+def run_backward(call: Call, qkv: QKV, results: Results) -> Gradients:
+    """The gradients of this rank's tokens; None for one that the call does not need.
 
     Collective; blocks and raises as `burst_attention` does.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):
-            return run_backward(call, dout, dlse, q, k, v, out, lse)
-    setup, name = call.setup, "backward of burst_attention"
-    runtime = setup.runtime
-    try:
-        plan = call.backward_plan
-    except InputError as error:
-        runtime.refuse(name, error)
-    progress = Progress()
-    with _enough_memory(runtime, name, plan):
-        run = RUNS[type(plan.choice.program)].backward(
-            BackwardBinding(
-                plan=plan,
-                machine=runtime.machine,
-                scale=call.scale,
-                progress=progress,
-                poison=setup.poison,
-                q=q.detach(),
-                k=k.detach(),
-                v=v.detach(),
-                out=out.detach(),
-                lse=lse.detach(),
-                dout=dout.detach(),
-                dlse=None if dlse is None else dlse.detach(),
-            )
-        )
-    description, digest = call.backward_terms
-    _, free = runtime.perform(
-        name, plan.schedule, run.operations, run.memory,
-        description=description, digest=digest, progress=progress, subject=plan,
-        takes=partial(_takes, plan),
-    )  # fmt: skip
-    runtime.machine.give_back(plan, run.slots, free)
-    return run.grads()
+    contract, runtime = call.backward_contract, call.setup.runtime
+    with _autocast_off(qkv.q.device.type):
+        try:
+            plan = call.backward_plan
+        except InputError as error:
+            runtime.refuse(contract.call, error)
+        with _bound(call, contract, plan, qkv, results) as binding:
+            run = RUNS[type(plan.choice.program)].backward(binding)
+        _, free = runtime.perform(
+            contract, plan.schedule, run.operations, run.memory,
+            progress=binding.progress, subject=plan, takes=partial(_takes, plan),
+        )  # fmt: skip
+        runtime.machine.give_back(plan, run.slots, free)
+        return run.grads()
+
+
+def _autocast_off(device_type: str) -> AbstractContextManager[object]:
+    """Inside, autocast is off: it would change the dtype of the sums."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 @contextmanager
-def _enough_memory(runtime: Runtime, name: str, plan: Plan) -> Iterator[None]:
+def _bound(
+    call: Call, contract: Contract, plan: Plan, qkv: QKV, results: Results | None = None
+) -> Iterator[Binding]:
     """Inside, a call's tensors are bound; if memory runs out, every rank raises DeviceError.
 
     Binding takes all memory of the call but the tiles' scratch, before anything is sent. To refuse
     the call blocks at most `timeout_s`.
     """
+    runtime = call.setup.runtime
     try:
-        yield
+        yield Binding(
+            plan=plan,
+            machine=runtime.machine,
+            scale=call.scale,
+            progress=Progress(),
+            poison=call.setup.poison,
+            qkv=qkv.detach(),
+            results=None if results is None else results.detach(),
+        )
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         message = f"out of memory on {runtime.device}: {_takes(plan)}"
-        runtime.refuse(name, DeviceError(message, rank=runtime.rank))
+        runtime.refuse(contract.call, DeviceError(message, rank=runtime.rank))
 
 
 def _takes(plan: Plan) -> str:

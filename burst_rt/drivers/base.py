@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,10 +18,10 @@ import torch
 from burst_rt.drivers.watch import Backoff, Watch
 from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
 from burst_rt.job.flight import FlightRecord
-from burst_rt.scheduler import Event, Graph, Span, Task, TaskDone, TaskFailed, Trace
+from burst_rt.scheduler import Event, Graph, Message, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
-__all__ = ["BaseDriver", "Opening", "Progress", "is_out_of_memory"]
+__all__ = ["BaseDriver", "DriverOptions", "Opening", "Progress", "is_out_of_memory"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,52 +48,39 @@ class Opening(Protocol):
         """Why the call may not go on, or None. To be called once `test` is True."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DriverOptions:
+    """What a driver needs for a run beside the graph and the transports."""
+
+    operations: Mapping[type, Callable[..., None]]  # by type; called with the task's operation
+    memory: Mapping[int, Memory]  # the bytes of each part that a message names
+    watch: Watch  # what this rank knows of the other ranks
+    opening: Opening  # what control tasks wait for
+    timeout_s: float  # how long the other ranks may take to enter the call
+    stall_s: float  # how long nothing may move inside the call
+    # Says how much memory the call takes, for the error when memory runs out.
+    takes: Callable[[], str] | None = None
+    flight: FlightRecord | None = None  # the record that the present task is written to
+
+
 class BaseDriver:
     """One driver performs one run of a graph.
 
-    operations: the function for each type of operation, called with the task's operation.
-    memory: the bytes of each part that a message names.
-    transport: for exchanges on lanes that are not ordered.
-    watch: what this rank knows of the other ranks.
-    opening: what control tasks wait for.
-    timeout_s: how long the other ranks may take to enter the call.
-    stall_s: how long nothing may move inside the call.
-    takes: says how much memory the call takes, for the error when memory runs out.
-    flight: the record that the present task is written to.
+    transport: for exchanges on lanes that are not ordered; None: there are none.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        *,
-        operations: Mapping[type, Callable[..., None]],
-        memory: Mapping[int, Memory],
-        transport: Transport | None,
-        watch: Watch,
-        opening: Opening,
-        timeout_s: float,
-        stall_s: float,
-        takes: Callable[[], str] | None = None,
-        flight: FlightRecord | None = None,
-    ) -> None:
+    def __init__(self, graph: Graph, transport: Transport | None, options: DriverOptions) -> None:
         self._graph = graph
-        self._operations = operations
-        self._memory = memory
         self._transport = transport
-        self._watch = watch
-        self._opening = opening
-        self._timeout_s = timeout_s
-        self._stall_s = stall_s
+        self._options = options
+        self._watch, self._opening = options.watch, options.opening
         # Tasks that have ended: (task, issued, started, ended). Spans are made only when asked for.
         self._ended: deque[tuple[Task, float, float, float]] = deque()
         self._trace: Trace | None = None
-        self._takes = takes
-        self._flight = flight
         self._others = [rank for rank in range(graph.world_size) if rank != graph.rank]
         self._control: Task | None = None
-        self._about: dict[
-            int, tuple[Task, int]
-        ] = {}  # handle of a message under way -> its task and peer
+        # By handle of a message under way: its task and its peer.
+        self._about: dict[int, tuple[Task, int]] = {}
         self._num_open: dict[int, int] = {}
         self._issued_s: dict[int, float] = {}
         self._landed: list[Event] = []
@@ -157,7 +145,7 @@ class BaseDriver:
 
     def forget(self) -> None:
         """Lets go of the run's memory, and keeps the trace. To be called after the run."""
-        self._operations, self._memory = {}, {}
+        self._options = replace(self._options, operations={}, memory={})
 
     def settle(self, timeout_s: float) -> None:
         """Blocks until the trace of the run is complete, at most `timeout_s`."""
@@ -197,7 +185,7 @@ class BaseDriver:
         self._opening.start()
 
     def _say_alive(self, now_s: float) -> None:
-        if now_s - self._last_beat_s > self._stall_s / 4:
+        if now_s - self._last_beat_s > self._options.stall_s / 4:
             self._last_beat_s = now_s
             # All ranks are told, and not the neighbours only: a rank may wait for a neighbour that
             # waits for this rank.
@@ -208,29 +196,30 @@ class BaseDriver:
         # Receives are posted first: a message that finds its receive posted needs no extra copy.
         self._num_open[task.id] = len(task.recvs) + len(task.sends)
         for m in task.recvs:
-            self._about[
-                self._transport.irecv(self._memory[m.part][: m.size_bytes], m.peer, m.tag)
-            ] = (task, m.peer)
+            handle = self._transport.irecv(self._bytes_of(m), m.peer, m.tag)
+            self._about[handle] = task, m.peer
         for m in task.sends:
-            self._about[
-                self._transport.isend(self._memory[m.part][: m.size_bytes], m.peer, m.tag)
-            ] = (task, m.peer)
+            handle = self._transport.isend(self._bytes_of(m), m.peer, m.tag)
+            self._about[handle] = task, m.peer
+
+    def _bytes_of(self, message: Message) -> Memory:
+        return self._options.memory[message.part][: message.size_bytes]
 
     def _what_does(self, task: Task) -> Callable[..., None]:
         """The function for the task's operation. Writes the task to the flight record.
 
         Raises InternalError for an operation without a function.
         """
-        does = self._operations.get(type(task.op))
+        does = self._options.operations.get(type(task.op))
         if does is None:
-            known = sorted(each.__name__ for each in self._operations)
+            known = sorted(each.__name__ for each in self._options.operations)
             raise InternalError(
                 f"task {task.name!r} asks for operation {task.op!r}; this driver has {known}",
                 task=task.name,
                 hop=task.hop,
             )
-        if self._flight is not None:
-            self._flight.task(task.name)
+        if self._options.flight is not None:
+            self._options.flight.task(task.name)
         return does
 
     def _failure(self, task: Task, error: Exception) -> TaskFailed:
@@ -243,7 +232,7 @@ class BaseDriver:
                 _name_task(error, task)
             raise error
         rank = self._graph.rank
-        takes = f"; {self._takes()}" if self._takes else ""
+        takes = f"; {self._options.takes()}" if self._options.takes else ""
         why = f"rank {rank}: out of memory in {task.name!r}{takes} ({error})"
         return _failed(task, DeviceError(why, rank=rank))
 
@@ -282,9 +271,9 @@ class BaseDriver:
         None where nothing is under way.
         """
         if self._control is not None:
-            return self._control, self._timeout_s, False
+            return self._control, self._options.timeout_s, False
         return (
-            (self._graph.tasks[min(self._num_open)], self._stall_s, False)
+            (self._graph.tasks[min(self._num_open)], self._options.stall_s, False)
             if self._num_open
             else None
         )
@@ -299,8 +288,8 @@ class BaseDriver:
         if waiting is None:
             raise InternalError("the driver was asked to wait with nothing under way")
         task, limit_s, own = waiting
-        if self._flight is not None:
-            self._flight.task(task.name)
+        if self._options.flight is not None:
+            self._options.flight.task(task.name)
         if self._control is not None:
             self._watch.say_entered(self._opening.number, backoff.elapsed_s(), limit_s)
         lost = self._watch.lost(
@@ -315,41 +304,31 @@ class BaseDriver:
         return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
 
     def _stalled(self, task: Task, silent_s: float) -> Stalled:
-        rank = self._graph.rank
+        rank, watch = self._graph.rank, self._watch
         if self._control is not None:
             number = self._opening.number
-            missing = self._watch.absent(number)
+            missing = watch.absent(number)
+            peer = missing.only
             message = (
                 f"rank {rank}: waited {silent_s:.1f} s (timeout_s) for the other ranks to enter "
                 f"call {number}"
                 f"{f': {missing} not entered it' if missing.ranks else ''}. "
                 "See what the other ranks are doing (py-spy dump)"
             )
-            return Stalled(
-                message,
-                rank=rank,
-                peer=missing.only,
-                task=task.name,
-                hop=task.hop,
-                elapsed_s=silent_s,
+        else:
+            # A rank whose messages have all come is not the one that is stuck.
+            waited_for = {peer for about, peer in self._about.values() if about is task}
+            peers = sorted(waited_for or {m.peer for m in (*task.sends, *task.recvs)})
+            peer = peers[0]
+            said = {p: f"task {watch.alive[p][1]}" for p in peers if p in watch.alive}
+            message = (
+                f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in task {task.name!r}, "
+                f"which waits for rank {' and rank '.join(map(str, peers))}; last sign of life: "
+                f"{said or 'none'}. See what these ranks are doing (py-spy dump), or raise stall_s "
+                "in burst_rt.init"
             )
-        # A rank whose messages have all come is not the one that is stuck.
-        waited_for = {peer for about, peer in self._about.values() if about is task}
-        peers = sorted(waited_for or {m.peer for m in (*task.sends, *task.recvs)})
-        said = {p: f"task {self._watch.alive[p][1]}" for p in peers if p in self._watch.alive}
-        message = (
-            f"rank {rank}: nothing moved for {silent_s:.1f} s (stall_s) in task {task.name!r}, "
-            f"which waits for rank {' and rank '.join(map(str, peers))}; last sign of life: "
-            f"{said or 'none'}. See what these ranks are doing (py-spy dump), or raise stall_s in "
-            "burst_rt.init"
-        )
         return Stalled(
-            message,
-            rank=rank,
-            peer=peers[0],
-            task=task.name,
-            hop=task.hop,
-            elapsed_s=silent_s,
+            message, rank=rank, peer=peer, task=task.name, hop=task.hop, elapsed_s=silent_s
         )
 
 

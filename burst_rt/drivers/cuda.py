@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from burst_rt.drivers.base import BaseDriver
+from burst_rt.drivers.base import BaseDriver, DriverOptions
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice
 from burst_rt.drivers.watch import Backoff
 from burst_rt.errors import BurstError, InternalError, Stalled
 from burst_rt.scheduler import Event, Lane, Schedule, Task, TaskDone, TaskFailed, overlap
-from burst_rt.transport import OrderedTransport
+from burst_rt.transport import OrderedTransport, Transport
 
 __all__ = ["CudaDriver"]
 
@@ -43,18 +43,19 @@ class _Issued(NamedTuple):
 class CudaDriver(BaseDriver):
     """Performs one run of a graph on a GPU; see `scheduler.Driver` and `BaseDriver`.
 
-    wire: the transport for exchanges on ordered lanes.
+    transport, wire: for exchanges on lanes that are not ordered, and on ordered lanes; None: there
+        are no such lanes.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        *,
         device: StreamDevice,
-        wire: OrderedTransport | None = None,
-        **options: Any,
-    ) -> None:  # BaseDriver's
-        super().__init__(schedule.graph, **options)
+        transport: Transport | None,
+        wire: OrderedTransport | None,
+        options: DriverOptions,
+    ) -> None:
+        super().__init__(schedule.graph, transport, options)
         self._device = device
         self._wire = wire
         # Tasks on lanes of another kind wait for these tasks, so the host must see these end. All
@@ -150,10 +151,8 @@ class CudaDriver(BaseDriver):
         if not all(self._device.happened(issued.ended) for issued in self._issued.values()):
             return False
         for issued in self._issued.values():
-            start_s, end_s = (
-                self._origin_s + self._device.seconds(self._origin, e)
-                for e in (issued.started, issued.ended)
-            )
+            start_s = self._origin_s + self._device.seconds(self._origin, issued.started)
+            end_s = self._origin_s + self._device.seconds(self._origin, issued.ended)
             self._ended.append((issued.task, issued.issued_s, start_s, end_s))
             if issued.task.lane == "compute":
                 self.compute_s += end_s - start_s
@@ -176,10 +175,8 @@ class CudaDriver(BaseDriver):
         with self._device.on(stream, task.name):
             if task.is_exchange:
                 assert self._wire is not None
-                sends, recvs = (
-                    [(self._memory[m.part][: m.size_bytes], m.peer) for m in way]
-                    for way in (task.sends, task.recvs)
-                )
+                sends = [(self._bytes_of(m), m.peer) for m in task.sends]
+                recvs = [(self._bytes_of(m), m.peer) for m in task.recvs]
                 self._wire.exchange(sends, recvs, self._device.handle(stream))
             else:
                 does = self._what_does(task)
@@ -225,9 +222,9 @@ class CudaDriver(BaseDriver):
             # A long tile is no stall, so the other ranks must hear that this rank is alive.
             self._running = self._graph.tasks[self._under_way[0]]
             self._say_alive(time.perf_counter())
-            return self._running, self._timeout_s, True
+            return self._running, self._options.timeout_s, True
         if self._held:
-            return self._held[0], self._timeout_s, True
+            return self._held[0], self._options.timeout_s, True
         return super()._waiting_for()
 
     def _stalled(self, task: Task, silent_s: float) -> Stalled:

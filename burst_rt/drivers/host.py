@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from burst_rt.drivers.base import BaseDriver
+from burst_rt.drivers.base import BaseDriver, DriverOptions
 from burst_rt.errors import BurstError
-from burst_rt.scheduler import Task, TaskDone
+from burst_rt.scheduler import Graph, Task, TaskDone
+from burst_rt.transport import Transport
 
 __all__ = ["HostDriver", "flat_bytes", "raw_bytes"]
 
@@ -41,8 +42,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class HostDriver(BaseDriver):
     """Performs one run of a graph on the CPU; see `scheduler.Driver` and `BaseDriver`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:  # BaseDriver's own
-        super().__init__(*args, **options)
+    def __init__(self, graph: Graph, transport: Transport | None, options: DriverOptions) -> None:
+        super().__init__(graph, transport, options)
         self._queue: list[Task] = []
 
     def issue(self, task: Task, after: tuple[int, ...]) -> None:

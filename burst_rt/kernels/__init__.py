@@ -11,14 +11,28 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from burst_rt.errors import InputError
-from burst_rt.kernels.base import PARTIALS, Kernel, State, Tile, Work, sum_dtype
+from burst_rt.kernels.base import (
+    PARTIALS,
+    QKV,
+    Gradients,
+    Kernel,
+    Results,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    sum_dtype,
+)
 from burst_rt.kernels.cpu import CpuKernel
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.kernels.speed import fastest_kernel
 from burst_rt.kernels.triton import TritonKernel
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
-__all__ = ["KERNELS", "PARTIALS", "Kernel", "Picked", "State", "Tile", "Work", "pick", "sum_dtype"]
+__all__ = [
+    "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results", "State", "Tile",
+    "Upstream", "Work", "pick", "sum_dtype",
+]  # fmt: skip
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel

@@ -21,7 +21,10 @@ import torch
 from burst_rt.planning.masks import Mask, Piece, Relation, positions_of, spans_of
 from burst_rt.planning.problem import TileShape
 
-__all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", "sum_dtype"]
+__all__ = [
+    "PARTIALS", "QKV", "Gradients", "Kernel", "Results", "State", "Tile", "Upstream", "Work",
+    "fold", "sum_dtype",
+]  # fmt: skip
 
 
 # What the sum over a row's tiles may be made of. "exact": parts that are not rounded. "16bit": a
@@ -29,6 +32,49 @@ __all__ = ["PARTIALS", "Kernel", "State", "Tile", "Work", "delta_rows", "fold", 
 PARTIALS = ("exact", "16bit")
 # Rows of a shard that are worked on at once where the work takes temporary memory.
 _SOME_ROWS = 1024
+
+
+class QKV(NamedTuple):
+    """Queries, and the keys and values that they attend to."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def detach(self) -> QKV:
+        """The same tensors, apart from autograd."""
+        return QKV(*(x.detach() for x in self))
+
+
+class Results(NamedTuple):
+    """The results of a forward, and the gradients that came for them."""
+
+    out: torch.Tensor  # shaped like q
+    lse: torch.Tensor  # -inf in a row that saw no key
+    dout: torch.Tensor  # shaped like q
+    dlse: torch.Tensor | None  # shaped like lse; None: no gradient came
+
+    def detach(self) -> Results:
+        """The same tensors, apart from autograd."""
+        dlse = None if self.dlse is None else self.dlse.detach()
+        return Results(self.out.detach(), self.lse.detach(), self.dout.detach(), dlse)
+
+
+class Upstream(NamedTuple):
+    """What a backward goes by, row by row of the queries: dout, and what `Kernel.delta` wrote."""
+
+    dout: torch.Tensor  # shaped like q
+    # of the whole row; +inf where a row sees no key at all, so that its probabilities are 0
+    lse: torch.Tensor
+    delta: torch.Tensor  # rowsum(dout * out) - dlse
+
+
+class Gradients(NamedTuple):
+    """The gradients of q, k and v, each shaped like its tensor. None: not needed."""
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
 
 
 class State(NamedTuple):
@@ -55,6 +101,10 @@ class State(NamedTuple):
         self.acc.zero_()
         self.m.fill_(-torch.inf)
         self.l.zero_()
+
+    def at(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of acc, m and l at some of the queries."""
+        return self.acc[:, rows], self.m[:, :, rows], self.l[:, :, rows]
 
     def finish(self) -> None:
         """Writes out = acc / l (0 where no key was seen) and lse = m + log(l) (-inf there)."""
@@ -149,7 +199,10 @@ class Work(NamedTuple):
 
 
 class Kernel(Protocol):
-    """A tile kernel. No method is called with an empty range."""
+    """A tile kernel. No method is called with an empty range.
+
+    Kernels derive from this class, which does what most of them do alike.
+    """
 
     name: str
 
@@ -157,55 +210,49 @@ class Kernel(Protocol):
         """The first reason why the kernel cannot do this work, or None."""
 
     def repeatable(self, forward: bool) -> bool:
-        """Whether the same inputs give the same bits every time.
+        """Whether the same inputs give the same bits every time: True, if not overridden.
 
         "auto" takes only kernels that say True.
         """
+        return True
 
     def remarks(self, work: Work) -> tuple[str, ...]:
-        """What a user should know about this kernel doing this work; `explain` shows it."""
+        """What a user should know about this kernel doing this work; `explain` shows it.
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
-    ) -> None:
+        Nothing, if not overridden.
+        """
+        return ()
+
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """Folds the pieces into the rows of `state` that they cover.
 
         Starts the state before the first tile and finishes it after the last.
         """
 
-    def delta(
-        self,
-        dout: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        rows: torch.Tensor,
-    ) -> None:
+    def delta(self, results: Results, rows: torch.Tensor) -> None:
         """Writes what `backward` needs of each query to `rows` `[2, batch, heads, q_len]`.
 
         rows[0] is lse, or +inf where lse is -inf. Such a row saw no key; with +inf its
         probabilities exp(score - lse), and so its gradients, are 0. rows[1] is delta = rowsum(dout
-        * out) - dlse, or 0 where lse is -inf.
+        * out) - dlse, or 0 where lse is -inf. If not overridden, torch's own operators compute it
+        in the type of the sums.
         """
+        out, lse, dout, dlse = results
+        top, delta = rows
+        top.copy_(lse)
+        top.masked_fill_(top == -torch.inf, torch.inf)
+        for a in range(0, dout.shape[1], _SOME_ROWS):
+            some = slice(a, a + _SOME_ROWS)
+            product = dout[:, some].to(delta.dtype) * out[:, some].to(delta.dtype)
+            delta[:, :, some] = product.sum(-1).transpose(1, 2)
+        if dlse is not None:
+            delta.sub_(dlse)
+            # A row that sees no key has no gradient, whatever dlse holds for it; the gradient of
+            # logaddexp(-inf, -inf), for example, is NaN.
+            delta.masked_fill_(top == torch.inf, 0.0)
 
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        tile: Tile,
-        dq: torch.Tensor | None,
-        dk: torch.Tensor | None,
-        dv: torch.Tensor | None,
-    ) -> None:
-        """Adds the gradients of the tile's pieces to the sums (None: not needed).
-
-        `lse` is the lse of the whole row, +inf where a row sees no key at all (so that its
-        probabilities are 0). `delta` = rowsum(dout * out) - dlse.
-        """
+    def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
+        """Adds the gradients of the tile's pieces to the sums in `grads`."""
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """The most memory in bytes that one call allocates for tiles of up to that shape.
@@ -214,39 +261,12 @@ class Kernel(Protocol):
         """
 
 
-def delta_rows(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    rows: torch.Tensor,
-) -> None:
-    """`Kernel.delta` in torch's own operators."""
-    top, delta = rows
-    top.copy_(lse)
-    top.masked_fill_(top == -torch.inf, torch.inf)
-    for a in range(0, dout.shape[1], _SOME_ROWS):
-        some = slice(a, a + _SOME_ROWS)
-        product = dout[:, some].to(delta.dtype) * out[:, some].to(delta.dtype)
-        delta[:, :, some] = product.sum(-1).transpose(1, 2)
-    if dlse is not None:
-        delta.sub_(dlse)
-        # A row that sees no key has no gradient, whatever dlse holds for it; the gradient of
-        # logaddexp(-inf, -inf), for example, is NaN.
-        delta.masked_fill_(top == torch.inf, 0.0)
+def fold(out: torch.Tensor, lse: torch.Tensor, state: State, rows: slice) -> None:
+    """Folds a normalised part into some rows of the running state, with weight exp(lse - m).
 
-
-def fold(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor,
-    m: torch.Tensor,
-    l: torch.Tensor,  # noqa: E741
-) -> None:
-    """Folds a normalised part into the running state with weight exp(lse - m).
-
-    The part is out `[batch, q, heads, d]` and lse `[batch, heads, q]`.
+    The part is out `[batch, rows, heads, d]` and lse `[batch, heads, rows]`.
     """
+    acc, m, l = state.at(rows)  # noqa: E741
     m_new = torch.maximum(m, lse)
     # exp(-inf - -inf) would be NaN: such a row has seen no key.
     safe = torch.where(m_new == -torch.inf, 0.0, m_new)

@@ -24,7 +24,17 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold, sum_dtype
+from burst_rt.kernels.base import (
+    QKV,
+    Gradients,
+    Kernel,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    fold,
+    sum_dtype,
+)
 from burst_rt.kernels.naive import NaiveKernel
 from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
@@ -75,7 +85,7 @@ class _Cut(NamedTuple):
     piece: Piece | None = None  # the piece whose mask hides cells, if there is one
 
 
-class CpuKernel:
+class CpuKernel(Kernel):
     """See `Kernel`. float64, float32, bfloat16, float16; any head_dim."""
 
     name = "cpu"
@@ -88,78 +98,45 @@ class CpuKernel:
             return f"the cpu kernel takes float64, float32, bfloat16 and float16, got {work.dtype}"
         return None
 
-    def repeatable(self, forward: bool) -> bool:
-        """See `Kernel.repeatable`: yes."""
-        return True
-
-    def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: none."""
-        return ()
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
-    ) -> None:
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
-        if q.shape[1] * k.shape[1] <= _HANDFUL:
-            _naive.forward(q, k, v, tile, state)
+        if _is_handful(qkv):
+            _naive.forward(qkv, tile, state)
             return
         if tile.first:
             state.start()
         part = _part_of(tile)
-        for heads, kv_heads in _some_heads(q, k, part):
-            some_q, some_k, some_v = _cut(q, 2, heads), _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
+        for heads, kv_heads in _some_heads(qkv, part):
+            some = _of_heads(qkv, heads, kv_heads)
             some_state = state._replace(
                 acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads)
             )
             for _, cuts in _parts(tile, part):
                 for cut in cuts:
-                    _forward_part(some_q, some_k, some_v, tile, some_state, cut)
+                    _forward_part(some, tile, some_state, cut)
                     tile.progress()
         if tile.last:
             state.finish()
 
-    def delta(
-        self,
-        dout: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        rows: torch.Tensor,
-    ) -> None:
-        """See `Kernel.delta`."""
-        delta_rows(dout, out, lse, dlse, rows)
-
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        tile: Tile,
-        dq: torch.Tensor | None,
-        dk: torch.Tensor | None,
-        dv: torch.Tensor | None,
-    ) -> None:
+    def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
-        if q.shape[1] * k.shape[1] <= _HANDFUL:
-            _naive.backward(q, k, v, dout, lse, delta, tile, dq, dk, dv)
+        if _is_handful(qkv):
+            _naive.backward(qkv, upstream, tile, grads)
             return
         part = _part_of(tile)
-        for heads, kv_heads in _some_heads(q, k, part):
-            some_k, some_v = _cut(k, 2, kv_heads), _cut(v, 2, kv_heads)
-            sums = [
-                None if x is None else _cut(x, 2, at)
-                for x, at in ((dq, heads), (dk, kv_heads), (dv, kv_heads))
-            ]
+        for heads, kv_heads in _some_heads(qkv, part):
+            some = _of_heads(qkv, heads, kv_heads)
+            dout, (lse, delta) = (
+                upstream.dout,
+                (_cut(x, 1, heads) for x in (upstream.lse, upstream.delta)),
+            )
+            some_upstream = Upstream(_cut(dout, 2, heads), lse, delta)
+            at = zip(grads, (heads, kv_heads, kv_heads), strict=True)
+            sums = Gradients(*(None if x is None else _cut(x, 2, those) for x, those in at))
             for rows, cuts in _parts(tile, part):
-                at_rows = [_cut(_cut(x, 2, heads), 1, rows) for x in (q, dout)] + [
-                    _cut(_cut(x, 1, heads), 2, rows) for x in (lse, delta)
-                ]
-                queries = _Queries(rows.start, *at_rows)
+                queries = _Queries(some.q, some_upstream, rows)
                 for cut in cuts:
-                    _backward_part(queries, some_k, some_v, tile, cut, *sums)
+                    _backward_part(queries, some, tile, cut, sums)
                     tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
@@ -189,13 +166,21 @@ def _part_of(tile: Tile) -> _Part:
     return _MASKED_PART if any(piece.masked for piece in tile.pieces) else _PART
 
 
-def _some_heads(q: torch.Tensor, k: torch.Tensor, part: _Part) -> Iterator[tuple[slice, slice]]:
-    """The heads of q and of k for each call."""
-    num_heads, num_kv_heads, step = q.shape[2], k.shape[2], part.kv_heads * torch.get_num_threads()
-    group = num_heads // num_kv_heads
+def _is_handful(qkv: QKV) -> bool:
+    return qkv.q.shape[1] * qkv.k.shape[1] <= _HANDFUL
+
+
+def _some_heads(qkv: QKV, part: _Part) -> Iterator[tuple[slice, slice]]:
+    """The heads of q, and of k and v, for each call."""
+    num_kv_heads, step = qkv.k.shape[2], part.kv_heads * torch.get_num_threads()
+    group = qkv.q.shape[2] // num_kv_heads
     for a in range(0, num_kv_heads, step):
         b = min(a + step, num_kv_heads)
         yield slice(a * group, b * group), slice(a, b)
+
+
+def _of_heads(qkv: QKV, heads: slice, kv_heads: slice) -> QKV:
+    return QKV(_cut(qkv.q, 2, heads), _cut(qkv.k, 2, kv_heads), _cut(qkv.v, 2, kv_heads))
 
 
 def _parts(tile: Tile, part: _Part) -> Iterator[tuple[slice, Iterator[_Cut]]]:
@@ -261,29 +246,18 @@ def _split(start: int, stop: int, size: int) -> Iterator[slice]:
 
 # A part is a function of its own, so that a part's memory is free before the next part takes its
 # memory.
-def _forward_part(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State, cut: _Cut
-) -> None:
+def _forward_part(qkv: QKV, tile: Tile, state: State, cut: _Cut) -> None:
     rows, columns = cut.rows, cut.columns
     wide = state.acc.dtype
-    seen = tile.visible(cut.piece, rows, columns, q.device) if cut.piece else None
-    q_part, k_part, v_part = (
-        _wide(_cut(q, 1, rows), wide),
-        _wide(_cut(k, 1, columns), wide),
-        _wide(_cut(v, 1, columns), wide),
-    )
+    seen = tile.visible(cut.piece, rows, columns, qkv.q.device) if cut.piece else None
+    q = _wide(_cut(qkv.q, 1, rows), wide)
+    k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
     out, lse = _forward(
-        q_part, k_part, v_part, 0.0, cut.triangle, attn_mask=_additive(seen, wide), scale=tile.scale
+        q, k, v, 0.0, cut.triangle, attn_mask=_additive(seen, wide), scale=tile.scale
     )
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-    fold(
-        out.transpose(1, 2),
-        lse,
-        _cut(state.acc, 1, rows),
-        _cut(state.m, 2, rows),
-        _cut(state.l, 2, rows),
-    )
+    fold(out.transpose(1, 2), lse, state, rows)
 
 
 class _Queries:
@@ -295,18 +269,11 @@ class _Queries:
     alone).
     """
 
-    def __init__(
-        self,
-        first: int,
-        q: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-    ) -> None:
+    def __init__(self, q: torch.Tensor, upstream: Upstream, rows: slice) -> None:
         wide = sum_dtype(q.dtype)
-        self.first = first
-        self.q, self.dout = _wide(q, wide), _wide(dout, wide)
-        self.lse = lse
+        self.first = rows.start
+        self.q, self.dout = (_wide(_cut(x, 1, rows), wide) for x in (q, upstream.dout))
+        self.lse, delta = (_cut(x, 2, rows) for x in (upstream.lse, upstream.delta))
         stand_in = _stand_in(self.dout, delta)
         self.extra = stand_in is None
         if stand_in is None:
@@ -317,37 +284,20 @@ class _Queries:
         self.out = stand_in
 
 
-def _backward_part(
-    queries: _Queries,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tile: Tile,
-    cut: _Cut,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-) -> None:
+def _backward_part(queries: _Queries, qkv: QKV, tile: Tile, cut: _Cut, sums: Gradients) -> None:
     rows, columns = cut.rows, cut.columns
     here = slice(rows.start - queries.first, rows.stop - queries.first)
     wide = queries.q.dtype
-    k_part, v_part = _wide(_cut(k, 1, columns), wide), _wide(_cut(v, 1, columns), wide)
+    k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
     if queries.extra:
-        k_part, v_part = pad(k_part, (0, 1)), pad(v_part, (0, 1))
+        k, v = pad(k, (0, 1)), pad(v, (0, 1))
     mask = _additive(tile.visible(cut.piece, rows, columns, k.device), wide) if cut.piece else None
-    q, dout, out, lse = (
-        _cut(queries.q, 2, here),
-        _cut(queries.dout, 2, here),
-        _cut(queries.out, 2, here),
-        _cut(queries.lse, 2, here),
-    )
-    grads = _backward(
-        dout, q, k_part, v_part, out, lse, 0.0, cut.triangle, attn_mask=mask, scale=tile.scale
-    )
-    for total, at, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
+    sides = (queries.dout, queries.q, queries.out, queries.lse)
+    dout, q, out, lse = (_cut(x, 2, here) for x in sides)
+    grads = _backward(dout, q, k, v, out, lse, 0.0, cut.triangle, attn_mask=mask, scale=tile.scale)
+    for total, at, grad in zip(sums, (rows, columns, columns), grads, strict=True):
         if total is not None:
-            _cut(total, 1, at).add_(
-                (grad[..., : k.shape[3]] if queries.extra else grad).transpose(1, 2)
-            )
+            _cut(total, 1, at).add_(grad[..., : total.shape[3]].transpose(1, 2))
 
 
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:

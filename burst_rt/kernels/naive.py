@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import torch
 
-from burst_rt.kernels.base import State, Tile, Work, delta_rows, sum_dtype
+from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
 from burst_rt.planning.masks import Piece
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["NaiveKernel", "UntiledKernel", "dense_scores", "per_group", "per_head"]
 
 
-class NaiveKernel:
+class NaiveKernel(Kernel):
     """See `Kernel`. Takes every device and dtype. Memory grows with q_len x kv_len."""
 
     name = "naive"
@@ -39,99 +39,52 @@ class NaiveKernel:
         """Refuses nothing."""
         return None
 
-    def repeatable(self, forward: bool) -> bool:
-        """See `Kernel.repeatable`: yes."""
-        return True
-
-    def remarks(self, work: Work) -> tuple[str, ...]:
-        """See `Kernel.remarks`: none."""
-        return ()
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
-    ) -> None:
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        q, k, v = qkv
         work = self.work_dtype(q.dtype)
         if tile.first:
             state.start()
         for piece in tile.pieces:
-            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
             s = dense_scores(q, k, tile, piece, work, state.m.dtype)
-            acc, m, l = state.acc[:, rows], state.m[:, :, rows], state.l[:, :, rows]  # noqa: E741
+            acc, m, l = state.at(piece.rows)  # noqa: E741
             m_new = torch.maximum(m.to(work), s.amax(-1))
             # exp(-inf - -inf) would be NaN: such a row has seen no key.
             safe = torch.where(m_new == -torch.inf, 0.0, m_new)
             p = torch.exp(s - safe[..., None])
             old = torch.exp(m.to(work) - safe)
-            pv = p @ per_head(v[:, columns], q.shape[2], work)
+            pv = p @ per_head(v[:, piece.columns], q.shape[2], work)
             acc.copy_(acc.to(work) * old.transpose(1, 2)[..., None] + pv.transpose(1, 2))
             l.copy_(l.to(work) * old + p.sum(-1))
             m.copy_(m_new)
         if tile.last:
             state.finish()
 
-    def delta(
-        self,
-        dout: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        rows: torch.Tensor,
-    ) -> None:
-        """See `Kernel.delta`."""
-        delta_rows(dout, out, lse, dlse, rows)
-
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        tile: Tile,
-        dq: torch.Tensor | None,
-        dk: torch.Tensor | None,
-        dv: torch.Tensor | None,
-    ) -> None:
+    def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
+        q, k, v = qkv
         heads, kv_heads, work = q.shape[2], k.shape[2], self.work_dtype(q.dtype)
         for piece in tile.pieces:
-            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-            p = torch.exp(
-                dense_scores(q, k, tile, piece, work, lse.dtype)
-                - lse[:, :, rows].to(work)[..., None]
-            )
-            do = per_head(dout[:, rows], heads, work)
-            ds = (
-                p
-                * (
-                    do @ per_head(v[:, columns], heads, work).mT
-                    - delta[:, :, rows].to(work)[..., None]
-                )
-                * tile.scale
-            )
-            if dq is not None:
-                dq[:, rows] += (
-                    (ds @ per_head(k[:, columns], heads, work)).transpose(1, 2).to(dq.dtype)
-                )
-            if dk is not None:
-                dk[:, columns] += per_group(ds.mT @ per_head(q[:, rows], heads, work), kv_heads).to(
-                    dk.dtype
-                )
-            if dv is not None:
-                dv[:, columns] += per_group(p.mT @ do, kv_heads).to(dv.dtype)
+            rows, columns = piece.rows, piece.columns
+            lse, delta = (x[:, :, rows].to(work)[..., None] for x in (upstream.lse, upstream.delta))
+            p = torch.exp(dense_scores(q, k, tile, piece, work, upstream.lse.dtype) - lse)
+            dout = per_head(upstream.dout[:, rows], heads, work)
+            dp = dout @ per_head(v[:, columns], heads, work).mT
+            ds = p * (dp - delta) * tile.scale
+            if grads.dq is not None:
+                dq = (ds @ per_head(k[:, columns], heads, work)).transpose(1, 2)
+                grads.dq[:, rows] += dq.to(grads.dq.dtype)
+            if grads.dk is not None:
+                dk = per_group(ds.mT @ per_head(q[:, rows], heads, work), kv_heads)
+                grads.dk[:, columns] += dk.to(grads.dk.dtype)
+            if grads.dv is not None:
+                dv = per_group(p.mT @ dout, kv_heads)
+                grads.dv[:, columns] += dv.to(grads.dv.dtype)
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: about six score matrices."""
-        return (
-            6
-            * self.work_dtype(dtype).itemsize
-            * tile.batch
-            * tile.num_heads
-            * tile.q_len
-            * tile.kv_len
-        )
+        scores = tile.batch * tile.num_heads * tile.q_len * tile.kv_len
+        return 6 * self.work_dtype(dtype).itemsize * scores
 
 
 class UntiledKernel(NaiveKernel):
@@ -156,14 +109,11 @@ def dense_scores(
 
     The scores are rounded to the type `rounded` first.
     """
-    rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-    s: torch.Tensor = (
-        per_head(q[:, rows], q.shape[2], work)
-        @ per_head(k[:, columns], q.shape[2], work).mT
-        * tile.scale
-    )
+    some_q, some_k = q[:, piece.rows], k[:, piece.columns]
+    heads = q.shape[2]
+    s: torch.Tensor = per_head(some_q, heads, work) @ per_head(some_k, heads, work).mT * tile.scale
     s = s.to(rounded).to(work)
-    seen = tile.visible(piece, rows, columns, q.device)
+    seen = tile.visible(piece, piece.rows, piece.columns, q.device)
     if seen is not None:
         s = s.masked_fill(~seen, -torch.inf)
     return s

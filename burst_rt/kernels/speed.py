@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.attention
 
-from burst_rt.kernels.base import Kernel, State, Tile, Work, sum_dtype
+from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
 from burst_rt.remembered import alone, recall, remember
 
 __all__ = [
@@ -63,9 +63,8 @@ class TileProblem:
         # Numbers of the usual size, the same in every run.
         generator = torch.Generator().manual_seed(0)
         some = torch.randn(shape, generator=generator)
-        self._q, self._k, self._v, self._dout = (
-            some.roll(i).to(work.dtype).to(device) for i in range(4)
-        )
+        q, k, v, dout = (some.roll(i).to(work.dtype).to(device) for i in range(4))
+        self._qkv = QKV(q, k, v)
         whole = (range(tokens),)
         pieces = work.mask.pieces(*whole, *whole)
         self._tile = Tile(
@@ -80,10 +79,10 @@ class TileProblem:
         )
         acc, *self._sums = (torch.zeros(shape, dtype=wide, device=device) for _ in range(4))
         m, l, lse = (torch.zeros(1, heads, tokens, dtype=wide, device=device) for _ in range(3))  # noqa: E741
-        self._state = State(acc, m, l, torch.empty_like(self._q), lse)
+        self._state = State(acc, m, l, torch.empty_like(q), lse)
         # Every row has an lse of about its right size, and delta 0.
-        self._rows = torch.full((2, 1, heads, tokens), 0.0, dtype=wide, device=device)
-        self._rows[0].fill_(10.0)
+        top, delta = torch.zeros(2, 1, heads, tokens, dtype=wide, device=device)
+        self._upstream = Upstream(dout, top.fill_(10.0), delta)
         self._forward = work.forward
 
     def run(self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)) -> None:
@@ -92,23 +91,11 @@ class TileProblem:
         Does not wait for the device.
         """
         if self._forward:
-            kernel.forward(self._q, self._k, self._v, self._tile, self._state)
+            kernel.forward(self._qkv, self._tile, self._state)
         else:
-            dq, dk, dv = (
-                total if needed else None for total, needed in zip(self._sums, needs, strict=True)
-            )
-            kernel.backward(
-                self._q,
-                self._k,
-                self._v,
-                self._dout,
-                self._rows[0],
-                self._rows[1],
-                self._tile,
-                dq,
-                dk,
-                dv,
-            )
+            sums = zip(self._sums, needs, strict=True)
+            grads = Gradients(*(total if needed else None for total, needed in sums))
+            kernel.backward(self._qkv, self._upstream, self._tile, grads)
 
     def results(
         self, kernel: Kernel, needs: tuple[bool, bool, bool] = (True, True, True)
@@ -123,7 +110,7 @@ class TileProblem:
         if self._forward and not self._tile.first:
             for first in (True, False):
                 tile = self._tile._replace(first=first, last=not first)
-                kernel.forward(self._q, self._k, self._v, tile, self._state)
+                kernel.forward(self._qkv, tile, self._state)
         else:
             self.run(kernel, needs)
         if self._forward:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from burst_rt.kernels.base import State, Tile, Work, delta_rows, fold
+from burst_rt.kernels.base import QKV, Gradients, Kernel, Results, State, Tile, Upstream, Work, fold
 from burst_rt.planning.masks import Piece
 from burst_rt.planning.problem import TileShape
 
@@ -39,8 +39,6 @@ _ALIGNED_BYTES = 16
 # The largest O', and the smallest dO of a replaced row: well inside the range of bfloat16.
 _LARGEST, _SMALLEST = 2.0**100, 2.0**-126
 
-_Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 class _Call(NamedTuple):
     """One call of a vendor's kernel."""
@@ -49,8 +47,15 @@ class _Call(NamedTuple):
     columns: slice  # of the tile
     causal: bool  # whether row i sees only the columns j <= i; the call is then a square
 
+    def of(self, qkv: QKV) -> QKV:
+        """The call's part of a tile's inputs, with heads before tokens."""
+        q, k, v = qkv
+        return QKV(
+            _heads_first(q, self.rows), _heads_first(k, self.columns), _heads_first(v, self.columns)
+        )
 
-class _VendorKernel:
+
+class _VendorKernel(Kernel):
     """What the two kernels share.
 
     They take bfloat16, and float16 in the forward only; masks whose tiles are rectangles and
@@ -107,76 +112,44 @@ class _VendorKernel:
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
-        rounded = (
-            ()
-            if _whole(work)
-            else (f"partials are 16-bit: each partial result is rounded to {_bare(work.dtype)}",)
-        )
-        return (
-            rounded
-            if self.repeatable(work.forward)
-            else (*rounded, "its sums differ in the last bits from run to run")
-        )
+        remarks: tuple[str, ...] = ()
+        if not _whole(work):
+            rounded = f"each partial result is rounded to {_bare(work.dtype)}"
+            remarks += (f"partials are 16-bit: {rounded}",)
+        if not self.repeatable(work.forward):
+            remarks += ("its sums differ in the last bits from run to run",)
+        return remarks
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
-    ) -> None:
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
         calls = list(_calls(tile.pieces))
-        if tile.first and tile.last and [call.rows for call in calls] == [slice(0, q.shape[1])]:
+        if tile.first and tile.last and [call.rows for call in calls] == [slice(0, qkv.q.shape[1])]:
             # Nothing is added up: the call's result is the tile's result.
-            out, lse = self._part(q, k, v, calls[0], tile.scale)
+            out, lse = self._part(qkv, calls[0], tile.scale)
             state.out.copy_(out)
             state.lse.copy_(lse)
         else:
             if tile.first:
                 state.start()
             for call in calls:
-                rows = call.rows
-                fold(
-                    *self._part(q, k, v, call, tile.scale),
-                    state.acc[:, rows],
-                    state.m[:, :, rows],
-                    state.l[:, :, rows],
-                )
+                fold(*self._part(qkv, call, tile.scale), state, call.rows)
             if tile.last:
                 state.finish()
         tile.progress()
 
-    def delta(
-        self,
-        dout: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        rows: torch.Tensor,
-    ) -> None:
-        """See `Kernel.delta`."""
-        delta_rows(dout, out, lse, dlse, rows)
-
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        tile: Tile,
-        dq: torch.Tensor | None,
-        dk: torch.Tensor | None,
-        dv: torch.Tensor | None,
-    ) -> None:
+    def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
-        dout, out = _stand_in(dout, delta)
+        dout, out = _stand_in(upstream.dout, upstream.delta)
         for call in _calls(tile.pieces):
             rows, columns = call.rows, call.columns
-            q_, dout_, out_ = (_heads_first(x, rows) for x in (q, dout, out))
-            k_, v_ = (_heads_first(x, columns) for x in (k, v))
-            grads = self._call_backward(
-                dout_, q_, k_, v_, out_, lse[:, :, rows].contiguous(), call.causal, tile.scale
+            results = Results(
+                _heads_first(out, rows),
+                upstream.lse[:, :, rows].contiguous(),
+                _heads_first(dout, rows),
+                None,
             )
-            for total, at, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
+            found = self._call_backward(call.of(qkv), results, call.causal, tile.scale)
+            for total, at, grad in zip(grads, (rows, columns, columns), found, strict=True):
                 if total is not None:
                     total[:, at].add_(grad.transpose(1, 2))
         tile.progress()
@@ -197,18 +170,10 @@ class _VendorKernel:
         )
         return 2 * q + 2 * kv + 4 * q + q + 2 * kv + 4 * q // dtype.itemsize + 2 * of_all_heads
 
-    def _part(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _part(self, qkv: QKV, call: _Call, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """out `[batch, q, heads, d]` in 16 bits and lse `[batch, heads, q]` of one call."""
-        rows, columns = call.rows, call.columns
-        out, lse = self._call_forward(
-            _heads_first(q, rows),
-            _heads_first(k, columns),
-            _heads_first(v, columns),
-            call.causal,
-            scale,
-        )
+        rows = call.rows
+        out, lse = self._call_forward(call.of(qkv), call.causal, scale)
         # Kernels may pad the rows of lse, or give it one dimension more.
         return out.transpose(1, 2), lse.flatten(2)[:, :, : rows.stop - rows.start]
 
@@ -220,22 +185,15 @@ class _VendorKernel:
         raise NotImplementedError
 
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, qkv: QKV, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse. All tensors have heads before tokens, here and in the backward."""
         raise NotImplementedError
 
     def _call_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-    ) -> _Grads:
+        self, qkv: QKV, results: Results, causal: bool, scale: float
+    ) -> Iterable[torch.Tensor]:
+        """dq, dk and dv. `results` has no dlse: O' stands in for out, and carries it."""
         raise NotImplementedError
 
 
@@ -265,26 +223,19 @@ class FlashKernel(_VendorKernel):
         return _too_old(self.name, device)
 
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, qkv: QKV, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = _flash_forward(q, k, v, 0.0, causal, scale=scale)
+        out, lse, *_ = _flash_forward(*qkv, 0.0, causal, scale=scale)
         return out, lse
 
     def _call_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-    ) -> _Grads:
+        self, qkv: QKV, results: Results, causal: bool, scale: float
+    ) -> Iterable[torch.Tensor]:
+        (q, k, _), (out, lse, dout, _) = qkv, results
         # The state of a random generator, which is not read without dropout.
         seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
-        grads: _Grads = _flash_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
+        grads: Iterable[torch.Tensor] = _flash_backward(
+            dout, *qkv, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
             scale=scale
         )  # fmt: skip
         return grads
@@ -318,30 +269,23 @@ class CudnnKernel(_VendorKernel):
         return _too_old(self.name, device)
 
     def _call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+        self, qkv: QKV, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, causal, scale=scale)
+        out, lse, *_ = _cudnn_forward(*qkv, None, True, 0.0, causal, scale=scale)
         return out, lse
 
     def _call_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        scale: float,
-    ) -> _Grads:
+        self, qkv: QKV, results: Results, causal: bool, scale: float
+    ) -> Iterable[torch.Tensor]:
+        (q, k, _), (out, lse, dout, _) = qkv, results
         # The state of a random generator, which is not read without dropout.
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         # lse has the shape that the forward gives, because torch hands the shape on to cuDNN. dO
         # and O are made dense, because some versions of torch keep cuDNN graphs by the strides of
         # q, k and v alone, and would reuse a graph for a dO and an O of other strides.
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
-        grads: _Grads = _cudnn_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2],
+        grads: Iterable[torch.Tensor] = _cudnn_backward(
+            dout, *qkv, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2],
             k.shape[2], 0.0, causal, scale=scale
         )  # fmt: skip
         return grads
@@ -353,7 +297,7 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
     Where a triangle has more rows than columns, the rows below its square see all columns.
     """
     for piece in pieces:
-        rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
+        rows, columns = piece.rows, piece.columns
         if not piece.diagonal:
             yield _Call(rows, columns, causal=False)
             continue

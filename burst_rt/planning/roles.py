@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["GRADIENTS", "Role"]
+__all__ = ["GRADIENTS", "INPUTS", "Role"]
 
 
 class Role(StrEnum):
@@ -32,5 +32,6 @@ class Role(StrEnum):
 for _role in Role:
     _role.queries = _role not in (Role.K, Role.V, Role.DK, Role.DV)
 
-# The gradients of q, k and v, in this order.
+INPUTS = (Role.Q, Role.K, Role.V)
+# Their gradients, in the same order.
 GRADIENTS = (Role.DQ, Role.DK, Role.DV)

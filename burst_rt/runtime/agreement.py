@@ -11,6 +11,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from burst_rt import errors
@@ -20,43 +22,55 @@ from burst_rt.transport import ControlGroup
 if TYPE_CHECKING:
     from burst_rt.drivers import Watch
 
-__all__ = ["Agreement", "digest_of"]
+__all__ = ["Agreement", "Contract"]
 
 
-def digest_of(description: Mapping[str, str]) -> int:
-    """A 62-bit digest of a description, the same on every rank and in every process."""
-    text = repr(sorted(description.items())).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
+@dataclass(frozen=True)
+class Contract:
+    """A call in words, which the ranks compare before they make it.
+
+    words: by what they are about; "call" is the call's name.
+    """
+
+    words: Mapping[str, str]
+
+    @property
+    def call(self) -> str:
+        """The call's name, for errors and the flight record."""
+        return self.words["call"]
+
+    @cached_property
+    def digest(self) -> int:
+        """62 bits that stand for the words, the same on every rank and in every process."""
+        text = repr(sorted(self.words.items())).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
 
 
 class Agreement:
     """One rank's side of the ranks' agreement on a call; the `Opening` of a driver.
 
-    number: of the call. description: the call in words. digest: `digest_of` the description. error:
-    why this rank cannot make the call, or None. If `failure` returns an error, every rank calls
-    `settle`.
+    number: of the call. error: why this rank cannot make the call, or None. If `failure` returns an
+    error, every rank calls `settle`.
     """
 
     def __init__(
         self,
         control: ControlGroup,
         number: int,
-        description: Mapping[str, str],
-        digest: int,
+        contract: Contract,
         error: BurstError | None = None,
     ) -> None:
         self._control = control
         self.number = number
-        self._description = description
-        self._digest = digest
+        self._contract = contract
         self._error = error
         self._verdict: list[int] | None = None
 
     def start(self) -> None:
         """Begins the allreduce. Never blocks."""
-        code = 1 if self._error else 0
+        code, digest = 1 if self._error else 0, self._contract.digest
         self._pending = self._control.allreduce_max(
-            [code, self.number, -self.number, self._digest, -self._digest]
+            [code, self.number, -self.number, digest, -digest]
         )
 
     def test(self) -> bool:
@@ -81,12 +95,11 @@ class Agreement:
 
         To be called after `failure`, which is the same on every rank. Raises Stalled and PeerLost.
         """
+        error = self._error
         mine = {
-            "error": None
-            if self._error is None
-            else [type(self._error).__name__, self._error.message],
+            "error": None if error is None else [type(error).__name__, error.message],
             "number": self.number,
-            "call": dict(self._description),
+            "call": dict(self._contract.words),
         }
         pending = self._control.allgather(json.dumps(mine).encode())
         watch.wait_for(pending, timeout_s, "the comparison of their calls")

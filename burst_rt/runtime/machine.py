@@ -19,11 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from burst_rt.drivers import BaseDriver, CudaDriver, HostDriver, flat_bytes, raw_bytes
+from burst_rt.drivers import (
+    BaseDriver,
+    CudaDriver,
+    DriverOptions,
+    HostDriver,
+    flat_bytes,
+    raw_bytes,
+)
 from burst_rt.drivers.device import DeviceEvent, Stream, StreamDevice, TorchDevice
 from burst_rt.errors import ConfigError
 from burst_rt.scheduler import DEVICE_LANES, HOST_LANES, NCCL_LANES, Graph, Lane, Schedule
@@ -102,7 +108,7 @@ class Machine:
         """
         return self._pool.take(key, make)
 
-    def driver(self, schedule: Schedule, **options: Any) -> BaseDriver:  # BaseDriver's own
+    def driver(self, schedule: Schedule, options: DriverOptions) -> BaseDriver:
         """A driver for one run. Raises ConfigError for a graph built for lanes of another kind."""
         graph = schedule.graph
         if any(
@@ -114,10 +120,8 @@ class Machine:
                 "GraphBuilder"
             )
         if self._streams is None or not any(lane.ordered for lane in graph.lanes.values()):
-            return HostDriver(graph, transport=self.transport, **options)
-        return CudaDriver(
-            schedule, device=self._streams, wire=self.wire, transport=self.transport, **options
-        )
+            return HostDriver(graph, self.transport, options)
+        return CudaDriver(schedule, self._streams, self.transport, self.wire, options)
 
     def enter(self) -> None:
         """Makes this rank's GPU, if the rank has one, the current GPU of the calling thread."""

@@ -9,7 +9,7 @@ import torch
 
 from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, ConfigError, InputError
-from burst_rt.runtime.agreement import digest_of
+from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Graph, Op, Schedule, Trace, check_world
 from burst_rt.transport import Memory
@@ -21,7 +21,8 @@ def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
     """Builds and verifies a custom pipeline; see `Context.pipeline`. Local; does not block."""
     graphs = [build(rank) for rank in range(runtime.world_size)]
     check_world(graphs)
-    fingerprint = format(digest_of({"tasks": repr([graph.tasks for graph in graphs])}), "x")
+    tasks = Contract({"tasks": repr([graph.tasks for graph in graphs])})
+    fingerprint = format(tasks.digest, "x")
     return Pipeline(runtime, Schedule.of(graphs[runtime.rank]), fingerprint)
 
 
@@ -93,18 +94,17 @@ class Pipeline:
             error = InputError(
                 f"Pipeline.run: ops must have a function for each operation; missing: {missing}"
             )
-        terms = {"call": "Pipeline.run", "graphs": self.fingerprint}
+        contract = Contract({"call": "Pipeline.run", "graphs": self.fingerprint})
         # The ranks agree before anything else, because a user's graph need not open with an
         # agreement.
-        self.runtime.agree(terms, error)
+        self.runtime.agree(contract.words, error)
 
         def named(op: Op) -> None:
             ops[op.name](*op.args)
 
         driver, _ = self.runtime.perform(
-            "Pipeline.run", self.schedule, {Op: named}, memory,
-            description=terms, digest=digest_of(terms), progress=self.progress,
-            agreed=True, counted=False,
+            contract, self.schedule, {Op: named}, memory,
+            progress=self.progress, agreed=True, counted=False,
         )  # fmt: skip
         return driver.trace
 

@@ -19,7 +19,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
-from burst_rt.drivers import BaseDriver, CudaDriver, Progress, SharedWatch, Watch, Watchdog
+from burst_rt.drivers import (
+    BaseDriver,
+    CudaDriver,
+    DriverOptions,
+    Progress,
+    SharedWatch,
+    Watch,
+    Watchdog,
+)
 from burst_rt.drivers.device import DeviceEvent
 from burst_rt.errors import (
     BurstError,
@@ -30,7 +38,7 @@ from burst_rt.errors import (
 )
 from burst_rt.job.ending import end_job, exit_code_of, in_words, mpi_takes_threads
 from burst_rt.job.flight import own_flight
-from burst_rt.runtime.agreement import Agreement, digest_of
+from burst_rt.runtime.agreement import Agreement, Contract
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.observer import Observer
 from burst_rt.runtime.process import process
@@ -128,13 +136,11 @@ class Runtime:
 
     def perform(
         self,
-        call: str,
+        contract: Contract,
         schedule: Schedule,
         operations: Mapping[type, Callable[..., None]],
         memory: Mapping[int, Memory],
         *,
-        description: Mapping[str, str],
-        digest: int,
         progress: Progress,
         subject: object = None,
         takes: Callable[[], str] | None = None,
@@ -147,10 +153,9 @@ class Runtime:
         of it is issued. Other ranks may take `timeout_s` to enter; inside, something must move
         every `stall_s`.
 
-        call: the call's name, for errors and the flight record.
+        contract: the call in words, which the ranks compare.
         operations: the function for each type of operation, called with the operation.
         memory: the bytes of each part that a message names.
-        description: the words that the ranks compare. digest: `digest_of` the description.
         progress: the function that long operations call.
         subject: what the schedule was made from, for the observer.
         takes: says how much memory the call takes, for the error when memory runs out.
@@ -168,18 +173,18 @@ class Runtime:
                 self._enter()
             started_s = time.perf_counter()
             sent, received = self.transport.bytes_sent, self.transport.bytes_received
-            agreement = Agreement(self.control, self._number, description, digest)
-            with self._in_call(call):
-                driver = progress.driver = self.machine.driver(
-                    schedule, operations=operations, memory=memory, watch=self.watch,
-                    opening=agreement, timeout_s=self.timeout_s, stall_s=self.stall_s,
-                    takes=takes, flight=self._flight,
-                )  # fmt: skip
+            agreement = Agreement(self.control, self._number, contract)
+            options = DriverOptions(
+                operations=operations, memory=memory, watch=self.watch, opening=agreement,
+                timeout_s=self.timeout_s, stall_s=self.stall_s, takes=takes, flight=self._flight,
+            )  # fmt: skip
+            with self._in_call(contract.call):
+                driver = progress.driver = self.machine.driver(schedule, options)
                 observer, watched = self.observer, None
                 if observer is not None:
                     observer.began(self._number, driver)
                 if self._watchdog is not None and isinstance(driver, CudaDriver):
-                    watched = self._watchdog.begin(self._number, call, driver)
+                    watched = self._watchdog.begin(self._number, contract.call, driver)
                 try:
                     run(Engine(schedule), driver)
                 except BaseException as error:
@@ -207,7 +212,7 @@ class Runtime:
 
     def agree(
         self,
-        description: dict[str, str],
+        description: Mapping[str, str],
         error: BurstError | None = None,
         within_s: float | None = None,
     ) -> None:
@@ -220,7 +225,7 @@ class Runtime:
             self._agree(description, error, within_s)
 
     def collective(
-        self, description: dict[str, str], start: Callable[[], _P], within_s: float | None = None
+        self, description: Mapping[str, str], start: Callable[[], _P], within_s: float | None = None
     ) -> _P:
         """Has the ranks agree, then runs the collective of the control group that `start` begins.
 
@@ -331,18 +336,21 @@ class Runtime:
         self._number += 1
 
     def _agree(
-        self, description: dict[str, str], error: BurstError | None, within_s: float | None = None
+        self,
+        description: Mapping[str, str],
+        error: BurstError | None,
+        within_s: float | None = None,
     ) -> None:
         self._enter()
         if self.world_size == 1:
             if error:
                 raise error
             return
-        call, digest = description["call"], digest_of(description)
-        agreement = Agreement(self.control, self._number, description, digest, error)
-        with self._in_call(call), self._unbroken():
+        contract = Contract(description)
+        agreement = Agreement(self.control, self._number, contract, error)
+        with self._in_call(contract.call), self._unbroken():
             agreement.start()
-            self.watch.wait_for(agreement, within_s or self.timeout_s, call, self._number)
+            self.watch.wait_for(agreement, within_s or self.timeout_s, contract.call, self._number)
         if agreement.failure():
             self._settle(agreement)
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import burst_rt
 from burst_rt.errors import ConfigError
-from burst_rt.kernels import KERNELS, State, Tile
+from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.launch.bench.report import Cell, median, publish, save
 from burst_rt.launch.bench.timing import worst_idle
 from burst_rt.planning.masks import Causal, Full, Mask
@@ -82,14 +82,15 @@ class _Whole:
         rows = torch.empty(2, 1, self.heads, self.tokens, device="cuda")
         m, l, lse = (torch.empty_like(rows[0]) for _ in range(3))  # noqa: E741
         state = State(torch.empty(self.q.shape, device="cuda"), m, l, torch.empty_like(self.q), lse)
-        sums = [torch.zeros(self.q.shape, device="cuda") for _ in "qkv"]
+        qkv = QKV(self.q, self.k, self.v)
+        grads = Gradients(*(torch.zeros(self.q.shape, device="cuda") for _ in qkv))
 
         def forward() -> None:
-            kernel.forward(self.q, self.k, self.v, tile, state)
+            kernel.forward(qkv, tile, state)
 
         def backward() -> None:
-            kernel.delta(self.dout, state.out, state.lse, None, rows)
-            kernel.backward(self.q, self.k, self.v, self.dout, rows[0], rows[1], tile, *sums)
+            kernel.delta(Results(state.out, state.lse, self.dout, None), rows)
+            kernel.backward(qkv, Upstream(self.dout, rows[0], rows[1]), tile, grads)
 
         forward()
         return forward, backward

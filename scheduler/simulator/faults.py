@@ -109,9 +109,8 @@ class Faults:
 
     def gone(self) -> set[int]:
         """Ranks of which nothing is to be expected: lost, or stalled for ever."""
-        return {loss.rank for loss in self.losses} | {
-            stall.rank for stall in self.stalls if stall.for_s == _NEVER_S
-        }
+        stalled = {stall.rank for stall in self.stalls if stall.for_s == _NEVER_S}
+        return stalled.union(loss.rank for loss in self.losses)
 
 
 @dataclass(frozen=True)

@@ -136,15 +136,14 @@ class Plan:
         self.to_host = [task.op is not None and task.op.name == "to host" for task in tasks]
         # Messages of a graph that copies to the host are the host's.
         self.staged = Kind.COPY in self.kind
-        self.messages = []
+        self.messages: list[list[tuple[bool, int, int, int, int]]] = []
         for task, ordered in zip(tasks, self.ordered, strict=True):
-            sides = [(False, *m) for m in task.recvs] + [(True, *m) for m in task.sends]
-            self.messages.append(
-                [
-                    (out, peer, 0 if ordered >= 0 else tag, part, size)
-                    for out, part, peer, tag, size in sides
-                ]
-            )
+            posted = []
+            for outgoing, messages in ((False, task.recvs), (True, task.sends)):
+                for m in messages:
+                    tag = 0 if ordered >= 0 else m.tag
+                    posted.append((outgoing, m.peer, tag, m.part, m.size_bytes))
+            self.messages.append(posted)
 
 
 def _kind(task: Task) -> Kind:

@@ -19,7 +19,18 @@ from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
-from burst_rt.kernels import KERNELS, Kernel, State, Tile, Work, speed
+from burst_rt.kernels import (
+    KERNELS,
+    QKV,
+    Gradients,
+    Kernel,
+    Results,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    speed,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,16 +89,19 @@ def _run(
     state = State(acc, m, l, out, lse)
     for i, (at, tile) in enumerate(tiles):
         kernel.forward(
-            q, k[:, at], v[:, at], tile._replace(first=i == 0, last=i == len(tiles) - 1), state
+            QKV(q, k[:, at], v[:, at]), tile._replace(first=i == 0, last=i == len(tiles) - 1), state
         )
     if q.dtype == torch.float16:
         return Attention(state.out, state.lse, None, None, None)
     rows = torch.full((2, batch, heads, q_len), torch.nan, device=_CUDA)
-    kernel.delta(dout, state.out, state.lse, dlse, rows)
+    kernel.delta(Results(state.out, state.lse, dout, dlse), rows)
     dq, dk, dv = (torch.zeros(x.shape, device=_CUDA) for x in (q, k, v))
     for at, tile in tiles:
         kernel.backward(
-            q, k[:, at], v[:, at], dout, rows[0], rows[1], tile, dq, dk[:, at], dv[:, at]
+            QKV(q, k[:, at], v[:, at]),
+            Upstream(dout, rows[0], rows[1]),
+            tile,
+            Gradients(dq, dk[:, at], dv[:, at]),
         )
     return Attention(state.out, state.lse, dq, dk, dv)
 

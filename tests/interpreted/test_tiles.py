@@ -23,7 +23,7 @@ from tolerances import ERROR, PRODUCTS
 
 from burst_rt import Causal, Full, Mask
 from burst_rt.errors import InternalError
-from burst_rt.kernels import KERNELS, State, Tile
+from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.launch import loads_of
@@ -116,6 +116,10 @@ class Call(NamedTuple):
     columns: tuple[slice, ...]
     truth: Attention
 
+    def qkv(self, columns: slice) -> QKV:
+        """The inputs of a tile."""
+        return QKV(self.q, self.k[:, columns], self.v[:, columns])
+
 
 def make_call(
     place: Place,
@@ -187,7 +191,7 @@ def empty_state(q: torch.Tensor) -> State:
 def run_forward(call: Call, state: State | None = None) -> State:
     state = state or empty_state(call.q)
     for tile, at in zip(call.tiles, call.columns, strict=True):
-        KERNEL.forward(call.q, call.k[:, at], call.v[:, at], tile, state)
+        KERNEL.forward(call.qkv(at), tile, state)
     return state
 
 
@@ -195,13 +199,8 @@ def run_delta(call: Call) -> torch.Tensor:
     rows = torch.full((2, *call.truth.lse.shape), torch.nan, device=DEVICE)
     # out as it comes from a forward in the inputs' type would lose digits that are not the
     # backward's fault.
-    KERNEL.delta(
-        call.dout.float(),
-        call.truth.out.float().contiguous(),
-        call.truth.lse.float(),
-        call.dlse,
-        rows,
-    )
+    out, lse = call.truth.out.float().contiguous(), call.truth.lse.float()
+    KERNEL.delta(Results(out, lse, call.dout.float(), call.dlse), rows)
     return rows
 
 
@@ -219,9 +218,7 @@ def run_backward(
     for tile, at in zip(call.tiles, call.columns, strict=True):
         dq, dk, dv = (sums[name] if name in needs else None for name in "qkv")
         dk, dv = (None if x is None else x[:, at] for x in (dk, dv))
-        KERNEL.backward(
-            call.q, call.k[:, at], call.v[:, at], call.dout, lse, delta, tile, dq, dk, dv
-        )
+        KERNEL.backward(call.qkv(at), Upstream(call.dout, lse, delta), tile, Gradients(dq, dk, dv))
     return [sums[name] - start if name in needs else None for name in "qkv"]
 
 
@@ -375,7 +372,7 @@ def test_a_tile_that_sees_nothing_leaves_the_state_alone() -> None:
     state = State(*(torch.randn_like(x) for x in empty_state(call.q)))
     before = [x.clone() for x in state]
     tile = call.tiles[0]._replace(first=False, last=False)
-    KERNEL.forward(call.q, call.k[:, call.columns[0]], call.v[:, call.columns[0]], tile, state)
+    KERNEL.forward(call.qkv(call.columns[0]), tile, state)
     assert all(torch.equal(x, y) for x, y in zip(before, state, strict=True))
 
 
@@ -449,7 +446,8 @@ def test_rows_that_see_nothing_have_no_gradient_whatever_comes_for_their_lse() -
 def test_delta_without_a_gradient_of_lse() -> None:
     call = make_call(PLACES["few tokens"], torch.float16)
     rows = torch.full((2, *call.truth.lse.shape), torch.nan, device=DEVICE)
-    KERNEL.delta(call.dout, call.truth.out.half(), call.truth.lse.float(), None, rows)
+    results = Results(call.truth.out.half(), call.truth.lse.float(), call.dout, None)
+    KERNEL.delta(results, rows)
     want = (call.dout.double() * call.truth.out.half().double()).sum(-1).transpose(1, 2)
     assert relative_error(rows[1], want) < ERROR[torch.float32]
 
@@ -479,9 +477,7 @@ def test_positions_it_cannot_do_are_an_internal_error(positions: _Runs) -> None:
         InternalError, match="70 positions in one or two growing runs of one step, got"
     ):
         KERNEL.forward(
-            call.q,
-            call.k,
-            call.v,
+            QKV(*call[:3]),
             call.tiles[0]._replace(q_positions=positions),
             empty_state(call.q),
         )
@@ -489,20 +485,13 @@ def test_positions_it_cannot_do_are_an_internal_error(positions: _Runs) -> None:
 
 def test_tensors_it_cannot_do_are_an_internal_error() -> None:
     call = make_call(PLACES["aligned"], torch.float32)
+    strided = call.q.repeat_interleave(2, 3)[..., ::2]
     with pytest.raises(InternalError, match="whose last dimension is dense"):
-        KERNEL.forward(
-            call.q.repeat_interleave(2, 3)[..., ::2],
-            call.k,
-            call.v,
-            call.tiles[0],
-            empty_state(call.q),
-        )
+        KERNEL.forward(QKV(strided, call.k, call.v), call.tiles[0], empty_state(call.q))
     state = empty_state(call.q)
     with pytest.raises(InternalError, match="dense states, lse and delta"):
         KERNEL.forward(
-            call.q,
-            call.k,
-            call.v,
+            QKV(*call[:3]),
             call.tiles[0],
             state._replace(m=torch.empty(1, 2, 140, device=DEVICE)[:, :, ::2]),
         )

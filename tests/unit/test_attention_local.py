@@ -418,6 +418,8 @@ def test_nothing_of_a_call_outlives_it(run: str, monkeypatch: pytest.MonkeyPatch
 def test_memory_is_poisoned_in_these_tests() -> None:
     """What no tile writes stays NaN: the other tests would see it."""
     from burst_rt.attention.execute import Binding, ForwardRun
+    from burst_rt.drivers import Progress
+    from burst_rt.kernels import QKV
 
     def forward(ctx: Context) -> tuple[bool, bool]:
         layout = ctx.layout(20)
@@ -428,11 +430,9 @@ def test_memory_is_poisoned_in_these_tests() -> None:
                 plan=call.forward_plan,
                 machine=ctx.runtime.machine,
                 scale=None,
-                progress=lambda: None,
+                progress=Progress(),
                 poison=ctx.setup.poison,
-                q=x,
-                k=x,
-                v=x,
+                qkv=QKV(x, x, x),
             )
         )
         slots = [slot.view(torch.float32) for slot in run.storage.values()]

@@ -22,7 +22,7 @@ from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputErro
 from burst_rt.job.flight import Flight, FlightRecord, read_flight
 from burst_rt.kernels import KERNELS
 from burst_rt.planning.masks import Relation
-from burst_rt.runtime.agreement import Agreement, digest_of
+from burst_rt.runtime.agreement import Agreement, Contract
 from burst_rt.transport import LocalWorld
 
 
@@ -30,7 +30,7 @@ def _agree(*sides: tuple[dict[str, str], int, BurstError | None]) -> list[BurstE
     """What each rank raises: sides are (description, number of the call, error) by rank."""
     world = LocalWorld(len(sides))
     agreements = [
-        Agreement(world.control(rank), number, description, digest_of(description), error)
+        Agreement(world.control(rank), number, Contract(description), error)
         for rank, (description, number, error) in enumerate(sides)
     ]
     for agreement in agreements:
@@ -101,17 +101,17 @@ def test_the_first_error_is_raised_by_all() -> None:
 
 def test_digests_depend_on_all_and_on_nothing_else() -> None:
     same = {"b": "2", "a": "1"}
-    assert digest_of(same) == digest_of({"a": "1", "b": "2"}) == 324549673064394677
+    assert Contract(same).digest == Contract({"a": "1", "b": "2"}).digest == 324549673064394677
     assert (
         len(
             {
-                digest_of(d)
+                Contract(d).digest
                 for d in ({}, same, {"a": "12"}, {"a": "1", "b": "3"}, {"a": "2", "b": "1"})
             }
         )
         == 5
     )
-    assert 0 <= digest_of(same) < 2**62
+    assert 0 <= Contract(same).digest < 2**62
 
 
 # --- calls, in worlds of threads. All bad inputs, over MPI: tests/mpi/test_bad_input.py.
@@ -532,7 +532,7 @@ def _slow_kernel(
     method = getattr(type(KERNELS["cpu"]), direction)
 
     def sleepy(kernel: object, *args: Any) -> None:  # the kernel's arguments
-        tile = args[3] if direction == "forward" else args[6]
+        tile = args[1] if direction == "forward" else args[2]
         if threading.current_thread().name == f"burst_rt rank {slow.rank}" and owner(tile) == at:
             for _ in range(slow.times):
                 time.sleep(0.1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_device import FakeDevice, FakeMessages, FakeWire, Part, Race
 
-from burst_rt.drivers import CudaDriver, Watch
+from burst_rt.drivers import CudaDriver, DriverOptions, Watch
 from burst_rt.errors import BurstError, ContractMismatch, DeviceError, Stalled
 from burst_rt.scheduler import (
     CONTROL,
@@ -93,25 +93,28 @@ def random_graph(rng: random.Random, lanes: tuple[Lane, ...]) -> Graph:
     return g.build()
 
 
-def drive(device: FakeDevice, graph: Graph, **options: Any) -> CudaDriver:  # CudaDriver's own
+def drive(
+    device: FakeDevice,
+    graph: Graph,
+    *,
+    work: Callable[..., None] | None = None,
+    wire: FakeWire | None = None,
+    watch: Watch | None = None,
+    opening: Opened | None = None,
+    timeout_s: float = 20.0,
+) -> CudaDriver:
     """One run of the graph, its parts being the same memory for every run on this device."""
     schedule = Schedule.of(graph)
     polls = device.random.randint(0, 5)
-    ops: dict[str, Callable[..., None]] = {
-        "work": lambda reads, changed: device.use(reads, changed)
-    } | options.pop("ops", {})
-    driver = CudaDriver(
-        schedule,
-        device=device,
-        wire=options.pop("wire", None) or FakeWire(device),
-        operations={Op: lambda op: ops[op.name](*op.args)},
+    options = DriverOptions(
+        operations={Op: lambda op: (work or device.use)(*op.args)},
         memory={part.id: Part(part.id) for part in graph.parts},
-        transport=FakeMessages(device),
-        watch=options.pop("watch", None) or Watch(LocalWorld(3).control(0)),
-        opening=options.pop("opening", None) or Opened(polls),
-        timeout_s=options.pop("timeout_s", 20.0),
+        watch=watch or Watch(LocalWorld(3).control(0)),
+        opening=opening or Opened(polls),
+        timeout_s=timeout_s,
         stall_s=20.0,
     )
+    driver = CudaDriver(schedule, device, FakeMessages(device), wire or FakeWire(device), options)
     run(Engine(schedule), driver)
     return driver
 
@@ -291,7 +294,7 @@ def test_a_task_that_fails_is_the_runs_error() -> None:
         if any(t.op and t.op.name == "work" for t in g.tasks)
     )
     with pytest.raises(DeviceError, match="out of memory"):
-        drive(FakeDevice(), graph, ops={"work": fail})
+        drive(FakeDevice(), graph, work=fail)
 
 
 def test_nothing_is_issued_after_a_task_that_finds_no_memory() -> None:
@@ -310,12 +313,12 @@ def test_nothing_is_issued_after_a_task_that_finds_no_memory() -> None:
         exchange = []
         device.use = lambda *args, **options: exchange.append(len(issued))  # type: ignore[method-assign]  # noqa: B023
         if sum(1 for task in graph.tasks if task.op and task.op.name == "work") < 2:
-            drive(device, graph, ops={"work": work})
+            drive(device, graph, work=work)
             continue
         with pytest.raises(
             DeviceError, match=r"rank 0: out of memory in 't\d+' \(CUDA out of memory\)"
         ):
-            drive(device, graph, ops={"work": work})
+            drive(device, graph, work=work)
         found += 1
         assert len(issued) == 2
         assert all(count < 2 for count in exchange)

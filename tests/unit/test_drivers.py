@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from burst_rt.drivers import HostDriver, Watch
+from burst_rt.drivers import DriverOptions, HostDriver, Watch
 from burst_rt.errors import (
     BurstError,
     ContractMismatch,
@@ -76,13 +76,15 @@ class _Rank:
         }
         self.driver = HostDriver(
             self.graph,
-            operations={Op: lambda op: self.ops[op.name](*op.args)},
-            memory={i: memoryview(part) for i, part in enumerate(self.bytes)},
-            transport=self.transport,
-            watch=self.watch,
-            opening=self.opening,
-            timeout_s=self.timeout_s,
-            stall_s=self.stall_s,
+            self.transport,
+            DriverOptions(
+                operations={Op: lambda op: self.ops[op.name](*op.args)},
+                memory={i: memoryview(part) for i, part in enumerate(self.bytes)},
+                watch=self.watch,
+                opening=self.opening,
+                timeout_s=self.timeout_s,
+                stall_s=self.stall_s,
+            ),
         )
 
     def add(self, source: int, target: int) -> None:

@@ -16,7 +16,18 @@ from tolerances import ERROR
 from burst_rt import Full, Mask
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS as ALL_KERNELS
-from burst_rt.kernels import Kernel, State, Tile, Work, pick, sum_dtype
+from burst_rt.kernels import (
+    QKV,
+    Gradients,
+    Kernel,
+    Results,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    pick,
+    sum_dtype,
+)
 from burst_rt.kernels.cpu import _Part
 from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
@@ -52,6 +63,10 @@ class Block(NamedTuple):
     dlse: torch.Tensor
     pieces: tuple[Piece, ...]
     mask: Table
+
+    @property
+    def qkv(self) -> QKV:
+        return QKV(self.q, self.k, self.v)
 
     @property
     def truth(self) -> Attention:
@@ -147,7 +162,7 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     state = empty_state(block.q)
     for tile in tiles(block, split=split):
-        kernel.forward(block.q, block.k, block.v, tile, state)
+        kernel.forward(block.qkv, tile, state)
     return state.out, state.lse
 
 
@@ -167,14 +182,16 @@ def run_backward(
     rows = torch.full((2, *truth.lse.shape), torch.nan, dtype=wide)
     # out as it comes from a forward in the inputs' type would lose digits that are not the
     # backward's fault.
-    kernel.delta(block.dout.to(wide), truth.out.to(wide), truth.lse.to(wide), block.dlse, rows)
-    lse, delta = rows
-    sums = [
-        torch.full(x.shape, start, dtype=wide) if name in needs else None
-        for name, x in zip("qkv", block[:3], strict=True)
-    ]
+    results = Results(truth.out.to(wide), truth.lse.to(wide), block.dout.to(wide), block.dlse)
+    kernel.delta(results, rows)
+    sums = Gradients(
+        *(
+            torch.full(x.shape, start, dtype=wide) if name in needs else None
+            for name, x in zip("qkv", block.qkv, strict=True)
+        )
+    )
     for tile in tiles(block, split=split):
-        kernel.backward(block.q, block.k, block.v, block.dout, lse, delta, tile, *sums)
+        kernel.backward(block.qkv, Upstream(block.dout, rows[0], rows[1]), tile, sums)
     return [None if total is None else total - start for total in sums]
 
 
@@ -355,12 +372,12 @@ def test_transfers_are_looked_after_between_parts(monkeypatch: pytest.MonkeyPatc
     block = make_block("all", torch.float32)
     calls: list[str] = []
     tile = block.tile(progress=lambda: calls.append("progress"))._replace(first=True)
-    KERNELS["cpu"].forward(block.q, block.k, block.v, tile, empty_state(block.q))
+    KERNELS["cpu"].forward(block.qkv, tile, empty_state(block.q))
     # ceil(100 / 32) x ceil(130 / 48), for each of 2 kv heads.
     assert len(calls) == 4 * 3 * 2
     zeros = torch.zeros(2, 4, 100)
     KERNELS["cpu"].backward(
-        block.q, block.k, block.v, block.dout, zeros, zeros, tile, None, None, None
+        block.qkv, Upstream(block.dout, zeros, zeros), tile, Gradients(None, None, None)
     )
     assert len(calls) == 2 * 4 * 3 * 2
 

@@ -13,9 +13,11 @@ from graphs import problem
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
-from burst_rt.attention.execute import BackwardBinding, BackwardRun, Binding, ForwardRun
+from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun
 from burst_rt.attention.planner import Plan, PlanKey, Planner
+from burst_rt.drivers import Progress
 from burst_rt.errors import InputError, InternalError
+from burst_rt.kernels import QKV, Results
 from burst_rt.planning.layouts import make_layout
 
 
@@ -113,17 +115,12 @@ def _runs(
     q, k, v = (x.detach() for x in (q, k, v))
     forward, backward = call.forward_plan, call.backward_plan
     given: dict[str, Any] = {
-        "machine": ctx.runtime.machine, "scale": None, "progress": lambda: None, "poison": False,
-        "q": q, "k": k, "v": v,
+        "machine": ctx.runtime.machine, "scale": None, "progress": Progress(), "poison": False,
+        "qkv": QKV(q, k, v),
     }  # fmt: skip
     first = ForwardRun(Binding(plan=forward, **given))
-    results: dict[str, Any] = {
-        "out": first.out,
-        "lse": first.lse,
-        "dout": torch.ones_like(q),
-        "dlse": None,
-    }
-    second = BackwardRun(BackwardBinding(plan=backward, **given, **results))
+    results = Results(first.out, first.lse, torch.ones_like(q), None)
+    second = BackwardRun(Binding(plan=backward, **given, results=results))
     return [(forward, first), (backward, second)]
 
 

@@ -23,7 +23,7 @@ from worlds import Case, attend_over_threads
 import burst_rt
 from burst_rt import Causal, Context, Full
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.kernels import KERNELS, State, Tile, Work
+from burst_rt.kernels import KERNELS, QKV, Gradients, Results, State, Tile, Upstream, Work
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 from burst_rt.planning.masks import Both, Mask, Piece
 
@@ -262,9 +262,9 @@ def _gradients(
 ) -> list[torch.Tensor]:  # kernel: of either class
     q, k, v, dout, dlse = tensors
     rows = torch.full((2, *truth.lse.shape), torch.nan)
-    kernel.delta(dout, truth.out.float(), truth.lse.float(), dlse, rows)
+    kernel.delta(Results(truth.out.float(), truth.lse.float(), dout, dlse), rows)
     sums = [torch.full(x.shape, start) for x in (q, k, v)]
-    kernel.backward(q, k, v, dout, rows[0], rows[1], tile, *sums)
+    kernel.backward(QKV(q, k, v), Upstream(dout, rows[0], rows[1]), tile, Gradients(*sums))
     return [total - start for total in sums]
 
 
@@ -276,7 +276,7 @@ def test_a_tile_against_the_spec(
 ) -> None:
     tile, tensors, truth = _tile(name, dtype)
     state = _state(tensors[0])
-    kernel.forward(*tensors[:3], tile, state)
+    kernel.forward(QKV(*tensors[:3]), tile, state)
     assert doubles.calls == PIECES[name][1]
     assert relative_error(state.out, truth.out) < ERROR[dtype]
     assert relative_error(state.lse, truth.lse) < ERROR[torch.float32]
@@ -327,7 +327,7 @@ def test_parts_of_several_tiles_add_up() -> None:
     for i, columns in enumerate((slice(30), slice(30, 31), slice(31, 80))):
         piece = Piece(0, 60, 0, columns.stop - (columns.start or 0), False, False, 0)
         part = tile._replace(pieces=(piece,), first=i == 0, last=i == 2)
-        KERNELS["flash"].forward(q, k[:, columns], v[:, columns], part, state)
+        KERNELS["flash"].forward(QKV(q, k[:, columns], v[:, columns]), part, state)
     truth = reference(q, k, v, torch.zeros_like(q), scale=0.3)
     assert relative_error(state.out, truth.out) < ERROR[torch.bfloat16]
     assert relative_error(state.lse, truth.lse) < ERROR[torch.float32]

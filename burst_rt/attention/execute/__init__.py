@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from burst_rt.attention.execute.hybrid import HybridBackwardRun, HybridForwardRun
-from burst_rt.attention.execute.ring import BackwardBinding, BackwardRun, Binding, ForwardRun
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun
 from burst_rt.attention.execute.ring_naive import RingNaiveBackwardRun, RingNaiveForwardRun
 from burst_rt.planning.strategies import Hybrid, Program, Ring, RingNaive
 
-__all__ = ["RUNS", "BackwardBinding", "BackwardRun", "Binding", "ForwardRun", "RunTypes"]
+__all__ = ["RUNS", "BackwardRun", "Binding", "ForwardRun", "RunTypes"]
 
 
 class RunTypes(NamedTuple):

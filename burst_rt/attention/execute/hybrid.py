@@ -13,17 +13,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from burst_rt.attention.execute.ring import (
-    BackwardBinding,
-    BackwardRun,
-    Binding,
-    ForwardRun,
-    Run,
-    dense,
-)
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, dense
 from burst_rt.attention.planner import Plan
+from burst_rt.kernels import Gradients
 from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
-from burst_rt.planning.roles import GRADIENTS, Role
+from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Hybrid, Ring
 
 __all__ = ["HybridBackwardRun", "HybridForwardRun"]
@@ -154,7 +148,7 @@ class HybridBackwardRun(_Spread, BackwardRun):
     `grads()` are of this rank's tokens and all heads.
     """
 
-    def __init__(self, binding: BackwardBinding) -> None:
+    def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
         batch, length, heads, _ = self.local[Role.Q].shape
         self.local[Role.ROWS] = self.fresh(2, batch, heads, length, dtype=self.wide)
@@ -162,16 +156,15 @@ class HybridBackwardRun(_Spread, BackwardRun):
             self.tensors[self.part_id(Role.ROWS, part)]
             for part in range(len(self.bounds(queries=True)))
         ]
-        inputs = dict(zip(GRADIENTS, (Role.Q, Role.K, Role.V), strict=True))
-        for role in self.sums:
-            self.whole[role] = [self.sums[role]]
-            x = self.local[inputs[role]]
-            self.local[role] = self.fresh(*x.shape, dtype=x.dtype)
+        for role, given in zip(GRADIENTS, INPUTS, strict=True):
+            if role in self.sums:
+                self.whole[role] = [self.sums[role]]
+                x = self.local[given]
+                self.local[role] = self.fresh(*x.shape, dtype=x.dtype)
 
-    def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def grads(self) -> Gradients:
         """See `BackwardRun.grads`."""
-        dq, dk, dv = map(self.local.get, GRADIENTS)
-        return dq, dk, dv
+        return Gradients(*map(self.local.get, GRADIENTS))
 
     def make_delta(self, op: Delta) -> None:
         """Writes lse and delta of the rank's own queries and all heads, before the gathering."""

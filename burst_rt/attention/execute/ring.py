@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from burst_rt.attention.planner import Plan
-from burst_rt.drivers import flat_bytes
-from burst_rt.kernels import State, Tile, sum_dtype
+from burst_rt.drivers import Progress, flat_bytes
+from burst_rt.kernels import QKV, Gradients, Results, State, Tile, Upstream, sum_dtype
 from burst_rt.planning.operations import (
     Add,
     BackwardTile,
@@ -24,12 +24,12 @@ from burst_rt.planning.operations import (
     Tensors,
     TileOperation,
 )
-from burst_rt.planning.roles import GRADIENTS, Role
+from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
 from burst_rt.transport.staged import ToDevice, ToHost
 
-__all__ = ["BackwardBinding", "BackwardRun", "Binding", "ForwardRun", "Run", "dense"]
+__all__ = ["BackwardRun", "Binding", "ForwardRun", "Run", "dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +39,10 @@ class Binding:
     plan: Plan
     machine: Machine
     scale: float | None
-    progress: Callable[[], None]  # operations that take long call it now and then
+    progress: Progress  # operations that take long call it now and then
     poison: bool  # whether fresh memory is filled with NaN
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardBinding(Binding):
-    """One backward call: what the forward left, and the gradients that came."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
+    qkv: QKV
+    results: Results | None = None  # of the forward; a backward has them
 
 
 class Run:
@@ -237,7 +226,7 @@ class ForwardRun(Run):
 
     def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
-        for role, x in ((Role.Q, binding.q), (Role.K, binding.k), (Role.V, binding.v)):
+        for role, x in zip(INPUTS, binding.qkv, strict=True):
             self.bind_input(role, x)
         dtype = self.plan.key.dtype
         out = self.fresh(*self.shape(Role.Q), dtype=dtype)
@@ -249,7 +238,7 @@ class ForwardRun(Run):
 
     def _forward(self, op: ForwardTile) -> None:
         x = self.reads(op)
-        self.kernel.forward(x[Role.Q], x[Role.K], x[Role.V], self.tile(op), self.state)
+        self.kernel.forward(_qkv(x), self.tile(op), self.state)
 
     def _finish(self, _: Finish) -> None:
         """Finishes queries that have no tile at all, because they see no key."""
@@ -260,16 +249,12 @@ class ForwardRun(Run):
 class BackwardRun(Run):
     """One backward call. After the run `grads()` returns dq, dk and dv."""
 
-    def __init__(self, binding: BackwardBinding) -> None:
+    def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
-        self._dout, self._out = dense(binding.dout), binding.out
-        self._lse, self._dlse = binding.lse, binding.dlse
-        for role, x in (
-            (Role.Q, binding.q),
-            (Role.DOUT, self._dout),
-            (Role.K, binding.k),
-            (Role.V, binding.v),
-        ):
+        assert binding.results is not None
+        self._results = binding.results._replace(dout=dense(binding.results.dout))
+        self.bind_input(Role.DOUT, self._results.dout)
+        for role, x in zip(INPUTS, binding.qkv, strict=True):
             self.bind_input(role, x)
         batch, heads = self.problem.batch, self.problem.num_heads
         for part, (start, stop) in enumerate(self.bounds(queries=True)):
@@ -288,7 +273,7 @@ class BackwardRun(Run):
             Add: self._add,
         }
 
-    def grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def grads(self) -> Gradients:
         """dq, dk and dv in the inputs' dtype; None where one is not needed. To be called once.
 
         Frees the slots first, and each sum once its gradient has been cast.
@@ -298,18 +283,14 @@ class BackwardRun(Run):
         self.memory.clear()
         self.tensors.clear()
         dtype = self.plan.key.dtype
-        dq, dk, dv = (
-            self.sums.pop(role).to(dtype) if role in self.sums else None for role in GRADIENTS
+        return Gradients(
+            *(self.sums.pop(role).to(dtype) if role in self.sums else None for role in GRADIENTS)
         )
-        return dq, dk, dv
 
     def _backward(self, op: BackwardTile) -> None:
         x, sums = self.reads(op), self.sums_at(op)
-        lse, delta = x[Role.ROWS]
-        self.kernel.backward(
-            x[Role.Q], x[Role.K], x[Role.V], x[Role.DOUT], lse, delta, self.tile(op),
-            *map(sums.get, GRADIENTS),
-        )  # fmt: skip
+        upstream = Upstream(x[Role.DOUT], *x[Role.ROWS])
+        self.kernel.backward(_qkv(x), upstream, self.tile(op), Gradients(*map(sums.get, GRADIENTS)))
 
     def make_delta(self, op: Delta) -> None:
         """Writes lse and delta of one part of this rank's queries into the part's rows."""
@@ -318,19 +299,23 @@ class BackwardRun(Run):
 
     def delta(self, start: int, stop: int, rows: torch.Tensor) -> None:
         """Writes lse and delta of queries `start` to `stop` of this rank into `rows`."""
-        dlse = None if self._dlse is None else self._dlse[:, :, start:stop]
-        self.kernel.delta(
-            self._dout[:, start:stop],
-            self._out[:, start:stop],
-            self._lse[:, :, start:stop],
-            dlse,
-            rows,
+        out, lse, dout, dlse = self._results
+        some = Results(
+            out[:, start:stop],
+            lse[:, :, start:stop],
+            dout[:, start:stop],
+            None if dlse is None else dlse[:, :, start:stop],
         )
+        self.kernel.delta(some, rows)
 
     def _add(self, op: Add) -> None:
         total = self.tensors[op.own]
         arrived = self.storage[op.arrived][: total.numel() * total.itemsize]
         total += arrived.view(total.dtype).view(total.shape)
+
+
+def _qkv(tensors: dict[Role, torch.Tensor]) -> QKV:
+    return QKV(*(tensors[role] for role in INPUTS))
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

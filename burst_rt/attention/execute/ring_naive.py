@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from burst_rt.attention.execute.ring import BackwardBinding, BackwardRun, Binding, ForwardRun, Run
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels.naive import dense_scores, per_group, per_head
 from burst_rt.planning.operations import (
@@ -51,8 +51,7 @@ class _Rows(Run):
         keys = len(self.problem.kv_blocks[op.owner][op.block])
         whole = self.scores.narrow(3, self.program.columns[op.owner][op.block], keys)
         for piece in op.pieces:
-            rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.kv_start, piece.kv_stop)
-            yield whole[:, :, rows, columns], rows, columns
+            yield whole[:, :, piece.rows, piece.columns], piece.rows, piece.columns
 
     def fill(
         self, op: TileOperation, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None
@@ -105,7 +104,7 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
 class RingNaiveBackwardRun(_Rows, BackwardRun):
     """One backward call; see `BackwardRun`."""
 
-    def __init__(self, binding: BackwardBinding) -> None:
+    def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
         self.operations |= {
             Blank: self._blank,

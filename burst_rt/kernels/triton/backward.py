@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
-from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import TileArguments, loads_of, strides
+from burst_rt.kernels.triton.configs import Config
+from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
@@ -29,11 +30,8 @@ def _add_columns(
     b_limit,
     rows_k,
     rows_v,
-    stride_kt,
-    stride_vt,
     start,
     stop,
-    kv_len,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -50,30 +48,8 @@ def _add_columns(
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
-        b_k = load_block(
-            rows_k,
-            column,
-            stride_kt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
-        b_v = load_block(
-            rows_v,
-            column,
-            stride_vt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
+        b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -173,58 +149,25 @@ def dq_kernel(
         if num_seen == 0:
             return
 
-    rows_q = rows_of(
-        p_q + i_b * stride_qb + i_h * stride_qh,
-        stride_qt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        DESCRIBED,
-    )
-    b_q = load_block(
-        rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
-    )
-    rows_dout = rows_of(
-        p_dout + i_b * stride_db + i_h * stride_dh,
-        stride_dt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        DESCRIBED,
-    )
-    b_dout = load_block(
-        rows_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
-    )
+    p_q += i_b * stride_qb + i_h * stride_qh
+    rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    b_q = load_block(rows_q, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+    p_dout += i_b * stride_db + i_h * stride_dh
+    rows_dout = rows_of(p_dout, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    b_dout = load_block(rows_dout, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
     in_row = i_bh.to(tl.int64) * q_len + o_m
     # Times log2(e): lse in powers of two.
     b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
     b_delta = tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
-    rows_k = rows_of(
-        p_k + i_b * stride_kb + i_kv * stride_kh,
-        stride_kt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
-    rows_v = rows_of(
-        p_v + i_b * stride_vb + i_kv * stride_vh,
-        stride_vt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    p_v += i_b * stride_vb + i_kv * stride_vh
+    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     edge = num_full // BLOCK_N * BLOCK_N
     b_dq = _add_columns(
-        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge,
-        kv_len, scale_log2,
+        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, 0, edge, scale_log2,
         HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
     )  # fmt: skip
     if CAUSAL or not EVEN_N:
@@ -233,8 +176,7 @@ def dq_kernel(
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_dq = _add_columns(
-            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge,
-            num_seen, kv_len, scale_log2,
+            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, edge, num_seen, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
@@ -335,30 +277,12 @@ def dkdv_kernel(
             return
         start = start // BLOCK_M * BLOCK_M
 
-    rows_k = rows_of(
-        p_k + i_b * stride_kb + i_kv * stride_kh,
-        stride_kt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
-    b_k = load_block(
-        rows_k, column, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
-    )
-    rows_v = rows_of(
-        p_v + i_b * stride_vb + i_kv * stride_vh,
-        stride_vt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
-    b_v = load_block(
-        rows_v, column, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET
-    )
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
+    p_v += i_b * stride_vb + i_kv * stride_vh
+    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     # One loop over the row blocks of all query heads of the group, so that the loads of the next
@@ -378,26 +302,13 @@ def dkdv_kernel(
     for _ in tl.range(group * tl.cdiv(q_len - start, BLOCK_M), warp_specialize=SPECIALIZE):
         o_m = row + tl.arange(0, BLOCK_M)
         b_q = load_of_head(
-            heads_q,
-            i_g,
-            row,
-            stride_qh,
-            stride_qt,
-            q_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            EVEN_M,
-            DESCRIBED,
-            INTERPRET,
+            heads_q, i_g, row, stride_qh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
         )
         b_dout = load_of_head(
             heads_dout,
             i_g,
             row,
             stride_dh,
-            stride_dt,
-            q_len,
             HEAD_DIM,
             BLOCK_D,
             BLOCK_M,
@@ -443,55 +354,41 @@ def dkdv_kernel(
         add_rows(p_dv, column, stride_yt, kv_len, b_dv, HEAD_DIM, BLOCK_D, BLOCK_N)
 
 
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def launch_dq(inputs: _Inputs, dq: torch.Tensor, problem: TileArguments, config: Config) -> None:
-    """Starts `dq_kernel`. `inputs` are q, k, v, dout (BSHD), lse and delta.
-
-    Does not wait for the device.
-    """
-    q, k, v, dout, _, _ = inputs
-    batch, q_len, heads, head_dim = q.shape
+def launch_dq(
+    qkv: QKV, upstream: Upstream, dq: torch.Tensor, arguments: TileArguments, config: Config
+) -> None:
+    """Starts `dq_kernel`, which adds to dq. Does not wait for the device."""
+    (q, k, v), dout = qkv, upstream.dout
+    batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dq_kernel[grid](
-        *inputs, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), heads,
-        heads // k.shape[2],
-        *problem.q, *problem.kv, problem.scale, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        EVEN_M=q_len % config.block_m == 0, EVEN_N=k.shape[1] % config.block_n == 0,
-        INTERPRET=problem.interpret,
-        **loads_of(config, q, k, v, dout), num_warps=config.num_warps, num_stages=config.num_stages,
+        *qkv, *upstream, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
+        heads, heads // k.shape[2],
+        *arguments.q, *arguments.kv, arguments.scale, arguments.scale_log2,
+        **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip
 
 
 def launch_dkdv(
-    inputs: _Inputs,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    problem: TileArguments,
-    config: Config,
+    qkv: QKV, upstream: Upstream, grads: Gradients, arguments: TileArguments, config: Config
 ) -> None:
-    """Starts `dkdv_kernel`. `inputs` are as for `launch_dq`. Does not wait for the device.
+    """Starts `dkdv_kernel`, which adds to dk and dv. Does not wait for the device.
 
-    One of dk and dv may be None: not needed.
+    One of dk and dv may be None.
     """
-    q, k, v, dout, _, _ = inputs
-    batch, kv_len, kv_heads, head_dim = k.shape
-    q_len = q.shape[1]
+    (q, k, v), dout = qkv, upstream.dout
+    batch, kv_len, kv_heads, _ = k.shape
     grid = (triton.cdiv(kv_len, config.block_n) * batch * kv_heads,)
     # A gradient that is not needed gets the other gradient's tensor, which the kernel then does not
     # touch for it.
-    x, y = (next(total for total in pair if total is not None) for pair in ((dk, dv), (dv, dk)))
+    dk = grads.dv if grads.dk is None else grads.dk
+    dv = grads.dk if grads.dv is None else grads.dv
+    assert dk is not None
+    assert dv is not None
     dkdv_kernel[grid](
-        *inputs, x, y, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(x),
-        *strides(y), kv_heads, q.shape[2] // kv_heads,
-        *problem.q, *problem.kv, problem.scale, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        EVEN_M=q_len % config.block_m == 0, EVEN_N=kv_len % config.block_n == 0,
-        NEED_DK=dk is not None, NEED_DV=dv is not None,
-        INTERPRET=problem.interpret, **loads_of(config, q, k, v, dout), num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        *qkv, *upstream, dk, dv, *strides(q), *strides(k), *strides(v), *strides(dout),
+        *strides(dk), *strides(dv), kv_heads, q.shape[2] // kv_heads,
+        *arguments.q, *arguments.kv, arguments.scale, arguments.scale_log2,
+        NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
+        **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip

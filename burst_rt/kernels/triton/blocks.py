@@ -7,10 +7,12 @@ and inputs that fit them (`loads_of` of `launch.py`).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-__all__ = ["add_rows", "heads_of", "load_block", "load_of_head", "load_rows", "rows_of"]
+__all__ = ["Rows", "add_rows", "heads_of", "load_block", "load_of_head", "load_rows", "rows_of"]
 
 
 @triton.jit
@@ -51,6 +53,18 @@ def load_rows(
     return block
 
 
+class Rows(NamedTuple):
+    """A matrix `[length, HEAD_DIM]` that blocks are loaded from.
+
+    In a kernel that loops over heads there is a matrix for each head.
+    """
+
+    # Values of the device, which have no types here.
+    source: Any  # a pointer or a descriptor
+    stride: Any  # from row to row
+    length: Any  # in rows
+
+
 @triton.jit
 def rows_of(
     pointer,
@@ -61,9 +75,9 @@ def rows_of(
     BLOCK_R: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """The source from which `load_block` loads blocks of a matrix `[length, HEAD_DIM]`.
+    """The rows of a matrix `[length, HEAD_DIM]`, for `load_block`.
 
-    If DESCRIBED it is a descriptor, made here, else the pointer.
+    If DESCRIBED their source is a descriptor, made here, else the pointer.
     """
     if DESCRIBED:
         source = tl.make_tensor_descriptor(
@@ -71,15 +85,13 @@ def rows_of(
         )
     else:
         source = pointer
-    return source
+    return Rows(source, stride, length)
 
 
 @triton.jit
 def load_block(
-    source,
+    rows,
     row,
-    stride,
-    length,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -87,17 +99,19 @@ def load_block(
     DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Rows [row, row + BLOCK_R) of a source of `rows_of` as a block `[BLOCK_R, BLOCK_D]`.
+    """Rows [row, row + BLOCK_R) of `rows_of` as a block `[BLOCK_R, BLOCK_D]`.
 
     The block is 0 beyond the matrix's edges. EVEN: none of these rows is beyond the edge. Through a
     descriptor the chip's copy engine loads, and handles the edges by itself.
     """
     if DESCRIBED:
-        block = source.load([row, 0])
+        block = rows.source.load([row, 0])
         if INTERPRET:
             block = block.to(tl.float32)
     else:
-        block = load_rows(source, row, stride, length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET)
+        block = load_rows(
+            rows.source, row, rows.stride, rows.length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET
+        )
     return block
 
 
@@ -127,17 +141,15 @@ def heads_of(
         )
     else:
         source = pointer
-    return source
+    return Rows(source, stride, length)
 
 
 @triton.jit
 def load_of_head(
-    source,
+    rows,
     head,
     row,
     stride_h,
-    stride,
-    length,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -145,14 +157,16 @@ def load_of_head(
     DESCRIBED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """`load_block` from one head of a source of `heads_of`."""
+    """`load_block` from one head of the matrices of `heads_of`."""
     if DESCRIBED:
-        block = tl.reshape(source.load([head, row, 0]), (BLOCK_R, BLOCK_D))
+        block = tl.reshape(rows.source.load([head, row, 0]), (BLOCK_R, BLOCK_D))
         if INTERPRET:
             block = block.to(tl.float32)
     else:
-        source += tl.cast(head, tl.int64) * stride_h
-        block = load_rows(source, row, stride, length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET)
+        source = rows.source + tl.cast(head, tl.int64) * stride_h
+        block = load_rows(
+            source, row, rows.stride, rows.length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET
+        )
     return block
 
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from burst_rt.kernels.base import Results
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import strides
@@ -58,28 +59,10 @@ def delta_kernel(
     o_m = row + tl.arange(0, BLOCK_M)
     inside = o_m < q_len
 
-    b_dout = load_rows(
-        p_dout + i_b * stride_db + i_h * stride_dh,
-        row,
-        stride_dt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        False,
-        INTERPRET,
-    )
-    b_out = load_rows(
-        p_out + i_b * stride_ob + i_h * stride_oh,
-        row,
-        stride_ot,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        False,
-        INTERPRET,
-    )
+    p_dout += i_b * stride_db + i_h * stride_dh
+    b_dout = load_rows(p_dout, row, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, False, INTERPRET)
+    p_out += i_b * stride_ob + i_h * stride_oh
+    b_out = load_rows(p_out, row, stride_ot, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, False, INTERPRET)
     b_delta = tl.sum(b_dout.to(tl.float32) * b_out.to(tl.float32), 1)
     b_lse = tl.load(
         p_lse + i_b * stride_lb + i_h * stride_lh + o_m.to(tl.int64) * stride_lt,
@@ -98,19 +81,12 @@ def delta_kernel(
     tl.store(p_delta + in_row, tl.where(b_blind, 0.0, b_delta), mask=inside)
 
 
-def launch_delta(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    rows: torch.Tensor,
-    config: Config,
-    interpret: bool,
-) -> None:
+def launch_delta(results: Results, rows: torch.Tensor, config: Config, interpret: bool) -> None:
     """Starts `delta_kernel`, which writes `rows` `[2, batch, heads, q_len]`.
 
     Does not wait for the device.
     """
+    out, lse, dout, dlse = results
     batch, q_len, heads, head_dim = dout.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dlse_or_lse = lse if dlse is None else dlse

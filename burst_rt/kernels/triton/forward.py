@@ -7,14 +7,13 @@ times log2(e).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from burst_rt.kernels.base import State
+from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
-from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.launch import TileArguments, loads_of, strides
+from burst_rt.kernels.triton.configs import Config
+from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
 
 __all__ = ["forward_kernel", "launch_forward"]
@@ -29,11 +28,8 @@ def _fold(
     b_limit,
     rows_k,
     rows_v,
-    stride_kt,
-    stride_vt,
     start,
     stop,
-    kv_len,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -50,18 +46,7 @@ def _fold(
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
-        b_k = load_block(
-            rows_k,
-            column,
-            stride_kt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
+        b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
@@ -75,18 +60,7 @@ def _fold(
         b_old = tl.exp2(b_m - b_safe)
         b_l = b_l * b_old + tl.sum(b_p, 1)
         b_acc = b_acc * b_old[:, None]
-        b_v = load_block(
-            rows_v,
-            column,
-            stride_vt,
-            kv_len,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            EVEN,
-            DESCRIBED,
-            INTERPRET,
-        )
+        b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_m = b_m_new
     return b_acc, b_m, b_l
@@ -205,43 +179,19 @@ def forward_kernel(
         b_m = tl.load(p_m + in_row, mask=o_m < q_len, other=-float("inf"))
         b_l = tl.load(p_l + in_row, mask=o_m < q_len, other=0.0)
 
-    rows_q = rows_of(
-        p_q + i_b * stride_qb + i_h * stride_qh,
-        stride_qt,
-        q_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        DESCRIBED,
-    )
-    b_q = load_block(
-        rows_q, row, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
-    )
-    rows_k = rows_of(
-        p_k + i_b * stride_kb + i_kv * stride_kh,
-        stride_kt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
-    rows_v = rows_of(
-        p_v + i_b * stride_vb + i_kv * stride_vh,
-        stride_vt,
-        kv_len,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        DESCRIBED,
-    )
+    p_q += i_b * stride_qb + i_h * stride_qh
+    rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
+    b_q = load_block(rows_q, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+    p_k += i_b * stride_kb + i_kv * stride_kh
+    rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    p_v += i_b * stride_vb + i_kv * stride_vh
+    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     MASKED: tl.constexpr = CAUSAL or not EVEN_N
     # Triton's Hopper compiler can share out the work of one loop, not of two.
     edge = 0 if SPECIALIZE and MASKED else num_full // BLOCK_N * BLOCK_N
     if not (SPECIALIZE and MASKED):
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, stride_kt, stride_vt, 0, edge, kv_len,
-            scale_log2,
+            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, 0, edge, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
@@ -250,8 +200,7 @@ def forward_kernel(
             b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
             b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
         b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, stride_kt, stride_vt, edge, num_seen,
-            kv_len, scale_log2,
+            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, edge, num_seen, scale_log2,
             HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
@@ -266,32 +215,13 @@ def forward_kernel(
         tl.store(p_l + in_row, b_l, mask=o_m < q_len)
 
 
-def launch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    state: State,
-    out: torch.Tensor,
-    problem: TileArguments,
-    config: Config,
-    ends: tuple[bool, bool],
-) -> None:
-    """Starts `forward_kernel` on q `[batch, q_len, heads, head_dim]` and k, v of the tile.
-
-    k, v are `[batch, kv_len, kv_heads, head_dim]`. `out` is written in place of the state's own
-    out. ends: whether this is the first tile, and whether it is the last. Does not wait for the
-    device.
-    """
-    batch, q_len, heads, head_dim = q.shape
-    kv_len = k.shape[1]
+def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Config) -> None:
+    """Starts `forward_kernel` on a tile. Does not wait for the device."""
+    q, k, v = qkv
+    batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     forward_kernel[grid](
-        q, k, v, state.acc, state.m, state.l, out, state.lse, *strides(q), *strides(k),
-        *strides(v), heads, heads // k.shape[2],
-        *problem.q, *problem.kv, problem.scale_log2,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, CAUSAL=problem.causal,
-        FIRST=ends[0], LAST=ends[1], EVEN_M=q_len % config.block_m == 0,
-        EVEN_N=kv_len % config.block_n == 0, INTERPRET=problem.interpret,
-        **loads_of(config, q, k, v), num_warps=config.num_warps, num_stages=config.num_stages,
+        *qkv, *state, *strides(q), *strides(k), *strides(v), heads, heads // k.shape[2],
+        *arguments.q, *arguments.kv, arguments.scale_log2,
+        FIRST=arguments.first, LAST=arguments.last, **constants_of(arguments, config, *qkv),
     )  # fmt: skip

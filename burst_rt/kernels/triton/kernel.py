@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import State, Tile, Work
+from burst_rt.kernels.base import QKV, Gradients, Kernel, Results, State, Tile, Upstream, Work
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
 from burst_rt.kernels.triton.runs import Runs, runs_of
@@ -37,10 +37,11 @@ _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
 _one_at_a_time = threading.RLock()
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256; masks Full and Causal.
 
-    Launches are asynchronous, on the current stream: no method waits for the device. The kernel
+    Launches are asynchronous, on the current stream: no method waits for the device. Nothing is
+    added atomically, so results are repeatable. The kernel
     reads a tile's positions and mask, not its pieces. The state's m is in powers of two. float32 is
     multiplied in float32 (no TF32). 16-bit inputs are multiplied on the tensor cores with float32
     sums; probabilities and score gradients are rounded to the inputs' type.
@@ -74,10 +75,6 @@ class TritonKernel:
             return f"the triton kernel takes the masks Full and Causal only, got {work.mask!r}"
         return None
 
-    def repeatable(self, forward: bool) -> bool:
-        """See `Kernel.repeatable`: always, because it has no atomic additions."""
-        return True
-
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
         kinds = ("forward",) if work.forward else ("dq", "dkdv")
@@ -87,81 +84,39 @@ class TritonKernel:
         told = ", ".join(f"{kind} {config}" for kind, config in found.items() if config)
         return (f"blocks tuned on this machine: {told}",)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, state: State
-    ) -> None:
+    def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
         from burst_rt.kernels.triton.forward import launch_forward
 
-        _check_dense(state.acc, state.m, state.l, state.out, state.lse)
-        problem = _problem(q, k, tile)
-        out = state.out
-        if problem.interpret and tile.last and out.dtype != state.acc.dtype:
+        _check_dense(*state)
+        arguments, out = _arguments(qkv, tile), state.out
+        if arguments.interpret and tile.last and out.dtype != state.acc.dtype:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
             out = torch.empty_like(state.acc)
-        _start(
-            q.device,
-            launch_forward,
-            q,
-            k,
-            v,
-            state,
-            out,
-            problem,
-            _config("forward", q),
-            (tile.first, tile.last),
-        )
-        if tile.last and out is not state.out:
+        config = _config("forward", qkv.q)
+        _start(out.device, launch_forward, qkv, state._replace(out=out), arguments, config)
+        if out is not state.out:
             state.out.copy_(out)
         tile.progress()
 
-    def delta(
-        self,
-        dout: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dlse: torch.Tensor | None,
-        rows: torch.Tensor,
-    ) -> None:
+    def delta(self, results: Results, rows: torch.Tensor) -> None:
         """See `Kernel.delta`."""
         from burst_rt.kernels.triton.delta import launch_delta
 
         _check_dense(rows)
-        _start(
-            dout.device,
-            launch_delta,
-            dout,
-            out,
-            lse,
-            dlse,
-            rows,
-            _config("delta", dout),
-            _interpreting(),
-        )
+        config = _config("delta", results.dout)
+        _start(rows.device, launch_delta, results, rows, config, _interpreting())
 
-    def backward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        tile: Tile,
-        dq: torch.Tensor | None,
-        dk: torch.Tensor | None,
-        dv: torch.Tensor | None,
-    ) -> None:
+    def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
         from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
 
-        _check_dense(lse, delta)
-        problem = _problem(q, k, tile)
-        inputs = (q, k, v, dout, lse, delta)
-        if dk is not None or dv is not None:
-            _start(q.device, launch_dkdv, inputs, dk, dv, problem, _config("dkdv", q))
-        if dq is not None:
-            _start(q.device, launch_dq, inputs, dq, problem, _config("dq", q))
+        _check_dense(upstream.lse, upstream.delta)
+        q, arguments = qkv.q, _arguments(qkv, tile)
+        if grads.dk is not None or grads.dv is not None:
+            _start(q.device, launch_dkdv, qkv, upstream, grads, arguments, _config("dkdv", q))
+        if grads.dq is not None:
+            _start(q.device, launch_dq, qkv, upstream, grads.dq, arguments, _config("dq", q))
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
@@ -177,15 +132,17 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> TileArguments:
+def _arguments(qkv: QKV, tile: Tile) -> TileArguments:
     causal = tile.mask.rule is Rule.NOT_LATER
-    q_len, kv_len = q.shape[1], k.shape[1]
+    q_len, kv_len = qkv.q.shape[1], qkv.k.shape[1]
     if causal:
         q_runs, kv_runs = runs_of(tile.q_positions, q_len), runs_of(tile.kv_positions, kv_len)
     else:
         # Without a causal mask nothing reads the positions.
         q_runs, kv_runs = Runs(0, q_len, 0, 1, q_len), Runs(0, kv_len, 0, 1, kv_len)
-    return TileArguments(q_runs, kv_runs, causal, tile.scale, _interpreting())
+    return TileArguments(
+        q_runs, kv_runs, causal, tile.scale, tile.first, tile.last, _interpreting()
+    )
 
 
 def _config(kind: str, x: torch.Tensor) -> Config:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.triton.configs import Config
+from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.runs import Runs
 
-__all__ = ["LOG2_E", "TileArguments", "loads_of", "strides"]
+__all__ = ["LOG2_E", "TileArguments", "constants_of", "loads_of", "strides"]
 
 LOG2_E = 1.4426950408889634
 # Elements within a block of at most 256 rows are addressed in 32 bits.
@@ -27,6 +27,8 @@ class TileArguments(NamedTuple):
     kv: Runs
     causal: bool
     scale: float  # of the scores
+    first: bool  # whether it is the first tile of its forward
+    last: bool  # whether it is the last
     interpret: bool  # whether Triton's interpreter runs the kernels
 
     @property
@@ -54,6 +56,26 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
     return batch, token, head
 
 
+def constants_of(
+    arguments: TileArguments, config: Config, *inputs: torch.Tensor
+) -> dict[str, int | bool]:
+    """What every kernel is compiled for that does a tile and loads these BSHD tensors."""
+    head_dim = inputs[0].shape[3]
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "CAUSAL": arguments.causal,
+        "EVEN_M": arguments.q.length % config.block_m == 0,
+        "EVEN_N": arguments.kv.length % config.block_n == 0,
+        "INTERPRET": arguments.interpret,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **loads_of(config, *inputs),
+    }
+
+
 def loads_of(config: Config, *inputs: torch.Tensor) -> dict[str, bool]:
     """DESCRIBED and SPECIALIZE of a kernel that loads these BSHD tensors.
 
@@ -68,7 +90,5 @@ def _fits_descriptor(x: torch.Tensor) -> bool:
 
     CUDA Driver API, cuTensorMapEncodeTiled.
     """
-    return not any(
-        number % 16
-        for number in (x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3]))
-    )
+    strides_bytes = [stride * x.itemsize for stride in x.stride()[:3]]
+    return not any(number % 16 for number in (x.data_ptr(), *strides_bytes))

@@ -66,6 +66,16 @@ class Piece(NamedTuple):
     # How many cells are seen; the mean where batch rows differ, an upper bound without spans.
     num_cells: int
 
+    @property
+    def rows(self) -> slice:
+        """The piece's rows of the tile."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def columns(self) -> slice:
+        """The piece's columns of the tile."""
+        return slice(self.kv_start, self.kv_stop)
+
 
 class Rule(Enum):
     """How a mask decides on every cell by the positions of query and key.
