@@ -62,18 +62,7 @@ class Documents(Mask):
         }  # fmt: skip
         names = [name for name, value in given.items() if value is not None]
         if names == ["q_lengths", "kv_lengths"]:
-            q_rows = _bounds_of("q_lengths", q_lengths)
-            kv_rows = _bounds_of("kv_lengths", kv_lengths)
-            if [len(row) for row in q_rows] != [len(row) for row in kv_rows]:
-                raise InputError(
-                    "Documents: q_lengths and kv_lengths must name as many documents, got "
-                    f"{[len(row) - 1 for row in q_rows]} and {[len(row) - 1 for row in kv_rows]}, "
-                    "by batch row"
-                )
-            rows = [
-                _Row(q, kv, np.ones(len(q) - 1, bool))
-                for q, kv in zip(q_rows, kv_rows, strict=True)
-            ]
+            rows = _by_both(q_lengths, kv_lengths)
         elif names in (["lengths"], ["cu_seqlens"], ["ids"], ["position_ids"]):
             (name,) = names
             rows = _MAKERS[name](name, given[name])
@@ -84,15 +73,8 @@ class Documents(Mask):
             )
         self._rows = tuple(rows)
         self._moves = "q_lengths" in names
-        for side, totals in (
-            ("queries", {int(row.q[-1]) for row in rows}),
-            ("keys", {int(row.kv[-1]) for row in rows}),
-        ):
-            if len(totals) > 1 or 0 in totals:
-                raise InputError(
-                    f"Documents: every batch row must have the same number of {side}, at least 1, "
-                    f"got {[int((row.q if side == 'queries' else row.kv)[-1]) for row in rows]}"
-                )
+        _check_totals("queries", [int(row.q[-1]) for row in rows])
+        _check_totals("keys", [int(row.kv[-1]) for row in rows])
         parts = [part.tobytes() for row in rows for part in row]
         self._digest = hashlib.sha256(
             b"".join(len(part).to_bytes(8, "little") + part for part in parts)
@@ -186,6 +168,14 @@ def _row(q: Positions, kv: Positions) -> _Row:
     return _Row(q, kv, np.ones(len(q) - 1, bool))
 
 
+def _check_totals(side: str, totals: list[int]) -> None:
+    if len(set(totals)) > 1 or 0 in totals:
+        raise InputError(
+            f"Documents: every batch row must have the same number of {side}, at least 1, got "
+            f"{totals}"
+        )
+
+
 def _keys(row: _Row, document: Positions) -> tuple[Positions, Positions]:
     starts, stops = row.kv[document], row.kv[document + 1]
     nothing = ~row.seen[document] | (starts == stops)
@@ -224,6 +214,17 @@ def _bounds_of(name: str, value: Any) -> list[Positions]:
             )
         found.append(np.concatenate([[0], np.cumsum(lengths)]))
     return found
+
+
+def _by_both(q_lengths: Any, kv_lengths: Any) -> list[_Row]:
+    q, kv = _bounds_of("q_lengths", q_lengths), _bounds_of("kv_lengths", kv_lengths)
+    q_counts, kv_counts = [len(row) - 1 for row in q], [len(row) - 1 for row in kv]
+    if q_counts != kv_counts:
+        raise InputError(
+            "Documents: q_lengths and kv_lengths must name as many documents, got "
+            f"{q_counts} and {kv_counts}, by batch row"
+        )
+    return list(map(_row, q, kv))
 
 
 def _by_lengths(name: str, value: Any) -> list[_Row]:
