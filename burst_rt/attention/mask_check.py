@@ -138,9 +138,9 @@ def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, i
     """The (row, column) pairs of a tile that a piece stands for."""
     for i in range(piece.q_start, piece.q_stop):
         for j in range(piece.kv_start, piece.kv_stop):
-            if (not piece.diagonal or j - piece.kv_start <= i - piece.q_start) and (
-                not piece.masked or (i, j) in allowed
-            ):
+            row, column = i - piece.q_start, j - piece.kv_start
+            hidden = (piece.diagonal and column > row) or (piece.upper and column < row)
+            if not hidden and (not piece.masked or (i, j) in allowed):
                 yield i, j
 
 

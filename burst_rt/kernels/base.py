@@ -160,12 +160,12 @@ class Tile(NamedTuple):
             q = _positions(self.q_positions, rows, device)
             seen: torch.Tensor = self.mask.allows(q[:, None], kv[None, :])
             return seen if seen.ndim == 2 else seen.unsqueeze(1)
-        if piece.diagonal:
+        if piece.diagonal or piece.upper:
             q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
             kv = torch.arange(
                 columns.start - piece.kv_start, columns.stop - piece.kv_start, device=device
             )
-            return kv[None, :] <= q[:, None]
+            return kv[None, :] <= q[:, None] if piece.diagonal else kv[None, :] >= q[:, None]
         return None
 
     def _seen(self, rows: slice, kv: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from burst_rt import (
     SlidingWindow,
 )
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Relation, spans_of
+from burst_rt.planning.masks import Piece, Relation, pieces, spans_of
 from burst_rt.planning.masks.spans import END
 
 _SIZES = [Sizes(24, 24, 1), Sizes(40, 40, 3), Sizes(17, 33, 2), Sizes(33, 17, 1), Sizes(1, 6, 1)]
@@ -107,6 +107,62 @@ def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
         relation = mask.relation(q, kv)
         assert relation is not Relation.EMPTY or not part.any()
         assert relation is not Relation.FULL or part.all()
+
+
+def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> torch.Tensor:
+    """Bool `[rows, columns]` of the tile: what a kernel computes for the piece."""
+    cells = torch.zeros(len(q), len(kv), dtype=torch.bool)
+    shape = piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start
+    part = torch.ones(shape, dtype=torch.bool)
+    if piece.diagonal:
+        part = part.tril()
+    elif piece.upper:
+        assert shape[0] == shape[1]
+        part = part.triu()
+    elif piece.masked:
+        rows, columns = (torch.tensor([*x]) for x in (q[piece.rows], kv[piece.columns]))
+        part = mask.allows(rows[:, None], columns[None, :])
+    cells[piece.rows, piece.columns] = part
+    return cells
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(_TREES, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3, 64]))
+def test_pieces_are_what_is_seen_each_once(
+    tree: Any, q_step: int, kv_step: int, few_rows: int
+) -> None:
+    mask, cells = _built(tree)
+    q, kv = range(0, 24, q_step), range(kv_step - 1, 24, kv_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_FEW_ROWS", few_rows)
+        patch.setattr(pieces, "_MASKED_ROWS", 7)
+        found = mask.pieces(q, kv)
+    seen = [_cells(piece, mask, q, kv) for piece in found]
+    times = torch.zeros(len(q), len(kv), dtype=torch.int64)
+    for part in seen:
+        times += part
+    assert times.equal(cells[list(q)][:, list(kv)].long())
+    assert [piece.num_cells for piece in found] == [int(part.sum()) for part in seen]
+
+
+@pytest.mark.parametrize(
+    ("mask", "kinds"),
+    [
+        # A triangle on either side of a rectangle, for each run of rows as long as the window.
+        (SlidingWindow(99), {"diagonal": 11, "upper": 10, "whole": 10, "masked": 0}),
+        (Causal() & Documents([300, 500, 200]), {"diagonal": 3, "upper": 0, "masked": 0}),
+        (Prefix(400), {"diagonal": 1, "upper": 0, "whole": 2, "masked": 0}),
+        (Causal() & Chunked(250), {"diagonal": 4, "upper": 0, "whole": 0, "masked": 0}),
+        (Documents([10] * 100), {"diagonal": 0, "upper": 0, "whole": 0, "masked": 2}),
+        (SlidingWindow(20), {"diagonal": 1, "upper": 0, "whole": 0, "masked": 2}),
+    ],
+    ids=str,
+)
+def test_masks_in_rectangles_and_triangles(mask: Mask, kinds: dict[str, int]) -> None:
+    found = mask.pieces(range(1000), range(1000))
+    assert {kind: sum(getattr(piece, kind) for piece in found) for kind in kinds} == kinds, found
+    seen = int(cells_of(mask, Sizes(1000, 1000, 1)).sum())
+    assert sum(piece.num_cells for piece in found) == seen
 
 
 def test_streaming_llm_in_spans() -> None:

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from inspect import get_annotations
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning import numbers
+from burst_rt.planning.masks.pieces import Piece, cut
 from burst_rt.planning.masks.spans import Positions, Spans, intersect, unite
 from burst_rt.planning.numbers import Numbers
 
@@ -34,7 +35,6 @@ __all__ = [
     "Both",
     "Either",
     "Mask",
-    "Piece",
     "Relation",
     "Rule",
     "positions_of",
@@ -48,33 +48,6 @@ class Relation(Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     FULL = "full"
-
-
-class Piece(NamedTuple):
-    """A part of a tile that a kernel can do in one go.
-
-    Rows are counted from the start of the q-block, columns from the start of the kv-block. Without
-    diagonal and masked, every cell is seen.
-    """
-
-    q_start: int
-    q_stop: int  # one after the last row
-    kv_start: int
-    kv_stop: int  # one after the last column
-    diagonal: bool  # row i of the piece sees columns j <= i
-    masked: bool  # the mask itself says which cells are seen
-    # How many cells are seen; the mean where batch rows differ, an upper bound without spans.
-    num_cells: int
-
-    @property
-    def rows(self) -> slice:
-        """The piece's rows of the tile."""
-        return slice(self.q_start, self.q_stop)
-
-    @property
-    def columns(self) -> slice:
-        """The piece's columns of the tile."""
-        return slice(self.kv_start, self.kv_stop)
 
 
 class Rule(Enum):
@@ -198,12 +171,10 @@ class Mask:
         relation = self.relation(q, kv)
         if relation is Relation.EMPTY:
             return ()
-        masked, num_cells = relation is Relation.PARTIAL, len(q) * len(kv)
+        masked = relation is Relation.PARTIAL
         if masked and self.has_spans:
-            num_cells = spans_of(self, q).num_cells(kv)
-            if not num_cells:
-                return ()
-        return (Piece(0, len(q), 0, len(kv), False, masked, num_cells),)
+            return cut(spans_of(self, q).columns(kv))
+        return (Piece(0, len(q), 0, len(kv), False, masked, len(q) * len(kv)),)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):

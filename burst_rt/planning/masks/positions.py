@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.base import Mask, Piece, Relation, Rule
+from burst_rt.planning.masks.base import Mask, Relation, Rule
+from burst_rt.planning.masks.pieces import Piece
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
 __all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow"]
@@ -71,24 +72,14 @@ class Causal(Mask):
         shift = (q.start - kv.start) // q.step
         first_row, first_column = max(0, -shift), max(0, shift)
         pieces = []
-        if first_column:
-            pieces.append(
-                Piece(
-                    first_row,
-                    len(q),
-                    0,
-                    first_column,
-                    False,
-                    False,
-                    (len(q) - first_row) * first_column,
-                )
-            )
         rows = len(q) - first_row
+        if first_column:
+            box = (first_row, len(q), 0, first_column)
+            pieces.append(Piece(*box, False, False, rows * first_column))
         columns = min(len(kv) - first_column, rows)
         num_cells = columns * (columns + 1) // 2 + (rows - columns) * columns
-        pieces.append(
-            Piece(first_row, len(q), first_column, first_column + columns, True, False, num_cells)
-        )
+        box = (first_row, len(q), first_column, first_column + columns)
+        pieces.append(Piece(*box, True, False, num_cells))
         return tuple(pieces)
 
 
