@@ -15,16 +15,15 @@ from typing import Literal, TypeAlias
 
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Causal, Full
+from burst_rt.launch.plan.words import parse_mask
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "MASKS", "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model",
+    "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model",
     "parse_model", "published_mask", "tile_of",
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
-MASKS = {"full": Full(), "causal": Causal()}
 _INPUT_BYTES = 2
 _ADAMW_BYTES = 12
 
@@ -221,6 +220,10 @@ def _layer(
     mask: str,
     batch: int,
 ) -> SpreadLayer:
+    attends = parse_mask(mask)
+    misfit = attends.refuses(seq_len, seq_len, batch)
+    if misfit is not None:
+        raise InputError(f"--mask {mask}: {misfit}")
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
     return SpreadLayer(
@@ -230,7 +233,7 @@ def _layer(
         strategy,
         batch,
         _INPUT_BYTES,
-        MASKS[mask],
+        attends,
         ranks_per_node=even,
     )
 
