@@ -218,7 +218,8 @@ def _bounds_of(name: str, value: Any) -> list[Positions]:
 
 def _by_both(q_lengths: Any, kv_lengths: Any) -> list[_Row]:
     q, kv = _bounds_of("q_lengths", q_lengths), _bounds_of("kv_lengths", kv_lengths)
-    q_counts, kv_counts = [len(row) - 1 for row in q], [len(row) - 1 for row in kv]
+    q_counts = [len(row) - 1 for row in q]
+    kv_counts = [len(row) - 1 for row in kv]
     if q_counts != kv_counts:
         raise InputError(
             "Documents: q_lengths and kv_lengths must name as many documents, got "

@@ -230,14 +230,16 @@ class Ring:
         lengths = (block, kv_len) if self.queries_travel else (q_len, block)
         travelling = (b for blocks in self.travelling for b in blocks)
         pieces = [piece for b in travelling for piece in self.pieces(b, rank)]
+        masked = any(piece.masked for piece in pieces)
+        flipped = any(piece.upper for piece in pieces)
         tile = TileShape(
             problem.batch,
             problem.num_heads,
             problem.num_kv_heads,
             problem.head_dim,
             *lengths,
-            problem.mask.batch if any(piece.masked for piece in pieces) else 0,
-            any(piece.upper for piece in pieces),
+            problem.mask.batch if masked else 0,
+            flipped,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)
 
