@@ -120,6 +120,14 @@ def _check_ranges(mask: Mask, q: range, kv: range) -> None:
             f"is true for {len(allowed)} of the {len(q) * len(kv)} pairs; return PARTIAL where "
             "neither FULL nor EMPTY is certain"
         )
+    if mask.has_spans:
+        rows, columns = positions_of(q), positions_of(kv)
+        seen_cells = np.argwhere(mask.spans(rows).sees(columns, like=rows[:, None])[0])
+        if {(i, j) for i, j in seen_cells.tolist()} != allowed:
+            raise InputError(
+                f"{_name(mask)}: spans and allows must say the same; they differ for q {q} and kv "
+                f"{kv}"
+            )
     pieces = _ask(mask, "pieces", mask.pieces, q, kv)
     if not isinstance(pieces, tuple) or not all(isinstance(piece, Piece) for piece in pieces):
         raise InputError(

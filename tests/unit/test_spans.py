@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,18 @@ from burst_rt import (
     BlockSparse,
     Causal,
     Chunked,
+    Context,
     Documents,
     First,
     Full,
     Mask,
     Prefix,
     SlidingWindow,
+    Spans,
+    burst_attention,
+    run_local,
 )
+from burst_rt.attention.mask_check import check_mask
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Piece, Relation, pieces, spans_of
 from burst_rt.planning.masks.spans import END
@@ -184,6 +190,89 @@ def test_equal_masks_are_one_mask(name: str) -> None:
     assert hash(mask) == hash(again)
     assert repr(mask) == repr(again)
     assert len(repr(mask)) < 400
+
+
+def test_a_subclass_that_says_otherwise_has_no_spans() -> None:
+    class Earlier(Causal):
+        def allows(self, q_position: Any, kv_position: Any) -> Any:
+            return kv_position < q_position
+
+        def relation(self, q: range, kv: range) -> Relation:
+            return Relation.PARTIAL
+
+        def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+            return Mask.pieces(self, q, kv)
+
+    class Named(SlidingWindow):
+        """Nothing new."""
+
+    class Wider(Earlier):
+        def spans(self, q: Any) -> Any:
+            return SlidingWindow(9).spans(q)
+
+    kinds = (Causal(), Earlier(), Named(3), Wider(), Causal() & Earlier())
+    assert [mask.has_spans for mask in kinds] == [True, False, True, True, False]
+    layouts: list[torch.Tensor] = []
+
+    def run(ctx: Context) -> None:
+        layout = ctx.layout(40)
+        q, k, v = (torch.randn(1, layout.shard_len, 2, 16) for _ in range(3))
+        _, lse = burst_attention(q, k, v, mask=Earlier(), layout=layout, return_lse=True)
+        layouts.append(layout.unshard(lse, dim=2))
+
+    run_local(2, run)
+    # The first query sees nothing; under Causal it would see itself.
+    assert [float(lse[0, 0, 0]) for lse in layouts] == [-torch.inf] * 2
+
+
+@dataclass(frozen=True)
+class Own(Mask):
+    """What a user writes: spans alone."""
+
+    width: int
+    wrong: str = ""
+
+    def spans(self, q: Any) -> Any:
+        starts, stops = (q - self.width)[None, :, None], (q + 1)[None, :, None]
+        if self.wrong == "twice":
+            starts, stops = (np.repeat(bound, 2, axis=2) for bound in (starts, stops))
+        if self.wrong == "type":
+            starts = starts.astype(np.int32)
+        if self.wrong == "rows":
+            starts, stops = starts[:, :1], stops[:, :1]
+        return (starts, stops) if self.wrong == "tuple" else Spans(starts, stops)
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        if self.wrong == "other":
+            return kv_position <= q_position
+        return super().allows(q_position, kv_position)
+
+
+def test_a_mask_of_ones_own_needs_spans_alone() -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        layout = ctx.layout(90)
+        x = torch.randn(1, 90, 2, 16, generator=torch.Generator().manual_seed(0))
+        shard = layout.shard(x)
+        masks = (Own(7), SlidingWindow(7))
+        return [burst_attention(shard, shard, shard, mask=mask, layout=layout) for mask in masks]
+
+    for mine, window in run_local(3, run):
+        assert mine.equal(window)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("twice", "must be sorted"),
+        ("type", r"two int64 arrays \[1, 5, spans\]"),
+        ("rows", r"two int64 arrays \[1, 5, spans\]"),
+        ("tuple", r"must return a burst_rt\.Spans"),
+        ("other", "spans and allows must say the same"),
+    ],
+)
+def test_wrong_spans_are_found(wrong: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_mask(Own(3, wrong), 90, 90)
 
 
 def test_masks_that_differ_say_so() -> None:

@@ -64,7 +64,7 @@ class Rule(Enum):
 class Mask:
     """Which (query, key) pairs attend. Immutable, hashable, comparable.
 
-    `a & b` allows what both allow.
+    `a & b` allows what both allow, `a | b` what one of them allows.
     """
 
     # The number is no part of the mask's contents: it is neither compared, nor copied, nor sent.
@@ -73,6 +73,8 @@ class Mask:
     # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
     # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
+    # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
+    _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
     _burst_rt_number: int
 
@@ -93,6 +95,10 @@ class Mask:
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
+        if "spans" in cls.__dict__:
+            cls._spanned = True
+        elif {"allows", "relation", "pieces"} & set(cls.__dict__):
+            cls._spanned = False
         if "rule" in cls.__dict__:
             return
         if "rule" in get_annotations(cls):
@@ -105,7 +111,7 @@ class Mask:
     @property
     def has_spans(self) -> bool:
         """Whether `spans` gives what this mask sees."""
-        return type(self).spans is not Mask.spans
+        return self._spanned
 
     @property
     def batch(self) -> int:
@@ -196,7 +202,7 @@ def positions_of(positions: range) -> Positions:
     return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def spans_of(mask: Mask, q: range) -> Spans:
     """What queries at a range of positions see. Cached, because planning asks many times."""
     return mask.spans(positions_of(q))
