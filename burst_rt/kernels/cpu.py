@@ -62,8 +62,9 @@ class _Part(NamedTuple):
 
 # Large enough that adding up the parts costs about one percent.
 _PART = _Part(4096, 4096, 1)
-# For a tile under a mask, which is made as a matrix: fewer rows and columns, more heads.
-_MASKED_PART = _Part(1024, 1024, 4)
+# For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
+# more heads.
+_SMALL_PART = _Part(1024, 1024, 4)
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
@@ -149,16 +150,16 @@ class CpuKernel(Kernel):
         own buffers, and the mask, twice.
         """
         size = sum_dtype(dtype).itemsize
-        part = _MASKED_PART if tile.masked else _PART
-        q_len, kv_len = min(tile.q_len, part.q_len), min(tile.kv_len, part.kv_len)
-        kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
         # One channel more, which some rows need (see `_Queries`).
-        head_dim = tile.head_dim if forward else tile.head_dim + 1
-        q_part = (
-            tile.batch * q_len * kv_heads * (tile.num_heads // tile.num_kv_heads) * head_dim * size
-        )
-        kv_part = tile.batch * kv_len * kv_heads * head_dim * size
-        mask = q_len * kv_len * (size + _MASK_BYTES) * tile.masked
+        channels = tile.batch * (tile.head_dim if forward else tile.head_dim + 1) * size
+        q_part = kv_part = 0
+        for part in (_SMALL_PART,) if tile.masked else (_PART, _SMALL_PART):
+            kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
+            heads = kv_heads * (tile.num_heads // tile.num_kv_heads)
+            q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)
+            kv_part = max(kv_part, min(tile.kv_len, part.kv_len) * kv_heads * channels)
+        masked = min(tile.q_len, _SMALL_PART.q_len) * min(tile.kv_len, _SMALL_PART.kv_len)
+        mask = masked * (size + _MASK_BYTES) * tile.masked
         cast, turned = sum_dtype(dtype) != dtype, tile.flipped
         if forward:
             q_parts, kv_parts = 1 + cast + 2 * turned, 2 * (cast + turned)
@@ -169,7 +170,12 @@ class CpuKernel(Kernel):
 
 
 def _part_of(tile: Tile) -> _Part:
-    return _MASKED_PART if any(piece.masked for piece in tile.pieces) else _PART
+    if any(piece.masked for piece in tile.pieces):
+        return _SMALL_PART
+    q_len = max((piece.q_stop - piece.q_start for piece in tile.pieces), default=0)
+    kv_len = max((piece.kv_stop - piece.kv_start for piece in tile.pieces), default=0)
+    small = q_len <= _SMALL_PART.q_len and kv_len <= _SMALL_PART.kv_len
+    return _SMALL_PART if small else _PART
 
 
 def _is_handful(qkv: QKV) -> bool:

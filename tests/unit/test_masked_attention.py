@@ -216,7 +216,7 @@ def test_parts_of_long_tiles(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> Non
     """Tiles larger than what the fused kernel is given at once."""
     from burst_rt.kernels import cpu
 
-    monkeypatch.setattr(cpu, "_MASKED_PART", cpu._Part(48, 80, 1))
+    monkeypatch.setattr(cpu, "_SMALL_PART", cpu._Part(48, 80, 1))
     case = Case(512, heads=4, kv_heads=2, batch=2, mask=mask)
     truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(512, 512, 2)))
     for world in (1, 2, 3):
