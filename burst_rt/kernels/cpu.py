@@ -153,7 +153,7 @@ class CpuKernel(Kernel):
         # One channel more, which some rows need (see `_Queries`).
         channels = tile.batch * (tile.head_dim if forward else tile.head_dim + 1) * size
         q_part = kv_part = 0
-        for part in (_SMALL_PART,) if tile.masked else (_PART, _SMALL_PART):
+        for part in (_PART, _SMALL_PART):
             kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
             heads = kv_heads * (tile.num_heads // tile.num_kv_heads)
             q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)

@@ -29,7 +29,7 @@ from burst_rt.launch.plan.model import (
     published_mask,
     tile_of,
 )
-from burst_rt.launch.plan.words import MASK_HELP, parse_tokens
+from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.where import machine_options
 from burst_rt.planning.forecast import CANDIDATES
 from burst_rt.planning.machines import load_hardware
@@ -135,6 +135,7 @@ def simulate(
     """
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
     taken = published_mask(strategy) if mask == "published" else mask
+    fitting_mask(taken, parse_tokens(seq_text), batch)
     found = forecast_model(
         model, strategy, world, parse_tokens(seq_text), machine, phase, mask=taken, batch=batch
     )
@@ -167,6 +168,7 @@ def plan(
         _spread(load_hardware(hardware), world, nodes),
         parse_tokens(seq_text),
     )
+    fitting_mask(mask, seq_len, batch)
     found: list[ModelForecast] = []
     refused: dict[str, str] = {}
     with _progress(_STRATEGIES) as strategies:

@@ -220,10 +220,6 @@ def _layer(
     mask: str,
     batch: int,
 ) -> SpreadLayer:
-    attends = parse_mask(mask)
-    misfit = attends.refuses(seq_len, seq_len, batch)
-    if misfit is not None:
-        raise InputError(f"--mask {mask}: {misfit}")
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
     return SpreadLayer(
@@ -233,7 +229,7 @@ def _layer(
         strategy,
         batch,
         _INPUT_BYTES,
-        attends,
+        parse_mask(mask),
         ranks_per_node=even,
     )
 

@@ -5,6 +5,7 @@ out-of-memory rows, models by their sizes.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,8 @@ def test_masks_in_words(tmp_path: Path) -> None:
         "full": Full(),
         "window:4K": SlidingWindow(4096),
         "window:64,8": SlidingWindow(64, 8),
+        "window:0": SlidingWindow(0),
+        "window:4K,0": SlidingWindow(4096),
         "chunked:8K": Causal() & Chunked(8192),
         "causal & first:4 | window:1023": Causal() & First(4) | SlidingWindow(1023),
         "prefix:1K&first:2K": Prefix(1024) & First(2048),
@@ -130,6 +133,9 @@ def test_masks_in_words(tmp_path: Path) -> None:
         ("window:4,5,6", r"window: expected a number of tokens .* got '5,6'"),
         ("causal&&first:4", 'got ""'),
         ("documents:nowhere", "file of documents cannot be read"),
+        ("documents:a\0b", "file of documents cannot be read"),
+        ("chunked:0", "size must be"),
+        ("window:99999999999999999999", "window: expected a number"),
     ],
 )
 def test_masks_in_words_that_are_none(text: str, said: str) -> None:
@@ -159,10 +165,16 @@ def test_a_window_is_cheaper_than_a_causal_mask_and_documents_must_fit(tmp_path:
         times.append(min(found["time_s"] for found in json.loads(done.stdout)["strategies"]))
     causal, window, documents = times
     assert window < documents < causal
-    lengths.write_text("4096", encoding="utf-8")
-    parse_mask.cache_clear()
-    done = CliRunner().invoke(cli, [*words, f"documents:{lengths}"])
-    assert isinstance(done.exception, InputError) or "has 4096 keys" in done.output
+    for wrong, said in {
+        "4096": "does not fit --seq and --batch: .* has 4096 keys",
+        "4096 1.5": "expected a number of tokens .* got '1.5'",
+        "": "expected the tokens of each document, got nothing",
+    }.items():
+        lengths.write_text(wrong, encoding="utf-8")
+        parse_mask.cache_clear()
+        done = CliRunner().invoke(cli, [*words, f"documents:{lengths}"])
+        assert isinstance(done.exception, InputError)
+        assert re.search(said, str(done.exception))
 
 
 def test_simulate_prints_json() -> None:

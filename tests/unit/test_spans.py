@@ -275,6 +275,33 @@ def test_wrong_spans_are_found(wrong: str, said: str) -> None:
         check_mask(Own(3, wrong), 90, 90)
 
 
+def test_places_of_documents_reach_masks_of_ones_own() -> None:
+    """In each document the last query stands at the last key, for any mask with spans."""
+    documents = Documents([2, 2], [3, 3])
+    sizes = Sizes(4, 6, 1)
+    assert cells_of(Own(9) & documents, sizes).equal(cells_of(Causal() & documents, sizes))
+    rows = Documents([[2, 2], [1, 3]], [[3, 3], [4, 2]])
+    both = [cells_of(mask & rows, Sizes(4, 6, 2)) for mask in (Own(9), Causal())]
+    assert both[0].equal(both[1])
+
+
+@pytest.mark.parametrize("far", [2**48, 2**63 - 1, 2**63, 2**70])
+def test_numbers_beyond_every_sequence(far: int) -> None:
+    sizes = Sizes(9, 9, 1)
+    causal, full = cells_of(Causal(), sizes), cells_of(Full(), sizes)
+    assert cells_of(SlidingWindow(far), sizes).equal(causal)
+    assert cells_of(SlidingWindow(far, far), sizes).equal(full)
+    for mask in (Prefix(far), First(far), Chunked(far), Prefix((far,))):
+        assert cells_of(mask, sizes)[0].equal(full[0])
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    assert SlidingWindow(np.int64(3)) == SlidingWindow(3)
+    assert Prefix([np.int32(3), 4]) == Prefix((3, 4))  # type: ignore[arg-type]
+    assert Documents([torch.tensor([3, 5]), torch.tensor([8])]) == Documents([[3, 5], [8]])
+    assert Documents([3, 0, 5]) == Documents([3, 5])
+
+
 def test_masks_that_differ_say_so() -> None:
     masks = [
         Documents([3, 5]),
@@ -327,7 +354,7 @@ def _odd(value: Any) -> Any:
         (lambda: Documents(kv_lengths=[3]), "got kv_lengths"),
         (lambda: Documents([]), "lengths must be integers"),
         (lambda: Documents([0, 0]), "at least 1, got \\[0\\]"),
-        (lambda: Documents([3, -1, 4]), "must be at least 0, got -1 for document 1"),
+        (lambda: Documents([3, -1, 4]), r"must be at least 0 and .* got -1 for document 1"),
         (lambda: Documents([1.5, 2.5]), "must be integers"),
         (lambda: Documents([[3, 5], [4, 5]]), r"the same number of queries, .* got \[8, 9\]"),
         (lambda: Documents(cu_seqlens=[1, 3]), "must begin with 0"),
@@ -347,6 +374,12 @@ def _odd(value: Any) -> Any:
             "both say where queries stand",
         ),
         (lambda: Prefix((1, 2)) & Documents([[3], [3], [3]]), "different numbers of batch rows"),
+        (
+            lambda: Causal() & Documents([1, 2], [3, 4]) | SlidingWindow(3) & Documents([3], [7]),
+            "both say where queries stand",
+        ),
+        (lambda: BlockSparse([[True]], 9) & Documents([1, 2], [3, 4]), "and not with BlockSparse"),
+        (lambda: Documents([2**63 - 1, 2**63 - 1, 4]), r"at most 2\*\*48"),
     ],
 )
 def test_bad_masks_are_refused(make: Any, said: str) -> None:

@@ -15,6 +15,7 @@ from burst_rt.planning.masks.spans import END, Positions, Spans
 __all__ = ["Documents"]
 
 _PADDING = -1
+_MOST_TOKENS = 1 << 48  # of a sequence
 
 
 class _Row(NamedTuple):
@@ -100,9 +101,9 @@ class Documents(Mask):
         return len(self._rows)
 
     @property
-    def moves(self) -> bool:
-        """See `Mask.moves`: with q_lengths and kv_lengths."""
-        return self._moves
+    def mover(self) -> Mask | None:
+        """See `Mask.mover`: with q_lengths and kv_lengths."""
+        return self if self._moves else None
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`: the documents must have as many tokens as the call."""
@@ -164,7 +165,9 @@ class Documents(Mask):
 
 
 def _row(q: Positions, kv: Positions) -> _Row:
-    """A batch row without padding."""
+    """A batch row without padding. Documents without a token are left out."""
+    kept = np.append(True, (np.diff(q) > 0) | (np.diff(kv) > 0))
+    q, kv = q[kept], kv[kept]
     return _Row(q, kv, np.ones(len(q) - 1, bool))
 
 
@@ -198,7 +201,7 @@ def _integers(name: str, value: Any) -> Positions:
 
 def _vectors(name: str, value: Any) -> list[Positions]:
     """One vector for each batch row; the vectors may differ in length."""
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+    if isinstance(value, (list, tuple)) and value and hasattr(value[0], "__len__"):
         return [_integers(name, row).reshape(-1) for row in value]
     return list(np.atleast_2d(_integers(name, value)))
 
@@ -207,11 +210,12 @@ def _bounds_of(name: str, value: Any) -> list[Positions]:
     """Cumulative sums of lengths, by batch row."""
     found = []
     for lengths in _vectors(name, value):
-        if lengths.min() < 0:
-            raise InputError(
-                f"Documents: {name} must be at least 0, got {int(lengths.min())} for document "
-                f"{int(lengths.argmin())}"
-            )
+        for wrong, at in ((lengths.min(), lengths.argmin()), (lengths.max(), lengths.argmax())):
+            if not 0 <= wrong <= _MOST_TOKENS:
+                raise InputError(
+                    f"Documents: {name} must be at least 0 and at most 2**48, got {int(wrong)} for "
+                    f"document {int(at)}"
+                )
         found.append(np.concatenate([[0], np.cumsum(lengths)]))
     return found
 

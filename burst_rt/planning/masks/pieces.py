@@ -14,11 +14,13 @@ import numpy as np
 
 from burst_rt.planning.masks.spans import Positions, Spans
 
-__all__ = ["Piece", "cut"]
+__all__ = ["MOST_SPANS", "Piece", "cut"]
 
 # Fewer rows than this are not worth a call of a kernel: they go under the mask, many at a time.
 _FEW_ROWS = 64
 _MASKED_ROWS = 512
+# A tile whose rows see more spans than this goes under the mask as a whole.
+MOST_SPANS = 8
 # A tile of more runs than this goes under the mask as a whole.
 _MOST_RUNS = 1024
 
