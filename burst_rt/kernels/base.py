@@ -175,7 +175,7 @@ class Tile(NamedTuple):
             spans = spans_of(self.mask, runs[0])
         else:
             spans = self.mask.spans(np.concatenate([positions_of(run) for run in runs]))
-        starts, stops = (torch.tensor(bound, device=kv.device) for bound in spans)
+        starts, stops = (torch.tensor(bound, device=kv.device).contiguous() for bound in spans)
         if spans.width <= MOST_SPANS:
             # [batch, 1, q, 1] for each span of a row.
             starts, stops = (bound[:, None, :, :, None] for bound in (starts, stops))
