@@ -67,9 +67,9 @@ class WorkList(NamedTuple):
     masked: bool
 
     @property
-    def most_runs(self) -> int:
-        """The most runs that a line has."""
-        return int((self.lines[..., 3] - self.lines[..., 1]).max(initial=0))
+    def single(self) -> bool:
+        """Whether no line has more than one whole run and one cut run."""
+        return bool((np.diff(self.lines[..., 1:]) <= 1).all())
 
 
 def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]) -> ColumnSpans:
@@ -99,7 +99,7 @@ def _padded(spans: Spans) -> Spans:
     most = int(there.sum(-1).max(initial=0))
     width = 1 << (max(1, most) - 1).bit_length()
     if spans.width == width == 1:
-        return spans
+        return Spans(*(np.where(there, bound, 0) for bound in spans))
     batch, row, number = np.nonzero(there)
     place = (np.cumsum(there, axis=-1) - 1)[batch, row, number]
     found = []

@@ -29,12 +29,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is made 
 @pytest.mark.parametrize("arch", _PRODUCTS)
 def test_the_table_for_16_bit_inputs(arch: int) -> None:
     requests = [
-        Request(kind, arch, head_dim, causal)
+        Request(kind, arch, head_dim, masked)
         for kind in _NUM_PRODUCTS
         for head_dim in (64, 128)
-        # The causal forward and dq hold all of the other's code; of dk and dv the two differ by one
-        # comparison.
-        for causal in ((True,) if kind == "dkdv" else (False, True))
+        for masked in (False, True)
     ]
     for found in compile_all(requests):
         assert found.spills == 0, found
@@ -56,15 +54,15 @@ def test_loads_by_the_copy_engine() -> None:
             kind,
             arch,
             128,
-            kind != "dkdv",
+            True,
             config=default_config(kind, arch, 128, 2)._replace(loads="descriptors"),
         )
         for arch in (90, 100)
         for kind in _NUM_PRODUCTS
     ]
     requests += [
-        Request("forward", 90, 128, causal, config=_SPECIALIZED, ragged=not causal)
-        for causal in (False, True)
+        Request("forward", 90, 128, masked, config=_SPECIALIZED, ragged=not masked)
+        for masked in (False, True)
     ]
     for found in compile_all(requests):
         assert found.instructions["TMA"] >= _NUM_PRODUCTS[found.request.kind]

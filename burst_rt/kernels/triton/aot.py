@@ -58,6 +58,7 @@ class Request(NamedTuple):
     # lengths that blocks divide, and for a tile that loads and stores the running state.
     ragged: bool = False
     width: int = 1  # spans of a row, a power of two
+    single: bool = True  # whether no line of work has more than one run of a kind
 
 
 class Compiled(NamedTuple):
@@ -120,9 +121,9 @@ def _main() -> None:
 
     Requests come on standard input; answers go to standard output.
     """
-    for kind, arch, head_dim, masked, dtype, config, ragged, width in json.load(sys.stdin):
+    for kind, arch, head_dim, masked, dtype, config, *rest in json.load(sys.stdin):
         request = Request(
-            kind, arch, head_dim, masked, dtype, Config(*config) if config else None, ragged, width
+            kind, arch, head_dim, masked, dtype, Config(*config) if config else None, *rest
         )
         print(json.dumps(list(_compile(request))[1:]), flush=True)
 
@@ -182,8 +183,8 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
     return {
         "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "MASKED": request.masked, "WIDTH": request.width, "FIRST": ends, "LAST": ends,
-        "EVEN_M": even, "EVEN_N": even,
+        "MASKED": request.masked, "WIDTH": request.width, "SINGLE": request.single,
+        "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
         "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers",
         "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,

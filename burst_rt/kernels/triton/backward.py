@@ -15,7 +15,7 @@ from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.work import VARYING, line_of, run_of, seen_of
+from burst_rt.kernels.triton.work import VARYING, bounds_of, line_of, only_run_of, run_of, seen_of
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
 
@@ -51,18 +51,70 @@ def _add_columns(
     MASKED: a row sees only the columns of its spans.
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
+    if MASKED:
+        bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M)
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             o_n = column + tl.arange(0, BLOCK_N)
-            b_seen = seen_of(p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
+            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
+    return b_dq
+
+
+@triton.jit
+def _add_column_runs(
+    p_runs,
+    first,
+    last,
+    b_dq,
+    b_q,
+    b_dout,
+    b_lse,
+    b_delta,
+    p_spans,
+    o_m,
+    q_len,
+    rows_k,
+    rows_v,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`_add_columns` for the columns of the runs from `first` to `last`; SINGLE: one or none.
+
+    Without a loop around the loop, ptxas finds registers for larger blocks.
+    """
+    if SINGLE:
+        start, stop = only_run_of(p_runs, first, last, BLOCK_N)
+        b_dq = _add_columns(
+            b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
+            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED,
+            SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    else:
+        for i_r in range(first, last):
+            start, stop = run_of(p_runs, i_r, BLOCK_N)
+            b_dq = _add_columns(
+                b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
+                scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED,
+                SPECIALIZE, INTERPRET,
+            )  # fmt: skip
     return b_dq
 
 
@@ -106,6 +158,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -155,29 +208,19 @@ def dq_kernel(
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     p_spans += i_b * by_row * 2 * WIDTH * q_len
-    if SPECIALIZE:
-        start, stop = run_of(p_runs, whole, BLOCK_N)
-        b_dq = _add_columns(
-            b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
-            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, True,
-            INTERPRET,
+    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
+    if not (SPECIALIZE and MASKED):
+        b_dq = _add_column_runs(
+            p_runs, whole, cut, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
+            rows_v, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, SINGLE, EVEN_M, EVEN_N,
+            DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
-    else:
-        for i_r in range(whole, cut):
-            start, stop = run_of(p_runs, i_r, BLOCK_N)
-            b_dq = _add_columns(
-                b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
-                scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, EVEN_M, EVEN_N, DESCRIBED,
-                False, INTERPRET,
-            )  # fmt: skip
-        if MASKED:
-            for i_r in range(cut, end):
-                start, stop = run_of(p_runs, i_r, BLOCK_N)
-                b_dq = _add_columns(
-                    b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start,
-                    stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, EVEN_M, EVEN_N,
-                    DESCRIBED, False, INTERPRET,
-                )  # fmt: skip
+    if MASKED:
+        b_dq = _add_column_runs(
+            p_runs, cut, end, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
+            rows_v, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, SINGLE, EVEN_M, EVEN_N,
+            DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
 
     p_dq += i_b * stride_sb + i_h * stride_sh
     add_rows(p_dq, row, stride_st, q_len, b_dq * scale, HEAD_DIM, BLOCK_D, BLOCK_M)
@@ -195,7 +238,7 @@ def _add_rows(
     p_delta,
     p_spans,
     o_n,
-    i_g,
+    group,
     stride_qh,
     stride_dh,
     q_len,
@@ -214,14 +257,19 @@ def _add_rows(
     SPECIALIZE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """dk (not yet scaled) and dv of a block of columns from the rows [start, stop) of head `i_g`.
+    """dk (not yet scaled) and dv of a block of columns from the rows [start, stop) of each head.
 
     MASKED: a row sees only the columns of its spans.
     """
-    p_lse += i_g * q_len
-    p_delta += i_g * q_len
-    for row in tl.range(start, stop, BLOCK_M, warp_specialize=SPECIALIZE):
+    # One loop over the row blocks of all query heads of the group, so that the loads of the next
+    # head run ahead like the loads of the next block. Head and row follow from the loop's counter:
+    # what is carried from block to block would keep loads from running ahead.
+    num_blocks = (stop - start) // BLOCK_M
+    for i in tl.range(group * num_blocks, warp_specialize=SPECIALIZE):
+        i_g = i // num_blocks
+        row = start + i % num_blocks * BLOCK_M
         o_m = row + tl.arange(0, BLOCK_M)
+        in_row = i_g * q_len + o_m
         b_q = load_of_head(
             heads_q, i_g, row, stride_qh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
         )
@@ -231,26 +279,82 @@ def _add_rows(
         )  # fmt: skip
         # Rows beyond the end add nothing, because their lse is +inf.
         b_lse = (
-            tl.load(p_lse + o_m)
+            tl.load(p_lse + in_row)
             if EVEN_M
-            else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
+            else tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf"))
         )
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
         if MASKED:
-            b_seen = seen_of(p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, True)
+            bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M)
+            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, True)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
         if NEED_DV:
             b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
         if NEED_DK:
             b_delta = (
-                tl.load(p_delta + o_m)
+                tl.load(p_delta + in_row)
                 if EVEN_M
-                else tl.load(p_delta + o_m, mask=o_m < q_len, other=0.0)
+                else tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
             )
             b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
             b_ds = b_p * (b_dp - b_delta[None, :])
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+    return b_dk, b_dv
+
+
+@triton.jit
+def _add_row_runs(
+    p_runs,
+    first,
+    last,
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    heads_q,
+    heads_dout,
+    p_lse,
+    p_delta,
+    p_spans,
+    o_n,
+    group,
+    stride_qh,
+    stride_dh,
+    q_len,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`_add_rows` for the rows of the runs from `first` to `last`; SINGLE: one or none.
+
+    Without a loop around the loop, ptxas finds registers for larger blocks.
+    """
+    if SINGLE:
+        start, stop = only_run_of(p_runs, first, last, BLOCK_M)
+        b_dk, b_dv = _add_rows(
+            b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
+            stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
+            MASKED, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    else:
+        for i_r in range(first, last):
+            start, stop = run_of(p_runs, i_r, BLOCK_M)
+            b_dk, b_dv = _add_rows(
+                b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
+                stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M,
+                WIDTH, MASKED, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            )  # fmt: skip
     return b_dk, b_dv
 
 
@@ -298,6 +402,7 @@ def dkdv_kernel(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     NEED_DK: tl.constexpr,
@@ -355,33 +460,19 @@ def dkdv_kernel(
     p_lse += (i_b * kv_heads + i_kv) * group * q_len
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
     p_spans += i_b * by_row * 2 * WIDTH * q_len
-    # The runs of every head of the group; head and run follow from the loop's counter.
-    if SPECIALIZE:
-        start, stop = run_of(p_runs, whole, BLOCK_M)
-        for i_g in range(group):
-            b_dk, b_dv = _add_rows(
-                b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, i_g,
-                stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M,
-                WIDTH, MASKED, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, True, INTERPRET,
-            )  # fmt: skip
-    else:
-        for i in range(group * (cut - whole)):
-            start, stop = run_of(p_runs, whole + i % (cut - whole), BLOCK_M)
-            b_dk, b_dv = _add_rows(
-                b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n,
-                i // (cut - whole), stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM,
-                BLOCK_D, BLOCK_M, WIDTH, False, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, False,
-                INTERPRET,
-            )  # fmt: skip
-        if MASKED:
-            for i in range(group * (end - cut)):
-                start, stop = run_of(p_runs, cut + i % (end - cut), BLOCK_M)
-                b_dk, b_dv = _add_rows(
-                    b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n,
-                    i // (end - cut), stride_qh, stride_dh, q_len, start, stop, scale_log2,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH, True, EVEN_M, NEED_DK, NEED_DV, DESCRIBED,
-                    False, INTERPRET,
-                )  # fmt: skip
+    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
+    if not (SPECIALIZE and MASKED):
+        b_dk, b_dv = _add_row_runs(
+            p_runs, whole, cut, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
+            o_n, group, stride_qh, stride_dh, q_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
+            False, SINGLE, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    if MASKED:
+        b_dk, b_dv = _add_row_runs(
+            p_runs, cut, end, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
+            o_n, group, stride_qh, stride_dh, q_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
+            True, SINGLE, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
 
     if NEED_DK:
         p_dk += i_b * stride_xb + i_kv * stride_xh

@@ -14,7 +14,7 @@ from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.work import VARYING, line_of, run_of, seen_of
+from burst_rt.kernels.triton.work import VARYING, bounds_of, line_of, only_run_of, run_of, seen_of
 
 __all__ = ["forward_kernel", "launch_forward"]
 
@@ -49,12 +49,14 @@ def _fold(
     MASKED: a row sees only the columns of its spans.
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
+    if MASKED:
+        bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M)
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             o_n = column + tl.arange(0, BLOCK_N)
-            b_seen = seen_of(p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
+            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
         b_safe = b_m_new
@@ -68,6 +70,55 @@ def _fold(
         b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_m = b_m_new
+    return b_acc, b_m, b_l
+
+
+@triton.jit
+def _fold_runs(
+    p_runs,
+    first,
+    last,
+    b_acc,
+    b_m,
+    b_l,
+    b_q,
+    p_spans,
+    o_m,
+    q_len,
+    rows_k,
+    rows_v,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`_fold` for the columns of the runs from `first` to `last`; SINGLE: one or none.
+
+    Without a loop around the loop, ptxas finds registers for larger blocks.
+    """
+    if SINGLE:
+        start, stop = only_run_of(p_runs, first, last, BLOCK_N)
+        b_acc, b_m, b_l = _fold(
+            b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
+            INTERPRET,
+        )  # fmt: skip
+    else:
+        for i_r in range(first, last):
+            start, stop = run_of(p_runs, i_r, BLOCK_N)
+            b_acc, b_m, b_l = _fold(
+                b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
+                INTERPRET,
+            )  # fmt: skip
     return b_acc, b_m, b_l
 
 
@@ -105,6 +156,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     EVEN_M: tl.constexpr,
@@ -132,7 +184,8 @@ def forward_kernel(
     log 2 = log 4.
 
     p_spans, p_lines, p_runs: what the rows see, and the list of work by rows (`work.py`); where
-    there are cut runs, MASKED. WIDTH: spans a row.
+    there are cut runs, MASKED. WIDTH: spans a row. SINGLE: no line has more than one run of a kind,
+    and the loops are not nested, which takes fewer registers.
 
     Grid: one dimension (which has no limit of 65,535). The row blocks of a head come one after
     another, so that they find the head's keys in the cache, in the order of the list: those that
@@ -179,31 +232,19 @@ def forward_kernel(
     p_v += i_b * stride_vb + i_kv * stride_vh
     rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     p_spans += i_b * by_row * 2 * WIDTH * q_len
-    if SPECIALIZE:
-        # Triton's Hopper compiler can share out the work of one loop, not of two. The list is
-        # joined: a line has one run at most.
-        start, stop = run_of(p_runs, whole, BLOCK_N)
-        stop = tl.where(whole == end, start, stop)
-        b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, True, INTERPRET,
+    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
+    if not (SPECIALIZE and MASKED):
+        b_acc, b_m, b_l = _fold_runs(
+            p_runs, whole, cut, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
+            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, SINGLE, EVEN_M, EVEN_N, DESCRIBED,
+            SPECIALIZE, INTERPRET,
         )  # fmt: skip
-    else:
-        for i_r in range(whole, cut):
-            start, stop = run_of(p_runs, i_r, BLOCK_N)
-            b_acc, b_m, b_l = _fold(
-                b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, EVEN_M, EVEN_N, DESCRIBED, False,
-                INTERPRET,
-            )  # fmt: skip
-        if MASKED:
-            for i_r in range(cut, end):
-                start, stop = run_of(p_runs, i_r, BLOCK_N)
-                b_acc, b_m, b_l = _fold(
-                    b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
-                    scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, EVEN_M, EVEN_N, DESCRIBED,
-                    False, INTERPRET,
-                )  # fmt: skip
+    if MASKED:
+        b_acc, b_m, b_l = _fold_runs(
+            p_runs, cut, end, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, SINGLE, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
+            INTERPRET,
+        )  # fmt: skip
 
     if LAST:
         b_norm = tl.where(b_l == 0.0, 1.0, b_l)

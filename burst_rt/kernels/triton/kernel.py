@@ -144,8 +144,8 @@ def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
     blocks = (config.block_m, config.block_n)
     joined = config.loads == "specialized"
     lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
-    if joined and lists.most_runs > 1:
-        # Warps that do nothing but load can share the work of one run.
+    if joined and not lists.single:
+        # Warps that do nothing but load are for one run.
         config = config._replace(loads="descriptors")
         lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
     arguments = TileArguments(

@@ -75,6 +75,7 @@ def constants_of(
         # Where nothing is compared with the spans, their number makes no other kernel.
         "WIDTH": arguments.spans.width if arguments.lists.masked else 1,
         "MASKED": arguments.lists.masked,
+        "SINGLE": arguments.lists.single,
         "EVEN_M": arguments.q_len % config.block_m == 0,
         "EVEN_N": arguments.kv_len % config.block_n == 0,
         "INTERPRET": arguments.interpret,

@@ -41,7 +41,7 @@ class Lists(NamedTuple):
     lines: torch.Tensor
     runs: torch.Tensor
     masked: bool
-    most_runs: int
+    single: bool
     by_row: int  # 1 where each batch row has lines and spans of its own, else 0
 
 
@@ -94,7 +94,7 @@ def lists_of(
 def _kept_lists(found: WorkList, device: torch.device) -> _Kept:
     whole, (lines, runs), *copied = _upload([found.lines, found.runs], device)
     by_row = int(len(found.lines) > 1)
-    return _Kept(Lists(lines, runs, found.masked, found.most_runs, by_row), whole, *copied)
+    return _Kept(Lists(lines, runs, found.masked, found.single, by_row), whole, *copied)
 
 
 def _key(tile: Tile, device: torch.device) -> tuple[Hashable, ...]:

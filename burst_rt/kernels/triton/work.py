@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["VARYING", "line_of", "run_of", "seen_of"]
+__all__ = ["VARYING", "bounds_of", "line_of", "only_run_of", "run_of", "seen_of"]
 
 # Kernel arguments that differ from tile to tile. Specialising on their values would compile kernels
 # over and over.
@@ -37,14 +37,41 @@ def run_of(p_runs, number, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _within(p_bounds, o_m, o_n, num_rows, stop, EVEN_M: tl.constexpr, ROWS_LAST: tl.constexpr):
-    """Which of the columns are in one span of the rows; stop: from a span's start to its stop."""
+def only_run_of(p_runs, number, end, BLOCK: tl.constexpr):
+    """`run_of` for the runs from `number` to `end`, which are one or none; none is empty."""
+    start, stop = run_of(p_runs, number, BLOCK)
+    return start, tl.where(number < end, stop, start)
+
+
+@triton.jit
+def _bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
+    """The starts and the stops of one span of the rows."""
+    p_stops = p_spans + tl.cast(num_rows, tl.int64) * WIDTH
     if EVEN_M:
-        b_start = tl.load(p_bounds + o_m)
-        b_stop = tl.load(p_bounds + stop + o_m)
+        b_start = tl.load(p_spans + o_m)
+        b_stop = tl.load(p_stops + o_m)
     else:
-        b_start = tl.load(p_bounds + o_m, mask=o_m < num_rows, other=0)
-        b_stop = tl.load(p_bounds + stop + o_m, mask=o_m < num_rows, other=0)
+        b_start = tl.load(p_spans + o_m, mask=o_m < num_rows, other=0)
+        b_stop = tl.load(p_stops + o_m, mask=o_m < num_rows, other=0)
+    return b_start, b_stop
+
+
+@triton.jit
+def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
+    """What `seen_of` needs of the rows `o_m`, to be kept in registers: bounds of a few spans.
+
+    Empty where there are too many spans to be kept. p_spans: int32 `[2, WIDTH, num_rows]`, starts
+    and stops. Rows beyond the end see nothing; EVEN_M: there are none.
+    """
+    kept = ()
+    if WIDTH <= 4:
+        for number in tl.static_range(WIDTH):
+            kept = kept + _bounds(p_spans + number * num_rows, o_m, num_rows, WIDTH, EVEN_M)
+    return kept
+
+
+@triton.jit
+def _within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
     if ROWS_LAST:
         b_seen = (b_start[None, :] <= o_n[:, None]) & (o_n[:, None] < b_stop[None, :])
     else:
@@ -54,25 +81,31 @@ def _within(p_bounds, o_m, o_n, num_rows, stop, EVEN_M: tl.constexpr, ROWS_LAST:
 
 @triton.jit
 def seen_of(
-    p_spans, o_m, o_n, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr, ROWS_LAST: tl.constexpr
+    bounds,
+    p_spans,
+    o_m,
+    o_n,
+    num_rows,
+    WIDTH: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
 ):
-    """Which cells of the rows `o_m` and the columns `o_n` are seen.
+    """Which cells of the rows `o_m`, whose `bounds_of` are given, and the columns `o_n` are seen.
 
-    Booleans `[rows, columns]`, or with ROWS_LAST `[columns, rows]`. p_spans: int32 `[2, WIDTH,
-    num_rows]`, the starts and stops of the rows' spans. Rows beyond the end see nothing; EVEN_M:
-    there are none.
+    Booleans `[rows, columns]`, or with ROWS_LAST `[columns, rows]`.
 
     Worked example: spans [0, 2) and [5, 6) of one row, WIDTH 2: of the columns 0 to 7 it sees 0, 1
     and 5.
     """
-    stop = tl.cast(num_rows, tl.int64) * WIDTH
-    b_seen = _within(p_spans, o_m, o_n, num_rows, stop, EVEN_M, ROWS_LAST)
     if WIDTH <= 4:
-        for _ in tl.static_range(WIDTH - 1):
-            p_spans += num_rows
-            b_seen |= _within(p_spans, o_m, o_n, num_rows, stop, EVEN_M, ROWS_LAST)
+        b_seen = _within(bounds[0], bounds[1], o_n, ROWS_LAST)
+        for number in tl.static_range(1, WIDTH):
+            b_seen |= _within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)
     else:
-        for _ in range(WIDTH - 1):
-            p_spans += num_rows
-            b_seen |= _within(p_spans, o_m, o_n, num_rows, stop, EVEN_M, ROWS_LAST)
+        b_start, b_stop = _bounds(p_spans, o_m, num_rows, WIDTH, EVEN_M)
+        b_seen = _within(b_start, b_stop, o_n, ROWS_LAST)
+        for number in range(1, WIDTH):
+            p_bounds = p_spans + tl.cast(number, tl.int64) * num_rows
+            b_start, b_stop = _bounds(p_bounds, o_m, num_rows, WIDTH, EVEN_M)
+            b_seen |= _within(b_start, b_stop, o_n, ROWS_LAST)
     return b_seen
