@@ -41,7 +41,7 @@ class ColumnSpans(NamedTuple):
     @property
     def width(self) -> int:
         """Spans a row: a power of two."""
-        return self.bounds.shape[2]
+        return int(self.bounds.shape[2])
 
 
 class WorkList(NamedTuple):

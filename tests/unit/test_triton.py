@@ -189,7 +189,8 @@ def test_another_stream_waits_for_the_copy(
 
     current = [7]
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream(current[0]))
-    kept = tables._Kept("the table", Memory(), "copied", 7)  # type: ignore[arg-type]  # doubles
+    uploaded = tables._Uploaded([], Memory(), "copied", 7)  # type: ignore[arg-type]  # doubles
+    kept = tables._Kept("the table", uploaded)
     for number in (7, 8, 7):
         current[0] = number
         assert tables._kept("key", torch.device("cuda", 0), lambda: kept) == "the table"

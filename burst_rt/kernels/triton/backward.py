@@ -51,8 +51,7 @@ def _add_columns(
     MASKED: a row sees only the columns of its spans.
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
-    if MASKED:
-        bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M)
+    bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)

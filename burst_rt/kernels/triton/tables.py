@@ -45,13 +45,20 @@ class Lists(NamedTuple):
     by_row: int  # 1 where each batch row has lines and spans of its own, else 0
 
 
-class _Kept(NamedTuple):
-    """Tables, and from when on they are on the device."""
+class _Uploaded(NamedTuple):
+    """Arrays on a device, and from when on they are there."""
 
-    table: Any  # SpanTable or Lists
-    tensor: torch.Tensor  # which the table's tensors are views of
+    views: list[torch.Tensor]  # flat, int32
+    whole: torch.Tensor  # which they are views of
     copied: torch.cuda.Event | None  # None on a CPU
     stream: int  # the stream of the copy
+
+
+class _Kept(NamedTuple):
+    """A table with its memory."""
+
+    table: Any  # SpanTable or Lists
+    uploaded: _Uploaded
 
 
 _tables: OrderedDict[Hashable, _Kept] = OrderedDict()
@@ -66,8 +73,9 @@ def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
 
     def make() -> _Kept:
         found = column_spans(tile.mask, tile.q_positions, tile.kv_positions)
-        whole, (bounds,), *copied = _upload([found.bounds], device)
-        return _Kept(SpanTable(bounds, found.width, found), whole, *copied)
+        uploaded = _upload([found.bounds], device)
+        (bounds,) = uploaded.views
+        return _Kept(SpanTable(bounds, found.width, found), uploaded)
 
     table: SpanTable = _kept(("spans", *_key(tile, device)), device, make)
     return table
@@ -92,9 +100,10 @@ def lists_of(
 
 
 def _kept_lists(found: WorkList, device: torch.device) -> _Kept:
-    whole, (lines, runs), *copied = _upload([found.lines, found.runs], device)
+    uploaded = _upload([found.lines, found.runs], device)
+    lines, runs = uploaded.views
     by_row = int(len(found.lines) > 1)
-    return _Kept(Lists(lines, runs, found.masked, found.single, by_row), whole, *copied)
+    return _Kept(Lists(lines, runs, found.masked, found.single, by_row), uploaded)
 
 
 def _key(tile: Tile, device: torch.device) -> tuple[Hashable, ...]:
@@ -113,26 +122,27 @@ def _kept(key: Hashable, device: torch.device, make: Callable[[], _Kept]) -> Any
         with _lock:
             _tables[key] = kept
             _forget_some()
-    if kept.copied is not None:
+    _, whole, copied, copied_on = kept.uploaded
+    if copied is not None:
         stream = torch.cuda.current_stream(device)
-        if stream.cuda_stream != kept.stream:
-            stream.wait_event(kept.copied)
-            # Its memory is not given to others while kernels of this stream may read it.
-            kept.tensor.record_stream(stream)
+        if stream.cuda_stream != copied_on:
+            stream.wait_event(copied)
+            # The memory is not given to others while kernels of this stream may read it.
+            whole.record_stream(stream)
     return kept.table
 
 
 def _forget_some() -> None:
-    size_bytes = sum(kept.tensor.nbytes for kept in _tables.values())
+    size_bytes = sum(kept.uploaded.whole.nbytes for kept in _tables.values())
     while len(_tables) > 1 and (size_bytes > _MOST_BYTES or len(_tables) > _MOST_TABLES):
         _, gone = _tables.popitem(last=False)
-        size_bytes -= gone.tensor.nbytes
+        size_bytes -= gone.uploaded.whole.nbytes
 
 
 def _upload(
     arrays: Sequence[np.ndarray[Any, np.dtype[np.int32]]], device: torch.device
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event | None, int]:
-    """Arrays as flat int32 tensors that are views of one, that one, and when it is copied."""
+) -> _Uploaded:
+    """Copies arrays to a device in one go. Does not wait for the device."""
     starts, size = [], 0
     for array in arrays:
         starts.append(size)
@@ -147,4 +157,4 @@ def _upload(
         current = torch.cuda.current_stream(device)
         copied, stream = current.record_event(), current.cuda_stream
     views = [whole[a : a + x.size] for a, x in zip(starts, arrays, strict=True)]
-    return whole, views, copied, stream
+    return _Uploaded(views, whole, copied, stream)
