@@ -14,7 +14,15 @@ from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.work import VARYING, bounds_of, line_of, only_run_of, run_of, seen_of
+from burst_rt.kernels.triton.work import (
+    VARYING,
+    bounds_of,
+    line_of,
+    only_run_of,
+    run_of,
+    seen_of,
+    within,
+)
 
 __all__ = ["forward_kernel", "launch_forward"]
 
@@ -50,12 +58,23 @@ def _fold(
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
+    if MASKED and SPECIALIZE:
+        # Counted from the block's first column, and so carried from block to block: what is loaded
+        # before the loop Triton's Hopper compiler cannot hand to all warps. There is one span.
+        b_start, b_stop = bounds[0] - start, bounds[1] - start
+    else:
+        b_start, b_stop = 0, 0
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
-            o_n = column + tl.arange(0, BLOCK_N)
-            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
+            if SPECIALIZE:
+                b_seen = within(b_start, b_stop, tl.arange(0, BLOCK_N), False)
+                b_start -= BLOCK_N
+                b_stop -= BLOCK_N
+            else:
+                o_n = column + tl.arange(0, BLOCK_N)
+                b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
         b_safe = b_m_new

@@ -144,13 +144,14 @@ def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
     blocks = (config.block_m, config.block_n)
     joined = config.loads == "specialized"
     lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
-    if joined and not lists.single:
-        # Warps that do nothing but load are for one run.
+    spans = spans_of_tile(tile, device)
+    if joined and not (lists.single and (spans.width == 1 or not lists.masked)):
+        # Warps that do nothing but load are for one run, and for rows of one span.
         config = config._replace(loads="descriptors")
         lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
     arguments = TileArguments(
-        spans_of_tile(tile, device), lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first,
-        tile.last, _interpreting()
+        spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
+        _interpreting()
     )  # fmt: skip
     return arguments, config
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["VARYING", "bounds_of", "line_of", "only_run_of", "run_of", "seen_of"]
+__all__ = ["VARYING", "bounds_of", "line_of", "only_run_of", "run_of", "seen_of", "within"]
 
 # Kernel arguments that differ from tile to tile. Specialising on their values would compile kernels
 # over and over.
@@ -71,7 +71,8 @@ def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr)
 
 
 @triton.jit
-def _within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
+def within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
+    """Which of the columns `o_n` are in one span of each row, as `seen_of` returns it."""
     if ROWS_LAST:
         b_seen = (b_start[None, :] <= o_n[:, None]) & (o_n[:, None] < b_stop[None, :])
     else:
@@ -98,14 +99,14 @@ def seen_of(
     and 5.
     """
     if WIDTH <= 4:
-        b_seen = _within(bounds[0], bounds[1], o_n, ROWS_LAST)
+        b_seen = within(bounds[0], bounds[1], o_n, ROWS_LAST)
         for number in tl.static_range(1, WIDTH):
-            b_seen |= _within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)
+            b_seen |= within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)
     else:
         b_start, b_stop = _bounds(p_spans, o_m, num_rows, WIDTH, EVEN_M)
-        b_seen = _within(b_start, b_stop, o_n, ROWS_LAST)
+        b_seen = within(b_start, b_stop, o_n, ROWS_LAST)
         for number in range(1, WIDTH):
             p_bounds = p_spans + tl.cast(number, tl.int64) * num_rows
             b_start, b_stop = _bounds(p_bounds, o_m, num_rows, WIDTH, EVEN_M)
-            b_seen |= _within(b_start, b_stop, o_n, ROWS_LAST)
+            b_seen |= within(b_start, b_stop, o_n, ROWS_LAST)
     return b_seen
