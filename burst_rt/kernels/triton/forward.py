@@ -61,7 +61,9 @@ def _fold(
     if MASKED and SPECIALIZE:
         # Counted from the block's first column, and so carried from block to block: what is loaded
         # before the loop Triton's Hopper compiler cannot hand to all warps. There is one span.
-        b_start, b_stop = bounds[0] - start, bounds[1] - start
+        b_start, b_stop = bounds_of(p_spans, o_m, q_len, 1, EVEN_M)
+        b_start -= start
+        b_stop -= start
     else:
         b_start, b_stop = 0, 0
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
