@@ -200,11 +200,15 @@ def make_call(
         check_kinds(layout, kv_layout, mask, causal, return_lse)
         chosen = mask if mask is not None else CAUSAL if causal else FULL
         kv_layout = kv_layout or layout
-        _check_arguments(layout, kv_layout, chosen, scale, strategy)
+        _check_arguments(layout, kv_layout, scale, strategy)
         _check_tensors(q, k, v, layout, kv_layout, scale)
-        misfit = chosen.refuses(layout.seq_len, kv_layout.seq_len, q.shape[0])
-        if misfit is not None:
-            raise InputError(f"burst_attention: mask {misfit}")
+        check_mask(
+            chosen,
+            layout.seq_len,
+            kv_layout.seq_len,
+            batch=q.shape[0],
+            shared=layout.runtime.world_size > 1,
+        )
         call = Call(
             layout=layout,
             kv_layout=kv_layout,
@@ -268,19 +272,16 @@ def check_kinds(
 def _check_arguments(
     layout: ContextLayout,
     kv_layout: ContextLayout,
-    mask: Mask,
     scale: float | None,
     strategy: str,
 ) -> None:
-    """Checks everything else but tensors. Raises InputError."""
+    """Checks everything else but tensors and the mask. Raises InputError."""
     where = "burst_attention"
     if layout.setup is not kv_layout.setup:
         raise InputError(
             f"{where}: layout and kv_layout must belong to one context, got layouts of two "
             "contexts; make both with the layout(...) of the same context"
         )
-    shared = layout.runtime.world_size > 1
-    check_mask(mask, layout.seq_len, kv_layout.seq_len, shared=shared)
     check_name(strategy)
     if scale is not None and not _is_positive(scale):
         raise InputError(f"{where}: scale must be None or a finite number above 0, got {scale!r}")

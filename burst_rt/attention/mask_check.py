@@ -32,20 +32,25 @@ from burst_rt.planning.masks import (
     Spans,
     positions_of,
 )
+from burst_rt.planning.numbers import UNNUMBERED
 
 __all__ = ["check_mask"]
 
 # How many positions each sampled range has.
 _SAMPLE = 5
+_INSIDE = (
+    ". A mask with arguments cannot be made inside a compiled function: make it outside, and use "
+    "it inside"
+)
 _OWN = {BlockSparse, Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow}
 
 
-def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> None:
-    """Raises InputError where methods of the mask fail or contradict each other.
+def check_mask(mask: Mask, q_len: int, kv_len: int, *, batch: int = 1, shared: bool = True) -> None:
+    """Raises InputError where the mask does not fit the call or breaks the contract of `Mask`.
 
     Results are cached, so checking the same mask again is cheap. q_len, kv_len: tokens of the whole
-    sequences; the last query stands at the last key. shared: whether other ranks will compare this
-    mask with their own by `repr`.
+    sequences; the last query stands at the last key. batch: rows of the batch. shared: whether
+    other ranks will compare this mask with their own by `repr`.
     """
     if type(mask).__hash__ is None:
         raise InputError(
@@ -53,7 +58,10 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, shared: bool = True) -> N
             "make the class a frozen dataclass"
         )
     _ask(mask, "hash()", hash, mask)
-    for part in _parts(mask):
+    misfit = _ask(mask, "refuses", mask.refuses, q_len, kv_len, batch)
+    if misfit is not None:
+        raise InputError(f"burst_attention: mask {misfit}")
+    for part in _parts(mask.bound(q_len, kv_len)):
         # Tests of this package check its own masks.
         if type(part) not in _OWN:
             _check(part, q_len, kv_len, shared)
@@ -120,6 +128,14 @@ def _check_ranges(mask: Mask, q: range, kv: range) -> None:
             f"is true for {len(allowed)} of the {len(q) * len(kv)} pairs; return PARTIAL where "
             "neither FULL nor EMPTY is certain"
         )
+    if mask.has_spans:
+        rows, columns = positions_of(q), positions_of(kv)
+        seen_cells = np.argwhere(mask.spans(rows).sees(columns, like=rows[:, None])[0])
+        if {(i, j) for i, j in seen_cells.tolist()} != allowed:
+            raise InputError(
+                f"{_name(mask)}: spans and allows must say the same; they differ for q {q} and kv "
+                f"{kv}"
+            )
     pieces = _ask(mask, "pieces", mask.pieces, q, kv)
     if not isinstance(pieces, tuple) or not all(isinstance(piece, Piece) for piece in pieces):
         raise InputError(
@@ -138,9 +154,9 @@ def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, i
     """The (row, column) pairs of a tile that a piece stands for."""
     for i in range(piece.q_start, piece.q_stop):
         for j in range(piece.kv_start, piece.kv_stop):
-            if (not piece.diagonal or j - piece.kv_start <= i - piece.q_start) and (
-                not piece.masked or (i, j) in allowed
-            ):
+            row, column = i - piece.q_start, j - piece.kv_start
+            hidden = (piece.diagonal and column > row) or (piece.upper and column < row)
+            if not hidden and (not piece.masked or (i, j) in allowed):
                 yield i, j
 
 
@@ -191,7 +207,12 @@ def _ask(
     try:
         return method(*arguments)
     except Exception as error:
-        raise InputError(f"{_name(mask)}: {what} raised {type(error).__name__}: {error}") from error
+        # A compiler makes the object before the graph runs, and sets its fields afterwards.
+        inside = mask._burst_rt_number == UNNUMBERED
+        raise InputError(
+            f"{_name(mask)}: {what} raised {type(error).__name__}: {error}"
+            f"{_INSIDE if inside else ''}"
+        ) from error
 
 
 def _name(mask: Mask) -> str:

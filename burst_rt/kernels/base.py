@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from burst_rt.planning.masks import Mask, Piece, Relation, positions_of, spans_of
+from burst_rt.planning.masks import MOST_SPANS, Mask, Piece, Relation, positions_of, spans_of
 from burst_rt.planning.problem import TileShape
 
 __all__ = [
@@ -160,12 +160,12 @@ class Tile(NamedTuple):
             q = _positions(self.q_positions, rows, device)
             seen: torch.Tensor = self.mask.allows(q[:, None], kv[None, :])
             return seen if seen.ndim == 2 else seen.unsqueeze(1)
-        if piece.diagonal:
+        if piece.diagonal or piece.upper:
             q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
             kv = torch.arange(
                 columns.start - piece.kv_start, columns.stop - piece.kv_start, device=device
             )
-            return kv[None, :] <= q[:, None]
+            return kv[None, :] <= q[:, None] if piece.diagonal else kv[None, :] >= q[:, None]
         return None
 
     def _seen(self, rows: slice, kv: torch.Tensor) -> torch.Tensor:
@@ -175,13 +175,20 @@ class Tile(NamedTuple):
             spans = spans_of(self.mask, runs[0])
         else:
             spans = self.mask.spans(np.concatenate([positions_of(run) for run in runs]))
-        # [batch, 1, q, 1] for each span of a row.
-        starts, stops = (
-            torch.from_numpy(bound).to(kv.device)[:, None, :, :, None] for bound in spans
-        )
-        seen = torch.zeros((), dtype=torch.bool, device=kv.device)
-        for number in range(spans.width):
-            seen = seen | ((starts[..., number, :] <= kv) & (kv < stops[..., number, :]))
+        starts, stops = (torch.from_numpy(bound).to(kv.device) for bound in spans)
+        if spans.width <= MOST_SPANS:
+            # [batch, 1, q, 1] for each span of a row.
+            starts, stops = (bound[:, None, :, :, None] for bound in (starts, stops))
+            seen = torch.zeros((), dtype=torch.bool, device=kv.device)
+            for number in range(spans.width):
+                seen = seen | ((starts[..., number, :] <= kv) & (kv < stops[..., number, :]))
+        else:
+            # Spans begin and end at columns; a cell is seen where more have begun than ended.
+            edges = torch.zeros(*starts.shape[:2], len(kv) + 1, dtype=torch.int8, device=kv.device)
+            for bound, sign in ((starts, 1), (stops, -1)):
+                at = torch.searchsorted(kv, bound)
+                edges.scatter_add_(2, at, torch.full_like(at, sign, dtype=torch.int8))
+            seen = edges[..., :-1].cumsum(2, dtype=torch.int8).bool()[:, None]
         return seen if self.mask.batch > 1 else seen[0, 0]
 
 

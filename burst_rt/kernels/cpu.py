@@ -17,8 +17,10 @@ called with one), and it gives a row that sees no key lse 0 instead of -inf.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -60,8 +62,9 @@ class _Part(NamedTuple):
 
 # Large enough that adding up the parts costs about one percent.
 _PART = _Part(4096, 4096, 1)
-# For a tile under a mask, which is made as a matrix: fewer rows and columns, more heads.
-_MASKED_PART = _Part(1024, 1024, 4)
+# For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
+# more heads.
+_SMALL_PART = _Part(1024, 1024, 4)
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
@@ -82,6 +85,7 @@ class _Cut(NamedTuple):
     rows: slice  # of the tile
     columns: slice  # of the tile
     triangle: bool = False  # whether row i sees only the columns j <= i
+    upper: bool = False  # whether row i sees only the columns j >= i
     piece: Piece | None = None  # the piece whose mask hides cells, if there is one
 
 
@@ -142,28 +146,36 @@ class CpuKernel(Kernel):
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`. The parts' sizes bound it.
 
-        It counts casts of the inputs, O', the fused kernel's results and own buffers, and the mask,
-        twice.
+        It counts casts of the inputs, O', copies in reverse order, the fused kernel's results and
+        own buffers, and the mask, twice.
         """
         size = sum_dtype(dtype).itemsize
-        part = _MASKED_PART if tile.masked else _PART
-        q_len, kv_len = min(tile.q_len, part.q_len), min(tile.kv_len, part.kv_len)
-        kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
         # One channel more, which some rows need (see `_Queries`).
-        head_dim = tile.head_dim if forward else tile.head_dim + 1
-        q_part = (
-            tile.batch * q_len * kv_heads * (tile.num_heads // tile.num_kv_heads) * head_dim * size
-        )
-        kv_part = tile.batch * kv_len * kv_heads * head_dim * size
-        mask = q_len * kv_len * (size + _MASK_BYTES) * tile.masked
-        cast = sum_dtype(dtype) != dtype
+        channels = tile.batch * (tile.head_dim if forward else tile.head_dim + 1) * size
+        q_part = kv_part = 0
+        for part in (_PART, _SMALL_PART):
+            kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
+            heads = kv_heads * (tile.num_heads // tile.num_kv_heads)
+            q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)
+            kv_part = max(kv_part, min(tile.kv_len, part.kv_len) * kv_heads * channels)
+        masked = min(tile.q_len, _SMALL_PART.q_len) * min(tile.kv_len, _SMALL_PART.kv_len)
+        mask = masked * (size + _MASK_BYTES) * tile.masked
+        cast, turned = sum_dtype(dtype) != dtype, tile.flipped
         if forward:
-            return q_part * (1 + cast) + kv_part * 2 * cast + mask + _FUSED_BYTES
-        return q_part * (2 + 2 * cast) + kv_part * (2 + 2 * cast) + mask + 2 * _FUSED_BYTES
+            q_parts, kv_parts = 1 + cast + 2 * turned, 2 * (cast + turned)
+        else:
+            q_parts = kv_parts = 2 + 2 * cast + 4 * turned
+        fused = _FUSED_BYTES if forward else 2 * _FUSED_BYTES
+        return q_part * q_parts + kv_part * kv_parts + mask + fused
 
 
 def _part_of(tile: Tile) -> _Part:
-    return _MASKED_PART if any(piece.masked for piece in tile.pieces) else _PART
+    if any(piece.masked for piece in tile.pieces):
+        return _SMALL_PART
+    q_len = max((piece.q_stop - piece.q_start for piece in tile.pieces), default=0)
+    kv_len = max((piece.kv_stop - piece.kv_start for piece in tile.pieces), default=0)
+    small = q_len <= _SMALL_PART.q_len and kv_len <= _SMALL_PART.kv_len
+    return _SMALL_PART if small else _PART
 
 
 def _is_handful(qkv: QKV) -> bool:
@@ -186,8 +198,12 @@ def _of_heads(qkv: QKV, heads: slice, kv_heads: slice) -> QKV:
 def _parts(tile: Tile, part: _Part) -> Iterator[tuple[slice, Iterator[_Cut]]]:
     """The tile in runs of rows of bounded size, each with its cuts."""
     edges = sorted({edge for piece in tile.pieces for edge in (piece.q_start, piece.q_stop)})
+    pieces: list[Piece] = []
+    to_come = deque(sorted(tile.pieces, key=itemgetter(0)))  # by their first row
     for top, bottom in pairwise(edges):
-        pieces = [piece for piece in tile.pieces if piece.q_start <= top and bottom <= piece.q_stop]
+        pieces = [piece for piece in pieces if bottom <= piece.q_stop]
+        while to_come and to_come[0].q_start == top:
+            pieces.append(to_come.popleft())
         for a in range(top, bottom, part.q_len) if pieces else ():
             rows = slice(a, min(a + part.q_len, bottom))
             yield rows, _cuts(tile, pieces, rows, part.kv_len)
@@ -208,22 +224,20 @@ def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterato
                 elif relation is Relation.PARTIAL:
                     rest.append(_Cut(rows, columns, piece=piece))
             continue
-        full_stop = (
-            min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
-            if piece.diagonal
-            else piece.kv_stop
-        )
-        full.append((piece.kv_start, full_stop))
-        if full_stop < piece.kv_stop:
-            # The triangle is not cut: the fused kernel by itself leaves out most of what is masked,
-            # and the larger the triangle, the larger that share.
-            rest.append(
-                _Cut(
-                    rows,
-                    slice(full_stop, min(full_stop + rows.stop - rows.start, piece.kv_stop)),
-                    triangle=True,
-                )
-            )
+        # Where a triangle crosses these rows; a triangle of so many rows and columns is left of it.
+        # The triangle is not cut: the fused kernel by itself leaves out most of what is masked, and
+        # the larger the triangle, the larger that share.
+        left = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
+        right = min(left + rows.stop - rows.start, piece.kv_stop)
+        if piece.diagonal:
+            full.append((piece.kv_start, left))
+        elif piece.upper:
+            full.append((right, piece.kv_stop))
+        else:
+            full.append((piece.kv_start, piece.kv_stop))
+        if left < right and not piece.whole:
+            columns = slice(left, right)
+            rest.append(_Cut(rows, columns, triangle=piece.diagonal, upper=piece.upper))
     for start, stop in _joined(full):
         yield from (_Cut(rows, columns) for columns in _split(start, stop, kv_part))
     yield from rest
@@ -252,9 +266,13 @@ def _forward_part(qkv: QKV, tile: Tile, state: State, cut: _Cut) -> None:
     seen = tile.visible(cut.piece, rows, columns, qkv.q.device) if cut.piece else None
     q = _wide(_cut(qkv.q, 1, rows), wide)
     k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
-    out, lse = _forward(
-        q, k, v, 0.0, cut.triangle, attn_mask=_additive(seen, wide), scale=tile.scale
-    )
+    if cut.upper:
+        # Backwards in rows and columns, one triangle is the other.
+        q, k, v = (x.flip(2) for x in (q, k, v))
+    causal = cut.triangle or cut.upper
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_additive(seen, wide), scale=tile.scale)
+    if cut.upper:
+        out, lse = out.flip(2), lse.flip(2)
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
     fold(out.transpose(1, 2), lse, state, rows)
@@ -294,7 +312,12 @@ def _backward_part(queries: _Queries, qkv: QKV, tile: Tile, cut: _Cut, sums: Gra
     mask = _additive(tile.visible(cut.piece, rows, columns, k.device), wide) if cut.piece else None
     sides = (queries.dout, queries.q, queries.out, queries.lse)
     dout, q, out, lse = (_cut(x, 2, here) for x in sides)
-    grads = _backward(dout, q, k, v, out, lse, 0.0, cut.triangle, attn_mask=mask, scale=tile.scale)
+    if cut.upper:
+        dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
+    causal = cut.triangle or cut.upper
+    grads = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=tile.scale)
+    if cut.upper:
+        grads = tuple(grad.flip(2) for grad in grads)
     for total, at, grad in zip(sums, (rows, columns, columns), grads, strict=True):
         if total is not None:
             _cut(total, 1, at).add_(grad[..., : total.shape[3]].transpose(1, 2))

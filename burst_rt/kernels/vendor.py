@@ -87,7 +87,7 @@ class _VendorKernel(Kernel):
                 f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most "
                 f"{self.most_head_dim}, got {work.head_dim}"
             )
-        if any(piece.masked for pieces in work.tiles for piece in pieces):
+        if any(piece.masked or piece.upper for pieces in work.tiles for piece in pieces):
             return (
                 f"the {self.name} kernel computes rectangles and triangles only, and "
                 f"{work.mask!r} cuts this call's tiles into other shapes"

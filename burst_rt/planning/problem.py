@@ -26,6 +26,7 @@ class TileShape(NamedTuple):
     kv_len: int
     # How many batch rows the mask tells apart; 0 where no piece is under the mask itself.
     masked: int = 0
+    flipped: bool = False  # whether a tile may have pieces of the other triangle (`Piece.upper`)
 
 
 @dataclass(frozen=True, kw_only=True)

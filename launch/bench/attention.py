@@ -11,10 +11,12 @@ import argparse
 import ctypes
 import gc
 import os
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,10 +24,13 @@ import torch
 import torch.nn.functional as F
 
 import burst_rt
+from burst_rt import Causal, Documents, Mask, Prefix, SlidingWindow
 from burst_rt.launch.bench.plots import draw_bars
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import WorstIdle, progress, slowest_s, worst_idle
 
+# Longer sequences are not compared with a dense mask, which takes 4 bytes a cell and more.
+_MOST_DENSE = 16384
 _M_MMAP_THRESHOLD = -3  # an option of mallopt, in glibc's malloc.h
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -76,35 +81,50 @@ class Bench:
         heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        causal: bool,
+        causal: bool = False,
         strategy: str = "auto",
+        mask: Mask | None = None,
     ) -> Callable[[], object]:
         """A function that runs forward and backward over the ranks."""
-        layout = self.ctx.layout(tokens, "zigzag" if causal else "contiguous")
+        layout = self.ctx.layout(tokens, "zigzag" if causal or mask else "contiguous")
         q, k, v, dout = self.inputs(layout.shard_len, heads, head_dim, dtype)
         for x in (q, k, v):
             x.requires_grad_()
 
         def run() -> None:
-            out = burst_rt.burst_attention(q, k, v, causal=causal, layout=layout, strategy=strategy)
+            out = burst_rt.burst_attention(
+                q, k, v, causal=causal, mask=mask, layout=layout, strategy=strategy
+            )
             torch.autograd.grad(out, (q, k, v), dout)
 
         return run
 
     def torch_alone(
-        self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype, causal: bool
+        self,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        causal: bool = False,
+        mask: Mask | None = None,
     ) -> Callable[[], object]:
-        """A function that runs forward and backward of torch's own attention in one process."""
+        """A function that runs forward and backward of torch's own attention in one process.
+
+        A mask other than Causal becomes a dense matrix.
+        """
         if self.ctx.rank:
             return lambda: None
         q, k, v, dout = (x.transpose(1, 2) for x in self.inputs(tokens, heads, head_dim, dtype))
         for x in (q, k, v):
             x.requires_grad_()
 
+        causal = causal or mask == Causal()
+        at = torch.arange(tokens)
+        dense = mask.allows(at[:, None], at) if mask is not None and not causal else None
+
         def run() -> None:
-            torch.autograd.grad(
-                F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), dout
-            )
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal)
+            torch.autograd.grad(out, (q, k, v), dout)
 
         return run
 
@@ -131,6 +151,62 @@ class Bench:
     def bf16(self) -> Rows:
         """`speed` in bfloat16."""
         return self.speed(torch.bfloat16)
+
+    def masks(self) -> Rows:
+        """Forward + backward under masks: time for each cell that is seen, relative to causal's.
+
+        Up to 16,384 tokens the table also compares with torch's fused attention under the mask as a
+        dense matrix, in one process.
+        """
+        rows: Rows = []
+        for tokens in (16384, 32768):
+            if tokens <= self.max_tokens:
+                rows.extend(self._masks(tokens))
+        return rows
+
+    def _masks(self, tokens: int) -> Rows:
+        chance = random.Random(0)
+        cuts = sorted(chance.sample(range(1, tokens), 19))
+        lengths = [b - a for a, b in pairwise([0, *cuts, tokens])]
+        masks = {
+            "causal": Causal(),
+            "window 1,024": SlidingWindow(1023),
+            "20 documents": Causal() & Documents(lengths),
+            "prefix of half": Prefix(tokens // 2),
+        }
+        dense = tokens <= _MOST_DENSE
+        shape = (tokens, 2, 64, torch.float32)
+        ours, theirs = {}, {}
+        for name, mask in masks.items():
+            ours[name] = self.ours(*shape, mask=mask)
+            theirs[name] = self.torch_alone(*shape, mask=mask) if dense else lambda: None
+            slowest_s(self.ctx, ours[name])
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in masks}
+        for _ in range(self.repeats):
+            for name in masks:
+                torch_s = self.alone_s(theirs[name])
+                took[name].append((slowest_s(self.ctx, ours[name]), torch_s))
+        whole = range(tokens)
+        cells = {
+            name: sum(piece.num_cells for piece in mask.pieces(whole, whole))
+            for name, mask in masks.items()
+        }
+        rows: Rows = []
+        for name, pairs in took.items():
+            relative = [
+                (mine / cells[name]) / (causal / cells["causal"])
+                for (mine, _), (causal, _) in zip(pairs, took["causal"], strict=True)
+            ]
+            against = [torch_s / mine for mine, torch_s in pairs]
+            rows.append(
+                {
+                    "tokens": tokens, "mask": name, "cells seen": cells[name],
+                    "ranks s": median([mine for mine, _ in pairs]),
+                    "a cell, of causal's": median(relative),
+                    "speed against torch, dense": median(against) if dense else None,
+                }
+            )  # fmt: skip
+        return rows
 
     def exposed(self) -> Rows:
         """Exposed communication of both directions, from all ranks' traces, which share a clock."""
@@ -441,6 +517,7 @@ def _status_kib(field: str) -> int:
 TITLES = {
     "speed": "forward + backward, float32, against torch's fused attention in one process",
     "bf16": "forward + backward, bfloat16, against torch's fused attention in one process",
+    "masks": "forward + backward under masks, 2 heads x 64, float32",
     "exposed": "exposed communication (worst rank)",
     "overhead": "a call on tiny tensors",
     "memory": "memory beyond inputs and outputs, 4 heads x 64, full, burst",

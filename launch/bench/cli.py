@@ -416,7 +416,9 @@ def aot(
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["speed", "bf16", "exposed", "overhead", "memory", "outside", "error"]),
+    type=click.Choice(
+        ["speed", "bf16", "masks", "exposed", "overhead", "memory", "outside", "error"]
+    ),
     help="Only this part; may be repeated. [default: all]",
 )
 @machine_options
@@ -438,8 +440,8 @@ def aot(
 def attention(
     num_ranks: int, parts: tuple[str, ...], repeats: int, max_tokens: int, out: Path | None
 ) -> None:
-    """Attention over MPI ranks against torch's fused attention in one process: speed, exposed
-    communication, overhead, memory, accuracy.
+    """Attention over MPI ranks against torch's fused attention in one process: speed, masks,
+    exposed communication, overhead, memory, accuracy.
     """
     from burst_rt.launch.run import launch
 

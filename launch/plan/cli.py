@@ -20,7 +20,6 @@ from rich.table import Table
 from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.model import (
-    MASKS,
     Model,
     ModelForecast,
     Phase,
@@ -30,35 +29,24 @@ from burst_rt.launch.plan.model import (
     published_mask,
     tile_of,
 )
+from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.where import machine_options
 from burst_rt.planning.forecast import CANDIDATES
 from burst_rt.planning.machines import load_hardware
 from burst_rt.runtime.calibrated import calibrated_path
 from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["calibrate", "parse_tokens", "plan", "simulate"]
+__all__ = ["calibrate", "plan", "simulate"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _STRATEGIES = (*CANDIDATES, *TENSOR_PARALLEL)
 
 
-def parse_tokens(text: str) -> int:
-    """A number of tokens: "131072", "128K" or "1M" (1,024 and 1,024 x 1,024). Raises InputError."""
-    number, unit = text[:-1], text[-1:].upper()
-    if unit not in ("K", "M"):
-        number, unit = text, ""
-    if not number.isdecimal() or not int(number):
-        raise InputError(
-            f"--seq: expected a number of tokens such as 131072, 128K or 1M, got {text!r}"
-        )
-    return int(number) * {"": 1, "K": 1 << 10, "M": 1 << 20}[unit]
-
-
-def _about(*masks: str) -> Callable[[_F], _F]:
+def _about(*, published: bool = False) -> Callable[[_F], _F]:
     """The options of `simulate` and `plan` that say what is computed where.
 
-    Both commands have the same defaults, so that their figures can be compared. masks: choices of
-    --mask beside the usual masks.
+    Both commands have the same defaults, so that their figures can be compared. published: whether
+    --mask takes this word, too.
     """
     options = [
         click.option(
@@ -100,12 +88,11 @@ def _about(*masks: str) -> Callable[[_F], _F]:
         ),
         click.option(
             "--mask",
-            type=click.Choice([*masks, *MASKS]),
             default="causal",
             show_default=True,
-            help="Mask of the attention."
+            help=MASK_HELP
             + " published: as in the BurstAttention paper, whose rings compute all scores."
-            * bool(masks),
+            * published,
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
@@ -119,7 +106,7 @@ def _about(*masks: str) -> Callable[[_F], _F]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@_about("published")
+@_about(published=True)
 @click.option(
     "--strategy",
     required=True,
@@ -148,6 +135,7 @@ def simulate(
     """
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
     taken = published_mask(strategy) if mask == "published" else mask
+    fitting_mask(taken, parse_tokens(seq_text), batch)
     found = forecast_model(
         model, strategy, world, parse_tokens(seq_text), machine, phase, mask=taken, batch=batch
     )
@@ -180,6 +168,7 @@ def plan(
         _spread(load_hardware(hardware), world, nodes),
         parse_tokens(seq_text),
     )
+    fitting_mask(mask, seq_len, batch)
     found: list[ModelForecast] = []
     refused: dict[str, str] = {}
     with _progress(_STRATEGIES) as strategies:

@@ -15,16 +15,15 @@ from typing import Literal, TypeAlias
 
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Causal, Full
+from burst_rt.launch.plan.words import parse_mask
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "MASKS", "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model",
+    "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model",
     "parse_model", "published_mask", "tile_of",
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
-MASKS = {"full": Full(), "causal": Causal()}
 _INPUT_BYTES = 2
 _ADAMW_BYTES = 12
 
@@ -230,7 +229,7 @@ def _layer(
         strategy,
         batch,
         _INPUT_BYTES,
-        MASKS[mask],
+        parse_mask(mask),
         ranks_per_node=even,
     )
 

@@ -135,7 +135,14 @@ def leave():
     pathlib.Path("left_at").write_text(str(time.time()))
     {"exit-0": lambda: sys.exit(0), "exit-3": lambda: sys.exit(3),
     "os-exit-0": lambda: os._exit(0)}[how]()
-leaver = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1"
+def told(name):
+    return int(os.environ.get(f"OMPI_COMM_WORLD_{name}", os.environ.get(f"PMI_{name}")))
+rank, size = told("RANK"), told("SIZE")
+leaver = rank == 1
+# All ranks go on together, however long each took to import.
+pathlib.Path(f"imported-{rank}").touch()
+while not all(pathlib.Path(f"imported-{other}").exists() for other in range(size)):
+    time.sleep(0.02)
 if when == "before MPI":
     if leaver:
         leave()

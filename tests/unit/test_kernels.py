@@ -218,7 +218,7 @@ def assert_right_in_tiles(kernel: Kernel, block: Block, *, split: bool) -> None:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every piece crosses them, and divides by none."""
     monkeypatch.setattr("burst_rt.kernels.cpu._PART", _Part(32, 48, 1))
-    monkeypatch.setattr("burst_rt.kernels.cpu._MASKED_PART", _Part(21, 21, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", _Part(21, 21, 1))
 
 
 @pytest.mark.parametrize("name", PIECES)

@@ -29,6 +29,7 @@ from burst_rt import (
 )
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels import sum_dtype
+from burst_rt.planning.masks import pieces
 
 _BATCH = 2
 
@@ -181,8 +182,13 @@ _EACH = 15
 
 
 @pytest.mark.parametrize("part", range(_DRAWN // _EACH))
-def test_drawn_masks(part: int) -> None:
-    """`&` and `|` of masks, whose cells `test_spans.py` compares with booleans."""
+def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`&` and `|` of masks, whose cells `test_spans.py` compares with booleans.
+
+    In every other part, short runs of rows are pieces of their own, too.
+    """
+    if part % 2:
+        monkeypatch.setattr(pieces, "_FEW_ROWS", 3)
     for seed in range(part * _EACH, (part + 1) * _EACH):
         chance = random.Random(seed)
         q_len = chance.choice([1, 30, 64, 97])
@@ -210,7 +216,7 @@ def test_parts_of_long_tiles(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> Non
     """Tiles larger than what the fused kernel is given at once."""
     from burst_rt.kernels import cpu
 
-    monkeypatch.setattr(cpu, "_MASKED_PART", cpu._Part(48, 80, 1))
+    monkeypatch.setattr(cpu, "_SMALL_PART", cpu._Part(48, 80, 1))
     case = Case(512, heads=4, kv_heads=2, batch=2, mask=mask)
     truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(512, 512, 2)))
     for world in (1, 2, 3):

@@ -5,6 +5,8 @@ out-of-memory rows, models by their sizes.
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +14,6 @@ from click.testing import CliRunner
 from burst_rt.baselines.layers import LayerShape
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
-from burst_rt.launch.plan.cli import parse_tokens
 from burst_rt.launch.plan.model import (
     MODELS,
     fewest_ranks,
@@ -22,7 +23,9 @@ from burst_rt.launch.plan.model import (
     tile_of,
 )
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
+from burst_rt.launch.plan.words import parse_mask, parse_tokens
 from burst_rt.planning.machines import load_hardware
+from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow
 
 _LLAMA = MODELS["llama-7b"]
 _A100 = load_hardware("a100-pcie")
@@ -102,6 +105,76 @@ def test_tokens(text: str, tokens: int) -> None:
 def test_tokens_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="--seq"):
         parse_tokens(text)
+
+
+def test_masks_in_words(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths"
+    lengths.write_text("[100, 28]\n128", encoding="utf-8")
+    for text, mask in {
+        "full": Full(),
+        "window:4K": SlidingWindow(4096),
+        "window:64,8": SlidingWindow(64, 8),
+        "window:0": SlidingWindow(0),
+        "window:4K,0": SlidingWindow(4096),
+        "chunked:8K": Causal() & Chunked(8192),
+        "causal & first:4 | window:1023": Causal() & First(4) | SlidingWindow(1023),
+        "prefix:1K&first:2K": Prefix(1024) & First(2048),
+        f"documents:{lengths}": Causal() & Documents([100, 28, 128]),
+    }.items():
+        assert parse_mask(text) == mask
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected full, causal, window:"),
+        ("diagonal", 'got "diagonal"'),
+        ("window", 'got "window"'),
+        ("window:4,5,6", r"window: expected a number of tokens .* got '5,6'"),
+        ("causal&&first:4", 'got ""'),
+        ("documents:nowhere", "file of documents cannot be read"),
+        ("documents:a\0b", "file of documents cannot be read"),
+        ("chunked:0", "size must be"),
+        ("window:99999999999999999999", "window: expected a number"),
+    ],
+)
+def test_masks_in_words_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        parse_mask(text)
+
+
+def test_a_window_is_cheaper_than_a_causal_mask_and_documents_must_fit(tmp_path: Path) -> None:
+    words = [
+        "plan",
+        "--world",
+        "4",
+        "--hardware",
+        "a100-pcie",
+        "--seq",
+        "16K",
+        "--phase",
+        "first-token",
+        "--json",
+        "--mask",
+    ]
+    lengths = tmp_path / "lengths"
+    lengths.write_text("4096 12288", encoding="utf-8")
+    times = []
+    for mask in ("causal", "window:1023", f"documents:{lengths}"):
+        done = CliRunner().invoke(cli, [*words, mask])
+        times.append(min(found["time_s"] for found in json.loads(done.stdout)["strategies"]))
+    causal, window, documents = times
+    assert window < documents < causal
+    for wrong, said in {
+        "4096": "does not fit --seq and --batch: .* has 4096 keys",
+        "4096 1.5": "expected a number of tokens .* got '1.5'",
+        "": "expected the tokens of each document, got nothing",
+    }.items():
+        lengths.write_text(wrong, encoding="utf-8")
+        parse_mask.cache_clear()
+        done = CliRunner().invoke(cli, [*words, f"documents:{lengths}"])
+        assert isinstance(done.exception, InputError)
+        assert re.search(said, str(done.exception))
 
 
 def test_simulate_prints_json() -> None:

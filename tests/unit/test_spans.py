@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,20 @@ from burst_rt import (
     BlockSparse,
     Causal,
     Chunked,
+    Context,
     Documents,
     First,
     Full,
     Mask,
     Prefix,
     SlidingWindow,
+    Spans,
+    burst_attention,
+    run_local,
 )
+from burst_rt.attention.mask_check import check_mask
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Relation, spans_of
+from burst_rt.planning.masks import Piece, Relation, pieces, spans_of
 from burst_rt.planning.masks.spans import END
 
 _SIZES = [Sizes(24, 24, 1), Sizes(40, 40, 3), Sizes(17, 33, 2), Sizes(33, 17, 1), Sizes(1, 6, 1)]
@@ -109,6 +115,62 @@ def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
         assert relation is not Relation.FULL or part.all()
 
 
+def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> torch.Tensor:
+    """Bool `[rows, columns]` of the tile: what a kernel computes for the piece."""
+    cells = torch.zeros(len(q), len(kv), dtype=torch.bool)
+    shape = piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start
+    part = torch.ones(shape, dtype=torch.bool)
+    if piece.diagonal:
+        part = part.tril()
+    elif piece.upper:
+        assert shape[0] == shape[1]
+        part = part.triu()
+    elif piece.masked:
+        rows, columns = (torch.tensor([*x]) for x in (q[piece.rows], kv[piece.columns]))
+        part = mask.allows(rows[:, None], columns[None, :])
+    cells[piece.rows, piece.columns] = part
+    return cells
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(_TREES, st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 3, 64]))
+def test_pieces_are_what_is_seen_each_once(
+    tree: Any, q_step: int, kv_step: int, few_rows: int
+) -> None:
+    mask, cells = _built(tree)
+    q, kv = range(0, 24, q_step), range(kv_step - 1, 24, kv_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_FEW_ROWS", few_rows)
+        patch.setattr(pieces, "_MASKED_ROWS", 7)
+        found = mask.pieces(q, kv)
+    seen = [_cells(piece, mask, q, kv) for piece in found]
+    times = torch.zeros(len(q), len(kv), dtype=torch.int64)
+    for part in seen:
+        times += part
+    assert times.equal(cells[list(q)][:, list(kv)].long())
+    assert [piece.num_cells for piece in found] == [int(part.sum()) for part in seen]
+
+
+@pytest.mark.parametrize(
+    ("mask", "kinds"),
+    [
+        # A triangle on either side of a rectangle, for each run of rows as long as the window.
+        (SlidingWindow(99), {"diagonal": 11, "upper": 10, "whole": 10, "masked": 0}),
+        (Causal() & Documents([300, 500, 200]), {"diagonal": 3, "upper": 0, "masked": 0}),
+        (Prefix(400), {"diagonal": 1, "upper": 0, "whole": 2, "masked": 0}),
+        (Causal() & Chunked(250), {"diagonal": 4, "upper": 0, "whole": 0, "masked": 0}),
+        (Documents([10] * 100), {"diagonal": 0, "upper": 0, "whole": 0, "masked": 2}),
+        (SlidingWindow(20), {"diagonal": 1, "upper": 0, "whole": 0, "masked": 2}),
+    ],
+    ids=str,
+)
+def test_masks_in_rectangles_and_triangles(mask: Mask, kinds: dict[str, int]) -> None:
+    found = mask.pieces(range(1000), range(1000))
+    assert {kind: sum(getattr(piece, kind) for piece in found) for kind in kinds} == kinds, found
+    seen = int(cells_of(mask, Sizes(1000, 1000, 1)).sum())
+    assert sum(piece.num_cells for piece in found) == seen
+
+
 def test_streaming_llm_in_spans() -> None:
     mask = Causal() & (First(4) | SlidingWindow(3))
     starts, stops = mask.spans(np.array([2, 6, 7, 9]))
@@ -128,6 +190,116 @@ def test_equal_masks_are_one_mask(name: str) -> None:
     assert hash(mask) == hash(again)
     assert repr(mask) == repr(again)
     assert len(repr(mask)) < 400
+
+
+def test_a_subclass_that_says_otherwise_has_no_spans() -> None:
+    class Earlier(Causal):
+        def allows(self, q_position: Any, kv_position: Any) -> Any:
+            return kv_position < q_position
+
+        def relation(self, q: range, kv: range) -> Relation:
+            return Relation.PARTIAL
+
+        def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+            return Mask.pieces(self, q, kv)
+
+    class Named(SlidingWindow):
+        """Nothing new."""
+
+    class Wider(Earlier):
+        def spans(self, q: Any) -> Any:
+            return SlidingWindow(9).spans(q)
+
+    kinds = (Causal(), Earlier(), Named(3), Wider(), Causal() & Earlier())
+    assert [mask.has_spans for mask in kinds] == [True, False, True, True, False]
+    layouts: list[torch.Tensor] = []
+
+    def run(ctx: Context) -> None:
+        layout = ctx.layout(40)
+        q, k, v = (torch.randn(1, layout.shard_len, 2, 16) for _ in range(3))
+        _, lse = burst_attention(q, k, v, mask=Earlier(), layout=layout, return_lse=True)
+        layouts.append(layout.unshard(lse, dim=2))
+
+    run_local(2, run)
+    # The first query sees nothing; under Causal it would see itself.
+    assert [float(lse[0, 0, 0]) for lse in layouts] == [-torch.inf] * 2
+
+
+@dataclass(frozen=True)
+class Own(Mask):
+    """What a user writes: spans alone."""
+
+    width: int
+    wrong: str = ""
+
+    def spans(self, q: Any) -> Any:
+        starts, stops = (q - self.width)[None, :, None], (q + 1)[None, :, None]
+        if self.wrong == "twice":
+            starts, stops = (np.repeat(bound, 2, axis=2) for bound in (starts, stops))
+        if self.wrong == "type":
+            starts = starts.astype(np.int32)
+        if self.wrong == "rows":
+            starts, stops = starts[:, :1], stops[:, :1]
+        return (starts, stops) if self.wrong == "tuple" else Spans(starts, stops)
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        if self.wrong == "other":
+            return kv_position <= q_position
+        return super().allows(q_position, kv_position)
+
+
+def test_a_mask_of_ones_own_needs_spans_alone() -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        layout = ctx.layout(90)
+        x = torch.randn(1, 90, 2, 16, generator=torch.Generator().manual_seed(0))
+        shard = layout.shard(x)
+        masks = (Own(7), SlidingWindow(7))
+        return [burst_attention(shard, shard, shard, mask=mask, layout=layout) for mask in masks]
+
+    for mine, window in run_local(3, run):
+        assert mine.equal(window)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("twice", "must be sorted"),
+        ("type", r"two int64 arrays \[1, 5, spans\]"),
+        ("rows", r"two int64 arrays \[1, 5, spans\]"),
+        ("tuple", r"must return a burst_rt\.Spans"),
+        ("other", "spans and allows must say the same"),
+    ],
+)
+def test_wrong_spans_are_found(wrong: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_mask(Own(3, wrong), 90, 90)
+
+
+def test_places_of_documents_reach_masks_of_ones_own() -> None:
+    """In each document the last query stands at the last key, for any mask with spans."""
+    documents = Documents([2, 2], [3, 3])
+    sizes = Sizes(4, 6, 1)
+    assert cells_of(Own(9) & documents, sizes).equal(cells_of(Causal() & documents, sizes))
+    rows = Documents([[2, 2], [1, 3]], [[3, 3], [4, 2]])
+    both = [cells_of(mask & rows, Sizes(4, 6, 2)) for mask in (Own(9), Causal())]
+    assert both[0].equal(both[1])
+
+
+@pytest.mark.parametrize("far", [2**48, 2**63 - 1, 2**63, 2**70])
+def test_numbers_beyond_every_sequence(far: int) -> None:
+    sizes = Sizes(9, 9, 1)
+    causal, full = cells_of(Causal(), sizes), cells_of(Full(), sizes)
+    assert cells_of(SlidingWindow(far), sizes).equal(causal)
+    assert cells_of(SlidingWindow(far, far), sizes).equal(full)
+    for mask in (Prefix(far), First(far), Chunked(far), Prefix((far,))):
+        assert cells_of(mask, sizes)[0].equal(full[0])
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    assert SlidingWindow(np.int64(3)) == SlidingWindow(3)
+    assert Prefix([np.int32(3), 4]) == Prefix((3, 4))  # type: ignore[arg-type]
+    assert Documents([torch.tensor([3, 5]), torch.tensor([8])]) == Documents([[3, 5], [8]])
+    assert Documents([3, 0, 5]) == Documents([3, 5])
 
 
 def test_masks_that_differ_say_so() -> None:
@@ -182,7 +354,7 @@ def _odd(value: Any) -> Any:
         (lambda: Documents(kv_lengths=[3]), "got kv_lengths"),
         (lambda: Documents([]), "lengths must be integers"),
         (lambda: Documents([0, 0]), "at least 1, got \\[0\\]"),
-        (lambda: Documents([3, -1, 4]), "must be at least 0, got -1 for document 1"),
+        (lambda: Documents([3, -1, 4]), r"must be at least 0 and .* got -1 for document 1"),
         (lambda: Documents([1.5, 2.5]), "must be integers"),
         (lambda: Documents([[3, 5], [4, 5]]), r"the same number of queries, .* got \[8, 9\]"),
         (lambda: Documents(cu_seqlens=[1, 3]), "must begin with 0"),
@@ -202,6 +374,12 @@ def _odd(value: Any) -> Any:
             "both say where queries stand",
         ),
         (lambda: Prefix((1, 2)) & Documents([[3], [3], [3]]), "different numbers of batch rows"),
+        (
+            lambda: Causal() & Documents([1, 2], [3, 4]) | SlidingWindow(3) & Documents([3], [7]),
+            "both say where queries stand",
+        ),
+        (lambda: BlockSparse([[True]], 9) & Documents([1, 2], [3, 4]), "and not with BlockSparse"),
+        (lambda: Documents([2**63 - 1, 2**63 - 1, 4]), r"at most 2\*\*48"),
     ],
 )
 def test_bad_masks_are_refused(make: Any, said: str) -> None:

@@ -42,7 +42,7 @@ def _drawn(seed: int) -> _Tile:
     if how == "|":
         mask, truth = mask | second, truth | truths
     # Where queries stand elsewhere for one of two masks, `&` is another mask than both.
-    elif how == "&" and not (mask.moves or second.moves):
+    elif how == "&" and mask.mover is None and second.mover is None:
         mask, truth = mask & second, truth & truths
     world = rng.choice((1, 2, 3))
     q_blocks, kv_blocks = (

@@ -9,7 +9,6 @@ from burst_rt.planning.masks.base import (
     Both,
     Either,
     Mask,
-    Piece,
     Relation,
     Rule,
     positions_of,
@@ -17,11 +16,13 @@ from burst_rt.planning.masks.base import (
 )
 from burst_rt.planning.masks.blocks import BlockSparse
 from burst_rt.planning.masks.documents import Documents
+from burst_rt.planning.masks.pieces import MOST_SPANS, Piece
 from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
 from burst_rt.planning.masks.spans import Spans
 
 __all__ = [
     "MASKS",
+    "MOST_SPANS",
     "BlockSparse",
     "Both",
     "Causal",

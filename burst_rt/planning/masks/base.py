@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from inspect import get_annotations
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning import numbers
-from burst_rt.planning.masks.spans import Positions, Spans, intersect, unite
+from burst_rt.planning.masks.pieces import MOST_SPANS, Piece, cut
+from burst_rt.planning.masks.spans import Positions, Spans, beside, intersect, unite
 from burst_rt.planning.numbers import Numbers
 
 __all__ = [
@@ -34,12 +35,14 @@ __all__ = [
     "Both",
     "Either",
     "Mask",
-    "Piece",
     "Relation",
     "Rule",
     "positions_of",
     "spans_of",
 ]
+
+# So many rows of a tile say whether its rows see many spans each.
+_SAMPLED_ROWS = 256
 
 
 class Relation(Enum):
@@ -48,33 +51,6 @@ class Relation(Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     FULL = "full"
-
-
-class Piece(NamedTuple):
-    """A part of a tile that a kernel can do in one go.
-
-    Rows are counted from the start of the q-block, columns from the start of the kv-block. Without
-    diagonal and masked, every cell is seen.
-    """
-
-    q_start: int
-    q_stop: int  # one after the last row
-    kv_start: int
-    kv_stop: int  # one after the last column
-    diagonal: bool  # row i of the piece sees columns j <= i
-    masked: bool  # the mask itself says which cells are seen
-    # How many cells are seen; the mean where batch rows differ, an upper bound without spans.
-    num_cells: int
-
-    @property
-    def rows(self) -> slice:
-        """The piece's rows of the tile."""
-        return slice(self.q_start, self.q_stop)
-
-    @property
-    def columns(self) -> slice:
-        """The piece's columns of the tile."""
-        return slice(self.kv_start, self.kv_stop)
 
 
 class Rule(Enum):
@@ -91,7 +67,7 @@ class Rule(Enum):
 class Mask:
     """Which (query, key) pairs attend. Immutable, hashable, comparable.
 
-    `a & b` allows what both allow.
+    `a & b` allows what both allow, `a | b` what one of them allows.
     """
 
     # The number is no part of the mask's contents: it is neither compared, nor copied, nor sent.
@@ -100,6 +76,8 @@ class Mask:
     # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
     # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
+    # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
+    _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
     _burst_rt_number: int
 
@@ -120,6 +98,10 @@ class Mask:
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
+        if "spans" in cls.__dict__:
+            cls._spanned = True
+        elif {"allows", "relation", "pieces"} & set(cls.__dict__):
+            cls._spanned = False
         if "rule" in cls.__dict__:
             return
         if "rule" in get_annotations(cls):
@@ -132,7 +114,7 @@ class Mask:
     @property
     def has_spans(self) -> bool:
         """Whether `spans` gives what this mask sees."""
-        return type(self).spans is not Mask.spans
+        return self._spanned
 
     @property
     def batch(self) -> int:
@@ -140,8 +122,13 @@ class Mask:
         return 1
 
     @property
-    def moves(self) -> bool:
-        """Whether queries stand elsewhere for the masks that this mask is combined with."""
+    def mover(self) -> Mask | None:
+        """The mask that says where queries stand for the masks it is combined with; or None."""
+        return None
+
+    @property
+    def by_index(self) -> bool:
+        """Whether the mask goes by a query's index, and so by no place that a mover gives."""
         return False
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
@@ -155,11 +142,14 @@ class Mask:
         return self
 
     def places(self, q: Positions) -> Positions:
-        """Where queries stand for the masks that this mask is combined with by `&`."""
-        return q
+        """Of a mover: where queries stand for the masks it is combined with by `&`.
+
+        int64 `[batch, rows]`.
+        """
+        raise NotImplementedError
 
     def spans(self, q: Positions) -> Spans:
-        """What queries at these positions see. q: int64 `[rows]`, or `[batch, rows]`."""
+        """What queries at these positions see. q: int64 `[rows]`."""
         raise NotImplementedError
 
     def relation(self, q: range, kv: range) -> Relation:
@@ -176,8 +166,8 @@ class Mask:
     def allows(self, q_position: Any, kv_position: Any) -> Any:
         """True where the query sees the key.
 
-        Takes two ints, or two integer tensors that broadcast. A mask without spans uses operators
-        only.
+        Takes two ints, or two integer tensors that broadcast. The answer of a mask that tells batch
+        rows apart has the batch in front. An author who writes this method uses operators only.
         """
         is_tensor = hasattr(q_position, "new_tensor")
         q, kv = (
@@ -198,11 +188,14 @@ class Mask:
         relation = self.relation(q, kv)
         if relation is Relation.EMPTY:
             return ()
-        masked, num_cells = relation is Relation.PARTIAL, len(q) * len(kv)
+        masked = relation is Relation.PARTIAL
+        num_cells = len(q) * len(kv)
         if masked and self.has_spans:
-            num_cells = spans_of(self, q).num_cells(kv)
-            if not num_cells:
-                return ()
+            some = q[:: -(-len(q) // _SAMPLED_ROWS)]
+            sampled = spans_of(self, some)
+            if sampled.width <= MOST_SPANS:
+                return cut(spans_of(self, q).columns(kv))
+            num_cells = sampled.num_cells(kv) * len(q) // len(some)
         return (Piece(0, len(q), 0, len(kv), False, masked, num_cells),)
 
     def __and__(self, other: Mask) -> Mask:
@@ -225,7 +218,13 @@ def positions_of(positions: range) -> Positions:
     return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
 
 
-@lru_cache(maxsize=64)
+def _by_row(mask: Mask, places: Positions) -> Spans:
+    """What queries see that stand at other places in each batch row; places: `[batch, rows]`."""
+    rows = [mask.spans(row) for row in places]
+    return beside([spans.row(number) for number, spans in enumerate(rows)], axis=0)
+
+
+@lru_cache(maxsize=16)
 def spans_of(mask: Mask, q: range) -> Spans:
     """What queries at a range of positions see. Cached, because planning asks many times."""
     return mask.spans(positions_of(q))
@@ -239,6 +238,12 @@ class _Pair(Mask):
     second: Mask
 
     def __post_init__(self) -> None:
+        movers = [part.mover for part in (self.first, self.second) if part.mover]
+        if len(movers) == 2 and movers[0] != movers[1]:
+            raise InputError(
+                f"{movers[0]!r} and {movers[1]!r}: both say where queries stand in their "
+                "documents; combine the lengths into one Documents"
+            )
         batches = {self.first.batch, self.second.batch} - {1}
         if len(batches) == 2:
             raise InputError(
@@ -257,9 +262,14 @@ class _Pair(Mask):
         return max(self.first.batch, self.second.batch)
 
     @property
-    def moves(self) -> bool:
-        """See `Mask.moves`: one of the masks does."""
-        return self.first.moves or self.second.moves
+    def mover(self) -> Mask | None:
+        """See `Mask.mover`."""
+        return self.first.mover or self.second.mover
+
+    @property
+    def by_index(self) -> bool:
+        """See `Mask.by_index`."""
+        return self.first.by_index or self.second.by_index
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`."""
@@ -272,40 +282,34 @@ class _Pair(Mask):
         same = first is self.first and second is self.second
         return self if same else type(self)(first, second)
 
-    def places(self, q: Positions) -> Positions:
-        """See `Mask.places`: as the mask says that moves queries."""
-        return (self.first if self.first.moves else self.second).places(q)
-
 
 class Both(_Pair):
     """Allows what two masks both allow; made by `a & b`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.moves:
-            return
-        if self.first.moves and self.second.moves:
-            raise InputError(
-                f"{self.first!r} & {self.second!r}: both say where queries stand in their "
-                "documents; combine the lengths into one Documents"
-            )
-        if not self.has_spans:
+        if self.mover is not None and (self.by_index or not self.has_spans):
             raise InputError(
                 f"{self.first!r} & {self.second!r}: Documents(q_lengths, kv_lengths) combines with "
-                "masks that have spans; write `spans` for a mask of your own"
+                "masks that have spans, and not with BlockSparse; write `spans` for a mask of your "
+                "own"
             )
 
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""
-        places = self.places(q) if self.moves else q
+        mover = self.mover
+        if mover is None:
+            return intersect(self.first.spans(q), self.second.spans(q))
+        places = mover.places(q)
         first, second = (
-            part.spans(q if part.moves else places) for part in (self.first, self.second)
+            part.spans(q) if part.mover else _by_row(part, places)
+            for part in (self.first, self.second)
         )
         return intersect(first, second)
 
     def relation(self, q: range, kv: range) -> Relation:
         """EMPTY if either mask says EMPTY, FULL if both say FULL."""
-        if self.moves:
+        if self.mover:
             return super().relation(q, kv)
         relations = {self.first.relation(q, kv), self.second.relation(q, kv)}
         if Relation.EMPTY in relations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +71,11 @@ class BlockSparse(Mask):
         """See `Mask.batch`."""
         return len(self._table)
 
+    @property
+    def by_index(self) -> bool:
+        """See `Mask.by_index`: yes."""
+        return True
+
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`: the table must have a block for every token, and no more."""
         _, rows, columns = self._table.shape
@@ -85,18 +91,14 @@ class BlockSparse(Mask):
         """See `Mask.bound`: positions of queries become indices by the lengths."""
         if q_len == kv_len:
             return self
-        mask = BlockSparse(self._table, self._block)
+        mask = copy(self)
         mask._shift = kv_len - q_len
         return mask
 
     def spans(self, q: Positions) -> Spans:
         """The runs of blocks that the query's row of the table names."""
         block = (q - self._shift) // self._block
-        if block.ndim == 1:
-            return Spans(*(bounds[:, block] for bounds in self._runs))
-        batch = np.arange(len(block))[:, None]
-        tables = (np.broadcast_to(x, (len(block), *x.shape[1:])) for x in self._runs)
-        return Spans(*(bounds[batch, block] for bounds in tables))
+        return Spans(*(bounds[:, block] for bounds in self._runs))
 
     def relation(self, q: range, kv: range) -> Relation:
         """Reads the blocks that hold the first to the last position."""

@@ -15,6 +15,7 @@ from burst_rt.planning.masks.spans import END, Positions, Spans
 __all__ = ["Documents"]
 
 _PADDING = -1
+_MOST_TOKENS = 1 << 48  # of a sequence
 
 
 class _Row(NamedTuple):
@@ -62,18 +63,7 @@ class Documents(Mask):
         }  # fmt: skip
         names = [name for name, value in given.items() if value is not None]
         if names == ["q_lengths", "kv_lengths"]:
-            q_rows = _bounds_of("q_lengths", q_lengths)
-            kv_rows = _bounds_of("kv_lengths", kv_lengths)
-            if [len(row) for row in q_rows] != [len(row) for row in kv_rows]:
-                raise InputError(
-                    "Documents: q_lengths and kv_lengths must name as many documents, got "
-                    f"{[len(row) - 1 for row in q_rows]} and {[len(row) - 1 for row in kv_rows]}, "
-                    "by batch row"
-                )
-            rows = [
-                _Row(q, kv, np.ones(len(q) - 1, bool))
-                for q, kv in zip(q_rows, kv_rows, strict=True)
-            ]
+            rows = _by_both(q_lengths, kv_lengths)
         elif names in (["lengths"], ["cu_seqlens"], ["ids"], ["position_ids"]):
             (name,) = names
             rows = _MAKERS[name](name, given[name])
@@ -84,15 +74,8 @@ class Documents(Mask):
             )
         self._rows = tuple(rows)
         self._moves = "q_lengths" in names
-        for side, totals in (
-            ("queries", {int(row.q[-1]) for row in rows}),
-            ("keys", {int(row.kv[-1]) for row in rows}),
-        ):
-            if len(totals) > 1 or 0 in totals:
-                raise InputError(
-                    f"Documents: every batch row must have the same number of {side}, at least 1, "
-                    f"got {[int((row.q if side == 'queries' else row.kv)[-1]) for row in rows]}"
-                )
+        _check_totals("queries", [int(row.q[-1]) for row in rows])
+        _check_totals("keys", [int(row.kv[-1]) for row in rows])
         parts = [part.tobytes() for row in rows for part in row]
         self._digest = hashlib.sha256(
             b"".join(len(part).to_bytes(8, "little") + part for part in parts)
@@ -118,9 +101,9 @@ class Documents(Mask):
         return len(self._rows)
 
     @property
-    def moves(self) -> bool:
-        """See `Mask.moves`: with q_lengths and kv_lengths."""
-        return self._moves
+    def mover(self) -> Mask | None:
+        """See `Mask.mover`: with q_lengths and kv_lengths."""
+        return self if self._moves else None
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`: the documents must have as many tokens as the call."""
@@ -182,8 +165,18 @@ class Documents(Mask):
 
 
 def _row(q: Positions, kv: Positions) -> _Row:
-    """A batch row without padding."""
+    """A batch row without padding. Documents without a token are left out."""
+    kept = np.append(True, (np.diff(q) > 0) | (np.diff(kv) > 0))
+    q, kv = q[kept], kv[kept]
     return _Row(q, kv, np.ones(len(q) - 1, bool))
+
+
+def _check_totals(side: str, totals: list[int]) -> None:
+    if len(set(totals)) > 1 or 0 in totals:
+        raise InputError(
+            f"Documents: every batch row must have the same number of {side}, at least 1, got "
+            f"{totals}"
+        )
 
 
 def _keys(row: _Row, document: Positions) -> tuple[Positions, Positions]:
@@ -208,7 +201,7 @@ def _integers(name: str, value: Any) -> Positions:
 
 def _vectors(name: str, value: Any) -> list[Positions]:
     """One vector for each batch row; the vectors may differ in length."""
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+    if isinstance(value, (list, tuple)) and value and hasattr(value[0], "__len__"):
         return [_integers(name, row).reshape(-1) for row in value]
     return list(np.atleast_2d(_integers(name, value)))
 
@@ -217,13 +210,26 @@ def _bounds_of(name: str, value: Any) -> list[Positions]:
     """Cumulative sums of lengths, by batch row."""
     found = []
     for lengths in _vectors(name, value):
-        if lengths.min() < 0:
-            raise InputError(
-                f"Documents: {name} must be at least 0, got {int(lengths.min())} for document "
-                f"{int(lengths.argmin())}"
-            )
+        for wrong, at in ((lengths.min(), lengths.argmin()), (lengths.max(), lengths.argmax())):
+            if not 0 <= wrong <= _MOST_TOKENS:
+                raise InputError(
+                    f"Documents: {name} must be at least 0 and at most 2**48, got {int(wrong)} for "
+                    f"document {int(at)}"
+                )
         found.append(np.concatenate([[0], np.cumsum(lengths)]))
     return found
+
+
+def _by_both(q_lengths: Any, kv_lengths: Any) -> list[_Row]:
+    q, kv = _bounds_of("q_lengths", q_lengths), _bounds_of("kv_lengths", kv_lengths)
+    q_counts = [len(row) - 1 for row in q]
+    kv_counts = [len(row) - 1 for row in kv]
+    if q_counts != kv_counts:
+        raise InputError(
+            "Documents: q_lengths and kv_lengths must name as many documents, got "
+            f"{q_counts} and {kv_counts}, by batch row"
+        )
+    return list(map(_row, q, kv))
 
 
 def _by_lengths(name: str, value: Any) -> list[_Row]:

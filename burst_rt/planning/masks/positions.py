@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from burst_rt.errors import InputError
-from burst_rt.planning.masks.base import Mask, Piece, Relation, Rule
+from burst_rt.planning.masks.base import Mask, Relation, Rule
+from burst_rt.planning.masks.pieces import Piece
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
 __all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow"]
+
+# Further than any key is from any query; numbers beyond it mean as much.
+_FAR = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -71,24 +76,14 @@ class Causal(Mask):
         shift = (q.start - kv.start) // q.step
         first_row, first_column = max(0, -shift), max(0, shift)
         pieces = []
-        if first_column:
-            pieces.append(
-                Piece(
-                    first_row,
-                    len(q),
-                    0,
-                    first_column,
-                    False,
-                    False,
-                    (len(q) - first_row) * first_column,
-                )
-            )
         rows = len(q) - first_row
+        if first_column:
+            box = (first_row, len(q), 0, first_column)
+            pieces.append(Piece(*box, False, False, rows * first_column))
         columns = min(len(kv) - first_column, rows)
         num_cells = columns * (columns + 1) // 2 + (rows - columns) * columns
-        pieces.append(
-            Piece(first_row, len(q), first_column, first_column + columns, True, False, num_cells)
-        )
+        box = (first_row, len(q), first_column, first_column + columns)
+        pieces.append(Piece(*box, True, False, num_cells))
         return tuple(pieces)
 
 
@@ -106,7 +101,8 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name, number in (("left", self.left), ("right", self.right)):
-            if not _is_int(number) or number < -1:
+            object.__setattr__(self, name, _number(number, -1))
+            if getattr(self, name) is None:
                 raise InputError(
                     f"SlidingWindow: {name} must be a number of keys of at least 0, or -1 for no "
                     f"end, got {number!r}"
@@ -114,8 +110,8 @@ class SlidingWindow(Mask):
 
     def spans(self, q: Positions) -> Spans:
         """[i - left, i + right + 1)."""
-        starts = BEGIN if self.left == -1 else q - self.left
-        stops = END if self.right == -1 else q + self.right + 1
+        starts = BEGIN if self.left == -1 else q - min(self.left, _FAR)
+        stops = END if self.right == -1 else q + min(self.right, _FAR) + 1
         return one_span(starts, stops, like=q)
 
     def relation(self, q: range, kv: range) -> Relation:
@@ -138,31 +134,34 @@ class Prefix(Mask):
     length: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        lengths = self.length
-        if isinstance(lengths, Sequence) and not isinstance(lengths, str):
-            lengths = tuple(lengths)
-            object.__setattr__(self, "length", lengths)
-        each = lengths if isinstance(lengths, tuple) else (lengths,)
-        if not each or not all(_is_int(length) and length >= 0 for length in each):
+        given: Any = self.length
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        each = tuple(_number(length, 0) for length in (given if several else (given,)))
+        if not each or None in each:
             raise InputError(
                 "Prefix: length must be a number of keys of at least 0, or a tuple of one for each "
-                f"batch row, got {self.length!r}"
+                f"batch row, got {given!r}"
             )
+        object.__setattr__(self, "length", each if several else each[0])
 
     @property
     def batch(self) -> int:
         """See `Mask.batch`."""
-        return len(self.length) if isinstance(self.length, tuple) else 1
+        return len(self._each)
+
+    @property
+    def _each(self) -> tuple[int, ...]:
+        return self.length if isinstance(self.length, tuple) else (self.length,)
 
     def spans(self, q: Positions) -> Spans:
         """[0, max(length, i + 1))."""
-        lengths = np.asarray(self.length, np.int64).reshape(-1, 1)
+        lengths = np.array([min(length, _FAR) for length in self._each], np.int64)[:, None]
         stops = np.maximum(lengths, q + 1)
         return one_span(BEGIN, stops, like=stops)
 
     def relation(self, q: range, kv: range) -> Relation:
         """Compares the first and last positions with the shortest and the longest prefix."""
-        each = self.length if isinstance(self.length, tuple) else (self.length,)
+        each = self._each
         if kv[0] > q[-1] and kv[0] >= max(each):
             return Relation.EMPTY
         return Relation.FULL if kv[-1] <= q[0] or kv[-1] < min(each) else Relation.PARTIAL
@@ -179,14 +178,16 @@ class First(Mask):
     count: int
 
     def __post_init__(self) -> None:
-        if not _is_int(self.count) or self.count < 0:
+        count = _number(self.count, 0)
+        if count is None:
             raise InputError(
                 f"First: count must be a number of keys of at least 0, got {self.count!r}"
             )
+        object.__setattr__(self, "count", count)
 
     def spans(self, q: Positions) -> Spans:
         """[0, count)."""
-        return one_span(BEGIN, self.count, like=q)
+        return one_span(BEGIN, min(self.count, _FAR), like=q)
 
     def relation(self, q: range, kv: range) -> Relation:
         """Compares the positions of the keys with the count."""
@@ -206,15 +207,18 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        if not _is_int(self.size) or self.size < 1:
+        size = _number(self.size, 1)
+        if size is None:
             raise InputError(
                 f"Chunked: size must be a number of keys of at least 1, got {self.size!r}"
             )
+        object.__setattr__(self, "size", size)
 
     def spans(self, q: Positions) -> Spans:
         """The query's chunk."""
-        starts = q // self.size * self.size
-        return one_span(starts, starts + self.size, like=q)
+        size = min(self.size, _FAR)
+        starts = q // size * size
+        return one_span(starts, starts + size, like=q)
 
     def relation(self, q: range, kv: range) -> Relation:
         """Compares the chunks of the first and last positions."""
@@ -227,5 +231,12 @@ class Chunked(Mask):
         return Relation.FULL if one else Relation.PARTIAL
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _number(value: object, least: int) -> int | None:
+    """The value as an int, or None where it is no integer of at least `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        number = index(value)  # numpy's integers, too
+    except TypeError:
+        return None
+    return number if number >= least else None

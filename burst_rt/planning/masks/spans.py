@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["BEGIN", "END", "Positions", "Spans", "intersect", "no_spans", "one_span", "unite"]
+__all__ = ["BEGIN", "END", "Positions", "Spans", "beside", "intersect", "one_span", "unite"]
 
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 # Before every key and after every key: a span need not know how many keys there are.
 BEGIN, END = -(1 << 62), 1 << 62
+# How many pairs of spans are compared at once.
+_MOST_COMPARED = 1 << 20
 
 
 class Spans(NamedTuple):
@@ -46,6 +48,15 @@ class Spans(NamedTuple):
             seen |= (start <= kv) & (kv < stop)
         return seen
 
+    def rows(self, at: slice) -> Spans:
+        """The spans of some rows."""
+        return Spans(self.starts[:, at], self.stops[:, at])
+
+    def row(self, number: int) -> Spans:
+        """The spans of one batch row."""
+        at = number if len(self.starts) > 1 else 0
+        return Spans(self.starts[at : at + 1], self.stops[at : at + 1])
+
     def columns(self, kv: range) -> Spans:
         """The same rows, by columns instead of positions: column c stands at position kv[c].
 
@@ -64,23 +75,36 @@ class Spans(NamedTuple):
 
 
 def one_span(starts: Positions | int, stops: Positions | int, like: Positions) -> Spans:
-    """One span a row, empty where stop <= start. The arguments broadcast to `like`.
+    """One span a row, empty where stop <= start.
 
-    like: `[rows]`, or `[batch, rows]`.
+    The arguments broadcast to `like`, which is `[rows]`, or `[batch, rows]`.
     """
     shape = (1, *like.shape) if like.ndim == 1 else like.shape
     first, last = (np.broadcast_to(bound, shape) for bound in (starts, stops))
     return Spans(*(np.where(first < last, x, END)[..., None] for x in (first, last)))
 
 
-def no_spans(rows: int) -> Spans:
-    """Rows that see nothing."""
-    nothing = np.full((1, rows, 1), END)
-    return Spans(nothing, nothing)
+def beside(parts: Sequence[Spans], axis: int) -> Spans:
+    """The spans of all parts. axis: 0, where the parts are batch rows; 1, where they are rows."""
+    width = max(part.width for part in parts)
+    bounds = []
+    for each in zip(*parts, strict=True):
+        padded = [
+            np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2])), constant_values=END) for x in each
+        ]
+        bounds.append(np.concatenate(padded, axis=axis))
+    return Spans(*bounds)
 
 
 def intersect(a: Spans, b: Spans) -> Spans:
-    """The keys that both see: at most `a.width + b.width - 1` spans a row."""
+    """The keys that both see: at most `a.width + b.width - 1` spans a row.
+
+    Every span is compared with every span, some rows at a time.
+    """
+    rows, some = a.starts.shape[1], max(1, _MOST_COMPARED // (a.width * b.width))
+    if rows > some:
+        slices = [slice(start, start + some) for start in range(0, rows, some)]
+        return beside([intersect(a.rows(at), b.rows(at)) for at in slices], axis=1)
     starts = np.maximum(a.starts[..., :, None], b.starts[..., None, :])
     stops = np.minimum(a.stops[..., :, None], b.stops[..., None, :])
     starts, stops = (x.reshape(*x.shape[:2], -1) for x in (starts, stops))

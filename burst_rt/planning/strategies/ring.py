@@ -228,12 +228,10 @@ class Ring:
         )
         block = max(len(b) for blocks in self.travelling for b in blocks)
         lengths = (block, kv_len) if self.queries_travel else (q_len, block)
-        masked = any(
-            piece.masked
-            for blocks in self.travelling
-            for b in blocks
-            for piece in self.pieces(b, rank)
-        )
+        travelling = (b for blocks in self.travelling for b in blocks)
+        pieces = [piece for b in travelling for piece in self.pieces(b, rank)]
+        masked = any(piece.masked for piece in pieces)
+        flipped = any(piece.upper for piece in pieces)
         tile = TileShape(
             problem.batch,
             problem.num_heads,
@@ -241,6 +239,7 @@ class Ring:
             problem.head_dim,
             *lengths,
             problem.mask.batch if masked else 0,
+            flipped,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)
 
@@ -469,8 +468,9 @@ class RingBuilder:
         rows = sum(p.q_stop - p.q_start for p in pieces)
         columns = sum(p.kv_stop - p.kv_start for p in pieces)
         cells = sum(p.num_cells for p in pieces)
-        masked = sum(p.num_cells for p in pieces if p.diagonal or p.masked)
-        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in pieces if p.diagonal)
+        masked = sum(p.num_cells for p in pieces if not p.whole)
+        triangles = (p for p in pieces if p.diagonal or p.upper)
+        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in triangles)
         edge = sum(length * min(length, _EDGE) for length in edges)
         moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes + zeroed_bytes
         return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
@@ -574,7 +574,7 @@ def _moved(piece: Piece, rows: int, columns: int) -> Piece:
 
 def _touch(a: Piece, b: Piece) -> bool:
     """Whether two full rectangles, the second further on, form one rectangle."""
-    if a.diagonal or a.masked or b.diagonal or b.masked:
+    if not a.whole or not b.whole:
         return False
     if a[:2] == b[:2]:
         return a.kv_stop == b.kv_start

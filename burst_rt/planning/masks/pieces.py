@@ -1,0 +1,229 @@
+"""Pieces: the cells of a tile as rectangles and triangles, which kernels do fast.
+
+A window is a lower triangle, a rectangle and an upper triangle for each run of rows; a causal
+document is a rectangle and a lower triangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from burst_rt.planning.masks.spans import Positions, Spans
+
+__all__ = ["MOST_SPANS", "Piece", "cut"]
+
+# Fewer rows than this are not worth a call of a kernel: they go under the mask, many at a time.
+_FEW_ROWS = 64
+_MASKED_ROWS = 512
+# A tile whose rows see more spans than this goes under the mask as a whole.
+MOST_SPANS = 8
+# A tile of more runs than this goes under the mask as a whole.
+_MOST_RUNS = 1024
+
+
+class Piece(NamedTuple):
+    """A part of a tile that a kernel can do in one go.
+
+    Rows are counted from the start of the q-block, columns from the start of the kv-block. Without
+    diagonal, upper and masked, every cell is seen.
+    """
+
+    q_start: int
+    q_stop: int  # one after the last row
+    kv_start: int
+    kv_stop: int  # one after the last column
+    diagonal: bool  # row i of the piece sees columns j <= i
+    masked: bool  # the mask itself says which cells are seen
+    # How many cells are seen; the mean where batch rows differ, an upper bound without spans.
+    num_cells: int
+    upper: bool = False  # row i of the piece sees columns j >= i; as many rows as columns
+
+    @property
+    def rows(self) -> slice:
+        """The piece's rows of the tile."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def columns(self) -> slice:
+        """The piece's columns of the tile."""
+        return slice(self.kv_start, self.kv_stop)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every cell of the piece is seen."""
+        return not (self.diagonal or self.upper or self.masked)
+
+
+class _Run(NamedTuple):
+    """Consecutive rows whose spans begin and end in straight lines."""
+
+    start: int
+    stop: int
+    first: int  # the first column that the first row sees
+    end: int  # one after the last column that the first row sees
+    leans: bool  # whether each row begins one column after the row before; else in the same one
+    grows: bool  # whether each row ends one column after the row before; else in the same one
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def far_end(self) -> int:
+        """One after the last column that any row sees."""
+        return self.end + (self.num_rows - 1) * self.grows
+
+    @property
+    def num_cells(self) -> int:
+        rows = self.num_rows
+        return rows * (self.end - self.first) + rows * (rows - 1) // 2 * (self.grows - self.leans)
+
+    def some(self, start: int, stop: int) -> _Run:
+        """Some of the rows, counted from the start of the tile."""
+        on = start - self.start
+        return self._replace(
+            start=start,
+            stop=stop,
+            first=self.first + on * self.leans,
+            end=self.end + on * self.grows,
+        )
+
+
+def cut(columns: Spans) -> tuple[Piece, ...]:
+    """The cells of a tile as pieces that do not overlap.
+
+    columns: the rows' spans, by columns of the tile. Many short runs of rows become one piece under
+    the mask. So does a whole tile that has too many runs, or whose batch rows differ.
+    """
+    starts, stops = columns
+    if not (starts < stops).any():
+        return ()
+    if len(starts) > 1:
+        return (_box(columns),)
+    runs = [list(_runs(starts[0, :, span], stops[0, :, span])) for span in range(columns.width)]
+    if sum(map(len, runs)) > _MOST_RUNS:
+        return (_box(columns),)
+    if columns.width == 1:
+        return tuple(_few_together(runs[0]))
+    pieces = tuple(piece for group in runs for run in group for piece in _pieces(run))
+    # What the mask shows of a piece's rows and columns must be that piece's alone.
+    return pieces if _apart(pieces) else (_box(columns),)
+
+
+def _box(columns: Spans) -> Piece:
+    """All that is seen, as one piece under the mask."""
+    starts, stops = columns
+    filled = starts < stops
+    rows = np.flatnonzero(filled.any((0, 2)))
+    return Piece(
+        int(rows[0]),
+        int(rows[-1]) + 1,
+        int(starts[filled].min()),
+        int(stops[filled].max()),
+        False,
+        True,
+        -(-int((stops - starts).sum()) // len(starts)),
+    )
+
+
+def _runs(starts: Positions, stops: Positions) -> Iterator[_Run]:
+    """The rows that see something, in runs as long as possible; one span for each row."""
+    filled = starts < stops
+    left, right = np.diff(starts), np.diff(stops)
+    # A step is straight where both differences are 0 or 1.
+    straight = filled[1:] & filled[:-1] & (left >> 1 == 0) & (right >> 1 == 0)
+    kind = np.where(straight, 2 * left + right, -1)
+    edges = np.flatnonzero(np.diff(kind, prepend=-2, append=-2))
+    row = 0  # the first row that is in no run yet
+
+    def alone(stop: int) -> Iterator[_Run]:
+        for here in range(row, stop):
+            if filled[here]:
+                yield _Run(here, here + 1, int(starts[here]), int(stops[here]), False, False)
+
+    # Steps from row a to row a + 1, and so on to row b, are of one kind.
+    for a, b in pairwise(edges.tolist()):
+        if kind[a] < 0:
+            yield from alone(b)
+            row = max(row, b)
+        elif row <= b:
+            leans, grows = kind[a] >= 2, kind[a] % 2 == 1
+            yield _Run(row, b + 1, int(starts[row]), int(stops[row]), bool(leans), bool(grows))
+            row = b + 1
+    yield from alone(len(starts))
+
+
+def _pieces(run: _Run) -> Iterator[Piece]:
+    """The cells of a run of rows."""
+    width = run.end - run.first
+    if not (run.leans and run.grows):
+        yield from _corners(run)
+    elif width <= _FEW_ROWS:
+        # A band too narrow for triangles.
+        for some in _split(run, _MASKED_ROWS):
+            box = (some.start, some.stop, some.first, some.far_end)
+            yield Piece(*box, False, True, some.num_cells)
+    else:
+        # So few rows at a time that the triangles on both sides stay apart.
+        for some in _split(run, width - 1):
+            yield from _corners(some)
+
+
+def _corners(run: _Run) -> Iterator[Piece]:
+    """The cells of a run as a triangle on either side, where there is one, and what is between."""
+    rows, first, end = run.num_rows, run.first, run.end
+    triangle = rows * (rows + 1) // 2
+    if run.leans:
+        box = (run.start, run.stop, first, first + rows)
+        yield Piece(*box, False, False, triangle, upper=True)
+        first += rows
+    if run.grows:
+        end -= 1
+    if first < end:
+        yield Piece(run.start, run.stop, first, end, False, False, rows * (end - first))
+    if run.grows:
+        yield Piece(run.start, run.stop, end, end + rows, True, False, triangle)
+
+
+def _split(run: _Run, most_rows: int) -> Iterator[_Run]:
+    """The run in parts of about the same number of rows."""
+    parts = -(-run.num_rows // most_rows)
+    edges = [run.start + run.num_rows * part // parts for part in range(parts + 1)]
+    yield from (run.some(start, stop) for start, stop in pairwise(edges))
+
+
+def _few_together(runs: list[_Run]) -> Iterator[Piece]:
+    """The pieces of runs of rows that see one span each; runs of few rows share pieces."""
+    together: list[_Run] = []
+    for run in runs:
+        if together and (run.num_rows >= _FEW_ROWS or run.stop - together[0].start > _MASKED_ROWS):
+            yield from _together(together)
+            together = []
+        if run.num_rows >= _FEW_ROWS:
+            yield from _pieces(run)
+        else:
+            together.append(run)
+    if together:
+        yield from _together(together)
+
+
+def _together(runs: list[_Run]) -> Iterator[Piece]:
+    if len(runs) == 1:
+        yield from _pieces(runs[0])
+        return
+    first = min(run.first for run in runs)
+    end = max(run.far_end for run in runs)
+    num_cells = sum(run.num_cells for run in runs)
+    yield Piece(runs[0].start, runs[-1].stop, first, end, False, True, num_cells)
+
+
+def _apart(pieces: tuple[Piece, ...]) -> bool:
+    """Whether no two pieces share a row and a column."""
+    boxes = np.array([piece[:4] for piece in pieces])
+    (top, bottom, left, right), other = boxes.T[..., None], boxes.T[:, None]
+    meet = (top < other[1]) & (other[0] < bottom) & (left < other[3]) & (other[2] < right)
+    return int(meet.sum()) == len(pieces)

@@ -1,0 +1,105 @@
+"""Options that are words: masks, and numbers of tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache, partial, reduce
+from operator import and_, or_
+from pathlib import Path
+
+from burst_rt.errors import InputError
+from burst_rt.planning.masks import (
+    Causal,
+    Chunked,
+    Documents,
+    First,
+    Full,
+    Mask,
+    Prefix,
+    SlidingWindow,
+)
+
+__all__ = ["MASK_HELP", "fitting_mask", "parse_mask", "parse_tokens"]
+
+MASK_HELP = (
+    "Mask of the attention: full, causal, window:LEFT or window:LEFT,RIGHT (keys beside the "
+    "query's own; 4096 or 4K), prefix:N, chunked:N (causal), first:N, documents:FILE (causal; FILE "
+    "has the tokens of each document). a&b allows what both allow, a|b what either allows; & binds "
+    "tighter."
+)
+
+
+@lru_cache(maxsize=64)
+def parse_mask(text: str) -> Mask:
+    """The mask that a text such as "window:4K", "causal&prefix:1024" or "documents:FILE" names.
+
+    Reads the file of `documents:FILE`: numbers with spaces, commas or lines between them. Raises
+    InputError that says what is not understood.
+    """
+    return reduce(or_, (reduce(and_, map(_one, part.split("&"))) for part in text.split("|")))
+
+
+def fitting_mask(text: str, seq_len: int, batch: int) -> Mask:
+    """`parse_mask`, for a sequence of `seq_len` tokens. Raises InputError for other documents."""
+    mask = parse_mask(text)
+    misfit = mask.refuses(seq_len, seq_len, batch)
+    if misfit is not None:
+        raise InputError(f"--mask {text}: does not fit --seq and --batch: {misfit}")
+    return mask
+
+
+def parse_tokens(text: str, option: str = "--seq", least: int = 1) -> int:
+    """A number of tokens such as 131072, 128K or 1M, at least `least`.
+
+    Raises InputError that names the option.
+    """
+    found = re.fullmatch(r"(\d{1,15})([KM]?)", text.strip().upper())
+    if found is None or int(found[1]) < least:
+        raise InputError(
+            f"{option}: expected a number of tokens such as 131072, 128K or 1M, at least {least}, "
+            f"got {text!r}"
+        )
+    return int(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[found[2]]
+
+
+def _window(text: str) -> Mask:
+    left, _, right = text.partition(",")
+    parse = partial(parse_tokens, option="--mask window", least=0)
+    return SlidingWindow(parse(left), parse(right) if right else 0)
+
+
+def _documents(text: str) -> Mask:
+    try:
+        words = re.split(r"[\s,\[\]]+", Path(text).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--mask: the file of documents cannot be read: {error}") from error
+    lengths = [parse_tokens(word, f"--mask: {text}", least=0) for word in words if word]
+    if not lengths:
+        raise InputError(f"--mask: {text}: expected the tokens of each document, got nothing")
+    return Causal() & Documents(lengths)
+
+
+def _of_tokens(kind: Callable[[int], Mask], name: str) -> Callable[[str], Mask]:
+    return lambda text: kind(parse_tokens(text, f"--mask {name}", least=0))
+
+
+_PLAIN: dict[str, Mask] = {"full": Full(), "causal": Causal()}
+_MASKS: dict[str, Callable[[str], Mask]] = {
+    "window": _window,
+    "prefix": _of_tokens(Prefix, "prefix"),
+    "chunked": _of_tokens(lambda size: Causal() & Chunked(size), "chunked"),
+    "first": _of_tokens(First, "first"),
+    "documents": _documents,
+}
+
+
+def _one(text: str) -> Mask:
+    name, colon, argument = text.strip().partition(":")
+    if name in _PLAIN and not colon:
+        return _PLAIN[name]
+    if name in _MASKS and argument:
+        return _MASKS[name](argument)
+    known = ", ".join([*_PLAIN, *(f"{kind}:..." for kind in _MASKS)])
+    raise InputError(f"--mask: expected {known}, joined by & and |, got {json.dumps(text)}")
