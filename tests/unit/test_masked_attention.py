@@ -211,7 +211,20 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         _assert_right(attend_over_threads(world, case), truth, case.dtype)
 
 
-@pytest.mark.parametrize("mask", [Causal() & Documents([100, 3, 409]), SlidingWindow(200, 30)])
+_BLOCKS = torch.rand(2, 128, 128, generator=torch.Generator().manual_seed(0)) < 0.3
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal() & Documents([100, 3, 409]),
+        SlidingWindow(200, 30),
+        # Some 25 spans a row.
+        Causal() & BlockSparse(_BLOCKS[0], 4),
+        BlockSparse(_BLOCKS, 4),
+    ],
+    ids=str,
+)
 def test_parts_of_long_tiles(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles larger than what the fused kernel is given at once."""
     from burst_rt.kernels import cpu

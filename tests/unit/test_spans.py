@@ -296,8 +296,8 @@ def test_numbers_beyond_every_sequence(far: int) -> None:
 
 
 def test_integers_of_numpy_are_integers() -> None:
-    assert SlidingWindow(np.int64(3)) == SlidingWindow(3)
-    assert Prefix([np.int32(3), 4]) == Prefix((3, 4))  # type: ignore[arg-type]
+    assert SlidingWindow(_odd(np.int64(3))) == SlidingWindow(3)
+    assert Prefix(_odd([np.int32(3), 4])) == Prefix((3, 4))
     assert Documents([torch.tensor([3, 5]), torch.tensor([8])]) == Documents([[3, 5], [8]])
     assert Documents([3, 0, 5]) == Documents([3, 5])
 
