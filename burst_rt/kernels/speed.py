@@ -1,10 +1,10 @@
 """Which of several tile kernels is fastest on this machine.
 
 Each kernel is timed once for a class of work, and the answer is kept. A class is chip and versions,
-input type, head size, direction, mask, and whether a tile is the only tile of its call; one
-standard tile stands for the class. The first rank of a host that asks measures. The other ranks
-wait for its answer and take the same kernel, and so do later jobs: one kernel for all and always
-means results with the same bits from run to run.
+input type, head size, direction, mask (Full or Causal, whichever the tiles are like), and whether a
+tile is the only tile of its call; one standard tile stands for the class. The first rank of a host
+that asks measures. The other ranks wait for its answer and take the same kernel, and so do later
+jobs: one kernel for all and always means results with the same bits from run to run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.nn.attention
 
 from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
+from burst_rt.planning.masks import Causal, Full, Mask, Rule
 from burst_rt.remembered import alone, recall, remember
 
 __all__ = [
@@ -132,6 +133,7 @@ def fastest_kernel(
     measure: gives seconds by kernel, or the reason why there are none; by default it measures on
     the device.
     """
+    work = work._replace(mask=_standard(work))
     key = speed_key(work)
     names = tuple(sorted(kernel.name for kernel in candidates))
     with _lock:
@@ -198,6 +200,18 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
     return found | {
         name: statistics.median(seen) for name, seen in times.items() if name not in found
     }
+
+
+def _standard(work: Work) -> Mask:
+    """The mask of the standard tile.
+
+    Several kernels can do a tile only if the mask leaves whole rectangles and triangles of it. The
+    work's own mask may be for other lengths than the standard tile's.
+    """
+    if work.mask.rule is not Rule.OWN:
+        return work.mask
+    triangles = any(piece.diagonal for pieces in work.tiles for piece in pieces)
+    return Causal() if triangles else Full()
 
 
 def speed_key(work: Work) -> dict[str, str]:

@@ -32,7 +32,7 @@ def main(
             kind,
             arch,
             head_dim,
-            causal,
+            masked,
             dtype,
             default_config(kind, arch, head_dim, 4 if dtype == "fp32" else 2)._replace(loads=loads),
         )
@@ -40,7 +40,7 @@ def main(
         for head_dim in head_dims
         for kind in KINDS
         # delta knows no mask.
-        for causal in ((False,) if kind == "delta" else (False, True))
+        for masked in ((False,) if kind == "delta" else (False, True))
     ]
     publish(
         f"kernels compiled ahead of time, {dtype}",
@@ -59,7 +59,7 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
         "kernel": request.kind,
         "arch": f"sm_{request.arch}",
         "head_dim": request.head_dim,
-        "causal": "yes" if request.causal else "no",
+        "masked": "yes" if request.masked else "no",
         "block": f"{config.block_m} x {config.block_n}"
         if request.kind != "delta"
         else f"{config.block_m}",

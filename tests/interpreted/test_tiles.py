@@ -462,25 +462,29 @@ def test_transfers_are_looked_after_once_a_tile() -> None:
 
 
 @pytest.mark.parametrize(
-    "positions",
+    ("positions", "why"),
     [
-        (range(40), range(20, 50)),
-        (range(10), range(10, 70, 2)),
-        (range(69, -1, -1),),
-        (range(69),),
-        (range(1), range(9, 10), range(20, 88)),
+        ((range(40), range(20, 50)), "columns must stand at ascending positions"),
+        ((range(69, -1, -1),), "columns must stand at ascending positions"),
+        ((range(69),), "a tile with 70 kv tokens must have as many positions"),
     ],
 )
-def test_positions_it_cannot_do_are_an_internal_error(positions: _Runs) -> None:
+def test_positions_it_cannot_do_are_an_internal_error(positions: _Runs, why: str) -> None:
     call = make_call(PLACES["aligned"], torch.float32)
-    with pytest.raises(
-        InternalError, match="70 positions in one or two growing runs of one step, got"
-    ):
+    with pytest.raises(InternalError, match=why):
         KERNEL.forward(
             QKV(*call[:3]),
-            call.tiles[0]._replace(q_positions=positions),
+            call.tiles[0]._replace(kv_positions=positions),
             empty_state(call.q),
         )
+
+
+def test_rows_in_any_order_and_columns_of_any_steps() -> None:
+    """Spans are by row, and columns need only ascend."""
+    rows = (range(50, 70), range(69, 19, -2), range(20))
+    assert_right(
+        make_call(Place(rows, ((range(5), range(7, 40, 3), range(50, 70)),)), torch.float32)
+    )
 
 
 def test_tensors_it_cannot_do_are_an_internal_error() -> None:

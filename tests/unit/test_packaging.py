@@ -328,8 +328,9 @@ def test_planning_imports_no_torch(name: str) -> None:
     own = {module for module in _imports(name) if _within(module, "burst_rt")}
     # Machine files are TOML, which the standard library reads and does not write.
     more = {"tomli_w"} if name == "burst_rt.planning.machines" else set()
-    # What masks let through is counted for whole shards at once.
-    more |= {"numpy"} if _within(name, "burst_rt.planning.masks") else set()
+    # What masks let through is counted for whole shards at once, and listed for whole tiles.
+    counting = ("burst_rt.planning.masks", "burst_rt.planning.worklist")
+    more |= {"numpy"} if _within(name, *counting) else set()
     assert all(map(_is_standard_library, _imports(name) - own - more))
 
 

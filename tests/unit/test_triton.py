@@ -1,4 +1,4 @@
-"""The Triton kernel without a GPU: what it refuses, when it is taken, positions as runs; and
+"""The Triton kernel without a GPU: what it refuses, when it is taken, the tables that it keeps; and
 tests/interpreted, in a process of its own.
 """
 
@@ -8,22 +8,32 @@ import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from burst_rt import Causal, Full
-from burst_rt.errors import InputError, InternalError
-from burst_rt.kernels import KERNELS, Work, pick
+from burst_rt import Causal, Full, Mask, SlidingWindow
+from burst_rt.errors import InputError
+from burst_rt.kernels import KERNELS, Tile, Work, pick
+from burst_rt.kernels.triton import tables
 from burst_rt.kernels.triton.configs import ARCHES, arch_of, default_config, padded
 from burst_rt.kernels.triton.configs import KINDS as KERNEL_KINDS
-from burst_rt.kernels.triton.runs import Runs, runs_of
-from burst_rt.planning.layouts import KINDS, make_layout
-from burst_rt.planning.masks import Both
 
 _INTERPRETED = Path(__file__).resolve().parents[1] / "interpreted"
 _DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class _Odd(Mask):
+    """Keys at odd positions; without spans."""
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # ints or tensors
+        return kv_position % 2 == 1
 
 
 @pytest.mark.parametrize("module", [path.name for path in sorted(_INTERPRETED.glob("test_*.py"))])
@@ -70,7 +80,8 @@ def test_importing_the_kernels_does_not_import_triton(tmp_path: Path) -> None:
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu, cuda, kernel = torch.device("cpu"), torch.device("cuda", 1), KERNELS["triton"]
-    assert kernel.refuses(Work(cuda, torch.bfloat16, 64, Causal())) is None
+    for mask in (Causal(), Causal() & SlidingWindow(9)):
+        assert kernel.refuses(Work(cuda, torch.bfloat16, 64, mask)) is None
     for device, dtype, head_dim, mask, why in (
         (
             cpu,
@@ -86,8 +97,8 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             cuda,
             torch.float16,
             16,
-            Both(Full(), Causal()),
-            r"masks Full and Causal only, got Both\(first=Full\(\), second=Causal\(\)\)",
+            _Odd(),
+            r"takes masks that have spans, got _Odd\(\)",
         ),
     ):
         reason = kernel.refuses(Work(device, dtype, head_dim, mask))
@@ -115,32 +126,75 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick(Work(torch.device("cpu"), torch.bfloat16, 128, Causal())).kernel.name == "cpu"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 16, 61])
-def test_every_shard_and_block_of_every_layout_is_runs(kind: str, seq_len: int) -> None:
-    for world_size in (1, 2, 3, 5):
-        for blocks in make_layout(kind, seq_len, world_size).blocks:
-            for positions in (blocks, *((block,) for block in blocks)):
-                expected = [i for block in positions for i in block]
-                if not expected:
-                    continue
-                first, split, second, step, length = runs_of(positions, len(expected))
-                assert [
-                    first + i * step if i < split else second + (i - split) * step
-                    for i in range(length)
-                ] == expected
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> OrderedDict[Hashable, tables._Kept]:
+    """No table is kept at first."""
+    kept: OrderedDict[Hashable, tables._Kept] = OrderedDict()
+    monkeypatch.setattr(tables, "_tables", kept)
+    return kept
 
 
-def test_runs_that_go_on_are_one() -> None:
-    assert runs_of((range(4), range(12, 16)), 8) == Runs(0, 4, 12, 1, 8)
-    assert runs_of((range(4), range(4, 8)), 8) == Runs(0, 8, 0, 1, 8)
-    assert runs_of((range(1, 8, 3), range(10, 17, 3)), 6) == Runs(1, 6, 0, 3, 6)
-    assert runs_of((range(-3, -2), range(0), range(0, 6, 3)), 3) == Runs(-3, 3, 0, 3, 3)
-    assert runs_of((range(5, 6), range(9, 10)), 2) == Runs(5, 1, 9, 1, 2)
-    with pytest.raises(InternalError, match="3 positions in one or two growing runs of one step"):
-        runs_of((range(4),), 3)
-    with pytest.raises(InternalError, match="0 positions"):
-        runs_of((range(0),), 0)
+def _tile(mask: Mask, length: int = 64) -> Tile:
+    return Tile((), (range(length),), (range(length),), mask, 1.0, lambda: None)
+
+
+def test_tables_are_made_once(no_tables: OrderedDict[Hashable, tables._Kept]) -> None:
+    cpu = torch.device("cpu")
+    spans = tables.spans_of_tile(_tile(SlidingWindow(9)), cpu)
+    lists = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False, joined=False)
+    assert tables.spans_of_tile(_tile(SlidingWindow(9)), cpu) is spans
+    same = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=False, joined=False)
+    assert same is lists
+    assert len(no_tables) == 2
+    other = tables.lists_of(_tile(SlidingWindow(9)), (16, 32), cpu, by_columns=True, joined=False)
+    assert other is not lists
+    assert lists.lines.dtype == lists.runs.dtype == spans.bounds.dtype == torch.int32
+    # Kernels are compiled for addresses that are multiples of 16 bytes.
+    assert (lists.runs.data_ptr() - lists.lines.data_ptr()) % 16 == 0
+    assert lists.lines.numel() == 4 * 4
+
+
+def test_tables_are_bounded(
+    no_tables: OrderedDict[Hashable, tables._Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_MOST_BYTES", 1100)
+    cpu = torch.device("cpu")
+    first = tables.spans_of_tile(_tile(SlidingWindow(1)), cpu)  # of 512 bytes
+    tables.spans_of_tile(_tile(SlidingWindow(2)), cpu)
+    assert tables.spans_of_tile(_tile(SlidingWindow(1)), cpu) is first
+    tables.spans_of_tile(_tile(SlidingWindow(3)), cpu)  # the second has not been used for longest
+    assert [key[1] for key in no_tables] == [SlidingWindow(1), SlidingWindow(3)]  # type: ignore[index]
+    tables.spans_of_tile(_tile(Causal(), 1000), cpu)
+    assert len(no_tables) == 1
+
+
+def test_another_stream_waits_for_the_copy(
+    no_tables: OrderedDict[Hashable, tables._Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables copied on one stream: kernels of another wait, and keep the memory."""
+    told: list[object] = []
+
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.cuda_stream = number
+
+        def wait_event(self, event: object) -> None:
+            told.append((self.cuda_stream, event))
+
+    class Memory:
+        nbytes = 4
+
+        def record_stream(self, stream: Stream) -> None:
+            told.append(("kept for", stream.cuda_stream))
+
+    current = [7]
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream(current[0]))
+    uploaded = tables._Uploaded([], Memory(), "copied", 7)  # type: ignore[arg-type]  # doubles
+    kept = tables._Kept("the table", uploaded)
+    for number in (7, 8, 7):
+        current[0] = number
+        assert tables._kept("key", torch.device("cuda", 0), lambda: kept) == "the table"
+    assert told == [(8, "copied"), ("kept for", 8)]
 
 
 def test_there_is_a_configuration_for_everything() -> None:

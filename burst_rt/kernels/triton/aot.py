@@ -30,6 +30,8 @@ __all__ = ["Compiled", "Request", "compile_all"]
 _SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 # Pointers to tensors that are float32 whatever the inputs are.
 _SUMS = {"p_acc", "p_m", "p_l", "p_lse", "p_dlse", "p_delta", "p_top", "p_dq", "p_dk", "p_dv"}
+# Pointers to tables.
+_TABLES = {"p_spans", "p_lines", "p_runs"}
 # Patterns in SASS: products on the tensor cores of each generation; loads by the copy engine;
 # accesses to local memory, where registers spill to.
 _INSTRUCTIONS = {
@@ -49,12 +51,14 @@ class Request(NamedTuple):
     kind: str  # one of `configs.KINDS`
     arch: int  # one of `configs.ARCHES`
     head_dim: int
-    causal: bool
+    masked: bool  # whether some blocks are seen in part only
     dtype: str = "bf16"  # "bf16", "fp16" or "fp32"
     config: Config | None = None  # None takes the table's
     # True: for lengths that blocks do not divide, and for the only tile of its call. False: for
     # lengths that blocks divide, and for a tile that loads and stores the running state.
     ragged: bool = False
+    width: int = 1  # spans of a row, a power of two
+    single: bool = True  # whether no line of work has more than one run of a kind
 
 
 class Compiled(NamedTuple):
@@ -117,9 +121,9 @@ def _main() -> None:
 
     Requests come on standard input; answers go to standard output.
     """
-    for kind, arch, head_dim, causal, dtype, config, ragged in json.load(sys.stdin):
+    for kind, arch, head_dim, masked, dtype, config, *rest in json.load(sys.stdin):
         request = Request(
-            kind, arch, head_dim, causal, dtype, Config(*config) if config else None, ragged
+            kind, arch, head_dim, masked, dtype, Config(*config) if config else None, *rest
         )
         print(json.dumps(list(_compile(request))[1:]), flush=True)
 
@@ -179,7 +183,8 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
     return {
         "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-        "CAUSAL": request.causal, "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even,
+        "MASKED": request.masked, "WIDTH": request.width, "SINGLE": request.single,
+        "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
         "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers",
         "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,
@@ -190,7 +195,7 @@ def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
     if name.startswith("p_"):
-        return "*fp32" if name in _SUMS else f"*{dtype}"
+        return "*i32" if name in _TABLES else "*fp32" if name in _SUMS else f"*{dtype}"
     return _SCALARS.get(name, "i32")
 
 

@@ -15,7 +15,7 @@ from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
+from burst_rt.kernels.triton.work import VARYING, bounds_of, line_of, only_run_of, run_of, seen_of
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
 
@@ -27,7 +27,9 @@ def _add_columns(
     b_dout,
     b_lse,
     b_delta,
-    b_limit,
+    p_spans,
+    o_m,
+    q_len,
     rows_k,
     rows_v,
     start,
@@ -36,7 +38,9 @@ def _add_columns(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
     SPECIALIZE: tl.constexpr,
@@ -44,15 +48,17 @@ def _add_columns(
 ):
     """dq of a block of rows from the columns [start, stop), not yet scaled.
 
-    MASKED: a row sees only the columns before its `b_limit`.
+    MASKED: a row sees only the columns of its spans.
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
+    bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
-            b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
+            o_n = column + tl.arange(0, BLOCK_N)
+            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
@@ -61,7 +67,57 @@ def _add_columns(
     return b_dq
 
 
-@triton.jit(do_not_specialize=[*POSITIONS, "heads"])
+@triton.jit
+def _add_column_runs(
+    p_runs,
+    first,
+    last,
+    b_dq,
+    b_q,
+    b_dout,
+    b_lse,
+    b_delta,
+    p_spans,
+    o_m,
+    q_len,
+    rows_k,
+    rows_v,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`_add_columns` for the columns of the runs from `first` to `last`; SINGLE: one or none.
+
+    Without a loop around the loop, ptxas finds registers for larger blocks.
+    """
+    if SINGLE:
+        start, stop = only_run_of(p_runs, first, last, BLOCK_N)
+        b_dq = _add_columns(
+            b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
+            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED,
+            SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    else:
+        for i_r in range(first, last):
+            start, stop = run_of(p_runs, i_r, BLOCK_N)
+            b_dq = _add_columns(
+                b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
+                scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED,
+                SPECIALIZE, INTERPRET,
+            )  # fmt: skip
+    return b_dq
+
+
+@triton.jit(do_not_specialize=[*VARYING, "heads"])
 def dq_kernel(
     p_q,
     p_k,
@@ -70,6 +126,9 @@ def dq_kernel(
     p_lse,
     p_delta,
     p_dq,
+    p_spans,
+    p_lines,
+    p_runs,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -87,23 +146,18 @@ def dq_kernel(
     stride_sh,
     heads,
     group,
-    q_first,
-    q_split,
-    q_second,
-    q_step,
     q_len,
-    kv_first,
-    kv_split,
-    kv_second,
-    kv_step,
     kv_len,
+    by_row,
     scale,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -123,31 +177,18 @@ def dq_kernel(
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8], dout = [1]: lse = log 4, p
     = [1/4, 3/4], out = delta = 7, so dq += 1/4 * (4 - 7) * 0 + 3/4 * (8 - 7) * log 3 = 3/4 log 3.
 
-    Grid: as for `forward_kernel`.
+    Tables and grid: as for `forward_kernel`.
     """
     num_blocks = tl.cdiv(q_len, BLOCK_M)
-    i_m = tl.program_id(0) % num_blocks
     i_bh = tl.program_id(0) // num_blocks
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
     i_kv = i_h // group
-    if CAUSAL:
-        i_m = num_blocks - 1 - i_m
+    i_m, whole, cut, end = line_of(p_lines, tl.program_id(0) % num_blocks, num_blocks, i_b, by_row)
+    if whole == end:
+        return
     row = i_m * BLOCK_M
     o_m = row + tl.arange(0, BLOCK_M)
-
-    # All rows of the block see the first num_full columns; some see the first num_seen.
-    num_full = kv_len
-    num_seen = kv_len
-    if CAUSAL:
-        top = position_of(row, q_first, q_split, q_second, q_step)
-        bottom = position_of(
-            tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step
-        )
-        num_full = count_through(top, kv_first, kv_split, kv_second, kv_step, kv_len)
-        num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
-        if num_seen == 0:
-            return
 
     p_q += i_b * stride_qb + i_h * stride_qh
     rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
@@ -165,26 +206,158 @@ def dq_kernel(
     rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    edge = num_full // BLOCK_N * BLOCK_N
-    b_dq = _add_columns(
-        b_dq, b_q, b_dout, b_lse, b_delta, num_full, rows_k, rows_v, 0, edge, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
-    )  # fmt: skip
-    if CAUSAL or not EVEN_N:
-        b_limit = tl.full((BLOCK_M,), kv_len, tl.int32)
-        if CAUSAL:
-            b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
-            b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
-        b_dq = _add_columns(
-            b_dq, b_q, b_dout, b_lse, b_delta, b_limit, rows_k, rows_v, edge, num_seen, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+    p_spans += i_b * by_row * 2 * WIDTH * q_len
+    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
+    if not (SPECIALIZE and MASKED):
+        b_dq = _add_column_runs(
+            p_runs, whole, cut, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
+            rows_v, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, SINGLE, EVEN_M, EVEN_N,
+            DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    if MASKED:
+        b_dq = _add_column_runs(
+            p_runs, cut, end, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
+            rows_v, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, SINGLE, EVEN_M, EVEN_N,
+            DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
     p_dq += i_b * stride_sb + i_h * stride_sh
     add_rows(p_dq, row, stride_st, q_len, b_dq * scale, HEAD_DIM, BLOCK_D, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=[*POSITIONS, "kv_heads"])
+@triton.jit
+def _add_rows(
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    heads_q,
+    heads_dout,
+    p_lse,
+    p_delta,
+    p_spans,
+    o_n,
+    group,
+    stride_qh,
+    stride_dh,
+    q_len,
+    start,
+    stop,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """dk (not yet scaled) and dv of a block of columns from the rows [start, stop) of each head.
+
+    MASKED: a row sees only the columns of its spans.
+    """
+    # One loop over the row blocks of all query heads of the group, so that the loads of the next
+    # head run ahead like the loads of the next block. Head and row follow from the loop's counter:
+    # what is carried from block to block would keep loads from running ahead.
+    num_blocks = (stop - start) // BLOCK_M
+    for i in tl.range(group * num_blocks, warp_specialize=SPECIALIZE):
+        i_g = i // num_blocks
+        row = start + i % num_blocks * BLOCK_M
+        o_m = row + tl.arange(0, BLOCK_M)
+        in_row = i_g * q_len + o_m
+        b_q = load_of_head(
+            heads_q, i_g, row, stride_qh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
+        )
+        b_dout = load_of_head(
+            heads_dout, i_g, row, stride_dh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED,
+            INTERPRET,
+        )  # fmt: skip
+        # Rows beyond the end add nothing, because their lse is +inf.
+        b_lse = (
+            tl.load(p_lse + in_row)
+            if EVEN_M
+            else tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf"))
+        )
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
+        if MASKED:
+            bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M)
+            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, True)
+            b_s = tl.where(b_seen, b_s, -float("inf"))
+        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
+        if NEED_DV:
+            b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
+        if NEED_DK:
+            b_delta = (
+                tl.load(p_delta + in_row)
+                if EVEN_M
+                else tl.load(p_delta + in_row, mask=o_m < q_len, other=0.0)
+            )
+            b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
+            b_ds = b_p * (b_dp - b_delta[None, :])
+            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+    return b_dk, b_dv
+
+
+@triton.jit
+def _add_row_runs(
+    p_runs,
+    first,
+    last,
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    heads_q,
+    heads_dout,
+    p_lse,
+    p_delta,
+    p_spans,
+    o_n,
+    group,
+    stride_qh,
+    stride_dh,
+    q_len,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    NEED_DK: tl.constexpr,
+    NEED_DV: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`_add_rows` for the rows of the runs from `first` to `last`; SINGLE: one or none.
+
+    Without a loop around the loop, ptxas finds registers for larger blocks.
+    """
+    if SINGLE:
+        start, stop = only_run_of(p_runs, first, last, BLOCK_M)
+        b_dk, b_dv = _add_rows(
+            b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
+            stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
+            MASKED, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    else:
+        for i_r in range(first, last):
+            start, stop = run_of(p_runs, i_r, BLOCK_M)
+            b_dk, b_dv = _add_rows(
+                b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
+                stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M,
+                WIDTH, MASKED, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            )  # fmt: skip
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize=[*VARYING, "kv_heads"])
 def dkdv_kernel(
     p_q,
     p_k,
@@ -194,6 +367,9 @@ def dkdv_kernel(
     p_delta,
     p_dk,
     p_dv,
+    p_spans,
+    p_lines,
+    p_runs,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -214,23 +390,18 @@ def dkdv_kernel(
     stride_yh,
     kv_heads,
     group,
-    q_first,
-    q_split,
-    q_second,
-    q_step,
     q_len,
-    kv_first,
-    kv_split,
-    kv_second,
-    kv_step,
     kv_len,
+    by_row,
     scale,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     NEED_DK: tl.constexpr,
@@ -253,29 +424,21 @@ def dkdv_kernel(
     Worked example (d = 1, scale 1), with the tensors of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv
     += [1/4, 3/4] and dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
 
-    Grid: one dimension, the key blocks of a head one after another. The first blocks come first,
-    because they have most to do when causal.
+    p_spans, p_lines, p_runs: what the rows see, and the list of work by columns. MASKED, WIDTH: as
+    for `forward_kernel`.
+
+    Grid: one dimension, the key blocks of a head one after another, in the order of the list: those
+    that have most to do come first.
     """
     num_blocks = tl.cdiv(kv_len, BLOCK_N)
-    i_n = tl.program_id(0) % num_blocks
     i_bh = tl.program_id(0) // num_blocks
     i_b = (i_bh // kv_heads).to(tl.int64)
     i_kv = (i_bh % kv_heads).to(tl.int64)
+    i_n, whole, cut, end = line_of(p_lines, tl.program_id(0) % num_blocks, num_blocks, i_b, by_row)
+    if whole == end:
+        return
     column = i_n * BLOCK_N
     o_n = column + tl.arange(0, BLOCK_N)
-
-    # start: the first row of the tile that sees any of these keys. b_from: the first row that sees
-    # each key.
-    start = 0
-    b_from = o_n
-    if CAUSAL:
-        b_positions = position_of(o_n, kv_first, kv_split, kv_second, kv_step)
-        b_from = count_through(b_positions - 1, q_first, q_split, q_second, q_step, q_len)
-        left = position_of(column, kv_first, kv_split, kv_second, kv_step)
-        start = count_through(left - 1, q_first, q_split, q_second, q_step, q_len)
-        if start == q_len:
-            return
-        start = start // BLOCK_M * BLOCK_M
 
     p_k += i_b * stride_kb + i_kv * stride_kh
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
@@ -285,8 +448,6 @@ def dkdv_kernel(
     b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # One loop over the row blocks of all query heads of the group, so that the loads of the next
-    # head run ahead like the loads of the next block.
     p_q += i_b * stride_qb + i_kv * group * stride_qh
     p_dout += i_b * stride_db + i_kv * group * stride_dh
     heads_q = heads_of(
@@ -295,56 +456,22 @@ def dkdv_kernel(
     heads_dout = heads_of(
         p_dout, stride_dh, stride_dt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED
     )
-    i_g = 0
     p_lse += (i_b * kv_heads + i_kv) * group * q_len
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
-    row = start
-    for _ in tl.range(group * tl.cdiv(q_len - start, BLOCK_M), warp_specialize=SPECIALIZE):
-        o_m = row + tl.arange(0, BLOCK_M)
-        b_q = load_of_head(
-            heads_q, i_g, row, stride_qh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
-        )
-        b_dout = load_of_head(
-            heads_dout,
-            i_g,
-            row,
-            stride_dh,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            EVEN_M,
-            DESCRIBED,
-            INTERPRET,
-        )
-        # Rows beyond the end add nothing, because their lse is +inf.
-        b_lse = (
-            tl.load(p_lse + o_m)
-            if EVEN_M
-            else tl.load(p_lse + o_m, mask=o_m < q_len, other=float("inf"))
-        )
-        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
-        if CAUSAL:
-            b_s = tl.where(
-                (b_from - row)[:, None] <= tl.arange(0, BLOCK_M)[None, :], b_s, -float("inf")
-            )
-        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
-        if NEED_DV:
-            b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
-        if NEED_DK:
-            b_delta = (
-                tl.load(p_delta + o_m)
-                if EVEN_M
-                else tl.load(p_delta + o_m, mask=o_m < q_len, other=0.0)
-            )
-            b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
-            b_ds = b_p * (b_dp - b_delta[None, :])
-            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
-        row += BLOCK_M
-        if row >= q_len:
-            row = start
-            i_g += 1
-            p_lse += q_len
-            p_delta += q_len
+    p_spans += i_b * by_row * 2 * WIDTH * q_len
+    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
+    if not (SPECIALIZE and MASKED):
+        b_dk, b_dv = _add_row_runs(
+            p_runs, whole, cut, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
+            o_n, group, stride_qh, stride_dh, q_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
+            False, SINGLE, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
+    if MASKED:
+        b_dk, b_dv = _add_row_runs(
+            p_runs, cut, end, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
+            o_n, group, stride_qh, stride_dh, q_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
+            True, SINGLE, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+        )  # fmt: skip
 
     if NEED_DK:
         p_dk += i_b * stride_xb + i_kv * stride_xh
@@ -362,9 +489,10 @@ def launch_dq(
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dq_kernel[grid](
-        *qkv, *upstream, dq, *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
-        heads, heads // k.shape[2],
-        *arguments.q, *arguments.kv, arguments.scale, arguments.scale_log2,
+        *qkv, *upstream, dq, *arguments.tables, *strides(q), *strides(k), *strides(v),
+        *strides(dout), *strides(dq), heads, heads // k.shape[2],
+        arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
+        arguments.scale_log2,
         **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip
 
@@ -386,9 +514,10 @@ def launch_dkdv(
     assert dk is not None
     assert dv is not None
     dkdv_kernel[grid](
-        *qkv, *upstream, dk, dv, *strides(q), *strides(k), *strides(v), *strides(dout),
-        *strides(dk), *strides(dv), kv_heads, q.shape[2] // kv_heads,
-        *arguments.q, *arguments.kv, arguments.scale, arguments.scale_log2,
+        *qkv, *upstream, dk, dv, *arguments.tables, *strides(q), *strides(k), *strides(v),
+        *strides(dout), *strides(dk), *strides(dv), kv_heads, q.shape[2] // kv_heads,
+        arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
+        arguments.scale_log2,
         NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
         **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip

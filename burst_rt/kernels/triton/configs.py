@@ -1,8 +1,9 @@
 """Block sizes, warps, stages and ways to load of every kernel, by chip, head size and input type.
 
 Data only: neither torch nor triton. The numbers were found by compiling ahead of time for each chip
-(`aot.py`): the largest blocks whose registers do not spill and whose shared memory fits. No GPU has
-timed them.
+(`aot.py`): the largest blocks whose registers do not spill (or only a few a block, as for dk and dv
+of 128 channels on Hopper) where lines of work have one run of a kind, and whose shared memory fits.
+No GPU has timed them.
 """
 
 from __future__ import annotations

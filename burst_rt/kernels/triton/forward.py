@@ -14,7 +14,15 @@ from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.positions import POSITIONS, count_through, position_of
+from burst_rt.kernels.triton.work import (
+    VARYING,
+    bounds_of,
+    line_of,
+    only_run_of,
+    run_of,
+    seen_of,
+    within,
+)
 
 __all__ = ["forward_kernel", "launch_forward"]
 
@@ -25,7 +33,9 @@ def _fold(
     b_m,
     b_l,
     b_q,
-    b_limit,
+    p_spans,
+    o_m,
+    q_len,
     rows_k,
     rows_v,
     start,
@@ -34,7 +44,9 @@ def _fold(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
     SPECIALIZE: tl.constexpr,
@@ -42,14 +54,29 @@ def _fold(
 ):
     """Folds the columns [start, stop) into a block of rows.
 
-    MASKED: a row sees only the columns before its `b_limit`.
+    MASKED: a row sees only the columns of its spans.
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
+    bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
+    if MASKED and SPECIALIZE:
+        # Counted from the block's first column, and so carried from block to block: what is loaded
+        # before the loop Triton's Hopper compiler cannot hand to all warps. There is one span.
+        b_start, b_stop = bounds_of(p_spans, o_m, q_len, 1, EVEN_M)
+        b_start -= start
+        b_stop -= start
+    else:
+        b_start, b_stop = 0, 0
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
-            b_seen = (column + tl.arange(0, BLOCK_N))[None, :] < b_limit[:, None]
+            if SPECIALIZE:
+                b_seen = within(b_start, b_stop, tl.arange(0, BLOCK_N), False)
+                b_start -= BLOCK_N
+                b_stop -= BLOCK_N
+            else:
+                o_n = column + tl.arange(0, BLOCK_N)
+                b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
         b_safe = b_m_new
@@ -66,7 +93,56 @@ def _fold(
     return b_acc, b_m, b_l
 
 
-@triton.jit(do_not_specialize=[*POSITIONS, "heads"])
+@triton.jit
+def _fold_runs(
+    p_runs,
+    first,
+    last,
+    b_acc,
+    b_m,
+    b_l,
+    b_q,
+    p_spans,
+    o_m,
+    q_len,
+    rows_k,
+    rows_v,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`_fold` for the columns of the runs from `first` to `last`; SINGLE: one or none.
+
+    Without a loop around the loop, ptxas finds registers for larger blocks.
+    """
+    if SINGLE:
+        start, stop = only_run_of(p_runs, first, last, BLOCK_N)
+        b_acc, b_m, b_l = _fold(
+            b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
+            INTERPRET,
+        )  # fmt: skip
+    else:
+        for i_r in range(first, last):
+            start, stop = run_of(p_runs, i_r, BLOCK_N)
+            b_acc, b_m, b_l = _fold(
+                b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
+                INTERPRET,
+            )  # fmt: skip
+    return b_acc, b_m, b_l
+
+
+@triton.jit(do_not_specialize=[*VARYING, "heads"])
 def forward_kernel(
     p_q,
     p_k,
@@ -76,6 +152,9 @@ def forward_kernel(
     p_l,
     p_out,
     p_lse,
+    p_spans,
+    p_lines,
+    p_runs,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -87,22 +166,17 @@ def forward_kernel(
     stride_vh,
     heads,
     group,
-    q_first,
-    q_split,
-    q_second,
-    q_step,
     q_len,
-    kv_first,
-    kv_split,
-    kv_second,
-    kv_step,
     kv_len,
+    by_row,
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINGLE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     EVEN_M: tl.constexpr,
@@ -129,35 +203,26 @@ def forward_kernel(
     [0, log2 3], m = log2 3, l = 1/3 + 1, acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) *
     log 2 = log 4.
 
+    p_spans, p_lines, p_runs: what the rows see, and the list of work by rows (`work.py`); where
+    there are cut runs, MASKED. WIDTH: spans a row. SINGLE: no line has more than one run of a kind,
+    and the loops are not nested, which takes fewer registers.
+
     Grid: one dimension (which has no limit of 65,535). The row blocks of a head come one after
-    another, so that they find the head's keys in the cache. Causal blocks come from the last, which
-    have most to do.
+    another, so that they find the head's keys in the cache, in the order of the list: those that
+    have most to do come first.
     """
     num_blocks = tl.cdiv(q_len, BLOCK_M)
-    i_m = tl.program_id(0) % num_blocks
     i_bh = tl.program_id(0) // num_blocks
     i_b = (i_bh // heads).to(tl.int64)
     i_h = (i_bh % heads).to(tl.int64)
     i_kv = i_h // group
-    if CAUSAL:
-        i_m = num_blocks - 1 - i_m
+    i_m, whole, cut, end = line_of(p_lines, tl.program_id(0) % num_blocks, num_blocks, i_b, by_row)
+    if not (FIRST or LAST or SPECIALIZE):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+        if whole == end:
+            return
     row = i_m * BLOCK_M
     o_m = row + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
-
-    # All rows of the block see the first num_full columns; some see the first num_seen.
-    num_full = kv_len
-    num_seen = kv_len
-    if CAUSAL:
-        top = position_of(row, q_first, q_split, q_second, q_step)
-        bottom = position_of(
-            tl.minimum(row + BLOCK_M, q_len) - 1, q_first, q_split, q_second, q_step
-        )
-        num_full = count_through(top, kv_first, kv_split, kv_second, kv_step, kv_len)
-        num_seen = count_through(bottom, kv_first, kv_split, kv_second, kv_step, kv_len)
-        if not (FIRST or LAST or SPECIALIZE):  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
-            if num_seen == 0:
-                return
 
     # Places in acc and out (in_rows); in m, l and lse (in_row).
     in_rows = (
@@ -186,22 +251,19 @@ def forward_kernel(
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     p_v += i_b * stride_vb + i_kv * stride_vh
     rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    MASKED: tl.constexpr = CAUSAL or not EVEN_N
-    # Triton's Hopper compiler can share out the work of one loop, not of two.
-    edge = 0 if SPECIALIZE and MASKED else num_full // BLOCK_N * BLOCK_N
+    p_spans += i_b * by_row * 2 * WIDTH * q_len
+    # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
     if not (SPECIALIZE and MASKED):
-        b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, num_full, rows_k, rows_v, 0, edge, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, False, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+        b_acc, b_m, b_l = _fold_runs(
+            p_runs, whole, cut, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
+            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, SINGLE, EVEN_M, EVEN_N, DESCRIBED,
+            SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
-        b_limit = tl.full((BLOCK_M,), kv_len, tl.int32)
-        if CAUSAL:
-            b_positions = position_of(o_m, q_first, q_split, q_second, q_step)
-            b_limit = count_through(b_positions, kv_first, kv_split, kv_second, kv_step, kv_len)
-        b_acc, b_m, b_l = _fold(
-            b_acc, b_m, b_l, b_q, b_limit, rows_k, rows_v, edge, num_seen, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, True, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
+        b_acc, b_m, b_l = _fold_runs(
+            p_runs, cut, end, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, scale_log2,
+            HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, SINGLE, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
+            INTERPRET,
         )  # fmt: skip
 
     if LAST:
@@ -221,7 +283,8 @@ def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Con
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     forward_kernel[grid](
-        *qkv, *state, *strides(q), *strides(k), *strides(v), heads, heads // k.shape[2],
-        *arguments.q, *arguments.kv, arguments.scale_log2,
+        *qkv, *state, *arguments.tables, *strides(q), *strides(k), *strides(v),
+        heads, heads // k.shape[2],
+        arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale_log2,
         FIRST=arguments.first, LAST=arguments.last, **constants_of(arguments, config, *qkv),
     )  # fmt: skip

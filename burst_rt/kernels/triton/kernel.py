@@ -1,6 +1,6 @@
 """`TritonKernel`: the Triton kernels behind the `Kernel` protocol.
 
-Checks, positions, and the choice of the kernel to start; no kernel code. triton is imported with
+Checks, tables, and the choice of the kernel to start; no kernel code. triton is imported with
 the first tile: the import takes time, and TRITON_INTERPRET=1 (CPU tensors, for tests) must be set
 before it.
 """
@@ -21,9 +21,8 @@ from burst_rt.errors import InternalError
 from burst_rt.kernels.base import QKV, Gradients, Kernel, Results, State, Tile, Upstream, Work
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
-from burst_rt.kernels.triton.runs import Runs, runs_of
+from burst_rt.kernels.triton.tables import lists_of, spans_of_tile
 from burst_rt.kernels.triton.tuned import tuned
-from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
@@ -38,11 +37,11 @@ _one_at_a_time = threading.RLock()
 
 
 class TritonKernel(Kernel):
-    """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256; masks Full and Causal.
+    """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256; masks that have spans.
 
     Launches are asynchronous, on the current stream: no method waits for the device. Nothing is
-    added atomically, so results are repeatable. The kernel
-    reads a tile's positions and mask, not its pieces. The state's m is in powers of two. float32 is
+    added atomically, so results are repeatable. The kernel reads what a tile's mask says of its
+    positions (`tables.py`), not its pieces. The state's m is in powers of two. float32 is
     multiplied in float32 (no TF32). 16-bit inputs are multiplied on the tensor cores with float32
     sums; probabilities and score gradients are rounded to the inputs' type.
     """
@@ -50,7 +49,7 @@ class TritonKernel(Kernel):
     name = "triton"
 
     def refuses(self, work: Work) -> str | None:
-        """Refuses all but the devices, types, head sizes and masks that it has code for.
+        """Refuses all but the devices, types, head sizes and masks that it can do.
 
         The device is a GPU, or a CPU under TRITON_INTERPRET=1.
         """
@@ -71,8 +70,8 @@ class TritonKernel(Kernel):
                 f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got "
                 f"{work.head_dim}"
             )
-        if work.mask.rule is Rule.OWN:
-            return f"the triton kernel takes the masks Full and Causal only, got {work.mask!r}"
+        if not work.mask.has_spans:
+            return f"the triton kernel takes masks that have spans, got {work.mask!r}"
         return None
 
     def remarks(self, work: Work) -> tuple[str, ...]:
@@ -89,11 +88,10 @@ class TritonKernel(Kernel):
         from burst_rt.kernels.triton.forward import launch_forward
 
         _check_dense(*state)
-        arguments, out = _arguments(qkv, tile), state.out
+        (arguments, config), out = _arguments("forward", qkv, tile), state.out
         if arguments.interpret and tile.last and out.dtype != state.acc.dtype:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
             out = torch.empty_like(state.acc)
-        config = _config("forward", qkv.q)
         _start(out.device, launch_forward, qkv, state._replace(out=out), arguments, config)
         if out is not state.out:
             state.out.copy_(out)
@@ -112,17 +110,18 @@ class TritonKernel(Kernel):
         from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
 
         _check_dense(upstream.lse, upstream.delta)
-        q, arguments = qkv.q, _arguments(qkv, tile)
+        device = qkv.q.device
         if grads.dk is not None or grads.dv is not None:
-            _start(q.device, launch_dkdv, qkv, upstream, grads, arguments, _config("dkdv", q))
+            _start(device, launch_dkdv, qkv, upstream, grads, *_arguments("dkdv", qkv, tile))
         if grads.dq is not None:
-            _start(q.device, launch_dq, qkv, upstream, grads.dq, arguments, _config("dq", q))
+            _start(device, launch_dq, qkv, upstream, grads.dq, *_arguments("dq", qkv, tile))
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
-        Not counted are tensor descriptors, where they are used (at most 512 bytes a block of the
+        Not counted are the tables of tiles, which calls share (8 bytes a row and span, and the
+        lists of work), tensor descriptors, where they are used (at most 512 bytes a block of the
         grid), and the interpreter's temporaries.
         """
         return 0
@@ -132,17 +131,29 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _arguments(qkv: QKV, tile: Tile) -> TileArguments:
-    causal = tile.mask.rule is Rule.NOT_LATER
-    q_len, kv_len = qkv.q.shape[1], qkv.k.shape[1]
-    if causal:
-        q_runs, kv_runs = runs_of(tile.q_positions, q_len), runs_of(tile.kv_positions, kv_len)
-    else:
-        # Without a causal mask nothing reads the positions.
-        q_runs, kv_runs = Runs(0, q_len, 0, 1, q_len), Runs(0, kv_len, 0, 1, kv_len)
-    return TileArguments(
-        q_runs, kv_runs, causal, tile.scale, tile.first, tile.last, _interpreting()
-    )
+def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
+    """What a kernel is started with."""
+    config, device = _config(kind, qkv.q), qkv.q.device
+    sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
+    for side, x, positions in sides:
+        if sum(map(len, positions)) != x.shape[1]:
+            raise InternalError(
+                f"a tile with {x.shape[1]} {side} tokens must have as many positions, got "
+                f"{positions}"
+            )
+    blocks = (config.block_m, config.block_n)
+    joined = config.loads == "specialized"
+    lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
+    spans = spans_of_tile(tile, device)
+    if joined and not (lists.single and (spans.width == 1 or not lists.masked)):
+        # Warps that do nothing but load are for one run, and for rows of one span.
+        config = config._replace(loads="descriptors")
+        lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
+    arguments = TileArguments(
+        spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
+        _interpreting()
+    )  # fmt: skip
+    return arguments, config
 
 
 def _config(kind: str, x: torch.Tensor) -> Config:

@@ -11,7 +11,7 @@ import torch
 
 from burst_rt.errors import InternalError
 from burst_rt.kernels.triton.configs import Config, padded
-from burst_rt.kernels.triton.runs import Runs
+from burst_rt.kernels.triton.tables import Lists, SpanTable
 
 __all__ = ["LOG2_E", "TileArguments", "constants_of", "loads_of", "strides"]
 
@@ -23,13 +23,19 @@ _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
 class TileArguments(NamedTuple):
     """A tile without its tensors."""
 
-    q: Runs
-    kv: Runs
-    causal: bool
+    spans: SpanTable
+    lists: Lists  # by rows or by columns, with the block sizes of the kernel's configuration
+    q_len: int
+    kv_len: int
     scale: float  # of the scores
     first: bool  # whether it is the first tile of its forward
     last: bool  # whether it is the last
     interpret: bool  # whether Triton's interpreter runs the kernels
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """p_spans, p_lines and p_runs of a kernel."""
+        return self.spans.bounds, self.lists.lines, self.lists.runs
 
     @property
     def scale_log2(self) -> float:
@@ -66,9 +72,12 @@ def constants_of(
         "BLOCK_D": padded(head_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "CAUSAL": arguments.causal,
-        "EVEN_M": arguments.q.length % config.block_m == 0,
-        "EVEN_N": arguments.kv.length % config.block_n == 0,
+        # Where nothing is compared with the spans, their number makes no other kernel.
+        "WIDTH": arguments.spans.width if arguments.lists.masked else 1,
+        "MASKED": arguments.lists.masked,
+        "SINGLE": arguments.lists.single,
+        "EVEN_M": arguments.q_len % config.block_m == 0,
+        "EVEN_N": arguments.kv_len % config.block_n == 0,
         "INTERPRET": arguments.interpret,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

@@ -1,0 +1,160 @@
+"""Tables of tiles on the device: what rows see, and lists of work. Made once and kept.
+
+Tables are data that many calls use again: all layers of a model, all steps with the same mask. They
+are kept by mask, positions, block sizes and device, up to a number of bytes; those used longest ago
+go first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from burst_rt.kernels.base import Tile
+from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
+
+__all__ = ["Lists", "SpanTable", "lists_of", "spans_of_tile"]
+
+# Of the tables that are kept, on all devices together.
+_MOST_BYTES = 256 << 20
+_MOST_TABLES = 8192
+# Tables begin at multiples of 16 bytes: kernels are compiled for such addresses.
+_ALIGNED = 4
+
+
+class SpanTable(NamedTuple):
+    """What the rows of a tile see."""
+
+    bounds: torch.Tensor  # int32, the numbers of `ColumnSpans.bounds`
+    width: int
+    host: ColumnSpans
+
+
+class Lists(NamedTuple):
+    """The work of a tile; the fields of `WorkList`."""
+
+    lines: torch.Tensor
+    runs: torch.Tensor
+    masked: bool
+    single: bool
+    by_row: int  # 1 where each batch row has lines and spans of its own, else 0
+
+
+class _Uploaded(NamedTuple):
+    """Arrays on a device, and from when on they are there."""
+
+    views: list[torch.Tensor]  # flat, int32
+    whole: torch.Tensor  # which they are views of
+    copied: torch.cuda.Event | None  # None on a CPU
+    stream: int  # the stream of the copy
+
+
+class _Kept(NamedTuple):
+    """A table with its memory."""
+
+    table: Any  # SpanTable or Lists
+    uploaded: _Uploaded
+
+
+_tables: OrderedDict[Hashable, _Kept] = OrderedDict()
+_lock = threading.Lock()
+
+
+def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
+    """What the rows of a tile see, on a device. Does not wait for the device.
+
+    Raises InternalError where the tile's columns do not stand at ascending positions.
+    """
+
+    def make() -> _Kept:
+        found = column_spans(tile.mask, tile.q_positions, tile.kv_positions)
+        uploaded = _upload([found.bounds], device)
+        (bounds,) = uploaded.views
+        return _Kept(SpanTable(bounds, found.width, found), uploaded)
+
+    table: SpanTable = _kept(("spans", *_key(tile, device)), device, make)
+    return table
+
+
+def lists_of(
+    tile: Tile, blocks: tuple[int, int], device: torch.device, *, by_columns: bool, joined: bool
+) -> Lists:
+    """The work of a tile in blocks of rows x columns, on a device. See `work_list`.
+
+    Does not wait for the device.
+    """
+
+    def make() -> _Kept:
+        spans = spans_of_tile(tile, device).host
+        found = work_list(spans, *blocks, by_columns=by_columns, joined=joined)
+        return _kept_lists(found, device)
+
+    key = ("lists", *_key(tile, device), blocks, by_columns, joined)
+    table: Lists = _kept(key, device, make)
+    return table
+
+
+def _kept_lists(found: WorkList, device: torch.device) -> _Kept:
+    uploaded = _upload([found.lines, found.runs], device)
+    lines, runs = uploaded.views
+    by_row = int(len(found.lines) > 1)
+    return _Kept(Lists(lines, runs, found.masked, found.single, by_row), uploaded)
+
+
+def _key(tile: Tile, device: torch.device) -> tuple[Hashable, ...]:
+    return tile.mask, tile.q_positions, tile.kv_positions, device
+
+
+def _kept(key: Hashable, device: torch.device, make: Callable[[], _Kept]) -> Any:
+    """The table under a key, made where there is none, for kernels of the current stream."""
+    with _lock:
+        kept = _tables.get(key)
+        if kept is not None:
+            _tables.move_to_end(key)
+    if kept is None:
+        # Without the lock: it takes long, and at worst two threads do the same.
+        kept = make()
+        with _lock:
+            _tables[key] = kept
+            _forget_some()
+    _, whole, copied, copied_on = kept.uploaded
+    if copied is not None:
+        stream = torch.cuda.current_stream(device)
+        if stream.cuda_stream != copied_on:
+            stream.wait_event(copied)
+            # The memory is not given to others while kernels of this stream may read it.
+            whole.record_stream(stream)
+    return kept.table
+
+
+def _forget_some() -> None:
+    size_bytes = sum(kept.uploaded.whole.nbytes for kept in _tables.values())
+    while len(_tables) > 1 and (size_bytes > _MOST_BYTES or len(_tables) > _MOST_TABLES):
+        _, gone = _tables.popitem(last=False)
+        size_bytes -= gone.uploaded.whole.nbytes
+
+
+def _upload(
+    arrays: Sequence[np.ndarray[Any, np.dtype[np.int32]]], device: torch.device
+) -> _Uploaded:
+    """Copies arrays to a device in one go. Does not wait for the device."""
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.size // _ALIGNED) * _ALIGNED
+    packed = np.zeros(size, np.int32)
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.size] = array.reshape(-1)
+    whole, copied, stream = torch.from_numpy(packed), None, 0
+    if device.type == "cuda":
+        # From pinned memory, which torch keeps until the copy is done, the host need not wait.
+        whole = whole.pin_memory().to(device, non_blocking=True)
+        current = torch.cuda.current_stream(device)
+        copied, stream = current.record_event(), current.cuda_stream
+    views = [whole[a : a + x.size] for a, x in zip(starts, arrays, strict=True)]
+    return _Uploaded(views, whole, copied, stream)

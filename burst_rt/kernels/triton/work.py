@@ -1,0 +1,112 @@
+"""Work lists and spans inside kernels: which blocks there are to do, and which of their cells are
+seen.
+
+The tables are those of `planning/worklist.py`, on the device. A program does one line of its list:
+first its whole runs, whose cells are all seen, then its cut runs, whose cells are compared with the
+spans of their rows. No other block is loaded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["VARYING", "bounds_of", "line_of", "only_run_of", "run_of", "seen_of", "within"]
+
+# Kernel arguments that differ from tile to tile. Specialising on their values would compile kernels
+# over and over.
+VARYING = ["q_len", "kv_len", "by_row"]
+
+
+@triton.jit
+def line_of(p_lines, number, num_lines, i_b, by_row):
+    """A line of the list: its block, its first whole run, its first cut run, one after its last.
+
+    by_row: 1 where each batch row has lines of its own, else 0.
+    """
+    p_lines += (i_b * by_row * num_lines + number) * 4
+    return tl.load(p_lines), tl.load(p_lines + 1), tl.load(p_lines + 2), tl.load(p_lines + 3)
+
+
+@triton.jit
+def run_of(p_runs, number, BLOCK: tl.constexpr):
+    """Where a run of blocks begins and ends, in rows or columns of the tile."""
+    first = tl.load(p_runs + number * 2)
+    last = tl.load(p_runs + number * 2 + 1)
+    return first * BLOCK, last * BLOCK
+
+
+@triton.jit
+def only_run_of(p_runs, number, end, BLOCK: tl.constexpr):
+    """`run_of` for the runs from `number` to `end`, which are one or none; none is empty."""
+    start, stop = run_of(p_runs, number, BLOCK)
+    return start, tl.where(number < end, stop, start)
+
+
+@triton.jit
+def _bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
+    """The starts and the stops of one span of the rows."""
+    p_stops = p_spans + tl.cast(num_rows, tl.int64) * WIDTH
+    if EVEN_M:
+        b_start = tl.load(p_spans + o_m)
+        b_stop = tl.load(p_stops + o_m)
+    else:
+        b_start = tl.load(p_spans + o_m, mask=o_m < num_rows, other=0)
+        b_stop = tl.load(p_stops + o_m, mask=o_m < num_rows, other=0)
+    return b_start, b_stop
+
+
+@triton.jit
+def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
+    """What `seen_of` needs of the rows `o_m`, to be kept in registers: bounds of a few spans.
+
+    Empty where there are too many spans to be kept. p_spans: int32 `[2, WIDTH, num_rows]`, starts
+    and stops. Rows beyond the end see nothing; EVEN_M: there are none.
+    """
+    kept = ()
+    if WIDTH <= 4:
+        for number in tl.static_range(WIDTH):
+            kept = kept + _bounds(p_spans + number * num_rows, o_m, num_rows, WIDTH, EVEN_M)
+    return kept
+
+
+@triton.jit
+def within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
+    """Which of the columns `o_n` are in one span of each row, as `seen_of` returns it."""
+    if ROWS_LAST:
+        b_seen = (b_start[None, :] <= o_n[:, None]) & (o_n[:, None] < b_stop[None, :])
+    else:
+        b_seen = (b_start[:, None] <= o_n[None, :]) & (o_n[None, :] < b_stop[:, None])
+    return b_seen
+
+
+@triton.jit
+def seen_of(
+    bounds,
+    p_spans,
+    o_m,
+    o_n,
+    num_rows,
+    WIDTH: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+):
+    """Which cells of the rows `o_m`, whose `bounds_of` are given, and the columns `o_n` are seen.
+
+    Booleans `[rows, columns]`, or with ROWS_LAST `[columns, rows]`.
+
+    Worked example: spans [0, 2) and [5, 6) of one row, WIDTH 2: of the columns 0 to 7 it sees 0, 1
+    and 5.
+    """
+    if WIDTH <= 4:
+        b_seen = within(bounds[0], bounds[1], o_n, ROWS_LAST)
+        for number in tl.static_range(1, WIDTH):
+            b_seen |= within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)
+    else:
+        b_start, b_stop = _bounds(p_spans, o_m, num_rows, WIDTH, EVEN_M)
+        b_seen = within(b_start, b_stop, o_n, ROWS_LAST)
+        for number in range(1, WIDTH):
+            p_bounds = p_spans + tl.cast(number, tl.int64) * num_rows
+            b_start, b_stop = _bounds(p_bounds, o_m, num_rows, WIDTH, EVEN_M)
+            b_seen |= within(b_start, b_stop, o_n, ROWS_LAST)
+    return b_seen

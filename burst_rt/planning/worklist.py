@@ -1,0 +1,202 @@
+"""A tile as spans of columns and lists of work, which is all that kernels of GPUs need of a mask.
+
+`column_spans` says, row by row, which columns of the tile are seen. `work_list` cuts the tile into
+blocks of rows x blocks of columns and lists the blocks that are seen in whole and those that are
+seen in part. Nothing here knows of positions' steps, of layouts, or of a mask by name.
+
+Pure numpy: tables are data, made on the host and copied to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from burst_rt.errors import InternalError
+from burst_rt.planning.masks import Mask, Spans, positions_of, spans_of
+
+__all__ = ["ColumnSpans", "WorkList", "column_spans", "work_list"]
+
+Integers = np.ndarray[Any, np.dtype[np.int32]]
+
+# What a block may be.
+_WHOLE, _CUT = 1, 2
+# Cells of the table of blocks that are counted at once: counts are 64-bit.
+_SOME_BLOCKS = 1 << 22
+
+
+class ColumnSpans(NamedTuple):
+    """What the rows of a tile see of its columns.
+
+    Row r of batch row b sees column c where bounds[b, 0, w, r] <= c < bounds[b, 1, w, r] for a span
+    w. Spans of a row do not overlap. Those it does not have are empty and come last.
+    """
+
+    bounds: Integers  # `[batch or 1, 2, width, rows]`; 1: every batch row sees the same
+    num_columns: int  # of the tile
+
+    @property
+    def width(self) -> int:
+        """Spans a row: a power of two."""
+        return int(self.bounds.shape[2])
+
+
+class WorkList(NamedTuple):
+    """The blocks of a tile that are seen, as runs of blocks that follow each other.
+
+    A line is a block of rows, and its runs are of blocks of columns; or, `by_columns`, the other
+    way round. Lines are in order of their work, those with most to do first, else by number.
+
+    Worked example: 5 x 5 cells, causal, in blocks of 2 x 2, by rows. Line 2 (row 4) sees the column
+    blocks 0 and 1 in whole, and 2, which is shorter, in part; line 1 sees 0 in whole and 1 in part:
+
+        lines = [[[2, 0, 1, 2], [1, 2, 3, 4], [0, 4, 4, 5]]]
+        runs = [[0, 2], [2, 3], [0, 1], [1, 2], [0, 1], [0, 0]]
+    """
+
+    # int32 `[batch or 1, lines, 4]`: a line's number, its first whole run, its first cut run, and
+    # one after its last run.
+    lines: Integers
+    # int32 `[runs + 1, 2]`: first block, one after the last block. The last one is [0, 0] and of
+    # no line: what stands at the place of a line's runs can be loaded even if it has none.
+    runs: Integers
+    # Whether a line has a cut run.
+    masked: bool
+
+    @property
+    def single(self) -> bool:
+        """Whether no line has more than one whole run and one cut run."""
+        return bool((np.diff(self.lines[..., 1:]) <= 1).all())
+
+
+def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]) -> ColumnSpans:
+    """What queries at the positions `rows` see of keys at the positions `columns`, by columns.
+
+    mask: one that has spans. Raises InternalError where positions do not ascend along the columns;
+    no layout makes such positions.
+    """
+    q, kv = ([run for run in runs if run] for runs in (rows, columns))
+    ascending = all(run.step > 0 or len(run) == 1 for run in kv)
+    if not ascending or any(a[-1] >= b[0] for a, b in pairwise(kv)):
+        raise InternalError(f"a tile's columns must stand at ascending positions, got {columns}")
+    if len(q) == 1:
+        spans = spans_of(mask, q[0])
+    else:
+        spans = mask.spans(np.concatenate([positions_of(run) for run in q]))
+    # Before a position stand as many columns as there are before it in all runs together.
+    by_run = [spans.columns(run) for run in kv]
+    starts, stops = (np.sum(bounds, axis=0) for bounds in zip(*by_run, strict=True))
+    bounds = np.stack(_padded(Spans(starts, stops))).transpose(1, 0, 3, 2)
+    return ColumnSpans(np.ascontiguousarray(bounds, np.int32), sum(map(len, kv)))
+
+
+def _padded(spans: Spans) -> Spans:
+    """The same without empty spans, and a power of two wide."""
+    there = spans.starts < spans.stops
+    most = int(there.sum(-1).max(initial=0))
+    width = 1 << (max(1, most) - 1).bit_length()
+    if spans.width == width == 1:
+        return Spans(*(np.where(there, bound, 0) for bound in spans))
+    batch, row, number = np.nonzero(there)
+    place = (np.cumsum(there, axis=-1) - 1)[batch, row, number]
+    found = []
+    for bound in spans:
+        kept = np.zeros((*there.shape[:2], width), np.int64)
+        kept[batch, row, place] = bound[batch, row, number]
+        found.append(kept)
+    return Spans(*found)
+
+
+def work_list(
+    spans: ColumnSpans,
+    block_rows: int,
+    block_columns: int,
+    *,
+    by_columns: bool = False,
+    joined: bool = False,
+) -> WorkList:
+    """The blocks of `block_rows` x `block_columns` cells that are seen.
+
+    A block is whole where every row of it sees all of its columns by one span, and it has as many
+    columns as others; it is cut where it is seen otherwise. No block stands in two runs.
+    by_columns: a line is a block of columns. joined: if any block is cut, all that are seen are
+    listed as cut, so that blocks which follow each other are one run.
+    """
+    blocks = _blocks(spans, block_rows, block_columns)
+    if by_columns:
+        blocks = np.ascontiguousarray(blocks.transpose(0, 2, 1))
+    seen, masked = blocks > 0, bool((blocks == _CUT).any())
+    if joined and masked:
+        blocks = np.where(seen, np.int8(_CUT), np.int8(0))
+    batch, num_lines, _ = blocks.shape
+    work = seen.sum(-1)
+    flat = blocks.reshape(batch * num_lines, -1)
+    found = [_runs(flat == kind) for kind in (_WHOLE, _CUT)]
+    # The runs of each kind of each line: [2, batch, lines].
+    counts = np.stack([np.bincount(line, minlength=len(flat)) for line, _ in found])
+    counts = counts.reshape(2, batch, num_lines)
+    order = np.argsort(-work, axis=-1, kind="stable")
+    # Runs stand in the order of lines, the whole ones of a line before the cut ones.
+    lines, cuts = np.concatenate([x for x, _ in found]), len(found[0][0])
+    is_cut = np.arange(len(lines)) >= cuts
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(num_lines)[None, :], axis=-1)
+    rank += num_lines * np.arange(batch)[:, None]
+    runs = np.concatenate([x for _, x in found])[np.lexsort((is_cut, rank.reshape(-1)[lines]))]
+    whole, cut = np.take_along_axis(counts, order[None], axis=-1)
+    ends = np.cumsum(whole + cut).reshape(batch, num_lines)
+    index = np.stack([order, ends - cut - whole, ends - cut, ends], axis=-1)
+    runs = np.concatenate([runs, np.zeros((1, 2), np.int64)])
+    return WorkList(index.astype(np.int32), runs.astype(np.int32), masked)
+
+
+def _blocks(
+    spans: ColumnSpans, block_rows: int, block_columns: int
+) -> np.ndarray[Any, np.dtype[np.int8]]:
+    """0, _WHOLE or _CUT for each block: int8 `[batch or 1, blocks of rows, blocks of columns]`."""
+    batch, _, _, num_rows = spans.bounds.shape
+    across, down = -(-spans.num_columns // block_columns), -(-num_rows // block_rows)
+    found = np.empty((batch, down, across), np.int8)
+    for row, first, last in _parts(batch, down, across):
+        rows = slice(first * block_rows, last * block_rows)
+        starts, stops = spans.bounds[row, :, :, rows]
+        line = np.arange(starts.shape[1]) // block_rows
+        touched = _counts(starts // block_columns, -(-stops // block_columns), line, across)
+        covered = _counts(-(-starts // block_columns), stops // block_columns, line, across)
+        seen, whole = touched > 0, covered == np.bincount(line)[:, None]
+        found[row, first:last] = np.where(whole, _WHOLE, np.where(seen, _CUT, 0))
+    return found
+
+
+def _parts(batch: int, down: int, across: int) -> Iterator[tuple[int, int, int]]:
+    """Batch row, first and last line of parts of the table that are not too large."""
+    some = max(1, _SOME_BLOCKS // max(1, across))
+    for row in range(batch):
+        for first in range(0, down, some):
+            yield row, first, min(first + some, down)
+
+
+def _counts(first: Integers, last: Integers, line: Any, across: int) -> Any:
+    """How many of the intervals [first, last) of a line's rows hold each block.
+
+    first, last: `[width, rows]`. line: `[rows]`, from 0. Returns int32 `[lines, across]`. Empty
+    intervals, and those with last < first, hold none.
+    """
+    there = first < last
+    at = np.broadcast_to(line * (across + 1), first.shape)[there]
+    size = (int(line[-1]) + 1) * (across + 1)
+    steps = np.bincount(at + first[there], minlength=size)
+    steps -= np.bincount(at + last[there], minlength=size)
+    return np.cumsum(steps.reshape(-1, across + 1), axis=1, dtype=np.int32)[:, :-1]
+
+
+def _runs(there: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[Any, Any]:
+    """Where each line of booleans is True: the runs' lines, and their bounds `[runs, 2]`."""
+    edges = np.zeros((there.shape[0], there.shape[1] + 1), bool)
+    edges[:, 1:] = there
+    edges[:, :-1] ^= there
+    line, place = np.nonzero(edges)  # starts and ends by turns
+    return line[::2], place.reshape(-1, 2)

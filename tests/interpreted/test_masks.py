@@ -1,0 +1,106 @@
+"""Every mask through the Triton kernels, forward and backward, over ranks that are threads, against
+the float64 spec under cells from plain loops.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from itertools import cycle
+
+import pytest
+import torch
+from mask_truths import MASKS, Sizes, cells_of, truth_of
+from spec import errors_of, reference
+from tolerances import ERROR
+from worlds import Case, attend_over_threads
+
+from burst_rt import BlockSparse, Causal, First, Mask, SlidingWindow
+from burst_rt.kernels.triton.kernel import _config
+from burst_rt.kernels.triton.tuned import TUNED, trying
+
+# Blocks of the interpreter are 32 x 16 and 16 x 32, those of a GPU up to 128 x 128.
+_TIMES = 1 if os.environ.get("TRITON_INTERPRET") == "1" else 9
+# World, strategy, layouts of queries and keys, lengths: each mask takes the next of each.
+_WORLDS = (1, 2, 3, 2)
+_STRATEGIES = ("burst", "ring-kv")
+_KINDS = (
+    ("zigzag", "zigzag"),
+    ("striped", "striped"),
+    ("contiguous", "striped"),
+    ("zigzag", "contiguous"),
+    ("striped", "zigzag"),
+)
+_LENGTHS = ((40, 40), (33, 41), (41, 33))
+
+
+def _cases() -> list[tuple[str, int, str, tuple[str, str], tuple[int, int]]]:
+    factors = zip(*map(cycle, (_WORLDS, _STRATEGIES, _KINDS, _LENGTHS)), strict=False)
+    found = []
+    for name, (world, strategy, kinds, (q_len, kv_len)) in zip(MASKS, factors, strict=False):
+        if truth_of(name, Sizes(q_len, kv_len, 2)) is None:
+            q_len, kv_len = kv_len, q_len
+        found.append((name, world, strategy, kinds, (_TIMES * q_len, _TIMES * kv_len)))
+    return found
+
+
+def _truth(name: str, sizes: Sizes) -> torch.Tensor:
+    """Cells from plain loops, which take too long for a GPU's lengths."""
+    if _TIMES > 1:
+        return cells_of(MASKS[name].mask(sizes), sizes)
+    truth = truth_of(name, sizes)
+    assert truth is not None
+    return truth
+
+
+def assert_right(world: int, case: Case, truth: torch.Tensor) -> None:
+    got = attend_over_threads(world, case, kernel="triton")
+    expected = reference(*case.inputs(), mask=truth)
+    for output, error in errors_of(got, expected).items():
+        assert error < ERROR[torch.float32 if output == "lse" else case.dtype], output
+
+
+@pytest.mark.parametrize(("name", "world", "strategy", "kinds", "lengths"), _cases())
+def test_every_mask(
+    name: str, world: int, strategy: str, kinds: tuple[str, str], lengths: tuple[int, int]
+) -> None:
+    sizes = Sizes(*lengths, 2)
+    truth = _truth(name, sizes)
+    case = Case(
+        *lengths, heads=1, batch=2, mask=MASKS[name].mask(sizes), strategy=strategy,
+        kind=kinds[0], kv_kind=kinds[1]
+    )  # fmt: skip
+    assert_right(world, case, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs_and_heads_in_groups(dtype: torch.dtype) -> None:
+    sizes = Sizes(_TIMES * 40, _TIMES * 40, 1)
+    truth = _truth("sinks", sizes)
+    mask = MASKS["sinks"].mask(sizes)
+    assert_right(2, Case(_TIMES * 40, heads=4, kv_heads=2, dtype=dtype, mask=mask), truth)
+
+
+def test_more_spans_than_are_unrolled() -> None:
+    """Every other token by itself: some rows have 20 spans, some none."""
+    tokens = torch.arange(40)
+    table = ((tokens[:, None] + tokens) % 2 == 0) & (tokens[:, None] % 7 != 3)
+    mask = BlockSparse(table, 1)
+    case = Case(40, heads=1, mask=mask, kind="contiguous")
+    assert_right(1, case, table)
+    assert_right(2, case, table)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length"), [(Causal(), 70), (SlidingWindow(9), 64), (SlidingWindow(9) | First(3), 64)]
+)
+def test_one_loop_for_warps_that_share_work(mask: Mask, length: int) -> None:
+    """Lists are joined where a line's blocks follow each other. The last mask's do not."""
+    case = Case(length, heads=2, kv_heads=1, mask=mask, kind="contiguous")
+    q = case.inputs().q
+    with ExitStack() as stack:
+        for kind in TUNED:
+            config = _config(kind, q)._replace(loads="specialized")
+            stack.enter_context(trying(kind, config))
+        cells = mask.allows(torch.arange(length)[:, None], torch.arange(length))
+        assert_right(2, case, cells)

@@ -1,0 +1,178 @@
+"""Spans of columns and lists of work against tables of booleans from plain loops, for drawn masks,
+layouts and block sizes.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from mask_truths import MASKS, Sizes, truth_of
+
+from burst_rt import BlockSparse, Causal, Full, Mask, SlidingWindow
+from burst_rt.errors import InternalError
+from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
+
+_EMPTY, _WHOLE, _CUT = 0, 1, 2
+
+
+class _Tile(NamedTuple):
+    """A drawn tile, and its cells as booleans `[batch, rows, columns]`."""
+
+    spans: ColumnSpans
+    cells: torch.Tensor
+    told: str
+
+
+def _drawn(seed: int) -> _Tile:
+    """Two masks together or one, for rows of one rank and columns of another."""
+    rng = random.Random(seed)
+    kv_len = rng.choice((5, 16, 27))
+    sizes = Sizes(rng.choice((kv_len, kv_len, max(1, kv_len - 7), kv_len + 4)), kv_len, 3)
+    name, other = rng.choice(list(MASKS)), rng.choice(list(MASKS))
+    truth, truths = truth_of(name, sizes), truth_of(other, sizes)
+    if truth is None or truths is None:
+        return _drawn(seed + 1000)
+    mask, second = MASKS[name].mask(sizes), MASKS[other].mask(sizes)
+    how = rng.choice(("", "&", "|"))
+    if how == "|":
+        mask, truth = mask | second, truth | truths
+    # Where queries stand elsewhere for one of two masks, `&` is another mask than both.
+    elif how == "&" and mask.mover is None and second.mover is None:
+        mask, truth = mask & second, truth & truths
+    world = rng.choice((1, 2, 3))
+    q_blocks, kv_blocks = (
+        make_layout(rng.choice(sorted(KINDS)), length, world).blocks[rng.randrange(world)]
+        for length in (sizes.q_len, sizes.kv_len)
+    )
+    # The whole side, or a block of it, as it travels.
+    q, kv = (
+        rng.choice((blocks, *((block,) for block in blocks))) for blocks in (q_blocks, kv_blocks)
+    )
+    if not any(map(len, q)) or not any(map(len, kv)):
+        return _drawn(seed + 1000)
+    shift = sizes.kv_len - sizes.q_len
+    positions = tuple(range(run.start + shift, run.stop + shift, run.step) for run in q)
+    rows, columns = ([i for run in side for i in run] for side in (q, kv))
+    told = f"{mask!r}, {sizes}, rows {q}, columns {kv}"
+    spans = column_spans(mask.bound(*sizes[:2]), positions, kv)
+    return _Tile(spans, truth[:, rows][:, :, columns], told)
+
+
+def _cells(spans: ColumnSpans) -> torch.Tensor:
+    columns = np.arange(spans.num_columns)
+    starts, stops = (spans.bounds[:, side, :, :, None] for side in (0, 1))
+    seen = (starts <= columns) & (columns < stops)
+    assert seen.sum(1).max(initial=0) <= 1, "spans of a row overlap"
+    return torch.from_numpy(seen.any(1))
+
+
+def _listed(found: WorkList, batch: int, across: int) -> torch.Tensor:
+    """Every line's blocks: int `[batch, lines, blocks]`."""
+    blocks = torch.zeros(batch, found.lines.shape[1], across, dtype=torch.int64)
+    for row in range(batch):
+        lines = found.lines[row % len(found.lines)]
+        assert sorted(lines[:, 0]) == list(range(len(lines)))
+        for number, whole, cut, end in lines:
+            for run in range(whole, end):
+                first, last = found.runs[run]
+                assert 0 <= first < last <= across
+                assert not blocks[row, number, first:last].any(), "a block stands in two runs"
+                blocks[row, number, first:last] = _WHOLE if run < cut else _CUT
+    return blocks
+
+
+def _expected(spans: ColumnSpans, cells: torch.Tensor, m: int, n: int) -> torch.Tensor:
+    """Blocks by their cells, one after the other."""
+    starts, stops = spans.bounds[:, 0], spans.bounds[:, 1]
+    batch, rows, columns = cells.shape
+    found = torch.zeros(batch, -(-rows // m), -(-columns // n), dtype=torch.int64)
+    for b, i, j in np.ndindex(*found.shape):
+        block = cells[b, i * m : (i + 1) * m, j * n : (j + 1) * n]
+        at = (b % len(starts), slice(None), slice(i * m, (i + 1) * m))
+        by_one = ((starts[at] <= j * n) & (stops[at] >= (j + 1) * n)).any(0).all()
+        found[b, i, j] = (_WHOLE if by_one else _CUT) if block.any() else _EMPTY
+        assert not by_one or (block.all() and block.shape[1] == n)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_spans_and_lists_are_what_the_cells_say(seed: int) -> None:
+    tile = _drawn(seed)
+    rng = random.Random(seed)
+    seen = _cells(tile.spans).expand(tile.cells.shape)
+    assert torch.equal(seen, tile.cells), tile.told
+    assert tile.spans.bounds.dtype == np.int32
+    width = tile.spans.width
+    assert width & (width - 1) == 0
+    m, n = rng.choice((1, 2, 4, 7, 16)), rng.choice((1, 2, 4, 7, 16))
+    expected = _expected(tile.spans, tile.cells, m, n)
+    for by_columns in (False, True):
+        found = work_list(tile.spans, m, n, by_columns=by_columns)
+        blocks = expected.transpose(1, 2) if by_columns else expected
+        assert torch.equal(_listed(found, len(expected), blocks.shape[2]), blocks), tile.told
+        assert found.masked == bool((expected == _CUT).any())
+        assert found.lines.dtype == found.runs.dtype == np.int32
+        for row, lines in enumerate(found.lines):
+            work = (blocks[row][lines[:, 0]] > 0).sum(-1).tolist()
+            assert work == sorted(work, reverse=True)
+        joined = work_list(tile.spans, m, n, by_columns=by_columns, joined=True)
+        kind = _CUT if found.masked else _WHOLE
+        assert torch.equal(
+            _listed(joined, len(expected), blocks.shape[2]), torch.where(blocks > 0, kind, 0)
+        )
+        runs = [int(np.diff(kind.lines[..., 1:]).max()) for kind in (found, joined)]
+        assert [found.single, joined.single] == [number <= 1 for number in runs]
+
+
+def test_the_worked_example() -> None:
+    found = work_list(column_spans(Causal(), (range(5),), (range(5),)), 2, 2)
+    assert found.lines.tolist() == [[[2, 0, 1, 2], [1, 2, 3, 4], [0, 4, 4, 5]]]
+    assert found.runs.tolist() == [[0, 2], [2, 3], [0, 1], [1, 2], [0, 1], [0, 0]]
+
+
+def test_lengths_that_blocks_divide_have_nothing_to_compare() -> None:
+    found = work_list(column_spans(Full(), (range(7),), (range(8),)), 4, 4)
+    assert not found.masked
+    assert found.lines.tolist() == [[[0, 0, 1, 1], [1, 1, 2, 2]]]
+    assert found.runs.tolist() == [[0, 2], [0, 2], [0, 0]]
+
+
+def test_what_is_not_seen_is_in_no_list() -> None:
+    spans = column_spans(Causal(), (range(4),), (range(9, 12),))
+    assert spans.width == 1
+    found = work_list(spans, 2, 2)
+    assert found.lines.tolist() == [[[0, 0, 0, 0], [1, 0, 0, 0]]]
+    assert found.runs.tolist() == [[0, 0]]
+    assert found.single
+
+
+def test_spans_that_miss_the_tile_take_no_place() -> None:
+    """Eight spans a row, of which a tile of two blocks holds one."""
+    mask = BlockSparse([[True, False] * 8] * 16, 4)
+    assert column_spans(mask, (range(64),), (range(64),)).width == 8
+    assert column_spans(mask, (range(64),), (range(8, 16),)).width == 1
+    assert column_spans(mask, (range(64),), (range(5, 64, 8), range(64, 64))).width == 1
+
+
+def test_a_large_table_of_blocks_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = column_spans(SlidingWindow(9), (range(50),), (range(50),))
+    whole = [work_list(spans, 4, 2, by_columns=by) for by in (False, True)]
+    monkeypatch.setattr("burst_rt.planning.worklist._SOME_BLOCKS", 60)
+    for by_columns, expected in zip((False, True), whole, strict=True):
+        found = work_list(spans, 4, 2, by_columns=by_columns)
+        assert np.array_equal(found.lines, expected.lines)
+        assert np.array_equal(found.runs, expected.runs)
+
+
+@pytest.mark.parametrize(
+    "columns", [(range(9, -1, -1),), (range(5), range(4, 9)), (range(5, 9), range(5))]
+)
+def test_columns_that_do_not_ascend_are_an_internal_error(columns: tuple[range, ...]) -> None:
+    mask: Mask = Causal()
+    with pytest.raises(InternalError, match="columns must stand at ascending positions"):
+        column_spans(mask, (range(4),), columns)
