@@ -78,7 +78,7 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
     mask: one that has spans. Raises InternalError where positions do not ascend along the columns;
     no layout makes such positions.
     """
-    q, kv = ([run for run in runs if run] for runs in (rows, columns))
+    q, kv = list(filter(len, rows)), list(filter(len, columns))
     ascending = all(run.step > 0 or len(run) == 1 for run in kv)
     if not ascending or any(a[-1] >= b[0] for a, b in pairwise(kv)):
         raise InternalError(f"a tile's columns must stand at ascending positions, got {columns}")

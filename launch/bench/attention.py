@@ -187,10 +187,9 @@ class Bench:
                 torch_s = self.alone_s(theirs[name])
                 took[name].append((slowest_s(self.ctx, ours[name]), torch_s))
         whole = range(tokens)
-        cells = {
-            name: sum(piece.num_cells for piece in mask.pieces(whole, whole))
-            for name, mask in masks.items()
-        }
+        cells = {}
+        for name, mask in masks.items():
+            cells[name] = sum(piece.num_cells for piece in mask.pieces(whole, whole))
         rows: Rows = []
         for name, pairs in took.items():
             relative = [
