@@ -235,7 +235,7 @@ def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterato
             full.append((right, piece.kv_stop))
         else:
             full.append((piece.kv_start, piece.kv_stop))
-        if left < right and not piece.whole:
+        if left < right and (piece.diagonal or piece.upper):
             columns = slice(left, right)
             rest.append(_Cut(rows, columns, triangle=piece.diagonal, upper=piece.upper))
     for start, stop in _joined(full):
