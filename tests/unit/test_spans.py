@@ -302,6 +302,12 @@ def test_integers_of_numpy_are_integers() -> None:
     assert Documents([3, 0, 5]) == Documents([3, 5])
 
 
+def test_the_base_class_is_no_mask() -> None:
+    for mask in (Mask(), Causal() & Mask()):
+        with pytest.raises(InputError, match=r"mask Mask: repr\(\) must show"):
+            check_mask(mask, 9, 9)
+
+
 def test_masks_that_differ_say_so() -> None:
     masks = [
         Documents([3, 5]),
