@@ -48,15 +48,15 @@ class Config(NamedTuple):
 _HALF = {
     ("forward", 80): (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
     ("forward", 86): (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 8, 1)),
-    ("forward", 90): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
-    ("forward", 100): (Config(128, 128, 8, 3), Config(128, 128, 8, 2), Config(64, 64, 8, 2)),
+    ("forward", 90): (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 2)),
+    ("forward", 100): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 2)),
     ("dq", 80): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 32, 8, 1)),
     ("dq", 86): (Config(64, 64, 4, 2), Config(64, 32, 8, 2), Config(64, 32, 8, 1)),
     ("dq", 90): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 32, 8, 2)),
     ("dq", 100): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 8, 1)),
     ("dkdv", 80): (Config(32, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 1)),
     ("dkdv", 86): (Config(32, 64, 4, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 1)),
-    ("dkdv", 90): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(32, 64, 8, 2)),
+    ("dkdv", 90): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 64, 8, 2)),
     ("dkdv", 100): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 8, 1)),
 }
 
