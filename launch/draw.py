@@ -259,7 +259,7 @@ def _draw_backward(ctx: Context, tokens: int, strategy: str, full: bool, out: Pa
         out.mkdir(parents=True, exist_ok=True)
         mask = "full" if full else "causal"
         what = f"{strategy}, {mask}, {tokens:,} tokens, {ctx.world_size} ranks"
-        owned = [_owned(blocks) for blocks in layout.map.blocks]
+        owned = [_owned(runs) for runs in layout.map.runs]
         draw_ring(
             [graph for graph, _ in traces],
             out / "ring.png",
@@ -274,6 +274,6 @@ if __name__ == "__main__":
     command()
 
 
-def _owned(blocks: Sequence[range]) -> str:
+def _owned(runs: Sequence[range]) -> str:
     """The first and last position of each block, a line each."""
-    return "\n".join(f"{block[0]:,} - {block[-1]:,}" for block in blocks if block)
+    return "\n".join(f"{run[0]:,} - {run[-1]:,}" for run in runs if run)

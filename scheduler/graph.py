@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 from burst_rt.errors import InputError
@@ -61,13 +62,20 @@ class Op(NamedTuple):
 class Message(NamedTuple):
     """One message of an exchange: `size_bytes` of part number `part` to or from `peer`.
 
-    Messages of one exchange with the same peer and tag match in the order they are listed.
+    offset: where in the part the message begins, in bytes. Messages of one exchange with the same
+    peer and tag match in the order they are listed.
     """
 
     part: int
     peer: int
     tag: int
     size_bytes: int
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """One after the last byte of the part that the message moves."""
+        return self.offset + self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +205,14 @@ class Graph:
         return frozenset(m.part for task in self.tasks for m in task.sends)
 
 
+def overlap(messages: Iterable[Message]) -> bool:
+    """Whether two of the messages move the same bytes of a part."""
+    by_place = sorted((m.part, m.offset, m.end) for m in messages)
+    return any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(by_place))
+
+
 _Access: TypeAlias = "Buffer | Part"
-_Send: TypeAlias = "tuple[_Access, int] | tuple[_Access, int, int]"
+_Send: TypeAlias = "tuple[_Access, int] | tuple[_Access, int, int] | tuple[_Access, int, int, int]"
 
 
 class GraphBuilder:
@@ -306,9 +320,11 @@ class GraphBuilder:
     ) -> int:
         """Adds one transfer task whose messages progress together; returns its id.
 
-        Each message is (part or one-part buffer, peer) or (part, peer, size_bytes); without a size
-        the whole part travels. `reads` names what must be there before anything is sent, beside the
-        parts sent themselves. hop: see `Task`.
+        Each message is (part or one-part buffer, peer), (part, peer, size_bytes) or (part, peer,
+        size_bytes, offset); without a size the whole part travels, without an offset (in bytes) its
+        beginning. Messages may be received into one part where they do not overlap. `reads` names
+        what must be there before anything is sent, beside the parts sent themselves. hop: see
+        `Task`.
         """
         outgoing = tuple(self._message(name, send, tag) for send in sends)
         incoming = tuple(self._message(name, recv, tag) for recv in recvs)
@@ -319,7 +335,7 @@ class GraphBuilder:
         # A part may be named by several messages (sent to two peers): an edge needs it once.
         read = tuple(dict.fromkeys([*self._ids(reads), *(m.part for m in outgoing)]))
         written = tuple(dict.fromkeys(m.part for m in incoming))
-        if len(written) != len(incoming) or set(written) & set(read):
+        if overlap(incoming) or set(written) & set(read):
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, "
                 "in one exchange; use two exchanges"
@@ -381,23 +397,25 @@ class GraphBuilder:
                 f"GraphBuilder.exchange {name!r}: a message carries one part, got a buffer of "
                 f"{len(ids)} parts; name one part in each message"
             )
-        size = spec[2] if len(spec) == 3 else self._parts[ids[0]].size_bytes
+        size = spec[2] if len(spec) > 2 else self._parts[ids[0]].size_bytes
+        offset = spec[3] if len(spec) > 3 else 0
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: peer must be another rank in [0, "
                 f"{self.world_size}), got {peer}"
             )
-        if not 0 < size <= self._parts[ids[0]].size_bytes:
-            limit = self._parts[ids[0]].size_bytes
+        limit = self._parts[ids[0]].size_bytes
+        if size < 1 or offset < 0 or offset + size > limit:
+            where = f" from byte {offset} on" if offset else ""
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: a message must be 1 to {limit} bytes (its part's "
-                f"size), got {size}"
+                f"size), got {size}{where}"
             )
         if tag < 0:
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: a tag is a non-negative integer, got {tag}"
             )
-        return Message(ids[0], peer, tag, size)
+        return Message(ids[0], peer, tag, size, offset)
 
     def _add(self, task: Task) -> int:
         if task.lane not in self._lanes:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InternalError
-from burst_rt.scheduler.graph import Graph, Message, Task
+from burst_rt.scheduler.graph import Graph, Message, Task, overlap
 
 __all__ = ["Endpoint", "check_graph", "check_messages", "check_world", "match_messages"]
 
@@ -178,19 +178,19 @@ def _check_exchange(graph: Graph, task: Task) -> None:
     if not {m.part for m in task.sends} <= {*task.reads} or not {*received} <= {*task.writes}:
         raise InternalError(f"{what} sends or receives parts it does not declare")
     # The messages of one exchange move in any order.
-    if len({*received}) < len(received) or {*received} & {*task.reads, *task.accumulates}:
+    if overlap(task.recvs) or {*received} & {*task.reads, *task.accumulates}:
         raise InternalError(
-            f"{what} receives into a part twice, or into a part that it also reads or sends"
+            f"{what} receives into the same bytes twice, or into a part that it also reads or sends"
         )
     for m in (*task.sends, *task.recvs):
         if not 0 <= m.peer < graph.world_size or m.peer == graph.rank:
             raise InternalError(
                 f"{what} names rank {m.peer} as its peer, in a world of {graph.world_size}"
             )
-        if m.size_bytes > graph.parts[m.part].size_bytes:
+        if m.offset < 0 or m.end > graph.parts[m.part].size_bytes:
             raise InternalError(
-                f"{what} moves {m.size_bytes} bytes of {graph.parts[m.part].name}, which has "
-                f"{graph.parts[m.part].size_bytes} bytes"
+                f"{what} moves the bytes {m.offset} to {m.end} of {graph.parts[m.part].name}, "
+                f"which has {graph.parts[m.part].size_bytes} bytes"
             )
 
 

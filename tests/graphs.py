@@ -78,6 +78,7 @@ def other_rings(p: Problem) -> Iterator[Ring]:
             yield as_ring(choose(p, strategy, forward=False).program)
     for strategy in (
         "bidirectional",
+        "direct",
         *(f"two-level:{n}" for n in range(1, p.world_size + 1) if p.world_size % n == 0),
     ):
         for forward in (True, False):

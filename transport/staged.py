@@ -205,9 +205,10 @@ class _Staging:
                 )
 
     def _chunks(self, way: str, messages: tuple[Message, ...]) -> Iterator[_Chunk]:
-        for part, peer, tag, size in messages:
-            step = self.chunk(size)
-            for offset in range(0, size, step):
-                number = self.num_chunks[way, peer, tag]
-                self.num_chunks[way, peer, tag] += 1
-                yield _Chunk(part, offset, min(step, size - offset), peer, tag * _TAG_ROOM + number)
+        for m in messages:
+            step = self.chunk(m.size_bytes)
+            for offset in range(m.offset, m.end, step):
+                number = self.num_chunks[way, m.peer, m.tag]
+                self.num_chunks[way, m.peer, m.tag] += 1
+                size, tag = min(step, m.end - offset), m.tag * _TAG_ROOM + number
+                yield _Chunk(m.part, offset, size, m.peer, tag)

@@ -1,15 +1,20 @@
 """The planner: from a problem to a verified plan, cached.
 
 A plan is everything about one direction of a call that does not depend on the tensors' values: the
-graph of this rank, its schedule, the kernel, the bytes sent, the memory. Up to 64 ranks, the graphs
-of all ranks are built with the machine's lanes and verified together. Above 64 ranks, each rank
-checks its own graph and the message sequences of its neighbours. Where the machine lowers the
-graphs (staged), the rank also verifies its own lowered graph.
+graph of this rank, its schedule, the kernel, the bytes sent, the memory.
+
+Packed batches bring a new mask with every step. What is verified is the way that rows go between
+ranks (`Program.way`), and a way that has been verified is not verified again. The tables of a plan
+(pieces of tiles, costs) are made from each new mask for this rank alone.
+
+Up to 64 ranks, the graphs of all ranks are built with the machine's lanes and verified together.
+Above 64 ranks, each rank checks its own graph and the message sequences of its neighbours. Where
+the machine lowers the graphs (staged), the rank also verifies its own lowered graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -21,7 +26,7 @@ from burst_rt.kernels import Kernel, Picked, Work, pick
 from burst_rt.planning.forecast import FORECAST_UP_TO, fastest_strategy
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import Choice, choose
+from burst_rt.planning.strategies import Choice, Program, choose
 from burst_rt.scheduler import (
     HOST_LANES,
     Graph,
@@ -37,6 +42,8 @@ from burst_rt.scheduler.simulator import Hardware
 __all__ = ["MemoryNeed", "Plan", "PlanKey", "Planner"]
 
 _VERIFY_ALL_UP_TO = 64
+# How many ways are known as verified.
+_KNOWN_WAYS = 4096
 
 
 class PlanKey(NamedTuple):
@@ -154,6 +161,7 @@ class Planner:
         self._ranks_per_node = ranks_per_node
         self._hardware = hardware
         self._plans: Recent[PlanKey, Plan] = Recent(capacity)
+        self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
 
     def plan(self, key: PlanKey) -> Plan:
         """The plan for a key, built and verified on first use.
@@ -183,10 +191,7 @@ class Planner:
                 key.problem, key.strategy, forward=key.forward, ranks_per_node=self._ranks_per_node
             )
 
-        def graph(rank: int) -> Graph:
-            return choice.program.graph(rank % world, self._lanes)
-
-        own = graph(self._rank)
+        own = choice.program.graph(self._rank, self._lanes)
         tiles = tuple(
             task.op.pieces for task in own.tasks if isinstance(task.op, (ForwardTile, BackwardTile))
         )
@@ -202,6 +207,20 @@ class Planner:
         )
         picked = pick(work, choice.kernel or key.kernel)
         lowered = self._lower(own)
+        # By its hash: the ways of large worlds are large.
+        way = hash((choice.program.way, world))
+        if not self._verified.get(way):
+            self._verify(choice.program, own, lowered)
+            self._verified.put(way, True)
+        return Plan(key, self._rank, choice, picked, own, Schedule.of(lowered))
+
+    def _verify(self, program: Program, own: Graph, lowered: Graph) -> None:
+        """Checks the way of a program. Raises InternalError. own: this rank's graph."""
+        world = program.problem.world_size
+
+        def graph(rank: int) -> Graph:
+            return program.graph(rank % world, self._lanes, tables=False)
+
         if world <= _VERIFY_ALL_UP_TO:
             check_world([own if rank == self._rank else graph(rank) for rank in range(world)])
             if lowered is not own:
@@ -211,4 +230,3 @@ class Planner:
             check_messages(
                 [self._lower(graph(self._rank - 1)), lowered, self._lower(graph(self._rank + 1))]
             )
-        return Plan(key, self._rank, choice, picked, own, Schedule.of(lowered))

@@ -61,7 +61,7 @@ class ContextLayout:
             )
         parts = [
             torch.arange(b.start, b.stop, b.step, device=self.runtime.device)
-            for b in self.map.blocks[owner]
+            for b in self.map.runs[owner]
         ]
         return torch.cat(parts)
 

@@ -586,4 +586,4 @@ class _Inserted:
         return [self.parts[part] for part in parts]
 
     def _messages(self, of: Sequence[Message]) -> list[tuple[Part, int, int]]:
-        return [(self.parts[m.part], m.peer, m.size_bytes) for m in of]
+        return [(self.parts[m.part], m.peer, m.size_bytes, m.offset) for m in of]

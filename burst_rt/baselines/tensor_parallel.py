@@ -315,7 +315,7 @@ class ParallelLayer(nn.Module):
         return (
             (range(self.layout.seq_len),)
             if self.spec.tensor_parallel
-            else self.layout.map.blocks[self.runtime.rank]
+            else self.layout.map.runs[self.runtime.rank]
         )
 
     def _check(self, x: torch.Tensor) -> None:

@@ -203,7 +203,7 @@ class BaseDriver:
             self._about[handle] = task, m.peer
 
     def _bytes_of(self, message: Message) -> Memory:
-        return self._options.memory[message.part][: message.size_bytes]
+        return self._options.memory[message.part][message.offset : message.end]
 
     def _what_does(self, task: Task) -> Callable[..., None]:
         """The function for the task's operation. Writes the task to the flight record.

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # The strategies that a planner chooses from. The paper's baselines are for comparing only.
-CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "all-to-all", "hybrid")
+CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "direct", "all-to-all", "hybrid")
 # The largest world for which planners forecast. Up to 32 ranks a new shape takes a second or two to
 # plan; at 64 ranks it takes ten.
 FORECAST_UP_TO = 32
@@ -199,6 +199,6 @@ def _all_alike(program: Program) -> bool:
 
 
 def _is_even(layout: Layout) -> bool:
-    """Whether the blocks of all ranks have the same lengths."""
-    lengths = {tuple(map(len, blocks)) for blocks in layout.blocks}
+    """Whether the runs of all ranks have the same lengths."""
+    lengths = {tuple(map(len, runs)) for runs in layout.runs}
     return len(lengths) == 1

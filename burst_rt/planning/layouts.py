@@ -2,12 +2,11 @@
 
 Pure Python: planning and simulating need layouts too.
 
-A layout maps blocks to ranks. A block is a Python `range` of global positions; a rank's shard is
-its blocks, one after another. Every rank has the same number of blocks, and the lengths of blocks
-differ by at most one between ranks. A rank has two blocks, because gradient sums travel block by
-block: one block's sum can leave while the other is still being made. In a world of one rank there
-is one block. Lengths that divide by nothing and sequences shorter than the world are fine: some
-blocks are empty then.
+A layout gives runs to ranks. A run is a Python `range` of global positions; a rank's shard is its
+runs, one after another. A rank has at least two runs, because a shard travels as two blocks of one
+or more runs: one block's gradient sum can leave while the other is still being made. In a world of
+one rank there is one run. Lengths that divide by nothing and sequences shorter than the world are
+fine: some runs are empty then.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from burst_rt.errors import InputError
 
 __all__ = ["KINDS", "Layout", "make_layout"]
 
-BLOCKS_PER_RANK = 2
+RUNS_PER_RANK = 2
 # Positions, and bytes of buffers, are 64-bit integers.
 MOST_TOKENS = 1 << 48
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions every rank owns. kind, seq_len and world_size determine the blocks."""
+    """Which positions every rank owns. kind, seq_len and world_size determine the runs."""
 
     kind: str  # "contiguous", "zigzag", "striped", or a name that a strategy made up
     seq_len: int
     world_size: int
-    # `blocks[rank]`: the ranges of global positions that the rank owns, in local order.
-    blocks: tuple[tuple[range, ...], ...] = field(repr=False, compare=False)
+    # `runs[rank]`: the ranges of global positions that the rank owns, in local order.
+    runs: tuple[tuple[range, ...], ...] = field(repr=False, compare=False)
 
     def shard_len(self, rank: int) -> int:
         """Number of tokens in a rank's shard."""
-        return sum(map(len, self.blocks[rank]))
+        return sum(map(len, self.runs[rank]))
 
 
 def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
@@ -58,7 +57,7 @@ def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
 @lru_cache(maxsize=256)
 def _make(kind: str, seq_len: int, world_size: int) -> Layout:
     if world_size == 1:
-        # Nothing travels, so one block is enough, and gives one tile.
+        # Nothing travels, so one run is enough, and gives one tile.
         return Layout(kind, seq_len, 1, ((range(seq_len),),))
     return Layout(
         kind,
@@ -68,17 +67,17 @@ def _make(kind: str, seq_len: int, world_size: int) -> Layout:
     )
 
 
-def _cut(positions: range, num_blocks: int) -> list[range]:
+def _cut(positions: range, num_parts: int) -> list[range]:
     """Cuts a range into consecutive ranges whose lengths differ by at most one."""
-    ends = [len(positions) * i // num_blocks for i in range(num_blocks + 1)]
+    ends = [len(positions) * i // num_parts for i in range(num_parts + 1)]
     return [positions[a:b] for a, b in pairwise(ends)]
 
 
 def _contiguous(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
     """Rank r has the r-th run of tokens."""
     return tuple(
-        _cut(range(seq_len), BLOCKS_PER_RANK * world_size)[
-            BLOCKS_PER_RANK * rank : BLOCKS_PER_RANK * (rank + 1)
+        _cut(range(seq_len), RUNS_PER_RANK * world_size)[
+            RUNS_PER_RANK * rank : RUNS_PER_RANK * (rank + 1)
         ]
     )
 
@@ -94,7 +93,7 @@ def _zigzag(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
 
 def _striped(seq_len: int, world_size: int, rank: int) -> tuple[range, ...]:
     """Rank r has every W-th token from the r-th on (Striped Attention, arXiv 2311.09431)."""
-    return tuple(_cut(range(rank, seq_len, world_size), BLOCKS_PER_RANK))
+    return tuple(_cut(range(rank, seq_len, world_size), RUNS_PER_RANK))
 
 
 KINDS: dict[str, Callable[[int, int, int], tuple[range, ...]]] = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from burst_rt.planning.masks import Piece
+from burst_rt.planning.needs import Rows
 from burst_rt.planning.roles import Role
 
 __all__ = [
@@ -91,8 +92,11 @@ class Delta:
 class Add:
     """Adds sums that have arrived to the rank's own sums."""
 
+    role: Role  # of the sums
+    block: int  # which of the rank's own blocks
     own: int  # number of the part that is added to
     arrived: int  # number of the part that has arrived
+    rows: Rows  # which rows of the part have arrived
     name: ClassVar[str] = "add"
 
 

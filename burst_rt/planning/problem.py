@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.masks import Mask
+from burst_rt.planning.needs import Needs, find_needs
 
 __all__ = ["Problem", "TileShape"]
 
@@ -49,22 +50,28 @@ class Problem:
         return self.q_layout.world_size
 
     @cached_property
-    def q_blocks(self) -> tuple[tuple[range, ...], ...]:
-        """Blocks of queries by rank, at the positions the mask sees.
+    def q_runs(self) -> tuple[tuple[range, ...], ...]:
+        """Runs of queries by rank, at the positions the mask sees.
 
         Query i stands at i + Skv - Sq (bottom-right alignment).
         """
         shift = self.kv_layout.seq_len - self.q_layout.seq_len
 
-        def shifted(block: range) -> range:
-            return range(block.start + shift, block.stop + shift, block.step)
+        def shifted(run: range) -> range:
+            return range(run.start + shift, run.stop + shift, run.step)
 
-        return tuple(tuple(map(shifted, blocks)) for blocks in self.q_layout.blocks)
+        return tuple(tuple(map(shifted, runs)) for runs in self.q_layout.runs)
 
     @property
-    def kv_blocks(self) -> tuple[tuple[range, ...], ...]:
-        """Blocks of keys by rank."""
-        return self.kv_layout.blocks
+    def kv_runs(self) -> tuple[tuple[range, ...], ...]:
+        """Runs of keys by rank."""
+        return self.kv_layout.runs
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What of each two runs meets; runs are numbered rank by rank."""
+        sides = (self.q_runs, self.kv_runs)
+        return find_needs(self.mask, *([run for own in side for run in own] for side in sides))
 
     @property
     def q_token_bytes(self) -> int:

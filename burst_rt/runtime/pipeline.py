@@ -77,7 +77,7 @@ class Pipeline:
         largest: dict[int, int] = {}
         bound_to: dict[int, torch.Tensor] = {}
         for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
-            largest[m.part] = max(m.size_bytes, largest.get(m.part, 0))
+            largest[m.part] = max(m.end, largest.get(m.part, 0))
         for part_id, size in largest.items():
             part = self.graph.parts[part_id]
             tensor = _bound(buffers, part.buffer, part.index)

@@ -17,24 +17,24 @@ _WORLDS = (1, 2, 3, 4, 5, 8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", _WORLDS)
 @pytest.mark.parametrize("seq_len", _LENGTHS)
-def test_every_token_has_one_owner_and_blocks_are_even(
+def test_every_token_has_one_owner_and_runs_are_even(
     kind: str, world_size: int, seq_len: int
 ) -> None:
     layout = make_layout(kind, seq_len, world_size)
-    owned = [position for blocks in layout.blocks for block in blocks for position in block]
+    owned = [position for runs in layout.runs for run in runs for position in run]
     assert sorted(owned) == list(range(seq_len))
-    lengths = [[len(block) for block in blocks] for blocks in layout.blocks]
+    lengths = [[len(run) for run in runs] for runs in layout.runs]
     assert {len(row) for row in lengths} == {2 if world_size > 1 else 1}
-    for same_block in zip(*lengths, strict=True):
-        assert max(same_block) - min(same_block) <= 1
+    for same_run in zip(*lengths, strict=True):
+        assert max(same_run) - min(same_run) <= 1
     for rank, row in enumerate(lengths):
         assert layout.shard_len(rank) == sum(row)
-        for block in layout.blocks[rank]:
-            assert list(block) == sorted(block)
+        for run in layout.runs[rank]:
+            assert list(run) == sorted(run)
 
 
 def test_what_each_kind_looks_like() -> None:
-    placed = {kind: [[*a, *b] for a, b in make_layout(kind, 8, 2).blocks] for kind in KINDS}
+    placed = {kind: [[*a, *b] for a, b in make_layout(kind, 8, 2).runs] for kind in KINDS}
     assert placed == {
         "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
@@ -136,8 +136,8 @@ def test_shard_passes_gradients() -> None:
         return whole.grad
 
     expected = torch.zeros(10)
-    for rank, blocks in enumerate(make_layout("zigzag", 10, 3).blocks):
-        for position in (*blocks[0], *blocks[1]):
+    for rank, runs in enumerate(make_layout("zigzag", 10, 3).runs):
+        for position in (*runs[0], *runs[1]):
             expected[position] = rank + 1
     assert torch.equal(torch.stack(burst_rt.run_local(3, gradient)).sum(0), expected)
 

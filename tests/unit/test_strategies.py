@@ -17,23 +17,25 @@ from tolerances import BALANCE
 
 from burst_rt import Causal
 from burst_rt.errors import InternalError
+from burst_rt.planning import needs
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies import Ring, choose
 from burst_rt.planning.strategies.ring import backward_ring, forward_ring
-from burst_rt.planning.strategies.routes import OneRing
+from burst_rt.planning.strategies.routes import OneRing, Route, Straight
 from burst_rt.scheduler import Graph, check_world
 
 Positions = tuple[int, ...]
 
 
-def rings(p: Problem) -> Iterator[Ring]:
+def rings(p: Problem, route: Route | None = None) -> Iterator[Ring]:
     """Forward, and the backward of both strategies, block by block."""
-    yield forward_ring(p)
+    yield forward_ring(p, route)
     for queries_travel in (False, True):
-        yield backward_ring(p, queries_travel=queries_travel)
+        yield backward_ring(p, queries_travel=queries_travel, route=route)
 
 
 def tiles(
@@ -43,8 +45,7 @@ def tiles(
     for task in graph.tasks:
         if isinstance(task.op, (ForwardTile, BackwardTile)):
             owner, block, pieces = task.op.owner, task.op.block, task.op.pieces
-            blocks = ring.problem.q_blocks if ring.queries_travel else ring.problem.kv_blocks
-            moving = tuple(itertools.chain(*blocks[owner]) if ring.whole else blocks[owner][block])
+            moving = tuple(itertools.chain(*ring.travelling[owner][block]))
             home = tuple(itertools.chain(*ring.resident[graph.rank]))
             yield (
                 *((moving, home) if ring.queries_travel else (home, moving)),
@@ -86,37 +87,67 @@ def test_each_seen_cell_is_computed_once_and_no_other(
 @pytest.mark.parametrize("kinds", KIND_PAIRS, ids="-".join)
 @pytest.mark.parametrize(("q_len", "kv_len", "world_size"), SIZES)
 def test_only_what_somebody_further_on_needs_is_sent(
-    q_len: int, kv_len: int, world_size: int, kinds: tuple[str, str], mask: str
+    q_len: int,
+    kv_len: int,
+    world_size: int,
+    kinds: tuple[str, str],
+    mask: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A block goes as far as the last rank that computes with it; its sum starts at the first and
-    comes home. By blocks, from booleans.
+    """A row goes as far as the last rank that computes with it; a sum starts at the first and goes
+    home from the last. By rows, from booleans; `direct` sends what is needed and nothing else.
     """
+    monkeypatch.setattr(needs, "ROWS_TOGETHER", 2)
     p = problem(q_len, kv_len, world_size, mask=MASKS[mask], kinds=kinds)
-
-    def touches(q: range, kv: range) -> bool:
-        # As sharply as the mask itself can tell.
-        return bool(q) and bool(kv) and p.mask.relation(q, kv) is not Relation.EMPTY
-
-    for ring in rings(p):
+    for ring in map(replace, (*rings(p), *rings(p, Straight(world_size)))):
+        straight = isinstance(ring.route, Straight)
+        sizes = [
+            sum(size for role, size in tensors if role is not Role.ROWS)
+            for tensors in (ring.bundle, ring.sums)
+        ]
+        row_bytes = sum(size for role, size in ring.bundle if role is Role.ROWS)
         expected = 0
         for owner, blocks in enumerate(ring.travelling):
             for block in blocks:
-                hops = []
-                for hop in range(1, world_size):
-                    homes = ring.resident[(owner + hop) % world_size]
-                    if any(
-                        touches(block, home) if ring.queries_travel else touches(home, block)
-                        for home in homes
-                    ):
-                        hops.append(hop)
-                if hops:
-                    expected += len(block) * hops[-1] * sum(size for _, size in ring.bundle)
-                    expected += (
-                        len(block) * (world_size - hops[0]) * sum(size for _, size in ring.sums)
-                    )
+                ranks = [(owner + hop) % world_size for hop in range(1, world_size)]
+                wanted = [meeting(ring, block, rank) for rank in ranks]
+                adding = [hop for hop, rows in enumerate(wanted) if rows]
+                for hop, rows in enumerate(wanted):
+                    if not straight:
+                        rows = set().union(*wanted[hop:])
+                    expected += len(rows) * sizes[0] + bool(rows) * row_bytes * sum(map(len, block))
+                    if straight:
+                        expected += len(rows) * sizes[1]
+                    elif adding and adding[0] <= hop <= adding[-1]:
+                        expected += len(set().union(*wanted)) * sizes[1]
         graphs = graphs_of(ring)
         check_world(graphs)
         assert sum(map(bytes_of, graphs)) == ring.wire_bytes() == expected
+
+
+def meeting(ring: Ring, block: tuple[range, ...], rank: int) -> set[int]:
+    """The rows of a block that a rank computes with, in pairs: of each run the first to the last.
+
+    From the booleans of every cell; a mask without spans is asked for the relation of whole runs.
+    """
+    mask, found, at = ring.problem.mask, set(), 0
+    for run in block:
+        rows: list[int] = []
+        for home in filter(None, ring.resident[rank]) if run else ():
+            q, kv = (run, home) if ring.queries_travel else (home, run)
+            if not mask.has_spans:
+                whole = mask.relation(q, kv) is not Relation.EMPTY
+                rows += range(len(run)) if whole else ()
+                continue
+            cells = mask.allows(torch.tensor(q)[:, None], torch.tensor(kv)[None, :])
+            met = cells.reshape(-1, len(q), len(kv)).any(0).any(1 if ring.queries_travel else 0)
+            rows += torch.nonzero(met).flatten().tolist()
+        if rows:
+            found.update(range(at + min(rows), at + max(rows) + 1))
+        at += len(run)
+    return {row for pair in {row // 2 for row in found} for row in (2 * pair, 2 * pair + 1)} & {
+        *range(at)
+    }
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
@@ -132,9 +163,11 @@ def test_causal_contiguous_never_sends_the_last_keys(world_size: int) -> None:
         graphs = graphs_of(ring)
         if ring.queries_travel:
             # Queries of the first rank see no keys but its own.
-            assert ring.starts[0] == (world_size, world_size)
+            assert not any(ring.legs[0])
+            assert not any(map(any, ring.bundles[0]))
             continue
-        assert ring.starts[-1] == (world_size, world_size)
+        assert not any(ring.legs[-1])
+        assert not any(map(any, ring.bundles[-1]))
         for graph in graphs:
             named = {part.id: part.buffer for part in graph.parts}
             own = {"k", "v"} & {named[m.part] for task in graph.tasks for m in task.sends}

@@ -286,7 +286,7 @@ _FAULTS = [
         lambda w: _with_message(
             _with_message(w, 0, "m0", "sends", size_bytes=9), 1, "m0", "recvs", size_bytes=9
         ),
-        r"rank 0: task 0 'm0' moves 9 bytes of b\[0\], which has 8",
+        r"rank 0: task 0 'm0' moves the bytes 0 to 9 of b\[0\], which has 8",
     ),
     # Accesses.
     _Fault(
@@ -346,15 +346,15 @@ _FAULTS = [
             "both",
             writes=(_part(w[0], "out"),),
         ),
-        r"rank 0: task 0 'both' receives into a part twice, or into a part that it also reads or "
-        r"sends",
+        r"rank 0: task 0 'both' receives into the same bytes twice, or into a part that it "
+        r"also reads or sends",
     ),
     _Fault(
         "an exchange that receives twice into one part",
         _one_exchange(),
         lambda w: _with_message(w, 1, "all", "recvs", part=_part(w[1], "large")),
-        r"rank 1: task 0 'all' receives into a part twice, or into a part that it also reads or "
-        r"sends",
+        r"rank 1: task 0 'all' receives into the same bytes twice, or into a part that it "
+        r"also reads or sends",
     ),
     # Edges.
     _Fault(

@@ -45,14 +45,12 @@ def _drawn(seed: int) -> _Tile:
     elif how == "&" and mask.mover is None and second.mover is None:
         mask, truth = mask & second, truth & truths
     world = rng.choice((1, 2, 3))
-    q_blocks, kv_blocks = (
-        make_layout(rng.choice(sorted(KINDS)), length, world).blocks[rng.randrange(world)]
+    q_runs, kv_runs = (
+        make_layout(rng.choice(sorted(KINDS)), length, world).runs[rng.randrange(world)]
         for length in (sizes.q_len, sizes.kv_len)
     )
     # The whole side, or a block of it, as it travels.
-    q, kv = (
-        rng.choice((blocks, *((block,) for block in blocks))) for blocks in (q_blocks, kv_blocks)
-    )
+    q, kv = (rng.choice((runs, *((run,) for run in runs))) for runs in (q_runs, kv_runs))
     if not any(map(len, q)) or not any(map(len, kv)):
         return _drawn(seed + 1000)
     shift = sizes.kv_len - sizes.q_len

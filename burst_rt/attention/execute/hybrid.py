@@ -9,7 +9,6 @@ comes from. A piece of a whole tensor is that member's tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -54,7 +53,9 @@ class _Spread(Run):
         batch, _, heads, head_dim = self.shape(role)
         self.whole[role] = []
         for index, (start, stop) in enumerate(self.bounds(queries=role.queries)):
-            gathered = self.fresh(batch, stop - start, heads, head_dim, dtype=whole.dtype)
+            # Tokens first, as blocks travel: what is bound and sent is this very memory.
+            gathered = self.fresh(stop - start, batch, heads, head_dim, dtype=whole.dtype)
+            gathered = gathered.transpose(0, 1)
             self.whole[role].append(gathered)
             self.bind_part(role, index, gathered)
 
@@ -71,18 +72,16 @@ class _Spread(Run):
         """
         rank = self.rank * self.hybrid.group_size + member
         dim, blocks = _TOKEN_DIM.get(role, 1), self.whole[role]
-        starts = [start for start, _ in self._runs(role)]
+        bounds = self.bounds(queries=role.queries)
         at = 0
-        for run, first, length in self.hybrid.places(role, rank):
-            block, offset = (blocks[run], 0) if len(blocks) > 1 else (blocks[0], starts[run])
-            yield at, at + length, block.narrow(dim, offset + first, length)
-            at += length
-
-    def _runs(self, role: Role) -> list[tuple[int, int]]:
-        """Where the group's blocks stand in the group's shard: (start, stop) of each."""
-        blocks = self.problem.q_blocks if role.queries else self.problem.kv_blocks
-        ends = [0, *accumulate(map(len, blocks[self.rank]))]
-        return list(pairwise(ends))
+        for start, stop in self.hybrid.places(role, rank):
+            # Results are whole, whichever side travels in blocks.
+            number = next(i for i, (_, end) in enumerate(bounds) if start < end)
+            block, first = (
+                (blocks[number], bounds[number][0]) if len(blocks) > 1 else (blocks[0], 0)
+            )
+            yield at, at + stop - start, block.narrow(dim, start - first, stop - start)
+            at += stop - start
 
     def _wire(self, role: Role, part: int, owner: int) -> torch.Tensor:
         """A message's memory, viewed as a piece with the tokens of rank `owner`."""

@@ -124,14 +124,19 @@ class Run:
             )
 
     def bind_part(self, role: Role, index: int, block: torch.Tensor) -> None:
-        """Binds one part. A part that is sent must be contiguous, and is copied if it is not."""
+        """Binds one part.
+
+        A part that is sent must be contiguous as it travels, and is copied if it is not.
+        """
         part = self.part_id(role, index)
         if part in self.plan.program_graph.sent:
-            block = block.contiguous()
+            wire = block if role is Role.ROWS else block.transpose(0, 1)
+            wire = wire.contiguous()
+            block = wire if role is Role.ROWS else wire.transpose(0, 1)
             if self.plan.chunks:
-                self.storage[part] = flat_bytes(block)
+                self.storage[part] = flat_bytes(wire)
             else:
-                self.memory[part] = self._machine.memory(block)
+                self.memory[part] = self._machine.memory(wire)
         self.tensors[part] = block
 
     def bounds(self, *, queries: bool) -> tuple[tuple[int, int], ...]:
@@ -144,8 +149,8 @@ class Run:
     def shape(self, role: Role) -> tuple[int, ...]:
         """The shape of a tensor of this rank's shard."""
         problem = self.problem
-        blocks = problem.q_blocks if role.queries else problem.kv_blocks
-        length = sum(map(len, blocks[self.rank]))
+        layout = problem.q_layout if role.queries else problem.kv_layout
+        length = layout.shard_len(self.rank)
         heads = problem.num_heads if role.queries else problem.num_kv_heads
         if role is Role.LSE:
             return (problem.batch, heads, length)
@@ -153,7 +158,7 @@ class Run:
 
     def tile(self, op: TileOperation) -> Tile:
         """The tile of a travelling block with the shard at home."""
-        moved, stays = (self.ring.travelling[op.owner][op.block],), self.ring.resident[self.rank]
+        moved, stays = self.ring.travelling[op.owner][op.block], self.ring.resident[self.rank]
         q, kv = (moved, stays) if self.ring.queries_travel else (stays, moved)
         return Tile(
             pieces=op.pieces,
@@ -194,16 +199,18 @@ class Run:
         view = self.slots.views.get((part, owner))
         if view is None:
             problem = self.problem
-            length = len(self.ring.travelling[owner][block])
+            length = self.ring.block_len(owner, block)
             wide = role in (Role.ROWS, Role.DQ, Role.DK, Role.DV)
             dtype = self.wide if wide else self.plan.key.dtype
             heads = problem.num_heads if self.ring.queries_travel else problem.num_kv_heads
             shape = (
                 (2, problem.batch, heads, length)
                 if role is Role.ROWS
-                else (problem.batch, length, heads, problem.head_dim)
+                else (length, problem.batch, heads, problem.head_dim)
             )
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            # Tokens come first on the wire, so that some rows of a block are one stretch of bytes.
+            view = view if role is Role.ROWS else view.transpose(0, 1)
             self.slots.views[part, owner] = view
         return view
 
@@ -310,8 +317,9 @@ class BackwardRun(Run):
 
     def _add(self, op: Add) -> None:
         total = self.tensors[op.own]
-        arrived = self.storage[op.arrived][: total.numel() * total.itemsize]
-        total += arrived.view(total.dtype).view(total.shape)
+        arrived = self._view(op.role, op.arrived, self.rank, op.block)
+        for start, stop in op.rows:
+            total[:, start:stop] += arrived[:, start:stop]
 
 
 def _qkv(tensors: dict[Role, torch.Tensor]) -> QKV:

@@ -48,7 +48,7 @@ class _Rows(Run):
 
     def parts(self, op: TileOperation) -> Iterator[tuple[torch.Tensor, slice, slice]]:
         """For each piece: its scores, its queries in the shard and its keys in the block."""
-        keys = len(self.problem.kv_blocks[op.owner][op.block])
+        keys = self.ring.block_len(op.owner, op.block)
         whole = self.scores.narrow(3, self.program.columns[op.owner][op.block], keys)
         for piece in op.pieces:
             yield whole[:, :, piece.rows, piece.columns], piece.rows, piece.columns

@@ -12,13 +12,14 @@ from burst_rt.planning.masks.base import (
     Relation,
     Rule,
     positions_of,
+    sees_few,
     spans_of,
 )
 from burst_rt.planning.masks.blocks import BlockSparse
 from burst_rt.planning.masks.documents import Documents
 from burst_rt.planning.masks.pieces import MOST_SPANS, Piece
 from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
-from burst_rt.planning.masks.spans import Spans
+from burst_rt.planning.masks.spans import Positions, Spans
 
 __all__ = [
     "MASKS",
@@ -33,11 +34,13 @@ __all__ = [
     "Full",
     "Mask",
     "Piece",
+    "Positions",
     "Prefix",
     "Relation",
     "Rule",
     "SlidingWindow",
     "Spans",
     "positions_of",
+    "sees_few",
     "spans_of",
 ]

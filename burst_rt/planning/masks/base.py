@@ -38,6 +38,7 @@ __all__ = [
     "Relation",
     "Rule",
     "positions_of",
+    "sees_few",
     "spans_of",
 ]
 
@@ -191,11 +192,10 @@ class Mask:
         masked = relation is Relation.PARTIAL
         num_cells = len(q) * len(kv)
         if masked and self.has_spans:
-            some = q[:: -(-len(q) // _SAMPLED_ROWS)]
-            sampled = spans_of(self, some)
-            if sampled.width <= MOST_SPANS:
+            if sees_few(self, q):
                 return cut(spans_of(self, q).columns(kv))
-            num_cells = sampled.num_cells(kv) * len(q) // len(some)
+            some = _sampled(q)
+            num_cells = spans_of(self, some).num_cells(kv) * len(q) // len(some)
         return (Piece(0, len(q), 0, len(kv), False, masked, num_cells),)
 
     def __and__(self, other: Mask) -> Mask:
@@ -228,6 +228,18 @@ def _by_row(mask: Mask, places: Positions) -> Spans:
 def spans_of(mask: Mask, q: range) -> Spans:
     """What queries at a range of positions see. Cached, because planning asks many times."""
     return mask.spans(positions_of(q))
+
+
+def sees_few(mask: Mask, q: range) -> bool:
+    """Whether queries at a range of positions see few spans each, by a sample of them.
+
+    mask: one that has spans.
+    """
+    return spans_of(mask, _sampled(q)).width <= MOST_SPANS
+
+
+def _sampled(q: range) -> range:
+    return q[:: -(-len(q) // _SAMPLED_ROWS)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 | `burst` | K, V | Q, dO, lse, delta, dQ |
 | `auto` | K, V | as `ring-kv` or `burst`, whichever sends fewer bytes for this problem |
 | `bidirectional` | K, V: one half each way round | as `auto`, one half each way round |
+| `direct` | K, V: from the owner straight to each rank that needs them | as `auto`, the same way |
 | `two-level:N` | K, V: inside nodes of N ranks, and between them | as `auto`, the same way |
 | `all-to-all` | Q, K, V, out | Q, K, V, dO, lse, delta, dQ, dK, dV |
 | `hybrid:N` | as `all-to-all` in groups of N ranks, as `auto` between them | the same |
@@ -30,9 +31,15 @@ from burst_rt.errors import InputError
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
 from burst_rt.planning.strategies.program import AGREE, Footprint, Program
-from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring, travels_whole
+from burst_rt.planning.strategies.ring import (
+    Ring,
+    backward_ring,
+    forward_ring,
+    num_blocks,
+    travels_whole,
+)
 from burst_rt.planning.strategies.ring_naive import RingNaive, ring_naive
-from burst_rt.planning.strategies.routes import OneRing, Route, TwoLevel
+from burst_rt.planning.strategies.routes import OneRing, Route, Straight, TwoLevel
 
 __all__ = [
     "AGREE",
@@ -53,6 +60,7 @@ STRATEGIES = (
     "bidirectional",
     "burst",
     "burst-untiled",
+    "direct",
     "hybrid",
     "ring-kv",
     "ring-naive",
@@ -145,8 +153,10 @@ def _programs(
 def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route | None]]:
     if name == "two-level":
         yield f"two-level:{size}", TwoLevel(problem.world_size, size)
+    elif name == "direct":
+        yield name, Straight(problem.world_size)
     elif name == "bidirectional":
-        blocks = range(len(problem.q_blocks[0]))
+        blocks = range(num_blocks(problem))
         for first, label in ((1, "first half forward"), (-1, "first half backward")):
             yield (
                 f"bidirectional, {label}",

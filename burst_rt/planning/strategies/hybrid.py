@@ -21,9 +21,10 @@ groups, E = n x heads x head_dim, g query heads a kv head, full mask:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout
@@ -31,12 +32,18 @@ from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
+from burst_rt.planning.strategies.ring import (
+    Ring,
+    RingBuilder,
+    backward_ring,
+    blocks_of,
+    forward_ring,
+)
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
 __all__ = ["Hybrid", "backward_hybrid", "forward_hybrid"]
 
-_Blocks = tuple[tuple[range, ...], ...]
+_Runs = tuple[tuple[range, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,17 @@ class Hybrid:
     def ring_size(self) -> int:
         return self.problem.world_size // self.group_size
 
-    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+    @property
+    def way(self) -> Hashable:
+        """See `Program.way`."""
+        problem = self.problem
+        return self.ring.way, problem.q_layout, problem.kv_layout, self.group_size
+
+    def graph(
+        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
+    ) -> Graph:
         """See `Program.graph`."""
-        return _HybridBuilder(self, rank, lanes).build()
+        return _HybridBuilder(self, rank, lanes, tables=tables).build()
 
     def __str__(self) -> str:
         size = self.group_size
@@ -93,21 +108,20 @@ class Hybrid:
 
     def shard_len(self, role: Role, rank: int) -> int:
         """Number of tokens in a rank's shard, on the tensor's side."""
-        blocks = self.problem.q_blocks if role.queries else self.problem.kv_blocks
-        return sum(map(len, blocks[rank]))
+        layout = self.problem.q_layout if role.queries else self.problem.kv_layout
+        return layout.shard_len(rank)
 
-    def places(self, role: Role, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Where a rank's blocks, in local order, stand in the shard of its group.
-
-        Each place is (block of the group, first token in that block, length).
-        """
+    def places(self, role: Role, rank: int) -> tuple[tuple[int, int], ...]:
+        """Where a rank's runs, in local order, stand in the shard of its group: (start, stop)."""
         inner, group = self.ring.problem, rank // self.group_size
-        own = (self.problem.q_blocks if role.queries else self.problem.kv_blocks)[rank]
-        runs = (inner.q_blocks if role.queries else inner.kv_blocks)[group]
+        own = (self.problem.q_runs if role.queries else self.problem.kv_runs)[rank]
+        joined = (inner.q_runs if role.queries else inner.kv_runs)[group]
+        starts = accumulate(map(len, joined), initial=0)
+        of_group = list(zip(joined, starts, strict=False))
         places = []
-        for block in filter(None, own):
-            number, run = next((i, run) for i, run in enumerate(runs) if block[0] in run)
-            places.append((number, run.index(block[0]), len(block)))
+        for run in filter(None, own):
+            at = next(start + of.index(run[0]) for of, start in of_group if run[0] in of)
+            places.append((at, at + len(run)))
         return tuple(places)
 
     def wire_bytes(self) -> int:
@@ -147,13 +161,13 @@ class _HybridBuilder:
     Buffer "x > 2" goes to member 2 of the group, buffer "x < 2" comes from member 2.
     """
 
-    def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...]) -> None:
+    def __init__(self, hybrid: Hybrid, rank: int, lanes: tuple[Lane, ...], *, tables: bool) -> None:
         self.hybrid, self.rank = hybrid, rank
         size = hybrid.group_size
         self.group, self.number = divmod(rank, size)
         self.g = GraphBuilder(rank, hybrid.problem.world_size, lanes)
         peers = [group * size + self.number for group in range(hybrid.ring_size)]
-        self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers)
+        self.inner = RingBuilder(hybrid.ring, self.group, self.g, peers, tables=tables)
         self.local = {
             role: self.g.buffer(f"local {role}", initialised=True)
             for role in (*hybrid.gathered, *hybrid.returned)
@@ -288,7 +302,7 @@ def _inner(problem: Problem, size: int) -> Problem:
             f"{layout.kind} in groups of {size}",
             layout.seq_len,
             world // size,
-            _group_blocks(layout.blocks, size),
+            _group_runs(layout.runs, size),
         )
         for layout in (problem.q_layout, problem.kv_layout)
     ]
@@ -302,51 +316,26 @@ def _inner(problem: Problem, size: int) -> Problem:
     )
 
 
-def _group_blocks(blocks: _Blocks, size: int) -> _Blocks:
-    """The blocks of each group's members in order of position, joined where they touch.
+def _group_runs(runs: _Runs, size: int) -> _Runs:
+    """The runs of each group's members in order of position, joined where they touch.
 
-    Every group has the same number of blocks, as few as possible. Where there are several groups, a
-    group has at least two, so that gradient sums can travel block by block.
+    Where there are several groups, the two blocks of a group (see `blocks_of`) are not joined with
+    each other, so that gradient sums can travel block by block.
     """
     groups = []
-    for first in range(0, len(blocks), size):
-        members = [b for own in blocks[first : first + size] for b in own if b]
-        groups.append(sorted(members, key=lambda b: b.start))
-    joined = [_join(group) for group in groups]
-    count = max(1 if len(groups) == 1 else 2, *map(len, joined))
-    return tuple(
-        tuple(_cut_up(runs, group, count)) for runs, group in zip(joined, groups, strict=True)
-    )
+    for first in range(0, len(runs), size):
+        members = [run for own in runs[first : first + size] for run in own if run]
+        members.sort(key=lambda run: run.start)
+        parts = blocks_of(tuple(members) or (range(0),), 1 if size == len(runs) else 2)
+        groups.append(tuple(run for part in parts for run in _joined(part)))
+    return tuple(groups)
 
 
-def _join(blocks: list[range]) -> list[range]:
+def _joined(runs: tuple[range, ...]) -> list[range]:
     joined: list[range] = []
-    for block in blocks:
-        if joined and joined[-1].step == block.step == 1 and joined[-1].stop == block.start:
-            joined.append(range(joined.pop().start, block.stop))
+    for run in runs:
+        if joined and joined[-1].step == run.step == 1 and joined[-1].stop == run.start:
+            joined.append(range(joined.pop().start, run.stop))
         else:
-            joined.append(block)
+            joined.append(run)
     return joined
-
-
-def _cut_up(runs: list[range], blocks: list[range], count: int) -> list[range]:
-    """Cuts runs until there are `count` of them.
-
-    Each cut divides the longest run between two blocks, as near its middle as possible. Where no
-    cut is left, empty runs are added.
-    """
-    runs = list(runs)
-    while len(runs) < count:
-        longest = max(runs, key=len, default=range(0))
-        cuts = (
-            [b.start for b in blocks if b.start in longest and b.start != longest.start]
-            if longest.step == 1
-            else []
-        )
-        if not cuts:
-            runs.append(range(0))
-            continue
-        cut = min(cuts, key=lambda c: abs(2 * c - longest.start - longest.stop))
-        at = runs.index(longest)
-        runs[at : at + 1] = [range(longest.start, cut), range(cut, longest.stop)]
-    return runs

@@ -5,6 +5,7 @@ A program is the graphs of all ranks for one direction, and what the ranks send 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 from burst_rt.planning.problem import Problem, TileShape
@@ -45,10 +46,20 @@ class Program(Protocol):
         1 if all keys are in one place.
         """
 
-    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+    @property
+    def way(self) -> Hashable:
+        """What goes where: equal for programs whose graphs differ in pieces and costs only.
+
+        The mask is in it only by the rows that ranks need of each other.
+        """
+
+    def graph(
+        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
+    ) -> Graph:
         """The graph of one rank.
 
         The lanes are the lanes of the rank's machine: HOST_LANES, DEVICE_LANES or NCCL_LANES.
+        tables: whether tiles get their pieces and costs; verifying a graph takes none.
         """
 
     def wire_bytes(self) -> int:

@@ -10,27 +10,35 @@ One builder makes three graphs:
 
 Everything makes W-1 hops along a `Route`: the ring of all ranks, or another way round. While the
 tiles of a hop run, one exchange passes the bundle on and receives the next bundle into another
-slot. A tile is one travelling block against the whole shard at home.
+slot. A shard travels as two blocks of one or more runs of positions. A tile is one travelling block
+against the whole shard at home.
 
 The owner keeps its own contribution at home. The first rank after the owner that has a contribution
-starts the travelling sum, and the last hop brings the sum home. Sums travel block by block, each as
-soon as its last tile is done, so that a rank's first tiles of a hop do not wait for all tiles of
-the previous rank. Shards of a few tokens under the full mask, for which positions do not matter,
-travel as one block: half the messages and tasks.
+starts the travelling sum, and the last rank that has one sends the sum home. Sums travel block by
+block, each as soon as its last tile is done, so that a rank's first tiles of a hop do not wait for
+all tiles of the previous rank. Shards of a few tokens under the full mask, for which positions do
+not matter, travel as one block: half the messages and tasks.
 
-Three things are not sent: a block that no rank further on computes with, a sum that no rank has
-started, an empty block.
+Rows are sent that a rank further on computes with, and no others; see `planning/needs.py`. lse and
+delta of a block travel whole: they are few bytes.
+
+The mask decides in two ways. Which rows each rank needs (`Ring.needed`) shapes the graphs: rings
+with equal `way` have equal graphs but for pieces and costs. The pieces of tiles and their costs are
+data in the tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-from burst_rt.planning.masks import Piece, Rule
+import numpy as np
+
+from burst_rt.planning.masks import Full, Piece, Rule
+from burst_rt.planning.needs import Rows, num_rows, rounded, united
 from burst_rt.planning.operations import (
     Add,
     BackwardTile,
@@ -50,9 +58,13 @@ from burst_rt.planning.strategies.program import AGREE, Footprint
 from burst_rt.planning.strategies.routes import OneRing, Route
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
-__all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
+__all__ = [
+    "Block", "Ring", "RingBuilder", "backward_ring", "blocks_of", "forward_ring", "num_blocks",
+    "num_tokens", "travels_whole",
+]  # fmt: skip
 
-_T = TypeVar("_T")
+# What travels together: runs of positions of one shard, in order.
+Block = tuple[range, ...]
 
 # How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
 _EDGE = 512
@@ -72,6 +84,25 @@ _FLOPS: dict[type[TileOperation], int] = {
 }
 
 
+class _Stretch(NamedTuple):
+    """Consecutive rows of a tensor as bytes of its part."""
+
+    role: Role
+    size_bytes: int
+    offset: int
+
+
+class _Leg(NamedTuple):
+    """What happens to a block's sums where its tile of a hop is done."""
+
+    starts: bool  # whether the tile starts the sums
+    home: bool  # whether they go home from there; else to the next hop
+
+
+# Stands for any mask where the mask does not matter.
+_FULL = Full()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ring:
     """One ring: what travels, what stays, and what a tile does. A `Program`."""
@@ -86,9 +117,12 @@ class Ring:
     route: Route  # which way round
     whole: bool = False  # whether a shard travels as one block
 
-    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+    def graph(
+        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
+    ) -> Graph:
         """See `Program.graph`."""
-        builder = RingBuilder(self, rank, GraphBuilder(rank, self.problem.world_size, lanes))
+        g = GraphBuilder(rank, self.problem.world_size, lanes)
+        builder = RingBuilder(self, rank, g, tables=tables)
         builder.agree()
         if not self.forward:
             builder.deltas()
@@ -107,97 +141,201 @@ class Ring:
         return self.operation is ForwardTile
 
     @cached_property
-    def travelling(self) -> tuple[tuple[range, ...], ...]:
-        """Blocks of the travelling side, by owner."""
-        blocks = self.problem.q_blocks if self.queries_travel else self.problem.kv_blocks
-        return tuple((range(sum(map(len, own))),) for own in blocks) if self.whole else blocks
+    def travelling(self) -> tuple[tuple[Block, ...], ...]:
+        """Blocks of the travelling side, by owner. Every owner has as many; some may be empty."""
+        runs = self.problem.q_runs if self.queries_travel else self.problem.kv_runs
+        return tuple(blocks_of(own, self.num_blocks) for own in runs)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks a shard travels as."""
+        return num_blocks(self.problem, self.whole)
 
     @cached_property
     def resident(self) -> tuple[tuple[range, ...], ...]:
-        """Blocks of the side at home, by rank."""
-        return self.problem.kv_blocks if self.queries_travel else self.problem.q_blocks
+        """Runs of the side at home, by rank."""
+        return self.problem.kv_runs if self.queries_travel else self.problem.q_runs
 
     @cached_property
     def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """By owner: (first token, last + 1) of each travelling block in its owner's shard."""
         return tuple(
-            tuple(pairwise(accumulate(map(len, blocks), initial=0))) for blocks in self.travelling
+            tuple(pairwise(accumulate(map(num_tokens, blocks), initial=0)))
+            for blocks in self.travelling
         )
 
     @cached_property
     def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """By rank: the bounds of the shard at home, which is one part."""
-        return tuple(((0, sum(map(len, blocks))),) for blocks in self.resident)
+        return tuple(((0, num_tokens(runs)),) for runs in self.resident)
 
-    def pieces(self, travelling: range, rank: int) -> tuple[Piece, ...]:
+    def block_len(self, owner: int, block: int) -> int:
+        """Number of tokens in a travelling block."""
+        start, stop = self.travelling_bounds[owner][block]
+        return stop - start
+
+    @cached_property
+    def _first_runs(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Numbers among all runs of a side: of each travelling block's first run, by owner and
+        block; of each shard's first run at home, by rank.
+        """
+        numbers, at = [], 0
+        for blocks in self.travelling:
+            starts = list(accumulate(map(len, blocks), initial=at))
+            at = starts.pop()
+            numbers.append(tuple(starts))
+        homes = list(accumulate(map(len, self.resident), initial=0))
+        return tuple(numbers), tuple(homes[:-1])
+
+    def pieces(self, owner: int, block: int, rank: int) -> tuple[Piece, ...]:
         """What a rank has to compute with a travelling block.
 
-        On the side at home rows or columns are counted along the whole shard.
+        Rows and columns are counted along the block and along the whole shard at home.
         """
+        moving, staying = self.travelling[owner][block], self.resident[rank]
+        problem, queries_travel = self.problem, self.queries_travel
+        if problem.mask.rule is Rule.EVERYTHING:
+            lengths = (num_tokens(moving), num_tokens(staying))
+            rows, columns = lengths if queries_travel else reversed(lengths)
+            whole = Piece(0, rows, 0, columns, False, False, rows * columns)
+            return (whole,) if rows and columns else ()
+        numbers, homes = self._first_runs
+        meet = problem.needs.queries[..., 1] if queries_travel else problem.needs.queries[..., 1].T
         found: list[Piece] = []
-        first = 0
-        for resident in self.resident[rank]:
-            q, kv = (travelling, resident) if self.queries_travel else (resident, travelling)
-            for piece in self.problem.mask.pieces(q, kv):
-                here = _moved(piece, 0, first) if self.queries_travel else _moved(piece, first, 0)
-                found.append(
-                    _joined(found.pop(), here) if found and _touch(found[-1], here) else here
+        start = 0
+        for number, moved in enumerate(moving, numbers[owner][block]):
+            first = 0
+            for home, stays in enumerate(staying, homes[rank]):
+                q, kv, rows, columns = (
+                    (moved, stays, start, first) if queries_travel else (stays, moved, first, start)
                 )
-            first += len(resident)
+                for piece in problem.mask.pieces(q, kv) if meet[number, home] else ():
+                    here = _moved(piece, rows, columns)
+                    found.append(
+                        _joined(found.pop(), here) if found and _touch(found[-1], here) else here
+                    )
+                first += len(stays)
+            start += len(moved)
         return tuple(found)
 
     @cached_property
-    def wanted(self) -> tuple[tuple[frozenset[int], ...], ...]:
-        """By owner and block: the hops at which the bundle must be there.
+    def needed(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """By owner, block and rank: the rows of the block that the rank computes with."""
+        needs, (numbers, homes) = self.problem.needs, self._first_runs
+        table = needs.queries if self.queries_travel else needs.keys.transpose(1, 0, 2)
+        there = table[..., 1] > 0
+        firsts = np.where(there, table[..., 0], np.iinfo(np.int64).max)
+        # What any of a rank's runs needs of each run: [runs, ranks].
+        starts = np.minimum.reduceat(firsts, homes, axis=1).tolist()
+        stops = np.maximum.reduceat(table[..., 1], homes, axis=1).tolist()
 
-        The rank at such a hop computes with the bundle, or passes it on to a rank that does.
-        """
-        return self._by_block(self._wanted)
+        def of(owner: int, block: int, rank: int) -> Rows:
+            stretches, at = [], 0
+            for number, run in enumerate(self.travelling[owner][block], numbers[owner][block]):
+                if stops[number][rank]:
+                    stretches.append((at + starts[number][rank], at + stops[number][rank]))
+                at += len(run)
+            return rounded(stretches, at)
 
-    def _wanted(self, owner: int, number: int, block: range) -> frozenset[int]:
-        hops: set[int] = set()
-        for hop in reversed(range(1, self.problem.world_size)):
-            if not hops.isdisjoint(self.route.onward(hop)) or self.pieces(
-                block, self.route.holder(owner, hop, number)
-            ):
-                hops.add(hop)
-        return frozenset(hops)
+        ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
+        return tuple(
+            tuple(tuple(of(owner, block, rank) for rank in ranks) for block in blocks)
+            for owner in ranks
+        )
+
+    def needed_at(self, owner: int, block: int, hop: int) -> Rows:
+        """The rows of a block that the rank which has the block at a hop computes with."""
+        return self.needed[owner][block][self.route.holder(owner, hop, block)]
 
     @cached_property
-    def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By owner and block: the first hop at which a rank computes with the block.
+    def bundles(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """By owner, block and hop: the rows of the bundle that must be there; none at hop 0.
 
-        At this hop the block's sum starts. W where no rank computes with the block.
-        """
-        return self._by_block(self._start)
-
-    def _start(self, owner: int, number: int, block: range) -> int:
-        for hop in range(1, self.problem.world_size):
-            if self.pieces(block, self.route.holder(owner, hop, number)):
-                return hop
-        return self.problem.world_size
-
-    def _by_block(self, of: Callable[[int, int, range], _T]) -> tuple[tuple[_T, ...], ...]:
-        """`of(owner, number, block)` of all travelling blocks, by owner and block."""
-        found = []
-        for owner, blocks in enumerate(self.travelling):
-            found.append(tuple(of(owner, number, block) for number, block in enumerate(blocks)))
-        return tuple(found)
-
-    def wire_bytes(self) -> int:
-        """Bytes that all ranks together send.
-
-        A bundle is sent for every hop that wants it; a sum from the first hop that adds to it until
-        it is home.
+        The rank at that hop computes with them, or passes them on to a rank that does.
         """
         world = self.problem.world_size
-        bundle = sum(size for _, size in self.bundle)
-        sums = sum(size for _, size in self.sums)
-        return sum(
-            len(block) * (bundle * len(wanted) + sums * (world - start))
-            for row in zip(self.travelling, self.wanted, self.starts, strict=True)
-            for block, wanted, start in zip(*row, strict=True)
+        passes = [each for hop in range(world) for each in self.route.passes(hop)]
+        onward = sorted(((to, hop) for hop, to in passes if hop), reverse=True)
+
+        def of(owner: int, block: int) -> tuple[Rows, ...]:
+            rows = [self.needed_at(owner, block, hop) if hop else () for hop in range(world)]
+            for to, hop in onward:
+                if rows[to]:
+                    rows[hop] = united((*rows[hop], *rows[to]))
+            return tuple(rows)
+
+        return tuple(
+            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
         )
+
+    @cached_property
+    def legs(self) -> tuple[tuple[dict[int, _Leg], ...], ...]:
+        """By owner and block: the hops at which the sums of the block are on their way."""
+        world = self.problem.world_size
+
+        def of(owner: int, block: int) -> dict[int, _Leg]:
+            adding = [hop for hop in range(1, world) if self.needed_at(owner, block, hop)]
+            if not self.route.carries_sums:
+                return dict.fromkeys(adding, _Leg(starts=True, home=True))
+            first, last = (adding[0], adding[-1]) if adding else (0, -1)
+            return {hop: _Leg(hop == first, hop == last) for hop in range(first, last + 1)}
+
+        return tuple(
+            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
+        )
+
+    def sum_rows(self, owner: int, block: int, hop: int) -> Rows:
+        """The rows of a block's sums that leave after the tile of a hop.
+
+        Sums that go along with their block hold the rows that any rank adds to.
+        """
+        if not self.route.carries_sums:
+            return self.needed_at(owner, block, hop)
+        return self._summed[owner][block]
+
+    @cached_property
+    def _summed(self) -> tuple[tuple[Rows, ...], ...]:
+        others = range(1, self.problem.world_size)
+
+        def of(owner: int, block: int) -> Rows:
+            rows = (self.needed_at(owner, block, hop) for hop in others)
+            return united(stretch for some in rows for stretch in some)
+
+        return tuple(
+            tuple(of(owner, block) for block in range(self.num_blocks))
+            for owner in range(self.problem.world_size)
+        )
+
+    @cached_property
+    def way(self) -> Hashable:
+        """What the graphs depend on: everything but the mask, and in its place what it needs."""
+        return replace(self, problem=replace(self.problem, mask=_FULL)), self.needed
+
+    def wire_bytes(self) -> int:
+        """Bytes that all ranks together send."""
+        sums = sum(size for _, size in self.sums)
+        sent = 0
+        for owner, blocks in enumerate(self.travelling):
+            for block in range(len(blocks)):
+                sent += sum(
+                    sizes.size_bytes
+                    for rows in self.bundles[owner][block]
+                    for sizes in self.stretches(self.bundle, owner, block, rows)
+                )
+                for hop in self.legs[owner][block]:
+                    sent += num_rows(self.sum_rows(owner, block, hop)) * sums
+        return sent
+
+    def stretches(
+        self, tensors: tuple[tuple[Role, int], ...], owner: int, block: int, rows: Rows
+    ) -> list[_Stretch]:
+        """What of a block's tensors is sent where some rows are."""
+        whole = ((0, self.block_len(owner, block)),) if rows else ()
+        return [
+            _Stretch(role, (stop - start) * size, start * size)
+            for role, size in tensors
+            for start, stop in (whole if role is Role.ROWS else rows)
+        ]
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`.
@@ -206,10 +344,7 @@ class Ring:
         inputs are not counted.
         """
         problem = self.problem
-        q_len, kv_len = (
-            sum(map(len, problem.q_blocks[rank])),
-            sum(map(len, problem.kv_blocks[rank])),
-        )
+        q_len, kv_len = num_tokens(problem.q_runs[rank]), num_tokens(problem.kv_runs[rank])
         # Where outputs have the sums' type, an output is the sum itself.
         in_place = problem.input_bytes == problem.sum_bytes
         if self.forward:
@@ -221,15 +356,21 @@ class Ring:
             )
             sums = q_len * problem.row_bytes + (0 if in_place else wide)
         bundle = sum(size for role, size in self.bundle if role is not Role.ROWS)
+        blocks = range(self.num_blocks)
         copies = sum(
-            len(block) * bundle
-            for block, wanted in zip(self.travelling[rank], self.wanted[rank], strict=True)
-            if wanted
+            self.block_len(rank, block) * bundle
+            for block in blocks
+            if any(self.bundles[rank][block])
         )
-        block = max(len(b) for blocks in self.travelling for b in blocks)
-        lengths = (block, kv_len) if self.queries_travel else (q_len, block)
-        travelling = (b for blocks in self.travelling for b in blocks)
-        pieces = [piece for b in travelling for piece in self.pieces(b, rank)]
+        everywhere = [(owner, b) for owner in range(problem.world_size) for b in blocks]
+        longest = max(self.block_len(*block) for block in everywhere)
+        lengths = (longest, kv_len) if self.queries_travel else (q_len, longest)
+        pieces = [
+            piece
+            for owner, block in everywhere
+            if self.needed[owner][block][rank]
+            for piece in self.pieces(owner, block, rank)
+        ]
         masked = any(piece.masked for piece in pieces)
         flipped = any(piece.upper for piece in pieces)
         tile = TileShape(
@@ -252,7 +393,7 @@ class RingBuilder:
     end_tag.
 
     rank: this rank's number in the ring. ranks: the numbers of the ring's ranks in the world of the
-    graph; None: the same numbers.
+    graph; None: the same numbers. tables: as `Program.graph` takes it.
     """
 
     def __init__(
@@ -262,13 +403,18 @@ class RingBuilder:
         g: GraphBuilder,
         ranks: Sequence[int] | None = None,
         first_tag: int = 0,
+        *,
+        tables: bool = True,
     ) -> None:
         problem = ring.problem
         self.ring, self.rank, self.world, self.route = ring, rank, problem.world_size, ring.route
         self.g, self.ranks = g, ranks or range(problem.world_size)
-        own = [len(block) for block in ring.travelling[rank]]
-        # Every owner has the same number of blocks.
-        largest = [max(map(len, blocks)) for blocks in zip(*ring.travelling, strict=True)]
+        self.blocks = range(ring.num_blocks)
+        own = [ring.block_len(rank, block) for block in self.blocks]
+        largest = [
+            max(ring.block_len(owner, block) for owner in range(self.world))
+            for block in self.blocks
+        ]
         # Tags of one hop: 0 for the bundle, 1 + b for the sums of block b.
         self.tags_per_hop = 1 + len(own)
         self.first_tag, self.end_tag = first_tag, first_tag + self.world * self.tags_per_hop
@@ -283,26 +429,29 @@ class RingBuilder:
             name: self._buffer(name, parts=len(own), initialised=True) for name, _ in ring.sums
         }
 
-        def slots(tensors: tuple[tuple[Role, int], ...], number: int) -> dict[Role, Buffer]:
-            return {
-                name: self._buffer(
-                    f"{name}{number}", parts=len(own), size_bytes=_each(largest, size)
-                )
-                for name, size in tensors
-            }
-
-        self.slots = [slots(ring.bundle, i) for i in range(self.route.num_slots)]
-        self.sum_slots = [slots(ring.sums, i) for i in range(2)]
-        # (hop, block) -> pieces, for every tile that is not empty, in order.
+        self.largest = largest
+        self.slots = [self._slots(ring.bundle, str(i)) for i in range(self.route.num_slots)]
+        self.sum_slots = [self._slots(ring.sums, str(i)) for i in range(2)]
+        # Blocks whose sums have come home and are not added yet, with the hop after which they did.
+        self.came_home: list[tuple[int, int]] = []
+        # (hop, block) -> pieces, for every tile that may see something, in order.
         self.tiles = {
-            (hop, block): pieces
+            (hop, block): ring.pieces(owner, block, rank) if tables else ()
             for hop in range(self.world)
-            for block in range(len(own))
-            if (pieces := ring.pieces(ring.travelling[self._owner(hop, block)][block], rank))
+            for block in self.blocks
+            if ring.needed[owner := self._owner(hop, block)][block][rank]
         }
 
     def _buffer(self, name: str, **options: Any) -> Buffer:  # those of GraphBuilder.buffer
         return self.g.buffers[name] if name in self.g.buffers else self.g.buffer(name, **options)
+
+    def _slots(self, tensors: tuple[tuple[Role, int], ...], name: str) -> dict[Role, Buffer]:
+        """Buffers that hold a block of any owner."""
+        parts = len(self.largest)
+        return {
+            role: self._buffer(f"{role}{name}", parts=parts, size_bytes=_each(self.largest, size))
+            for role, size in tensors
+        }
 
     def agree(self) -> None:
         """Adds the task that every graph opens with."""
@@ -313,9 +462,9 @@ class RingBuilder:
         travel = self.ring.queries_travel
         rows = self.own[Role.ROWS] if travel else self.home[Role.ROWS]
         lengths = (
-            list(map(len, self.ring.travelling[self.rank]))
+            [self.ring.block_len(self.rank, block) for block in self.blocks]
             if travel
-            else [sum(map(len, self.ring.resident[self.rank]))]
+            else [num_tokens(self.ring.resident[self.rank])]
         )
         for part, length in enumerate(lengths):
             if length:
@@ -325,17 +474,18 @@ class RingBuilder:
     def go_round(self) -> None:
         """Adds all hops, and brings the sums home."""
         for hop in range(self.world):
-            for onward in self.route.onward(hop):
-                self._pass_bundle(hop, onward)
-            for block in range(len(self.ring.travelling[self.rank])):
+            for source, target in self.route.passes(hop):
+                self._pass_bundle(source, target, hop)
+            for block in self.blocks:
                 self._tile(hop, block)
                 if hop:
                     self._pass_sums(hop, block)
-        for block in range(len(self.ring.travelling[self.rank])):
-            self._bring_home(block)
+            # What came home before this hop's tiles: the tiles need not wait for it.
+            self._add_home(before=hop)
+        self._add_home(before=self.world)
         if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
             cost = Cost(
-                0, sum(map(len, self.ring.resident[self.rank])) * self.ring.problem.q_sum_bytes
+                0, num_tokens(self.ring.resident[self.rank]) * self.ring.problem.q_sum_bytes
             )
             self.g.compute("finish", Finish(), accumulates=[self.home_sums[Role.STATE]], cost=cost)
 
@@ -345,27 +495,37 @@ class RingBuilder:
     def _bundle_at(self, hop: int) -> dict[Role, Buffer]:
         return self.slots[self.route.slot(hop)] if hop else self.own
 
-    def _pass_bundle(self, hop: int, onward: int) -> None:
-        """Sends the bundle of this hop to the ranks that need it at hop `onward`.
+    def _pass_bundle(self, source: int, target: int, hop: int) -> None:
+        """Sends the bundle of hop `source` to the rank that needs it at hop `target`.
 
-        Receives the bundle that this rank needs at hop `onward`.
+        Receives the bundle that this rank needs at hop `target`. hop: whose tiles run meanwhile.
         """
         sends, recvs = [], []
-        for block in range(len(self.ring.travelling[self.rank])):
-            here, coming = self._owner(hop, block), self._owner(onward, block)
-            if onward in self.ring.wanted[here][block]:
-                sends += self._messages(self.ring.bundle, self._bundle_at(hop), here, block, onward)
-            if onward in self.ring.wanted[coming][block]:
-                recvs += self._messages(
-                    self.ring.bundle, self._bundle_at(onward), coming, block, hop
-                )
+        for block in self.blocks:
+            here, coming = self._owner(source, block), self._owner(target, block)
+            to, by = (
+                self.route.holder(here, target, block),
+                self.route.holder(coming, source, block),
+            )
+            sends += self._messages(
+                self.ring.bundle,
+                self._bundle_at(source),
+                (here, block, self.ring.bundles[here][block][target]),
+                to,
+            )
+            recvs += self._messages(
+                self.ring.bundle,
+                self._bundle_at(target),
+                (coming, block, self.ring.bundles[coming][block][target]),
+                by,
+            )
         if sends or recvs:
-            name = f"hop {hop}" if onward == hop + 1 else f"hop {hop} to {onward}"
+            name = f"hop {source}" if target == source + 1 else f"hop {source} to {target}"
             self.g.exchange(
                 name,
                 sends=sends,
                 recvs=recvs,
-                tag=self.first_tag + onward * self.tags_per_hop,
+                tag=self.first_tag + target * self.tags_per_hop,
                 reads=[self.agreed],
                 hop=hop,
             )
@@ -374,40 +534,38 @@ class RingBuilder:
         self,
         tensors: tuple[tuple[Role, int], ...],
         buffers: dict[Role, Buffer],
-        owner: int,
-        block: int,
-        peer_hop: int,
-    ) -> list[tuple[Part, int, int]]:
-        """The messages of a block's tensors, to or from the rank that has it at `peer_hop`."""
-        peer, length = (
-            self.ranks[self.route.holder(owner, peer_hop, block)],
-            len(self.ring.travelling[owner][block]),
-        )
-        return [(buffers[name][block], peer, length * size) for name, size in tensors]
-
-    def _started(self, owner: int, block: int, hop: int) -> bool:
-        """Whether a block's travelling sum exists once the tiles of a hop are done.
-
-        The sum is on the rank that has the block at that hop.
-        """
-        return self.ring.starts[owner][block] <= hop
+        rows: tuple[int, int, Rows],
+        peer: int,
+    ) -> list[tuple[Part, int, int, int]]:
+        """The messages of some rows (owner, block, rows), to or from a rank of the ring."""
+        block = rows[1]
+        return [
+            (buffers[each.role][block], self.ranks[peer], each.size_bytes, each.offset)
+            for each in self.ring.stretches(tensors, *rows)
+        ]
 
     def _pass_sums(self, hop: int, block: int) -> None:
-        """Sends a block's sums on once its tiles are done; at the last hop, sends them home.
+        """Sends a block's sums on, or home, once the tile is done.
 
-        Receives the sums that the next hop adds to.
+        Receives the sums that the next hop adds to, and this rank's own where they come home.
         """
-        sums, here, coming = self.ring.sums, self._owner(hop, block), self._owner(hop + 1, block)
-        sends = (
-            self._messages(sums, self.sum_slots[hop % 2], here, block, hop + 1)
-            if self._started(here, block, hop)
-            else []
-        )
-        recvs = (
-            self._messages(sums, self.sum_slots[(hop + 1) % 2], coming, block, hop)
-            if self._started(coming, block, hop)
-            else []
-        )
+        ring, here, coming = self.ring, self._owner(hop, block), self._owner(hop + 1, block)
+        sends, recvs = [], []
+        if leg := ring.legs[here][block].get(hop):
+            to = here if leg.home else self.route.holder(here, hop + 1, block)
+            rows = (here, block, ring.sum_rows(here, block, hop))
+            sends += self._messages(ring.sums, self.sum_slots[hop % 2], rows, to)
+        leg = ring.legs[coming][block].get(hop)
+        if leg and not leg.home:
+            rows = (coming, block, ring.sum_rows(coming, block, hop))
+            by = self.route.holder(coming, hop, block)
+            recvs += self._messages(ring.sums, self.sum_slots[(hop + 1) % 2], rows, by)
+        leg = ring.legs[self.rank][block].get(hop)
+        if leg and leg.home:
+            rows = (self.rank, block, ring.sum_rows(self.rank, block, hop))
+            by = self.route.holder(self.rank, hop, block)
+            recvs += self._messages(ring.sums, self._home_at(hop), rows, by)
+            self.came_home.append((hop, block))
         if sends or recvs:
             tag = self.first_tag + hop * self.tags_per_hop + 1 + block
             self.g.exchange(
@@ -432,11 +590,8 @@ class RingBuilder:
         adds = {name: sums[name][block] for name, _ in ring.sums}
         adds |= {name: whole[0] for name, whole in self.home_sums.items()}
         # Sums that begin with this tile: nothing is in them yet.
-        new = (
-            [sums[name][block] for name, _ in ring.sums]
-            if hop and ring.starts[owner][block] == hop
-            else []
-        )
+        leg = ring.legs[owner][block].get(hop)
+        new = [sums[name][block] for name, _ in ring.sums] if leg and leg.starts else []
         operation = ring.operation(
             owner=owner,
             block=block,
@@ -475,20 +630,31 @@ class RingBuilder:
         moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes + zeroed_bytes
         return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
-    def _bring_home(self, block: int) -> None:
-        """Adds the sums that arrived with the last hop to the owner's own sums."""
-        if not self._started(self.rank, block, self.world - 1):
-            return
-        for name, size in self.ring.sums:
-            own, arrived = self.own_sums[name][block], self.sum_slots[self.world % 2][name][block]
-            cost = Cost(0, 3 * len(self.ring.travelling[self.rank][block]) * size)
-            self.g.compute(
-                f"home {name}{block}",
-                Add(own.id, arrived.id),
-                reads=[arrived],
-                accumulates=[own],
-                cost=cost,
-            )
+    def _home_at(self, hop: int) -> dict[Role, Buffer]:
+        """Where sums that come home after a hop are received.
+
+        After the last hop nothing else is on its way, and the slot of the next hop is free. Before
+        that, other sums may be on their way.
+        """
+        if hop == self.world - 1:
+            return self.sum_slots[self.world % 2]
+        return self._slots(self.ring.sums, " home")
+
+    def _add_home(self, *, before: int) -> None:
+        """Adds the sums that came home before a hop to the owner's own sums."""
+        for hop, block in [each for each in self.came_home if each[0] < before]:
+            self.came_home.remove((hop, block))
+            rows = self.ring.sum_rows(self.rank, block, hop)
+            for name, size in self.ring.sums:
+                own, arrived = self.own_sums[name][block], self._home_at(hop)[name][block]
+                cost = Cost(0, 3 * num_rows(rows) * size)
+                self.g.compute(
+                    f"home {name}{block}",
+                    Add(name, block, own.id, arrived.id, rows),
+                    reads=[arrived],
+                    accumulates=[own],
+                    cost=cost,
+                )
 
 
 @lru_cache(maxsize=64)
@@ -505,7 +671,7 @@ def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = 
         bundle=((Role.K, kv), (Role.V, kv)),
         home=(Role.Q,),
         home_sums=(Role.STATE,),
-        route=route or _plain(problem, problem.kv_blocks, whole),
+        route=route or _plain(problem, whole),
         whole=whole,
     )
 
@@ -531,7 +697,6 @@ def backward_ring(
     q_sums = tuple(each for each in sums if each[0].queries)
     kv_sums = tuple(each for each in sums if not each[0].queries)
     travels, stays = ((q_side, q_sums), (kv_side, kv_sums))[:: 1 if queries_travel else -1]
-    blocks = problem.q_blocks if queries_travel else problem.kv_blocks
     return Ring(
         problem=problem,
         operation=BackwardTile,
@@ -540,7 +705,7 @@ def backward_ring(
         sums=travels[1],
         home=_roles(stays[0]),
         home_sums=_roles(stays[1]),
-        route=route or _plain(problem, blocks, whole),
+        route=route or _plain(problem, whole),
         whole=whole,
     )
 
@@ -551,14 +716,33 @@ def travels_whole(problem: Problem) -> bool:
     True if every shard has few tokens and every rank needs every block.
     """
     return problem.mask.rule is Rule.EVERYTHING and all(
-        sum(map(len, own)) <= _FEW_TOKENS
-        for blocks in (problem.q_blocks, problem.kv_blocks)
-        for own in blocks
+        num_tokens(own) <= _FEW_TOKENS for runs in (problem.q_runs, problem.kv_runs) for own in runs
     )
 
 
-def _plain(problem: Problem, blocks: tuple[tuple[range, ...], ...], whole: bool) -> Route:
-    return OneRing(problem.world_size, (1,) * (1 if whole else len(blocks[0])))
+def num_blocks(problem: Problem, whole: bool = False) -> int:
+    """How many blocks a shard travels as: one if it is whole or nothing travels, else two."""
+    return 1 if whole or problem.world_size == 1 else 2
+
+
+def num_tokens(runs: Iterable[range]) -> int:
+    """How many positions there are in all runs together."""
+    return sum(map(len, runs))
+
+
+def blocks_of(runs: tuple[range, ...], count: int) -> tuple[Block, ...]:
+    """A shard's runs as one or two blocks. Two are cut as near the middle of the shard as runs
+    allow.
+    """
+    if count == 1:
+        return (runs,)
+    ends = list(accumulate(map(len, runs)))
+    cut = min(range(len(runs)), key=lambda run: abs(2 * ends[run] - ends[-1])) + 1
+    return runs[:cut], runs[cut:]
+
+
+def _plain(problem: Problem, whole: bool) -> Route:
+    return OneRing(problem.world_size, (1,) * num_blocks(problem, whole))
 
 
 def _moved(piece: Piece, rows: int, columns: int) -> Piece:

@@ -14,6 +14,7 @@ The letters are explained in `hybrid.py`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
@@ -30,7 +31,7 @@ from burst_rt.planning.operations import (
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring
+from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring, num_blocks
 from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
 
@@ -49,23 +50,29 @@ class RingNaive:
     def ring_size(self) -> int:
         return self.problem.world_size
 
-    def graph(self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
+    @property
+    def way(self) -> Hashable:
+        """See `Program.way`."""
+        return self.forward, tuple(ring.way for ring in self.rounds)
+
+    def graph(
+        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
+    ) -> Graph:
         """See `Program.graph`."""
         g = GraphBuilder(rank, self.problem.world_size, lanes)
         builders: list[RingBuilder] = []
         for ring in self.rounds:
-            builders.append(
-                RingBuilder(ring, rank, g, first_tag=builders[-1].end_tag if builders else 0)
-            )
+            first_tag = builders[-1].end_tag if builders else 0
+            builders.append(RingBuilder(ring, rank, g, first_tag=first_tag, tables=tables))
         first, *rest = builders
         first.agree()
         scores = first.home_sums[Role.SCORES]
-        if any(self.problem.q_blocks[rank]):
+        if any(self.problem.q_runs[rank]):
             if not self.forward:
                 first.deltas()
             g.compute("blank", Blank(), writes=[scores], cost=Cost(0, self.score_bytes(rank)))
         first.go_round()
-        if self.forward and any(self.problem.q_blocks[rank]):
+        if self.forward and any(self.problem.q_runs[rank]):
             # The scores are read for the maximum, read and written for the exponential, read for
             # the sum.
             cost = Cost(0, 4 * self.score_bytes(rank))
@@ -77,7 +84,7 @@ class RingNaive:
             )
         for builder in rest:
             builder.go_round()
-        if self.forward and any(self.problem.q_blocks[rank]):
+        if self.forward and any(self.problem.q_runs[rank]):
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.q_sum_bytes)
             g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
         return g.build()
@@ -90,12 +97,9 @@ class RingNaive:
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """By owner and block: the column at which the block's keys begin in a row of scores."""
         found, at = [], 0
-        for blocks in self.problem.kv_blocks:
-            row = []
-            for block in blocks:
-                row.append(at)
-                at += len(block)
-            found.append(tuple(row))
+        for bounds in self.rounds[0].travelling_bounds:
+            found.append(tuple(at + start for start, _ in bounds))
+            at += bounds[-1][1]
         return tuple(found)
 
     def footprint(self, rank: int) -> Footprint:
@@ -126,7 +130,7 @@ def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
     """One direction of `ring-naive`. Gradients that are not needed are neither summed nor sent."""
     kv, kv_sum = problem.kv_token_bytes, problem.kv_sum_bytes
     needs_q, needs_k, needs_v = problem.needs_grad
-    route = OneRing(problem.world_size, (1,) * len(problem.kv_blocks[0]))
+    route = OneRing(problem.world_size, (1,) * num_blocks(problem))
     k, v = ((Role.K, kv),), ((Role.V, kv),)
     keys_travel = partial(Ring, problem=problem, queries_travel=False, route=route)
     if forward:

@@ -2,17 +2,17 @@
 
 A block makes W - 1 steps. At step s each rank holds one block number b, of some owner, so that
 every rank has a tile to do at every step. `holder` says which rank has an owner's block at a step;
-`owner` is the inverse; `onward` says for which later steps the holder passes the bundle on. The
-sums that belong to a block follow it step by step and come home after the last step: at step W the
-holder is the owner.
+`owner` is the inverse; `passes` says which bundles are passed on while the tiles of a step run. The
+sums that belong to a block follow it step by step, as far as ranks add to them, and then come home.
 
-| route | block of rank o at step s | passed on |
-|---|---|---|
-| `OneRing`, direction 1 | o + s | to the next rank |
-| `OneRing`, direction -1 | o - s | to the rank before |
-| `TwoLevel`, L ranks a node | node + s // L, local number + s % L | inside the node; [1] |
+| route | block of rank o at step s | passed on | sums |
+|---|---|---|---|
+| `OneRing`, direction 1 | o + s | to the next rank | with the block |
+| `OneRing`, direction -1 | o - s | to the rank before | with the block |
+| `TwoLevel`, L ranks a node | node + s // L, local number + s % L | inside the node; [1] | [2] |
+| `Straight` | o + s | by the owner alone, to every rank | straight home |
 
-[1] The first block that a node gets is also passed on to the next node.
+[1] The first block that a node gets is also passed on to the next node. [2] With the block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from burst_rt.errors import InputError
 
-__all__ = ["OneRing", "Route", "TwoLevel"]
+__all__ = ["OneRing", "Route", "Straight", "TwoLevel"]
 
 
 class Route(Protocol):
@@ -35,17 +35,22 @@ class Route(Protocol):
     def num_slots(self) -> int:
         """How many receive buffers the bundles use in turn; `slot` numbers them."""
 
-    def holder(self, owner: int, step: int, block: int) -> int:
-        """The rank that has block number `block` of `owner` at a step.
+    @property
+    def carries_sums(self) -> bool:
+        """Whether a block's sums go along with it; else each rank sends its own straight home."""
 
-        At step 0 and at step W it is the owner.
-        """
+    def holder(self, owner: int, step: int, block: int) -> int:
+        """The rank that has block number `block` of `owner` at a step; at step 0 the owner."""
 
     def owner(self, rank: int, step: int, block: int) -> int:
         """The rank whose block number `block` a rank has at a step."""
 
-    def onward(self, step: int) -> tuple[int, ...]:
-        """The later steps whose holder gets the bundle from the holder at this step."""
+    def passes(self, step: int) -> tuple[tuple[int, int], ...]:
+        """What is passed on while the tiles of a step run: (from, to).
+
+        The holder at step `from` (this one or an earlier one) sends the bundle to the holder at the
+        later step `to`. Each step but the first is the `to` of one pass.
+        """
 
     def slot(self, step: int) -> int:
         """The number of the slot that receives the bundle of a step (from 1 on)."""
@@ -62,14 +67,48 @@ class OneRing:
     def num_slots(self) -> int:
         return 2
 
+    @property
+    def carries_sums(self) -> bool:
+        return True
+
     def holder(self, owner: int, step: int, block: int) -> int:
         return (owner + step * self.directions[block]) % self.world_size
 
     def owner(self, rank: int, step: int, block: int) -> int:
         return (rank - step * self.directions[block]) % self.world_size
 
-    def onward(self, step: int) -> tuple[int, ...]:
-        return (step + 1,) if step + 1 < self.world_size else ()
+    def passes(self, step: int) -> tuple[tuple[int, int], ...]:
+        return ((step, step + 1),) if step + 1 < self.world_size else ()
+
+    def slot(self, step: int) -> int:
+        return step % 2
+
+
+@dataclass(frozen=True)
+class Straight:
+    """From the owner straight to every rank, and each rank's sums straight home.
+
+    Nothing is sent that its receiver does not compute with.
+    """
+
+    world_size: int
+
+    @property
+    def num_slots(self) -> int:
+        return 2
+
+    @property
+    def carries_sums(self) -> bool:
+        return False
+
+    def holder(self, owner: int, step: int, block: int) -> int:
+        return (owner + step) % self.world_size
+
+    def owner(self, rank: int, step: int, block: int) -> int:
+        return (rank - step) % self.world_size
+
+    def passes(self, step: int) -> tuple[tuple[int, int], ...]:
+        return ((0, step + 1),) if step + 1 < self.world_size else ()
 
     def slot(self, step: int) -> int:
         return step % 2
@@ -100,17 +139,22 @@ class TwoLevel:
     def num_slots(self) -> int:
         return 4
 
+    @property
+    def carries_sums(self) -> bool:
+        return True
+
     def holder(self, owner: int, step: int, block: int) -> int:
         return self._moved(owner, step)
 
     def owner(self, rank: int, step: int, block: int) -> int:
         return self._moved(rank, -step)
 
-    def onward(self, step: int) -> tuple[int, ...]:
+    def passes(self, step: int) -> tuple[tuple[int, int], ...]:
         local = self.ranks_per_node
         # The other node comes first, because its way is longer.
         outer = (step + local,) if step % local == 0 and step + local < self.world_size else ()
-        return outer + ((step + 1,) if (step + 1) % local else ())
+        inner = (step + 1,) if (step + 1) % local else ()
+        return tuple((step, to) for to in outer + inner)
 
     def slot(self, step: int) -> int:
         node_step, local_step = divmod(step, self.ranks_per_node)
