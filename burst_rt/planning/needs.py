@@ -23,8 +23,9 @@ Rows: TypeAlias = tuple[tuple[int, int], ...]
 # Rows travel in stretches of this many: kernels load blocks of rows of which this is a multiple,
 # and must find numbers in all of a block. What is rounded is sent beside what is needed.
 ROWS_TOGETHER = 128
-# How many (stretch of queries, run of keys) pairs are looked at in all, about.
-_PAIRS = 1 << 22
+# The rows of a run of queries are looked at in so many stretches at most; of all runs together, in
+# so many (stretch of queries, run of keys) pairs at most, about.
+_STRETCHES, _PAIRS = 256, 1 << 22
 
 
 class Needs(NamedTuple):
@@ -47,7 +48,7 @@ def find_needs(mask: Mask, q_runs: Sequence[range], kv_runs: Sequence[range]) ->
     lengths = np.array([len(run) for run in kv_runs], np.int64)
     there = np.flatnonzero(lengths)
     found = Needs(*np.zeros((2, len(q_runs), len(kv_runs), 2), np.int64))
-    stretches = max(1, _PAIRS // max(1, len(q_runs) * len(kv_runs)))
+    stretches = max(1, min(_STRETCHES, _PAIRS // (len(q_runs) * len(kv_runs))))
     if mask.rule is Rule.EVERYTHING:
         q_lengths = np.array([len(run) for run in q_runs], np.int64)
         meet = (q_lengths[:, None] > 0) & (lengths > 0)

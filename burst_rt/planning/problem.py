@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from burst_rt.planning.layouts import Layout
-from burst_rt.planning.masks import Mask
+from burst_rt.planning.masks import Mask, Piece
 from burst_rt.planning.needs import Needs, find_needs
 
 __all__ = ["Problem", "TileShape"]
@@ -66,6 +66,17 @@ class Problem:
     def kv_runs(self) -> tuple[tuple[range, ...], ...]:
         """Runs of keys by rank."""
         return self.kv_layout.runs
+
+    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+        """What the mask leaves of two runs; see `Mask.pieces`. Kept, for both directions ask."""
+        known = self._pieces.get((q, kv))
+        if known is None:
+            known = self._pieces[q, kv] = self.mask.pieces(q, kv)
+        return known
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[range, range], tuple[Piece, ...]]:
+        return {}
 
     @cached_property
     def needs(self) -> Needs:

@@ -77,7 +77,7 @@ def test_graphs_that_do_not_fit_together_are_not_run(
 
     build = Ring.graph
 
-    def off_by_one(ring: Ring, rank: int, *_: object) -> object:
+    def off_by_one(ring: Ring, rank: int, *_: object, **__: object) -> object:
         layout = make_layout(
             "zigzag", ring.problem.q_layout.seq_len + 2 * world_size * (rank == 1), world_size
         )

@@ -110,7 +110,8 @@ def intersect(a: Spans, b: Spans) -> Spans:
     starts, stops = (x.reshape(*x.shape[:2], -1) for x in (starts, stops))
     empty = starts >= stops
     # Two lists of disjoint spans meet in disjoint spans, which do not touch either.
-    return _sorted(np.where(empty, END, starts), np.where(empty, END, stops))
+    starts, stops = np.where(empty, END, starts), np.where(empty, END, stops)
+    return Spans(starts, stops) if starts.shape[-1] == 1 else _sorted(starts, stops)
 
 
 def unite(a: Spans, b: Spans) -> Spans:

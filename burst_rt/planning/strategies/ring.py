@@ -209,7 +209,7 @@ class Ring:
                 q, kv, rows, columns = (
                     (moved, stays, start, first) if queries_travel else (stays, moved, first, start)
                 )
-                for piece in problem.mask.pieces(q, kv) if meet[number, home] else ():
+                for piece in problem.pieces(q, kv) if meet[number, home] else ():
                     here = _moved(piece, rows, columns)
                     found.append(
                         _joined(found.pop(), here) if found and _touch(found[-1], here) else here
