@@ -23,7 +23,8 @@ import torch
 
 from burst_rt.attention.recent import Recent
 from burst_rt.kernels import Kernel, Picked, Work, pick
-from burst_rt.planning.forecast import FORECAST_UP_TO, fastest_strategy
+from burst_rt.planning.forecast import FORECAST_UP_TO, fastest_layout, fastest_strategy
+from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, choose
@@ -161,6 +162,7 @@ class Planner:
         self._ranks_per_node = ranks_per_node
         self._hardware = hardware
         self._plans: Recent[PlanKey, Plan] = Recent(capacity)
+        self._layouts: Recent[Problem, Layout] = Recent(capacity)
         self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
 
     def plan(self, key: PlanKey) -> Plan:
@@ -173,9 +175,22 @@ class Planner:
         self._plans.put(key, plan)
         return plan
 
+    def layout(self, problem: Problem) -> Layout:
+        """The layout that suits a problem best; see `fastest_layout`. The same on every rank.
+
+        Takes seconds on many ranks; kept by problem. Local. problem: in any layout.
+        """
+        layout = self._layouts.get(problem)
+        if layout is None:
+            found, _ = fastest_layout(problem, self._hardware, ranks_per_node=self._ranks_per_node)
+            layout = found.q_layout
+        self._layouts.put(problem, layout)
+        return layout
+
     def forget(self) -> None:
-        """Lets go of all plans."""
+        """Lets go of all plans and layouts."""
         self._plans.clear()
+        self._layouts.clear()
 
     def _make(self, key: PlanKey) -> Plan:
         world = key.problem.world_size

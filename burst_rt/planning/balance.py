@@ -28,7 +28,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.masks.spans import Positions
 
-__all__ = ["Evenness", "Load", "deal", "evenness", "load_of", "step_of"]
+__all__ = ["Load", "deal", "load_of", "parts_of", "step_of"]
 
 # The most tokens of the step in which cuts move, about a kernel's block; and how many steps a shard
 # has at least, unless it has fewer tokens.
@@ -37,6 +37,8 @@ _STEP, _STEPS = 128, 64
 _PLACES = 64
 # A rank's cells may be so much off, as a share of the even number, where this saves transfers.
 _SLACK = 0.01
+# About 100 bytes are held for each.
+_MOST_TOKENS = 1 << 26
 # How many spans are looked at together.
 _SPANS = 1 << 18
 
@@ -54,27 +56,22 @@ class Load(NamedTuple):
     torn: Positions
 
 
-class Evenness(NamedTuple):
-    """How even ranks are: the largest rank's number over the mean. 1.0: all ranks are equal."""
-
-    tokens: float
-    cells: float  # by query: where keys travel
-    key_cells: float  # by key: where queries travel
-
-    def __str__(self) -> str:
-        return f"tokens {self.tokens:.3f}, cells {self.cells:.3f}, by key {self.key_cells:.3f}"
-
-
 @lru_cache(maxsize=8)
 def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
-    """The load of a mask for sequences of these lengths. Raises InputError for one without spans.
+    """The load of a mask for sequences of these lengths.
 
-    Takes about 0.1 us for a token, batch row and span.
+    Takes about 0.1 us for a token, batch row and span. Raises InputError for a mask without spans
+    and for more than 2**26 tokens.
     """
     if not mask.has_spans:
         raise InputError(
-            f"layout: a balanced layout needs a mask with spans, and {mask!r} has none; write "
-            "`spans` for a mask of your own, or take kind='zigzag' or 'striped'"
+            f"layout: balancing needs a mask with spans, and {mask!r} has none; write `spans` for "
+            "a mask of your own, or take kind='zigzag' or 'striped'"
+        )
+    if max(q_len, kv_len) > _MOST_TOKENS:
+        raise InputError(
+            f"layout: balancing looks at every token, at most 2**26, got {max(q_len, kv_len)}; "
+            "take kind='zigzag' or 'striped'"
         )
     mask = mask.bound(q_len, kv_len)
     rows, before, after = (np.zeros(q_len, np.int64) for _ in range(3))
@@ -127,8 +124,8 @@ def deal(load: Load, world_size: int) -> tuple[tuple[range, ...], ...]:
         tokens = bounds[middle] - bounds[ranks.start]
         x, y, z = _cuts(sums, _prices(load.torn, runs, step), tokens, step, at_most)
         total = sum(map(len, runs))
-        yield from share(_parts(runs, (0, x), (y, z)), range(ranks.start, middle))
-        yield from share(_parts(runs, (x, y), (z, total)), range(middle, ranks.stop))
+        yield from share(parts_of(runs, (0, x), (y, z)), range(ranks.start, middle))
+        yield from share(parts_of(runs, (x, y), (z, total)), range(middle, ranks.stop))
 
     return tuple(share([range(seq_len)], range(world_size)))
 
@@ -181,8 +178,8 @@ def _prices(torn: Positions, runs: list[range], step: int) -> Positions:
     return line
 
 
-def _parts(runs: list[range], *stretches: tuple[int, int]) -> list[range]:
-    """The runs of stretches of a line; runs that touch are joined."""
+def parts_of(runs: Sequence[range], *stretches: tuple[int, int]) -> list[range]:
+    """The runs of stretches (start, stop) of a line of runs; runs that touch are joined."""
     found: list[range] = []
     for start, stop in stretches:
         first = 0
@@ -194,19 +191,3 @@ def _parts(runs: list[range], *stretches: tuple[int, int]) -> list[range]:
             if part:
                 found.append(part)
     return found
-
-
-def evenness(
-    q_blocks: Sequence[Sequence[range]], kv_blocks: Sequence[Sequence[range]], load: Load
-) -> Evenness:
-    """How even ranks are that own these ranges of queries and of keys."""
-    tokens = [sum(map(len, own)) for own in q_blocks]
-    cells, key_cells = (
-        [sum(int(costs[b.start : b.stop : b.step].sum()) for b in own) for own in blocks]
-        for costs, blocks in ((load.rows, q_blocks), (load.columns, kv_blocks))
-    )
-    return Evenness(*map(_worst, (tokens, cells, key_cells)))
-
-
-def _worst(numbers: list[int]) -> float:
-    return max(numbers) * len(numbers) / sum(numbers) if sum(numbers) else 1.0

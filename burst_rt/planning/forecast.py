@@ -8,10 +8,11 @@ whatever else lives on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout
+from burst_rt.planning.evenness import evenness
+from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, Ring, choose
@@ -23,7 +24,9 @@ from burst_rt.scheduler.trace import exposed
 __all__ = [
     "CANDIDATES",
     "FORECAST_UP_TO",
+    "LAYOUTS",
     "Forecast",
+    "fastest_layout",
     "fastest_strategy",
     "forecast",
     "schedules_of",
@@ -36,6 +39,13 @@ CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "direct", "all-t
 # The largest world for which planners forecast. Up to 32 ranks a new shape takes a second or two to
 # plan; at 64 ranks it takes ten.
 FORECAST_UP_TO = 32
+# The layouts that a planner chooses from; of equals it takes the first.
+LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
+# Layouts whose cells are so close to the most even ones', as a share, count as even where there is
+# no forecast.
+_EVEN = 0.05
+# Matrix products of a cell: in the forward, and in the backward.
+_WORK = (2, 5)
 # Matrices of scores that the "untiled" kernel holds of a tile at once.
 _SCORE_MATRICES = 6
 # Forecasts that differ by less than this share count as equal; of those, the one that sends the
@@ -102,6 +112,54 @@ def fastest_strategy(
     candidates = {label: size for choice, _ in found for label, size in choice.candidates.items()}
     return taken._replace(
         candidates=candidates, seconds={choice.strategy: about.time_s for choice, about in found}
+    )
+
+
+def fastest_layout(
+    problem: Problem, hardware: Hardware | None, *, ranks_per_node: int
+) -> tuple[Problem, dict[str, float]]:
+    """The problem with the layout under which it is forecast to end first, and the forecasts.
+
+    A forecast is the sum of forward and backward, each with the strategy that `fastest_strategy`
+    takes. problem: with as many keys as queries, in any layout. Where no machine is known, and
+    above FORECAST_UP_TO ranks, there are no forecasts: of the layouts whose cells are even within 5
+    percent of the most even one's, the one is taken that sends the fewest bytes.
+    """
+    spread = {}
+    for kind in LAYOUTS:
+        if kind == BALANCED and not problem.mask.has_spans:
+            continue
+        size = (problem.q_layout.seq_len, problem.world_size)
+        layout = make_layout(kind, *size, problem.mask if kind == BALANCED else None)
+        spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
+    if hardware is None or not 1 < problem.world_size <= FORECAST_UP_TO:
+        return min(_most_even(list(spread.values())), key=_wire_bytes), {}
+    seconds = {}
+    for kind, given in spread.items():
+        choices = (
+            fastest_strategy(given, hardware, forward=forward, ranks_per_node=ranks_per_node)
+            for forward in (True, False)
+        )
+        seconds[kind] = sum((choice.seconds or {})[choice.strategy] for choice in choices)
+    return spread[min(seconds, key=seconds.__getitem__)], seconds
+
+
+def _most_even(problems: list[Problem]) -> list[Problem]:
+    """Those whose busiest rank has the fewest cells, or nearly so; all, where that is not known."""
+    if not problems[0].mask.has_spans:
+        return problems
+    cells = []
+    for problem in problems:
+        programs = (choose(problem, "auto", forward=forward).program for forward in (True, False))
+        sides = [evenness(each, problem.q_layout, problem.kv_layout).cells for each in programs]
+        cells.append(sum(work * side for work, side in zip(_WORK, sides, strict=True)))
+    most = min(cells) * (1 + _EVEN)
+    return [problem for problem, each in zip(problems, cells, strict=True) if each <= most]
+
+
+def _wire_bytes(problem: Problem) -> int:
+    return sum(
+        choose(problem, "auto", forward=forward).program.wire_bytes() for forward in (True, False)
     )
 
 
