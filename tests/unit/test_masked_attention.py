@@ -76,6 +76,7 @@ _FACTORS: tuple[list[Any], ...] = (
         "burst",
         "ring-kv",
         "bidirectional",
+        "direct",
         "all-to-all",
         "two-level:",
         "hybrid:",

@@ -141,9 +141,8 @@ def _runs(starts: Positions, stops: Positions) -> Iterator[_Run]:
     row = 0  # the first row that is in no run yet
 
     def alone(stop: int) -> Iterator[_Run]:
-        for here in range(row, stop):
-            if filled[here]:
-                yield _Run(here, here + 1, int(starts[here]), int(stops[here]), False, False)
+        for here in (row + np.flatnonzero(filled[row:stop])).tolist():
+            yield _Run(here, here + 1, int(starts[here]), int(stops[here]), False, False)
 
     # Steps from row a to row a + 1, and so on to row b, are of one kind.
     for a, b in pairwise(edges.tolist()):

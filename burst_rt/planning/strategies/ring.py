@@ -634,11 +634,12 @@ class RingBuilder:
         """Where sums that come home after a hop are received.
 
         After the last hop nothing else is on its way, and the slot of the next hop is free. Before
-        that, other sums may be on their way.
+        that, other sums may be on their way. What came home is added one hop later, so two buffers
+        take turns.
         """
         if hop == self.world - 1:
             return self.sum_slots[self.world % 2]
-        return self._slots(self.ring.sums, " home")
+        return self._slots(self.ring.sums, f" home {hop % 2}")
 
     def _add_home(self, *, before: int) -> None:
         """Adds the sums that came home before a hop to the owner's own sums."""
