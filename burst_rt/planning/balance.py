@@ -56,7 +56,7 @@ class Load(NamedTuple):
     torn: Positions
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1)
 def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
     """The load of a mask for sequences of these lengths.
 

@@ -191,10 +191,15 @@ def plan(
                 refused[strategy] = error.message
     found.sort(key=lambda f: (f.out_of_memory, f.time_s or 0.0, f.sent_bytes))
     best = found[0] if found and not found[0].out_of_memory else None
-    taken = best.strategy if best else "burst"
-    among = {"mask": mask, "layout": best.layout if best else "zigzag"}
-    fewest = fewest_ranks(model, taken, seq_len, machine, phase, batch=batch, **among)
-    tile = tile_of(model, taken, world, seq_len, machine, batch=batch, **among) if best else None
+    taken, kind = (best.strategy, best.layout) if best else ("burst", "zigzag")
+    fewest = fewest_ranks(
+        model, taken, seq_len, machine, phase, mask=mask, batch=batch, layout=kind
+    )
+    tile = (
+        tile_of(model, taken, world, seq_len, machine, mask=mask, batch=batch, layout=kind)
+        if best
+        else None
+    )
     why = _why(found, best, fewest, tile)
     if as_json:
         answer = _described(model, machine, world, seq_text, batch) | {"phase": phase, "mask": mask}
