@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import Case
 
 import burst_rt
 from burst_rt import BlockSparse, Causal, Context, Documents, Mask, Relation
+from burst_rt.attention import planner
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.forecast import fastest_layout
+from burst_rt.planning.layouts import KINDS, Layout, make_layout
+from burst_rt.planning.problem import Problem
 
 _LENGTHS = (1, 2, 3, 7, 8, 63, 100, 1000, 1009)
 _WORLDS = (1, 2, 3, 4, 5, 8)
@@ -141,6 +145,35 @@ def test_another_mask_is_another_layout() -> None:
     layouts = [make_layout("balanced", 100, 2, mask) for mask in masks]
     assert len({*layouts, make_layout("zigzag", 100, 2)}) == 4
     assert len({*map(str, layouts)}) == 3
+
+
+@pytest.mark.parametrize("machine", ["h100-sxm", "none"])
+def test_auto_is_one_layout_on_all_ranks(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By forecasts where there is a machine file, else by evenness and bytes; made once."""
+    monkeypatch.setenv("BURST_RT_HARDWARE", machine)
+    mask = Causal() & Documents([200] * 5 + [1000] + [100] * 5)
+    asked: list[int] = []
+
+    def counted(problem: Problem, *args: Any, **options: Any) -> object:
+        asked.append(problem.head_dim)
+        return fastest_layout(problem, *args, **options)
+
+    monkeypatch.setattr(planner, "fastest_layout", counted)
+
+    def layouts(ctx: Context) -> list[Layout]:
+        options: dict[str, Any] = {"heads": (6, 3), "head_dim": 32, "dtype": torch.float32}
+        made = [ctx.layout(2500, "auto", mask=mask, **options) for _ in range(2)]
+        made.append(ctx.layout(2500, "auto", mask=mask))
+        case = Case(2500, heads=6, kv_heads=3, mask=mask)
+        q, k, v = (made[0].shard(x) for x in case.inputs()[:3])
+        burst_rt.burst_attention(q, k, v, layout=made[0], mask=mask)  # the ranks agree
+        return [each.map for each in made]
+
+    first, *others = burst_rt.run_local(4, layouts)
+    assert all(other == first for other in others)
+    assert first[0] is first[1]
+    assert sorted(asked) == [32] * 4 + [128] * 4
+    assert machine == "h100-sxm" or first[0].kind in ("balanced", "striped")
 
 
 def test_explain_says_how_even_a_layout_is() -> None:
