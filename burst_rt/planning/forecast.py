@@ -8,7 +8,8 @@ whatever else lives on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout
@@ -24,9 +25,12 @@ __all__ = [
     "CANDIDATES",
     "FORECAST_UP_TO",
     "Forecast",
+    "Ranking",
     "fastest_strategy",
     "forecast",
+    "rank_strategies",
     "schedules_of",
+    "typical",
     "untiled_bytes",
     "working_bytes",
 ]
@@ -78,30 +82,62 @@ def forecast(
     return of_choice(choose(problem, strategy, forward=forward, ranks_per_node=per_node), hardware)
 
 
+class Ranking(NamedTuple):
+    """Which strategy is forecast to end first, and what each would send and take."""
+
+    strategy: str  # as `choose` takes it
+    candidates: dict[str, int]  # see `Choice.candidates`
+    seconds: dict[str, float]  # see `Choice.seconds`
+
+
 def fastest_strategy(
-    problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int
+    problem: Problem,
+    hardware: Hardware,
+    *,
+    forward: bool,
+    ranks_per_node: int,
+    ranking: Ranking | None = None,
 ) -> Choice:
     """The program that is forecast to end first, among those that fit into memory.
 
     If no program fits, the choice is among all of them. Forecasts within 2 percent count as equal;
-    of those, the program that sends the fewest bytes is taken.
+    of those, the program that sends the fewest bytes is taken. ranking: that of `typical(problem)`;
+    None makes it.
     """
-    found: list[tuple[Choice, Forecast]] = []
+    like = typical(problem)
+    ranking = ranking or rank_strategies(
+        like, hardware, forward=forward, ranks_per_node=ranks_per_node
+    )
+    choice = choose(problem, ranking.strategy, forward=forward, ranks_per_node=ranks_per_node)
+    candidates = ranking.candidates if like == problem else choice.candidates
+    return choice._replace(candidates=candidates, seconds=ranking.seconds)
+
+
+def typical(problem: Problem) -> Problem:
+    """The problem under a mask that costs about as much, of which there are few (`Mask.alike`)."""
+    return replace(problem, mask=problem.mask.alike)
+
+
+def rank_strategies(
+    problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int
+) -> Ranking:
+    """Forecasts all candidates; see `fastest_strategy`."""
+    found: list[tuple[str, Choice, Forecast]] = []
     for strategy in CANDIDATES:
         try:
             choice = choose(problem, strategy, forward=forward, ranks_per_node=ranks_per_node)
         except InputError:
             continue  # not for this problem
-        if all(choice.program != other.program for other, _ in found):
-            found.append((choice, of_choice(choice, hardware)))
-    able = [each for each in found if each[1].fits] or found
-    limit_s = min(about.time_s for _, about in able) * (1 + _SAME)
-    taken, _ = min(
-        (each for each in able if each[1].time_s <= limit_s), key=lambda each: each[1].sent_bytes
-    )
-    candidates = {label: size for choice, _ in found for label, size in choice.candidates.items()}
-    return taken._replace(
-        candidates=candidates, seconds={choice.strategy: about.time_s for choice, about in found}
+        if all(choice.program != other.program for _, other, _ in found):
+            found.append((strategy, choice, of_choice(choice, hardware)))
+    able = [each for each in found if each[2].fits] or found
+    limit_s = min(about.time_s for *_, about in able) * (1 + _SAME)
+    quick = (each for each in able if each[2].time_s <= limit_s)
+    strategy, *_ = min(quick, key=lambda each: each[2].sent_bytes)
+    return Ranking(
+        strategy,
+        {label: size for _, choice, _ in found for label, size in choice.candidates.items()},
+        {choice.strategy: about.time_s for _, choice, about in found},
     )
 
 
