@@ -23,11 +23,18 @@ import torch
 
 from burst_rt.attention.recent import Recent
 from burst_rt.kernels import Kernel, Picked, Work, pick
-from burst_rt.planning.forecast import FORECAST_UP_TO, fastest_layout, fastest_strategy
+from burst_rt.planning.forecast import (
+    FORECAST_UP_TO,
+    Ranking,
+    fastest_strategy,
+    rank_strategies,
+    typical,
+)
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, choose
+from burst_rt.planning.suited import fastest_layout
 from burst_rt.scheduler import (
     HOST_LANES,
     Graph,
@@ -122,11 +129,13 @@ class Plan:
         choice, memory = self.choice, self.memory()
         others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
         forecast = ", ".join(f"{n} {s:.3g} s" for n, s in (choice.seconds or {}).items())
+        about = self.key.problem.mask.alike
+        of = "" if about == self.key.problem.mask else f" under {about!r}, which is alike"
         lines = (
             f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; "
             f"{choice.program}",
             f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
-            f"  forecast: {forecast}" if forecast else "",
+            f"  forecast{of}: {forecast}" if forecast else "",
             f"  kernel {self.kernel.name}: {self.picked.reason}",
             f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
             f"{memory.slots:,}, sums {memory.sums:,}, "
@@ -164,6 +173,7 @@ class Planner:
         self._plans: Recent[PlanKey, Plan] = Recent(capacity)
         self._layouts: Recent[Problem, Layout] = Recent(capacity)
         self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
+        self._rankings: Recent[tuple[Problem, bool], Ranking] = Recent(capacity)
 
     def plan(self, key: PlanKey) -> Plan:
         """The plan for a key, built and verified on first use.
@@ -178,7 +188,7 @@ class Planner:
     def layout(self, problem: Problem) -> Layout:
         """The layout that suits a problem best; see `fastest_layout`. The same on every rank.
 
-        Takes seconds on many ranks; kept by problem. Local. problem: in any layout.
+        Local; kept by problem. Takes seconds on many ranks. problem: in any layout.
         """
         layout = self._layouts.get(problem)
         if layout is None:
@@ -200,6 +210,7 @@ class Planner:
                 self._hardware,
                 forward=key.forward,
                 ranks_per_node=self._ranks_per_node,
+                ranking=self._ranking(key),
             )
         else:
             choice = choose(
@@ -228,6 +239,16 @@ class Planner:
             self._verify(choice.program, own, lowered)
             self._verified.put(way, True)
         return Plan(key, self._rank, choice, picked, own, Schedule.of(lowered))
+
+    def _ranking(self, key: PlanKey) -> Ranking:
+        """The forecasts for problems like a key's."""
+        assert self._hardware is not None
+        like = typical(key.problem)
+        ranking = self._rankings.get((like, key.forward)) or rank_strategies(
+            like, self._hardware, forward=key.forward, ranks_per_node=self._ranks_per_node
+        )
+        self._rankings.put((like, key.forward), ranking)
+        return ranking
 
     def _verify(self, program: Program, own: Graph, lowered: Graph) -> None:
         """Checks the way of a program. Raises InternalError. own: this rank's graph."""

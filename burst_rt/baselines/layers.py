@@ -585,5 +585,5 @@ class _Inserted:
     def _here(self, parts: Iterable[int]) -> list[Part]:
         return [self.parts[part] for part in parts]
 
-    def _messages(self, of: Sequence[Message]) -> list[tuple[Part, int, int]]:
+    def _messages(self, of: Sequence[Message]) -> list[tuple[Part, int, int, int]]:
         return [(self.parts[m.part], m.peer, m.size_bytes, m.offset) for m in of]

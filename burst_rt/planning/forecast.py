@@ -9,9 +9,9 @@ whatever else lives on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from burst_rt.errors import InputError
-from burst_rt.planning.evenness import evenness
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
@@ -24,12 +24,13 @@ from burst_rt.scheduler.trace import exposed
 __all__ = [
     "CANDIDATES",
     "FORECAST_UP_TO",
-    "LAYOUTS",
     "Forecast",
-    "fastest_layout",
+    "Ranking",
     "fastest_strategy",
     "forecast",
+    "rank_strategies",
     "schedules_of",
+    "typical",
     "untiled_bytes",
     "working_bytes",
 ]
@@ -39,13 +40,6 @@ CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "direct", "all-t
 # The largest world for which planners forecast. Up to 32 ranks a new shape takes a second or two to
 # plan; at 64 ranks it takes ten.
 FORECAST_UP_TO = 32
-# The layouts that a planner chooses from; of equals it takes the first.
-LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
-# Layouts whose cells are so close to the most even ones', as a share, count as even where there is
-# no forecast.
-_EVEN = 0.05
-# Matrix products of a cell: in the forward, and in the backward.
-_WORK = (2, 5)
 # Matrices of scores that the "untiled" kernel holds of a tile at once.
 _SCORE_MATRICES = 6
 # Forecasts that differ by less than this share count as equal; of those, the one that sends the
@@ -88,78 +82,77 @@ def forecast(
     return of_choice(choose(problem, strategy, forward=forward, ranks_per_node=per_node), hardware)
 
 
+class Ranking(NamedTuple):
+    """Which strategy is forecast to end first, and what each would send and take."""
+
+    strategy: str  # as `choose` takes it
+    candidates: dict[str, int]  # see `Choice.candidates`
+    seconds: dict[str, float]  # see `Choice.seconds`
+    time_s: float  # of the strategy taken
+
+
 def fastest_strategy(
-    problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int
+    problem: Problem,
+    hardware: Hardware,
+    *,
+    forward: bool,
+    ranks_per_node: int,
+    ranking: Ranking | None = None,
 ) -> Choice:
     """The program that is forecast to end first, among those that fit into memory.
 
     If no program fits, the choice is among all of them. Forecasts within 2 percent count as equal;
-    of those, the program that sends the fewest bytes is taken.
+    of those, the program that sends the fewest bytes is taken. ranking: that of `typical(problem)`;
+    None makes it.
     """
-    found: list[tuple[Choice, Forecast]] = []
+    like = typical(problem)
+    ranking = ranking or rank_strategies(
+        like, hardware, forward=forward, ranks_per_node=ranks_per_node
+    )
+    choice = choose(problem, ranking.strategy, forward=forward, ranks_per_node=ranks_per_node)
+    candidates = ranking.candidates if like == problem else choice.candidates
+    return choice._replace(candidates=candidates, seconds=ranking.seconds)
+
+
+def typical(problem: Problem) -> Problem:
+    """The problem under a mask that costs about as much, of which there are few (`Mask.alike`).
+
+    In the place of layouts that follow a mask stand those that follow the typical mask.
+    """
+    mask = problem.mask.alike
+
+    def alike(layout: Layout) -> Layout:
+        try:
+            size = (layout.seq_len, layout.world_size)
+            return make_layout(BALANCED, *size, mask) if layout.kind == BALANCED else layout
+        except InputError:
+            return layout  # which follows a mask of another kind
+
+    q_layout, kv_layout = alike(problem.q_layout), alike(problem.kv_layout)
+    return replace(problem, mask=mask, q_layout=q_layout, kv_layout=kv_layout)
+
+
+def rank_strategies(
+    problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int
+) -> Ranking:
+    """Forecasts all candidates; see `fastest_strategy`."""
+    found: list[tuple[str, Choice, Forecast]] = []
     for strategy in CANDIDATES:
         try:
             choice = choose(problem, strategy, forward=forward, ranks_per_node=ranks_per_node)
         except InputError:
             continue  # not for this problem
-        if all(choice.program != other.program for other, _ in found):
-            found.append((choice, of_choice(choice, hardware)))
-    able = [each for each in found if each[1].fits] or found
-    limit_s = min(about.time_s for _, about in able) * (1 + _SAME)
-    taken, _ = min(
-        (each for each in able if each[1].time_s <= limit_s), key=lambda each: each[1].sent_bytes
-    )
-    candidates = {label: size for choice, _ in found for label, size in choice.candidates.items()}
-    return taken._replace(
-        candidates=candidates, seconds={choice.strategy: about.time_s for choice, about in found}
-    )
-
-
-def fastest_layout(
-    problem: Problem, hardware: Hardware | None, *, ranks_per_node: int
-) -> tuple[Problem, dict[str, float]]:
-    """The problem with the layout under which it is forecast to end first, and the forecasts.
-
-    A forecast is the sum of forward and backward, each with the strategy that `fastest_strategy`
-    takes. problem: with as many keys as queries, in any layout. Where no machine is known, and
-    above FORECAST_UP_TO ranks, there are no forecasts: of the layouts whose cells are even within 5
-    percent of the most even one's, the one is taken that sends the fewest bytes.
-    """
-    spread = {}
-    for kind in LAYOUTS:
-        if kind == BALANCED and not problem.mask.has_spans:
-            continue
-        size = (problem.q_layout.seq_len, problem.world_size)
-        layout = make_layout(kind, *size, problem.mask if kind == BALANCED else None)
-        spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
-    if hardware is None or not 1 < problem.world_size <= FORECAST_UP_TO:
-        return min(_most_even(list(spread.values())), key=_wire_bytes), {}
-    seconds = {}
-    for kind, given in spread.items():
-        choices = (
-            fastest_strategy(given, hardware, forward=forward, ranks_per_node=ranks_per_node)
-            for forward in (True, False)
-        )
-        seconds[kind] = sum((choice.seconds or {})[choice.strategy] for choice in choices)
-    return spread[min(seconds, key=seconds.__getitem__)], seconds
-
-
-def _most_even(problems: list[Problem]) -> list[Problem]:
-    """Those whose busiest rank has the fewest cells, or nearly so; all, where that is not known."""
-    if not problems[0].mask.has_spans:
-        return problems
-    cells = []
-    for problem in problems:
-        programs = (choose(problem, "auto", forward=forward).program for forward in (True, False))
-        sides = [evenness(each, problem.q_layout, problem.kv_layout).cells for each in programs]
-        cells.append(sum(work * side for work, side in zip(_WORK, sides, strict=True)))
-    most = min(cells) * (1 + _EVEN)
-    return [problem for problem, each in zip(problems, cells, strict=True) if each <= most]
-
-
-def _wire_bytes(problem: Problem) -> int:
-    return sum(
-        choose(problem, "auto", forward=forward).program.wire_bytes() for forward in (True, False)
+        if all(choice.program != other.program for _, other, _ in found):
+            found.append((strategy, choice, of_choice(choice, hardware)))
+    able = [each for each in found if each[2].fits] or found
+    limit_s = min(about.time_s for *_, about in able) * (1 + _SAME)
+    quick = (each for each in able if each[2].time_s <= limit_s)
+    strategy, _, taken = min(quick, key=lambda each: each[2].sent_bytes)
+    return Ranking(
+        strategy,
+        {label: size for _, choice, _ in found for label, size in choice.candidates.items()},
+        {choice.strategy: about.time_s for _, choice, about in found},
+        taken.time_s,
     )
 
 

@@ -20,9 +20,9 @@ __all__ = ["ROWS_TOGETHER", "Needs", "Rows", "find_needs", "num_rows", "rounded"
 # Some rows of a block: (first, one after the last) of each stretch, ascending and apart.
 Rows: TypeAlias = tuple[tuple[int, int], ...]
 
-# Rows travel in stretches of this many: kernels load blocks of rows of which this is a multiple,
-# and must find numbers in all of a block. What is rounded is sent beside what is needed.
-ROWS_TOGETHER = 128
+# Rows travel in stretches of this many. Kernels load blocks of rows, whose sizes divide this, and
+# must find numbers in a whole block: what is hidden is multiplied by 0, and 0 times NaN is NaN.
+ROWS_TOGETHER = 256
 # The rows of a run of queries are looked at in so many stretches at most; of all runs together, in
 # so many (stretch of queries, run of keys) pairs at most, about.
 _STRETCHES, _PAIRS = 256, 1 << 22
@@ -46,7 +46,7 @@ def find_needs(mask: Mask, q_runs: Sequence[range], kv_runs: Sequence[range]) ->
     row, is asked for `relation`: runs that meet at all then meet as a whole.
     """
     lengths = np.array([len(run) for run in kv_runs], np.int64)
-    there = np.flatnonzero(lengths)
+    there = np.flatnonzero(lengths).tolist()
     found = Needs(*np.zeros((2, len(q_runs), len(kv_runs), 2), np.int64))
     stretches = max(1, min(_STRETCHES, _PAIRS // (len(q_runs) * len(kv_runs))))
     if mask.rule is Rule.EVERYTHING:

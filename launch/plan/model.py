@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.words import parse_mask
-from burst_rt.planning.forecast import LAYOUTS
+from burst_rt.planning.suited import LAYOUTS
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [

@@ -18,6 +18,7 @@ from worlds import Case, attend_over_threads
 from burst_rt import BlockSparse, Causal, First, Mask, SlidingWindow
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
+from burst_rt.planning import needs
 
 # Blocks of the interpreter are 32 x 16 and 16 x 32, those of a GPU up to 128 x 128.
 _TIMES = 1 if os.environ.get("TRITON_INTERPRET") == "1" else 9
@@ -104,3 +105,16 @@ def test_one_loop_for_warps_that_share_work(mask: Mask, length: int) -> None:
             stack.enter_context(trying(kind, config))
         cells = mask.allows(torch.arange(length)[:, None], torch.arange(length))
         assert_right(2, case, cells)
+
+
+def test_blocks_that_come_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not sent holds NaN; kernels load whole blocks of rows. Keys travel, then queries."""
+    if _TIMES == 1:
+        monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
+    length = _TIMES * 256
+    mask = Causal() & SlidingWindow(_TIMES * 12) | First(3)
+    case = Case(
+        length, heads=1, head_dim=16, batch=2, mask=mask, kind="contiguous", strategy="burst"
+    )
+    cells = mask.allows(torch.arange(length)[:, None], torch.arange(length))
+    assert_right(2, case, cells)

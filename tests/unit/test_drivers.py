@@ -22,7 +22,7 @@ from burst_rt.errors import (
     ProtocolError,
     Stalled,
 )
-from burst_rt.planning.operations import Add
+from burst_rt.planning.operations import Delta
 from burst_rt.scheduler import Engine, Graph, GraphBuilder, Op, Schedule, Trace, check_world, run
 from burst_rt.transport import LocalTransport, LocalWorld, NoticeKind
 
@@ -467,10 +467,10 @@ def test_compute_tasks_run_one_at_a_time_in_the_callers_thread() -> None:
 
 def test_an_operation_that_nobody_can_do_is_a_defect() -> None:
     g = GraphBuilder(0, 1)
-    g.compute("tile", Add(1, 2), writes=[g.buffer("b")])
+    g.compute("tile", Delta(1), writes=[g.buffer("b")])
     with pytest.raises(
         InternalError,
-        match=(r"task 'tile' asks for operation Add\(own=1, arrived=2\); this driver has \['Op'\]"),
+        match=(r"task 'tile' asks for operation Delta\(part=1\); this driver has \['Op'\]"),
     ) as caught:
         _Rank(LocalWorld(1), g.build()).run()
     assert caught.value.task == "tile"

@@ -13,9 +13,9 @@ import burst_rt
 from burst_rt import BlockSparse, Causal, Context, Documents, Mask, Relation
 from burst_rt.attention import planner
 from burst_rt.errors import InputError
-from burst_rt.planning.forecast import fastest_layout
 from burst_rt.planning.layouts import KINDS, Layout, make_layout
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.suited import fastest_layout
 
 _LENGTHS = (1, 2, 3, 7, 8, 63, 100, 1000, 1009)
 _WORLDS = (1, 2, 3, 4, 5, 8)
@@ -169,10 +169,10 @@ def test_auto_is_one_layout_on_all_ranks(machine: str, monkeypatch: pytest.Monke
         burst_rt.burst_attention(q, k, v, layout=made[0], mask=mask)  # the ranks agree
         return [each.map for each in made]
 
-    first, *others = burst_rt.run_local(4, layouts)
+    first, *others = burst_rt.run_local(2, layouts)
     assert all(other == first for other in others)
     assert first[0] is first[1]
-    assert sorted(asked) == [32] * 4 + [128] * 4
+    assert sorted(asked) == [32] * 2 + [128] * 2
     assert machine == "h100-sxm" or first[0].kind in ("balanced", "striped")
 
 

@@ -18,6 +18,7 @@ from burst_rt.planning.layouts import KINDS, make_layout
 from burst_rt.planning.needs import find_needs, num_rows, rounded, united
 from burst_rt.planning.strategies import choose
 
+_TOKENS = 1100
 _WINDOW = Causal() & SlidingWindow(150)
 
 
@@ -46,8 +47,8 @@ def test_no_row_is_missing(name: str, stretches: int, monkeypatch: pytest.Monkey
 
 
 def test_rows_go_in_stretches_that_kernels_load() -> None:
-    assert rounded([(5, 130), (300, 310)], 320) == ((0, 320),)
-    assert rounded([(5, 100), (300, 310)], 305) == ((0, 128), (256, 305))
+    assert rounded([(5, 260), (600, 610)], 620) == ((0, 620),)
+    assert rounded([(5, 200), (600, 610)], 605) == ((0, 256), (512, 605))
     assert rounded([], 100) == ()
     assert united([(4, 6), (0, 4), (9, 10)]) == ((0, 6), (9, 10))
     assert num_rows(((0, 6), (9, 10))) == 7
@@ -62,12 +63,22 @@ def _drawn(tokens: int, chance: random.Random) -> Mask:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("strategy", ["ring-kv", "burst", "direct", "bidirectional", "two-level:2"])
-def test_memory_that_no_row_was_sent_to_is_not_read(strategy: str, kind: str) -> None:
+def test_memory_that_no_row_was_sent_to_is_not_read(
+    strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fresh memory holds NaN in all tests; where blocks come in part, a read of the rest shows."""
+    monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
     chance = random.Random(f"{strategy} {kind}")
-    for mask in (_WINDOW | First(8), _drawn(1100, chance)):
+    for mask in (_WINDOW | First(8), _drawn(_TOKENS, chance)):
         case = Case(
-            1100, heads=2, kv_heads=1, head_dim=8, batch=2, mask=mask, kind=kind, strategy=strategy
+            _TOKENS,
+            heads=2,
+            kv_heads=1,
+            head_dim=8,
+            batch=2,
+            mask=mask,
+            kind=kind,
+            strategy=strategy,
         )
         found = attend_over_threads(4, case)
         expected = reference(*case.inputs(), mask=mask)

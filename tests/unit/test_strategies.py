@@ -130,7 +130,8 @@ def meeting(ring: Ring, block: tuple[range, ...], rank: int) -> set[int]:
 
     From the booleans of every cell; a mask without spans is asked for the relation of whole runs.
     """
-    mask, found, at = ring.problem.mask, set(), 0
+    mask, at = ring.problem.mask, 0
+    found: set[int] = set()
     for run in block:
         rows: list[int] = []
         for home in filter(None, ring.resident[rank]) if run else ():

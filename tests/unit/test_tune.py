@@ -19,6 +19,7 @@ from burst_rt.kernels.triton.configs import ARCHES, Config, default_config, padd
 from burst_rt.kernels.triton.tuned import TUNED, candidates, keep, trying, tuned
 from burst_rt.launch.bench.cli import command
 from burst_rt.launch.bench.tune import Trial, best_of, paste
+from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.remembered import recall, remember
 
 _CUDA = torch.device("cuda")
@@ -51,6 +52,7 @@ def test_candidates_are_few_and_may_fit(kind: str, arch: int) -> None:
             for config in found[1:]:
                 assert config.block_m & (config.block_m - 1) == 0
                 assert 16 <= config.block_n <= 256
+                assert ROWS_TOGETHER % config.block_m == ROWS_TOGETHER % config.block_n == 0
                 # At least one block of each side is in shared memory.
                 assert (config.block_m + config.block_n) * padded(head_dim) * input_bytes <= ARCHES[
                     arch

@@ -15,6 +15,7 @@ from typing import get_args
 import torch
 
 from burst_rt.kernels.triton.configs import ARCHES, Config, Loads, default_config, padded
+from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.remembered import recall, remember
 
 __all__ = ["TUNED", "candidates", "keep", "trying", "tuned"]
@@ -131,11 +132,9 @@ def _recalled(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype
     if not isinstance(found, list) or len(found) != len(Config._fields):
         return None
     *numbers, loads = found
-    return (
-        Config(*found)
-        if loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers)
-        else None
-    )
+    known = loads in get_args(Loads) and all(isinstance(x, int) and x > 0 for x in numbers)
+    divide = known and not any(ROWS_TOGETHER % x for x in numbers[:2])
+    return Config(*found) if divide else None
 
 
 def _key(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, str]:

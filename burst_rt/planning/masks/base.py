@@ -132,6 +132,14 @@ class Mask:
         """Whether the mask goes by a query's index, and so by no place that a mover gives."""
         return False
 
+    @property
+    def alike(self) -> Mask:
+        """A mask that costs about as much, of which there are few: forecasts are made for it.
+
+        Packed batches bring a new mask with every step, and no new forecast.
+        """
+        return self
+
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """Why the mask does not fit a call of these sizes (tokens of whole sequences), or None."""
         if self.batch in (1, batch):
@@ -282,6 +290,13 @@ class _Pair(Mask):
     def by_index(self) -> bool:
         """See `Mask.by_index`."""
         return self.first.by_index or self.second.by_index
+
+    @property
+    def alike(self) -> Mask:
+        """See `Mask.alike`."""
+        first, second = self.first.alike, self.second.alike
+        same = first is self.first and second is self.second
+        return self if same else type(self)(first, second)
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
+from math import log2
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, Relation
+from burst_rt.planning.masks.positions import Chunked
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
 __all__ = ["Documents"]
@@ -104,6 +106,15 @@ class Documents(Mask):
     def mover(self) -> Mask | None:
         """See `Mask.mover`: with q_lengths and kv_lengths."""
         return self if self._moves else None
+
+    @property
+    def alike(self) -> Mask:
+        """Documents of one length, a power of two, with about as many cells."""
+        if self._moves:
+            return self
+        lengths = np.concatenate([np.diff(row.kv)[row.seen] for row in self._rows])
+        mean = float((lengths**2).sum() / max(1, lengths.sum()))
+        return Chunked(1 << round(log2(max(1.0, mean))))
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`: the documents must have as many tokens as the call."""
