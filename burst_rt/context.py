@@ -84,11 +84,11 @@ class Context:
             "balanced" gives every rank the same tokens and nearly the same cells under any mask
             that has spans, in at most 16 runs (see `planning.balance`). Every layout of one length
             has the same shard lengths, so packed batches may bring a new mask every step.
-            "auto" takes "zigzag", "contiguous", "striped" or "balanced": up to 32 ranks, and where
-            `burst-rt calibrate` has measured the machine, the one whose forward and backward are
-            forecast to take the least time, with the best strategy for each. Elsewhere, of those
-            whose cells are even, the one that sends the fewest bytes. Takes up to seconds, and is
-            kept by mask: for masks that stay.
+            "auto" takes "zigzag", "contiguous", "striped" or "balanced". Up to 16 ranks, and where
+            `burst-rt calibrate` has measured the machine, it takes the one whose forward and
+            backward are forecast to take the least time, with the best strategy for each.
+            Elsewhere, of those whose cells are even, the one that sends the fewest bytes. Takes
+            seconds, and is kept by mask: for masks that stay.
         mask: for "balanced" and "auto": the mask that calls will have, for as many queries as keys.
             Another mask gives right results too. Every rank must give the same mask; ranks compare
             layouts when they make a call.

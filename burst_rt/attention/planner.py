@@ -188,7 +188,7 @@ class Planner:
     def layout(self, problem: Problem) -> Layout:
         """The layout that suits a problem best; see `fastest_layout`. The same on every rank.
 
-        Local; kept by problem. Takes seconds on many ranks. problem: in any layout.
+        Local; kept by problem. Takes seconds. problem: in any layout.
         """
         layout = self._layouts.get(problem)
         if layout is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from burst_rt.planning.evenness import evenness
-from burst_rt.planning.forecast import FORECAST_UP_TO, rank_strategies
+from burst_rt.planning.forecast import rank_strategies
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
@@ -13,6 +13,8 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["LAYOUTS", "fastest_layout"]
 
+# The largest world with forecasts: those of four layouts take about ten seconds on 16 ranks.
+_FORECAST_UP_TO = 16
 # The layouts that are chosen from; of equals the first is taken.
 LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
 # Without forecasts, layouts count as even whose cells are so close to the most even one's.
@@ -28,9 +30,8 @@ def fastest_layout(
 
     A forecast is the sum of forward and backward, each with the strategy that is best for it (see
     `fastest_strategy`) under the mask itself. problem: with as many keys as queries, in any layout.
-    Where no machine is known, and above FORECAST_UP_TO ranks, there are no forecasts: of the
-    layouts whose cells are within 5 percent of the most even one's, the one is taken that sends the
-    fewest bytes.
+    Where no machine is known, and above 16 ranks, there are no forecasts: of the layouts whose cells
+    are within 5 percent of the most even one's, the one is taken that sends the fewest bytes.
     """
     spread = {}
     for kind in LAYOUTS:
@@ -38,7 +39,7 @@ def fastest_layout(
         if mask is None or mask.has_spans:
             layout = make_layout(kind, problem.q_layout.seq_len, problem.world_size, mask)
             spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
-    if hardware is None or not 1 < problem.world_size <= FORECAST_UP_TO:
+    if hardware is None or not 1 < problem.world_size <= _FORECAST_UP_TO:
         return min(_most_even(list(spread.values())), key=_wire_bytes), {}
     seconds = {}
     for kind, given in spread.items():
