@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from burst_rt.attention.setup import Setup
-from burst_rt.attention.sharding import ContextLayout
+from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import exit_code_of, in_words
 from burst_rt.kernels import PARTIALS
-from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.masks import Mask
 from burst_rt.runtime.joining import LocalRank, check_seconds, join
 from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
@@ -67,17 +67,43 @@ class Context:
     def __repr__(self) -> str:
         return f"<burst_rt.Context rank {self.rank} of {self.world_size} on {self.device}>"
 
-    def layout(self, seq_len: int, kind: str = "zigzag") -> ContextLayout:
+    def layout(
+        self,
+        seq_len: int,
+        kind: str = "zigzag",
+        *,
+        mask: Mask | None = None,
+        heads: tuple[int, int] | None = None,
+        head_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> ContextLayout:
         """How `seq_len` tokens are spread over the ranks.
 
-        kind: "zigzag" (equal work under a causal mask), "contiguous" or "striped". Does not block,
-        unless an argument is wrong. A wrong argument raises InputError on every rank: this rank
-        blocks at most `timeout_s` for the others, which raise the error in the call they make next.
+        kind: "zigzag" (equal work under a causal mask), "contiguous", "striped", or one that
+            follows the mask:
+            "balanced" gives every rank the same tokens and nearly the same cells under any mask
+            that has spans, in at most 16 runs (see `planning.balance`). Every layout of one length
+            has the same shard lengths, so packed batches may bring a new mask every step.
+            "auto" takes "zigzag", "contiguous", "striped" or "balanced": up to 32 ranks, and where
+            `burst-rt calibrate` has measured the machine, the one whose forward and backward are
+            forecast to take the least time, with the best strategy for each. Elsewhere, of those
+            whose cells are even, the one that sends the fewest bytes. Takes up to seconds, and is
+            kept by mask: for masks that stay.
+        mask: for "balanced" and "auto": the mask that calls will have, for as many queries as keys.
+            Another mask gives right results too. Every rank must give the same mask; ranks compare
+            layouts when they make a call.
+        heads, head_dim, dtype: for "auto": (query heads, kv heads), their width and the type of the
+            calls' tensors. The default is (32, 8), 128 and bfloat16.
+
+        Does not block, unless an argument is wrong. A wrong argument raises InputError on every
+        rank: this rank blocks at most `timeout_s` for the others, which raise the error in the call
+        they make next.
         """
         try:
-            return ContextLayout(self.setup, make_layout(kind, seq_len, self.world_size))
+            chosen = choose_layout(self.setup, seq_len, kind, mask, heads, head_dim, dtype)
         except InputError as error:
             refuse("layout", error, self.runtime)
+        return ContextLayout(self.setup, chosen)
 
     @property
     def closed(self) -> bool:

@@ -74,7 +74,8 @@ class Case:
 
     def layouts(self, ctx: Context) -> tuple[ContextLayout, ContextLayout]:
         """The layouts of queries and of keys."""
-        layout = ctx.layout(self.q_len, self.kind)
+        mask = self.mask if self.kind == "balanced" else None
+        layout = ctx.layout(self.q_len, self.kind, mask=mask)
         if self.kv_len in (None, self.q_len) and self.kv_kind in (None, self.kind):
             return layout, layout
         return layout, ctx.layout(self.kv_len or self.q_len, self.kv_kind or self.kind)

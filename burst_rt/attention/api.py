@@ -19,6 +19,7 @@ from burst_rt.attention.call import (
 from burst_rt.attention.planner import Plan
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import BurstError, ConfigError, InputError
+from burst_rt.planning.evenness import evenness_in_words
 from burst_rt.planning.masks import Mask
 from burst_rt.runtime.refusing import refuse
 
@@ -140,15 +141,18 @@ def _refuse(error: BurstError, *layouts: object) -> NoReturn:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plans of a call, made without running it. `str()` puts them into words."""
+    """The plans of a call, made without running it.
+
+    `str()` puts them into words, and says how even the layout is and what others would be.
+    """
 
     forward: Plan
     backward: Plan | None  # None where no input needs a gradient
 
     def __str__(self) -> str:
-        return "\n".join(
-            plan.explain() for plan in (self.forward, self.backward) if plan is not None
-        )
+        plans = [plan for plan in (self.forward, self.backward) if plan is not None]
+        even = evenness_in_words([plan.choice.program for plan in plans])
+        return "\n".join([*(plan.explain() for plan in plans), even])
 
 
 def explain(

@@ -143,8 +143,8 @@ class Call:
         """Everything about the call that must be the same on every rank."""
         words = {
             "call": name,
-            "layout": f"{self.layout.kind} {self.layout.seq_len}",
-            "kv_layout": f"{self.kv_layout.kind} {self.kv_layout.seq_len}",
+            "layout": str(self.layout.map),
+            "kv_layout": str(self.kv_layout.map),
             "mask": repr(self.mask),
             "batch": str(self.batch),
             "heads": f"{self.num_heads} and {self.num_kv_heads} kv",

@@ -30,9 +30,11 @@ from burst_rt.planning.forecast import (
     rank_strategies,
     typical,
 )
+from burst_rt.planning.layouts import Layout
 from burst_rt.planning.operations import BackwardTile, ForwardTile
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, choose
+from burst_rt.planning.suited import fastest_layout
 from burst_rt.scheduler import (
     HOST_LANES,
     Graph,
@@ -169,6 +171,7 @@ class Planner:
         self._ranks_per_node = ranks_per_node
         self._hardware = hardware
         self._plans: Recent[PlanKey, Plan] = Recent(capacity)
+        self._layouts: Recent[Problem, Layout] = Recent(capacity)
         self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
         self._rankings: Recent[tuple[Problem, bool], Ranking] = Recent(capacity)
 
@@ -182,9 +185,22 @@ class Planner:
         self._plans.put(key, plan)
         return plan
 
+    def layout(self, problem: Problem) -> Layout:
+        """The layout that suits a problem best; see `fastest_layout`. The same on every rank.
+
+        Local; kept by problem. Takes seconds on many ranks. problem: in any layout.
+        """
+        layout = self._layouts.get(problem)
+        if layout is None:
+            found, _ = fastest_layout(problem, self._hardware, ranks_per_node=self._ranks_per_node)
+            layout = found.q_layout
+        self._layouts.put(problem, layout)
+        return layout
+
     def forget(self) -> None:
-        """Lets go of all plans."""
+        """Lets go of all plans and layouts."""
         self._plans.clear()
+        self._layouts.clear()
 
     def _make(self, key: PlanKey) -> Plan:
         world = key.problem.world_size

@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from burst_rt.attention.mask_check import check_mask
 from burst_rt.attention.setup import Setup
 from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout
+from burst_rt.kernels import sum_dtype
+from burst_rt.planning.layouts import BALANCED, Layout, fitting, make_layout
+from burst_rt.planning.masks import Mask
 from burst_rt.planning.numbers import Numbers
+from burst_rt.planning.problem import Problem
 from burst_rt.runtime.runtime import Runtime
 
-__all__ = ["LAYOUTS", "ContextLayout"]
+__all__ = ["AUTO", "LAYOUTS", "ContextLayout", "choose_layout"]
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class ContextLayout:
         others = tuple(n for i, n in enumerate(x.shape) if i != dim % x.ndim)
         about = {
             "call": "unshard",
-            "layout": f"{self.kind} {self.seq_len}",
+            "layout": str(self.map),
             "other dims": str(others),
             "dim": str(dim),
             "dtype": str(x.dtype),
@@ -134,6 +140,56 @@ class ContextLayout:
                 "x.detach()"
             )
         return None
+
+
+def choose_layout(
+    setup: Setup,
+    seq_len: int,
+    kind: str,
+    mask: Mask | None,
+    heads: tuple[int, int] | None,
+    head_dim: int | None,
+    dtype: torch.dtype | None,
+) -> Layout:
+    """The layout that `Context.layout` makes of its arguments. Local. Raises InputError."""
+    world_size = setup.runtime.world_size
+    if kind != AUTO and (heads, head_dim, dtype) != (None, None, None):
+        raise InputError(
+            f"layout: heads, head_dim and dtype are for kind 'auto' only, got kind {kind!r}"
+        )
+    if kind not in (AUTO, BALANCED):
+        return make_layout(kind, seq_len, world_size, mask)
+    plain = make_layout("zigzag", seq_len, world_size)
+    mask = fitting(kind, mask, seq_len)
+    check_mask(mask, seq_len, seq_len, batch=mask.batch, shared=world_size > 1)
+    if kind == BALANCED:
+        return make_layout(kind, seq_len, world_size, mask)
+    num_heads, num_kv_heads, head_dim = _shape(heads or (32, 8), head_dim or 128)
+    dtype = dtype or torch.bfloat16
+    problem = Problem(
+        q_layout=plain,
+        kv_layout=plain,
+        mask=mask.bound(seq_len, seq_len),
+        batch=mask.batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        input_bytes=dtype.itemsize,
+        sum_bytes=sum_dtype(dtype).itemsize,
+        needs_grad=(True, True, True),
+    )
+    return setup.planner.layout(problem)
+
+
+def _shape(heads: tuple[int, int], head_dim: int) -> tuple[int, int, int]:
+    given: object = heads
+    numbers = (*heads, head_dim) if isinstance(given, tuple) and len(given) == 2 else ()
+    if not numbers or any(type(n) is not int or n < 1 for n in numbers) or heads[0] % heads[1]:
+        raise InputError(
+            "layout: heads must be (query heads, kv heads), the first a multiple of the second, "
+            f"and head_dim at least 1, got {heads!r} and {head_dim!r}"
+        )
+    return (*heads, head_dim)
 
 
 # Every layout that is alive, by its number.

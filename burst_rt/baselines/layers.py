@@ -34,7 +34,7 @@ from typing import NamedTuple, TypeAlias
 
 from burst_rt.errors import InputError
 from burst_rt.planning.forecast import working_bytes
-from burst_rt.planning.layouts import Layout, make_layout
+from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Causal, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import AGREE, Choice, Program, check_name, choose
@@ -193,9 +193,9 @@ class SpreadLayer:
         """Which rank holds which tokens, outside attention and feed-forward."""
         if self.strategy == TENSOR_PARALLEL[0]:
             return make_layout("contiguous", self.seq_len, 1)
-        return make_layout(
-            "contiguous" if self.gathers else self.kind, self.seq_len, self.world_size
-        )
+        kind = "contiguous" if self.gathers else self.kind
+        mask = self.mask if kind == BALANCED else None
+        return make_layout(kind, self.seq_len, self.world_size, mask)
 
     def own_rows(self, rank: int) -> int:
         """How many tokens of x a rank holds, over all batch rows."""

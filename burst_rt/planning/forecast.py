@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout
+from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import Choice, Program, Ring, choose
@@ -88,6 +88,7 @@ class Ranking(NamedTuple):
     strategy: str  # as `choose` takes it
     candidates: dict[str, int]  # see `Choice.candidates`
     seconds: dict[str, float]  # see `Choice.seconds`
+    time_s: float  # of the strategy taken
 
 
 def fastest_strategy(
@@ -114,8 +115,21 @@ def fastest_strategy(
 
 
 def typical(problem: Problem) -> Problem:
-    """The problem under a mask that costs about as much, of which there are few (`Mask.alike`)."""
-    return replace(problem, mask=problem.mask.alike)
+    """The problem under a mask that costs about as much, of which there are few (`Mask.alike`).
+
+    In the place of layouts that follow a mask stand those that follow the typical mask.
+    """
+    mask = problem.mask.alike
+
+    def alike(layout: Layout) -> Layout:
+        try:
+            size = (layout.seq_len, layout.world_size)
+            return make_layout(BALANCED, *size, mask) if layout.kind == BALANCED else layout
+        except InputError:
+            return layout  # which follows a mask of another kind
+
+    q_layout, kv_layout = alike(problem.q_layout), alike(problem.kv_layout)
+    return replace(problem, mask=mask, q_layout=q_layout, kv_layout=kv_layout)
 
 
 def rank_strategies(
@@ -133,11 +147,12 @@ def rank_strategies(
     able = [each for each in found if each[2].fits] or found
     limit_s = min(about.time_s for *_, about in able) * (1 + _SAME)
     quick = (each for each in able if each[2].time_s <= limit_s)
-    strategy, *_ = min(quick, key=lambda each: each[2].sent_bytes)
+    strategy, _, taken = min(quick, key=lambda each: each[2].sent_bytes)
     return Ranking(
         strategy,
         {label: size for _, choice, _ in found for label, size in choice.candidates.items()},
         {choice.strategy: about.time_s for _, choice, about in found},
+        taken.time_s,
     )
 
 

@@ -1,24 +1,31 @@
 """Layouts: which rank owns which positions of the sequence.
 
-Pure Python: planning and simulating need layouts too.
+There is no torch here: planning and simulating need layouts too.
 
 A layout gives runs to ranks. A run is a Python `range` of global positions; a rank's shard is its
 runs, one after another. A rank has at least two runs, because a shard travels as two blocks of one
 or more runs: one block's gradient sum can leave while the other is still being made. In a world of
 one rank there is one run. Lengths that divide by nothing and sequences shorter than the world are
 fine: some runs are empty then.
+
+A balanced layout depends on a mask; `planning/balance.py` deals its positions.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
 from burst_rt.errors import InputError
+from burst_rt.planning.balance import deal, load_of, parts_of
+from burst_rt.planning.masks import Mask
 
-__all__ = ["KINDS", "Layout", "make_layout"]
+__all__ = ["BALANCED", "KINDS", "Layout", "fitting", "make_layout"]
+
+BALANCED = "balanced"
 
 RUNS_PER_RANK = 2
 # Positions, and bytes of buffers, are 64-bit integers.
@@ -27,31 +34,80 @@ MOST_TOKENS = 1 << 48
 
 @dataclass(frozen=True)
 class Layout:
-    """Which positions every rank owns. kind, seq_len and world_size determine the runs."""
+    """Which positions every rank owns. Everything else together determines the runs."""
 
-    kind: str  # "contiguous", "zigzag", "striped", or a name that a strategy made up
+    # "contiguous", "zigzag", "striped", "balanced", or a name that a strategy made up.
+    kind: str
     seq_len: int
     world_size: int
     # `runs[rank]`: the ranges of global positions that the rank owns, in local order.
     runs: tuple[tuple[range, ...], ...] = field(repr=False, compare=False)
+    # Stands for the runs, where a mask decided on them.
+    digest: str = ""
+
+    def __str__(self) -> str:
+        """Everything that determines the runs but the number of ranks; ranks compare it."""
+        return f"{self.kind} {self.seq_len}{self.digest and f', runs {self.digest}'}"
 
     def shard_len(self, rank: int) -> int:
         """Number of tokens in a rank's shard."""
         return sum(map(len, self.runs[rank]))
 
 
-def make_layout(kind: str, seq_len: int, world_size: int) -> Layout:
-    """The layout of `kind` ("contiguous", "zigzag", "striped") for `seq_len` tokens.
+def make_layout(kind: str, seq_len: int, world_size: int, mask: Mask | None = None) -> Layout:
+    """The layout of `kind` for `seq_len` tokens.
 
-    Raises InputError for another kind, or a length below 1 or above 2**48.
+    kind: "contiguous", "zigzag", "striped", or "balanced" for a mask of as many queries as keys.
+    Raises InputError for another kind, a length below 1 or above 2**48 (balanced: 2**26), and a
+    mask that is missing, has no spans, is not for this length, or is given beside another kind.
     """
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise InputError(f"layout: kind must be one of {sorted(KINDS)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in (BALANCED, *KINDS):
+        raise InputError(
+            f"layout: kind must be one of {[BALANCED, *sorted(KINDS)]} or, for a context, 'auto', "
+            f"got {kind!r}"
+        )
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
         raise InputError(f"layout: seq_len must be an integer of at least 1 token, got {seq_len!r}")
     if seq_len > MOST_TOKENS:
         raise InputError(f"layout: seq_len must be at most 2**48 tokens, got {seq_len!r}")
+    if kind == BALANCED:
+        return _balanced(fitting(kind, mask, seq_len), seq_len, world_size)
+    if mask is not None:
+        raise InputError(
+            f"layout: kind {kind!r} does not depend on a mask; give mask with kind 'balanced' or "
+            "'auto' only"
+        )
     return _make(kind, seq_len, world_size)
+
+
+def fitting(kind: str, mask: Mask | None, seq_len: int) -> Mask:
+    """The mask that a layout of this kind follows. Raises InputError where it cannot."""
+    if not isinstance(mask, Mask):
+        given = "none" if mask is None else type(mask).__name__
+        raise InputError(
+            f"layout: kind {kind!r} needs mask, the burst_rt.Mask that calls will have (Causal() "
+            f"for causal=True), got {given}"
+        )
+    misfit = mask.refuses(seq_len, seq_len, mask.batch)
+    if misfit is not None:
+        raise InputError(f"layout: mask does not fit seq_len {seq_len}: {misfit}")
+    return mask
+
+
+@lru_cache(maxsize=64)
+def _balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
+    dealt = deal(load_of(mask, seq_len, seq_len), world_size)
+    if world_size > 1:
+        dealt = tuple(map(_halved, dealt))
+    digest = hashlib.sha256(repr(dealt).encode()).hexdigest()[:16]
+    return Layout(BALANCED, seq_len, world_size, dealt, digest)
+
+
+def _halved(runs: tuple[range, ...]) -> tuple[range, ...]:
+    """The same positions, with a run that ends at half of them, so that both blocks are as long."""
+    tokens = sum(map(len, runs))
+    halves = parts_of(runs, (0, tokens // 2)), parts_of(runs, (tokens // 2, tokens))
+    return tuple(run for half in halves for run in half or [range(0)])
 
 
 @lru_cache(maxsize=256)

@@ -33,6 +33,7 @@ from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.where import machine_options
 from burst_rt.planning.forecast import CANDIDATES
 from burst_rt.planning.machines import load_hardware
+from burst_rt.planning.suited import LAYOUTS
 from burst_rt.runtime.calibrated import calibrated_path
 from burst_rt.scheduler.simulator import Hardware
 
@@ -94,6 +95,14 @@ def _about(*, published: bool = False) -> Callable[[_F], _F]:
             + " published: as in the BurstAttention paper, whose rings compute all scores."
             * published,
         ),
+        click.option(
+            "--layout",
+            type=click.Choice([*LAYOUTS, "auto"]),
+            default="zigzag",
+            show_default=True,
+            help="Which rank holds which tokens. balanced: even under the mask. auto: for each "
+            "strategy, the one with the best forecast.",
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
 
@@ -123,6 +132,7 @@ def simulate(
     as_json: bool,
     strategy: str,
     mask: str,
+    layout: str,
 ) -> None:
     """Simulate a model on a machine that you need not have: time, communication and memory under
     one strategy.
@@ -136,9 +146,8 @@ def simulate(
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
     taken = published_mask(strategy) if mask == "published" else mask
     fitting_mask(taken, parse_tokens(seq_text), batch)
-    found = forecast_model(
-        model, strategy, world, parse_tokens(seq_text), machine, phase, mask=taken, batch=batch
-    )
+    sizes = (world, parse_tokens(seq_text), machine, phase)
+    found = forecast_model(model, strategy, *sizes, mask=taken, batch=batch, layout=layout)
     if as_json:
         print(json.dumps(_described(model, machine, world, seq_text, batch) | found.to_json()))
     else:
@@ -157,6 +166,7 @@ def plan(
     phase: Phase,
     as_json: bool,
     mask: str,
+    layout: str,
 ) -> None:
     """Compare all strategies for a model on a machine. Say which one to take, how many ranks the
     model needs, and how large the tiles are.
@@ -174,20 +184,20 @@ def plan(
     with _progress(_STRATEGIES) as strategies:
         for strategy in strategies:
             try:
+                sizes = (world, seq_len, machine, phase)
                 found.append(
-                    forecast_model(
-                        model, strategy, world, seq_len, machine, phase, mask=mask, batch=batch
-                    )
+                    forecast_model(model, strategy, *sizes, mask=mask, batch=batch, layout=layout)
                 )
             except InputError as error:
                 refused[strategy] = error.message
     found.sort(key=lambda f: (f.out_of_memory, f.time_s or 0.0, f.sent_bytes))
     best = found[0] if found and not found[0].out_of_memory else None
+    taken, kind = (best.strategy, best.layout) if best else ("burst", "zigzag")
     fewest = fewest_ranks(
-        model, best.strategy if best else "burst", seq_len, machine, phase, mask=mask, batch=batch
+        model, taken, seq_len, machine, phase, mask=mask, batch=batch, layout=kind
     )
     tile = (
-        tile_of(model, best.strategy, world, seq_len, machine, mask=mask, batch=batch)
+        tile_of(model, taken, world, seq_len, machine, mask=mask, batch=batch, layout=kind)
         if best
         else None
     )
@@ -196,6 +206,7 @@ def plan(
         answer = _described(model, machine, world, seq_text, batch) | {"phase": phase, "mask": mask}
         answer |= {
             "take": best.strategy if best else None,
+            "layout": best.layout if best else None,
             "why": why,
             "fewest_ranks": fewest,
             "tile": tile,
@@ -234,7 +245,8 @@ def _why(
         if tile
         else ""
     )
-    return f"Take {best.strategy}: {best.time_s:.3g} s{ahead}; {ranks}.{size}"
+    on = f" with the {best.layout} layout" * (best.layout != "zigzag")
+    return f"Take {best.strategy}{on}: {best.time_s:.3g} s{ahead}; {ranks}.{size}"
 
 
 def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
@@ -400,6 +412,7 @@ def _title(model: Model, hardware: Hardware, world: int, seq_text: str, phase: s
 def _print(found: list[ModelForecast], title: str) -> None:
     table = Table(
         "strategy",
+        "layout",
         "mask",
         "time s",
         "idle s",
@@ -409,13 +422,14 @@ def _print(found: list[ModelForecast], title: str) -> None:
         title=title,
         title_justify="left",
     )
-    for column in table.columns[2:6]:
+    for column in table.columns[3:7]:
         column.justify = "right"
     for f in found:
         kept = "" if f.phase != "train" else "computed again" if f.recompute else "kept"
         time = "out of memory" if f.time_s is None else _seconds(f.time_s)
         table.add_row(
             f.strategy,
+            f.layout,
             f.mask,
             time,
             _seconds(f.exposed_s),

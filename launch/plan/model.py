@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.words import parse_mask
+from burst_rt.planning.suited import LAYOUTS
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
@@ -92,6 +93,7 @@ class ModelForecast:
     """One phase of a model under one strategy. Each number is that of the worst rank."""
 
     strategy: str
+    layout: str
     mask: str
     phase: Phase
     time_s: float | None  # None where the model does not fit into memory
@@ -124,13 +126,22 @@ def forecast_model(
     *,
     mask: str = "causal",
     batch: int = 1,
+    layout: str = "zigzag",
 ) -> ModelForecast:
     """Simulates one layer, and multiplies by the number of layers.
+
+    layout: one of LAYOUTS, or "auto" for the one with the best forecast. Tensor parallelism has
+    the whole sequence, or contiguous parts of it.
 
     In training, activations are kept if all of them fit, else computed again. Raises InputError for
     a strategy and sizes that do not go together.
     """
-    layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch)
+    if layout == "auto":
+        kinds = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
+        sizes = (model, strategy, world_size, seq_len, hardware, phase)
+        found = [forecast_model(*sizes, mask=mask, batch=batch, layout=kind) for kind in kinds]
+        return min(found, key=lambda each: (each.out_of_memory, each.time_s or 0.0))
+    layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch, layout)
     limit = hardware.device.memory_bytes
     memory, recompute = _need(model, layer, phase, limit)
     time_s, idle_s, sent = _direction(layer, hardware, forward=True)
@@ -146,6 +157,7 @@ def forecast_model(
     fits = memory <= limit
     return ModelForecast(
         strategy,
+        layer.layout.kind,
         mask,
         phase,
         num * time_s if fits else None,
@@ -166,6 +178,7 @@ def fewest_ranks(
     *,
     mask: str = "causal",
     batch: int = 1,
+    layout: str = "zigzag",
     up_to: int = 512,
 ) -> int | None:
     """The fewest ranks, of 1, 2, 4 and so on up to `up_to`, whose devices hold the model.
@@ -181,9 +194,8 @@ def fewest_ranks(
     world_size = 1
     while world_size <= up_to:
         try:
-            layer = _layer(
-                model, strategy.partition(":")[0], world_size, seq_len, hardware, mask, batch
-            )
+            name = strategy.partition(":")[0]
+            layer = _layer(model, name, world_size, seq_len, hardware, mask, batch, layout)
             if (
                 _need(model, layer, phase, hardware.device.memory_bytes)[0]
                 <= hardware.device.memory_bytes
@@ -204,9 +216,10 @@ def tile_of(
     *,
     mask: str = "causal",
     batch: int = 1,
+    layout: str = "zigzag",
 ) -> tuple[int, int]:
     """Queries and keys of the largest tile of the forward."""
-    layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch)
+    layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch, layout)
     tile = layer.program(forward=True).footprint(0).tile
     return tile.q_len, tile.kv_len
 
@@ -219,6 +232,7 @@ def _layer(
     hardware: Hardware,
     mask: str,
     batch: int,
+    layout: str,
 ) -> SpreadLayer:
     per_node = min(hardware.node.ranks, world_size)
     even = per_node if world_size % per_node == 0 else 1
@@ -230,7 +244,8 @@ def _layer(
         batch,
         _INPUT_BYTES,
         parse_mask(mask),
-        ranks_per_node=even,
+        layout,
+        even,
     )
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from worlds import Case, attend_over_threads
 
 import burst_rt
-from burst_rt import Causal, Context, ContextLayout, Mask, Relation
+from burst_rt import Causal, Context, ContextLayout, Documents, Mask, Relation
 from burst_rt.attention import autograd
 from burst_rt.attention.sharding import LAYOUTS
 from burst_rt.errors import InputError
@@ -382,7 +382,9 @@ def test_another_layout_or_mask_is_another_input_and_no_other_program(ctx: Conte
     first = (ctx.layout(16), _Window(3))
     wanted = results(call, *first)
     for width in range(20):
-        given = (ctx.layout(16), _Window(width)) if width else first
+        documents = Documents([1 + width % 8, 15 - width % 8])
+        balanced = ctx.layout(16, "balanced", mask=documents)
+        given = (balanced if width % 2 else ctx.layout(16), _Window(width)) if width else first
         for got, expected in zip(results(compiled, *given), results(call, *given), strict=True):
             assert torch.equal(got, expected)
     assert programs["unique_graphs"] - before <= 3, "at most two recompilations"

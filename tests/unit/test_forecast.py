@@ -17,9 +17,11 @@ from burst_rt.planning.forecast import (
     forecast,
     memory_bytes,
     schedules_of,
+    typical,
     untiled_bytes,
 )
-from burst_rt.planning.masks import Causal, Mask
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.masks import Causal, Documents, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule
@@ -138,6 +140,20 @@ def test_what_does_not_fit_is_not_taken_while_something_does() -> None:
         fastest_strategy(given, machine, forward=False, ranks_per_node=1).strategy == "all-to-all"
     )
     assert fastest_strategy(given, small, forward=False, ranks_per_node=1).strategy != "all-to-all"
+
+
+def test_layouts_of_fresh_documents_have_one_forecast() -> None:
+    found = []
+    for first in (1000, 1040, 1100):
+        mask = Causal() & Documents([first, 2048 - first] * 2)
+        layout = make_layout("balanced", 4096, 4, mask)
+        found.append(replace(_problem(4, mask=mask), q_layout=layout, kv_layout=layout))
+    assert len({problem.q_layout for problem in found}) == 3
+    (like,) = {typical(problem) for problem in found}
+    assert like.q_layout == make_layout("balanced", 4096, 4, like.mask)
+    # A layout that was made for another mask than the call's, which has no spans.
+    odd = replace(found[0], mask=Window())
+    assert typical(odd) == odd
 
 
 def test_the_untiled_kernel_takes_as_much_as_forecasts_say() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, chain
+from typing import Any
+
 import pytest
 import torch
+from worlds import Case
 
 import burst_rt
-from burst_rt import Context
+from burst_rt import BlockSparse, Causal, Context, Documents, Mask, Relation
+from burst_rt.attention import planner
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.layouts import KINDS, Layout, make_layout
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.suited import fastest_layout
 
 _LENGTHS = (1, 2, 3, 7, 8, 63, 100, 1000, 1009)
 _WORLDS = (1, 2, 3, 4, 5, 8)
@@ -60,7 +67,7 @@ def test_layouts_are_equal_and_hash_by_what_determines_them() -> None:
         (True, "zigzag", "got True"),
         (8.0, "zigzag", "got 8.0"),
         ("8", "zigzag", "got '8'"),
-        (8, "spiral", r"one of \['contiguous', 'striped', 'zigzag'\], got 'spiral'"),
+        (8, "spiral", r"'contiguous', 'striped', 'zigzag'\] or, .*, 'auto', got 'spiral'"),
         (8, None, "got None"),
         (8, ["zigzag"], "got"),
     ],
@@ -70,7 +77,136 @@ def test_impossible_layouts_are_refused(seq_len: int, kind: str, says: str) -> N
         burst_rt.init().layout(seq_len, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+class _Odd(Mask):
+    """A query sees the keys of the other parity."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        return Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # ints or tensors
+        return (q_position + kv_position) % 2 == 1
+
+    def __repr__(self) -> str:
+        return "_Odd()"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        ("balanced", {}, r"kind 'balanced' needs mask, .*causal=True\), got none"),
+        ("auto", {}, "kind 'auto' needs mask, .*, got none"),
+        ("balanced", {"mask": "causal"}, "needs mask, .*, got str"),
+        ("auto", {"mask": Causal}, "needs mask, .*, got type"),
+        ("zigzag", {"mask": Causal()}, "kind 'zigzag' does not depend on a mask"),
+        ("balanced", {"mask": Documents([3, 4])}, "does not fit seq_len 8: .* has 7 keys"),
+        ("auto", {"mask": BlockSparse([[True]], 4)}, "does not fit seq_len 8: .* 1 query blocks"),
+        ("balanced", {"mask": Causal() & _Odd()}, "balancing needs a mask with spans, and .*_Odd"),
+        ("balanced", {"mask": Causal(), "heads": (8, 2)}, "for kind 'auto' only, got kind 'bal"),
+        ("zigzag", {"dtype": torch.float32}, "heads, head_dim and dtype are for kind 'auto' only"),
+        ("auto", {"mask": Causal(), "heads": 8}, r"\(query heads, kv heads\), .*, got 8 and 128"),
+        ("auto", {"mask": Causal(), "heads": (8, 3)}, r"a multiple of the second, .*\(8, 3\)"),
+        ("auto", {"mask": Causal(), "heads": (8, 0)}, r"got \(8, 0\) and 128"),
+        ("auto", {"mask": Causal(), "head_dim": -1}, r"head_dim at least 1, got .* and -1"),
+    ],
+)
+def test_layouts_that_a_mask_cannot_give_are_refused(
+    kind: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        burst_rt.init().layout(8, kind, **options)
+
+
+def test_a_sequence_too_long_to_be_balanced_is_refused() -> None:
+    with pytest.raises(InputError, match=r"looks at every token, at most 2\*\*26, got 67108865"):
+        make_layout("balanced", (1 << 26) + 1, 2, Causal())
+
+
+@pytest.mark.parametrize(("world_size", "seq_len"), [(1, 5), (2, 64), (3, 100), (5, 3), (4, 999)])
+def test_a_balanced_layout(world_size: int, seq_len: int) -> None:
+    shapes = set()
+    for lengths in ([seq_len], [1] * seq_len, [seq_len // 3, seq_len - seq_len // 3]):
+        mask = Causal() & Documents(lengths)
+        layout = make_layout("balanced", seq_len, world_size, mask)
+        assert layout == make_layout("balanced", seq_len, world_size, mask)
+        owned = [list(chain.from_iterable(runs)) for runs in layout.runs]
+        assert sorted(chain.from_iterable(owned)) == list(range(seq_len))
+        assert all(mine == sorted(mine) for mine in owned)
+        shapes.add(tuple(map(layout.shard_len, range(world_size))))
+        for runs in layout.runs:
+            # Where the shard is cut into its two travelling blocks.
+            ends = list(accumulate(map(len, runs)))
+            assert len(runs) <= 16
+            assert world_size == 1 or ends[-1] // 2 in ends[:-1]
+    assert len(shapes) == 1
+
+
+def test_another_mask_is_another_layout() -> None:
+    masks = [Causal() & Documents([first, 100 - first]) for first in (10, 30, 50)]
+    layouts = [make_layout("balanced", 100, 2, mask) for mask in masks]
+    assert len({*layouts, make_layout("zigzag", 100, 2)}) == 4
+    assert len({*map(str, layouts)}) == 3
+
+
+@pytest.mark.parametrize("machine", ["h100-sxm", "none"])
+def test_auto_is_one_layout_on_all_ranks(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By forecasts where there is a machine file, else by evenness and bytes; made once."""
+    monkeypatch.setenv("BURST_RT_HARDWARE", machine)
+    mask = Causal() & Documents([200] * 5 + [1000] + [100] * 5)
+    asked: list[int] = []
+
+    def counted(problem: Problem, *args: Any, **options: Any) -> object:
+        asked.append(problem.head_dim)
+        return fastest_layout(problem, *args, **options)
+
+    monkeypatch.setattr(planner, "fastest_layout", counted)
+
+    def layouts(ctx: Context) -> list[Layout]:
+        options: dict[str, Any] = {"heads": (6, 3), "head_dim": 32, "dtype": torch.float32}
+        made = [ctx.layout(2500, "auto", mask=mask, **options) for _ in range(2)]
+        made.append(ctx.layout(2500, "auto", mask=mask))
+        case = Case(2500, heads=6, kv_heads=3, mask=mask)
+        q, k, v = (made[0].shard(x) for x in case.inputs()[:3])
+        burst_rt.burst_attention(q, k, v, layout=made[0], mask=mask)  # the ranks agree
+        return [each.map for each in made]
+
+    first, *others = burst_rt.run_local(2, layouts)
+    assert all(other == first for other in others)
+    assert first[0] is first[1]
+    assert sorted(asked) == [32] * 2 + [128] * 2
+    assert machine == "h100-sxm" or first[0].kind in ("balanced", "striped")
+
+
+def test_explain_says_how_even_a_layout_is() -> None:
+    mask = Causal() & Documents([30, 70])
+
+    def said(ctx: Context) -> list[str]:
+        words = []
+        for kind in ("contiguous", "balanced"):
+            layout = ctx.layout(100, kind, mask=mask if kind == "balanced" else None)
+            x = torch.zeros(1, layout.shard_len, 2, 16, requires_grad=True)
+            for strategy in ("burst", "all-to-all"):
+                options: dict[str, Any] = {"layout": layout, "strategy": strategy}
+                words.append(str(burst_rt.explain(x, x, x, mask=mask, **options)))
+        x = torch.zeros(1, 50, 2, 16)
+        words.append(str(burst_rt.explain(x, x, x, mask=_Odd(), layout=ctx.layout(100))))
+        return words
+
+    contiguous, spread, balanced, _, odd = burst_rt.run_local(2, said)[0]
+    cells = 30 * 31 // 2 + 70 * 71 // 2
+    first = 30 * 31 // 2 + 20 * 21 // 2  # of rank 0, by query
+    forward = 2 * max(first, cells - first) / cells
+    first = 30 * 31 // 2 + 20 * 50 + 20 * 21 // 2  # by key
+    backward = 2 * max(first, cells - first) / cells
+    even = f"tokens 1.00, cells {forward:.2f} forward, {backward:.2f} backward"
+    assert f"layout contiguous: largest rank over mean: {even}\n  zigzag: tokens" in contiguous
+    # Heads are spread, and every rank has all cells.
+    assert spread.count("tokens 1.00, cells 1.00 forward, 1.00 backward") == len(KINDS)
+    assert "layout balanced: largest rank over mean: tokens 1.00, cells 1.0" in balanced
+    assert f"\n  contiguous: {even}; zigzag: tokens" in balanced
+    assert "layout zigzag: largest rank over mean: not known: balancing needs" in odd
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "balanced"])
 @pytest.mark.parametrize(
     ("world_size", "seq_len"), [(1, 5), (2, 64), (3, 100), (5, 3), (5, 1), (4, 63)]
 )
@@ -89,7 +225,8 @@ def test_unshard_undoes_shard(kind: str, world_size: int, seq_len: int) -> None:
     ]
 
     def there_and_back(ctx: Context) -> None:
-        layout = ctx.layout(seq_len, kind)
+        mask = Causal() if kind == "balanced" else None
+        layout = ctx.layout(seq_len, kind, mask=mask)
         for dim, whole in wholes:
             shard = layout.shard(whole, dim)
             assert shard.shape[dim] == layout.shard_len

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -202,7 +202,9 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
             heads=4 * world if chance.random() < 0.2 else 4,
             kv_heads=2 * world if chance.random() < 0.2 else None,
             mask=mask,
-            kind=chance.choice(["zigzag", "contiguous", "striped"]),
+            kind=chance.choice(
+                ["zigzag", "contiguous", "striped", *["balanced"] * (q_len == kv_len)]
+            ),
             strategy=chance.choice(["burst", "ring-kv", "bidirectional"]),
             seed=seed,
         )
@@ -278,10 +280,28 @@ def test_a_mask_for_another_call_is_refused_on_every_rank(mask: Mask, said: str)
 
 def test_documents_that_differ_between_ranks_are_found() -> None:
     def run(ctx: burst_rt.Context) -> None:
-        layout = ctx.layout(8)
-        x = torch.randn(1, layout.shard_len, 2, 16)
-        mask = Documents([3 + ctx.rank, 5 - ctx.rank])
+        mask = Documents([30 + 20 * ctx.rank, 50 - 20 * ctx.rank])
+        plain, balanced = ctx.layout(80), ctx.layout(80, "balanced", mask=Causal() & mask)
+        x = torch.randn(1, plain.shard_len, 2, 16)
         with pytest.raises(ContractMismatch, match=r"mask: .*Documents"):
-            burst_rt.burst_attention(x, x, x, mask=mask, layout=layout)
+            burst_rt.burst_attention(x, x, x, mask=mask, layout=plain)
+        # The runs that the documents lead to, where the call's own mask is the same.
+        with pytest.raises(ContractMismatch, match=r"; layout: balanced 80, runs [0-9a-f]{16} on"):
+            burst_rt.burst_attention(x, x, x, causal=True, layout=balanced)
+        with pytest.raises(ContractMismatch, match=r"layout: .*balanced 80"):
+            balanced.unshard(x)
+        burst_rt.burst_attention(x, x, x, causal=True, layout=plain)
 
     burst_rt.run_local(2, run)
+
+
+@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "direct", "two-level:2", "hybrid:2"])
+def test_fresh_documents_in_balanced_layouts(strategy: str) -> None:
+    """Long enough for shards of several runs. Shapes stay, whatever the documents are."""
+    chance = random.Random(0)
+    for _ in range(3):
+        cuts = sorted(chance.sample(range(1, 400), 4))
+        mask = Causal() & Documents([b - a for a, b in pairwise([0, *cuts, 401])])
+        case = Case(401, heads=4, kv_heads=2, mask=mask, kind="balanced", strategy=strategy)
+        truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(401, 401, 1)))
+        _assert_right(attend_over_threads(4, case), truth, case.dtype)

@@ -26,6 +26,7 @@ from burst_rt.launch.plan.paper import FIRST_TOKEN_S, OUT_OF_MEMORY, STRATEGIES
 from burst_rt.launch.plan.words import parse_mask, parse_tokens
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Chunked, Documents, First, Full, Prefix, SlidingWindow
+from burst_rt.planning.suited import LAYOUTS
 
 _LLAMA = MODELS["llama-7b"]
 _A100 = load_hardware("a100-pcie")
@@ -175,6 +176,32 @@ def test_a_window_is_cheaper_than_a_causal_mask_and_documents_must_fit(tmp_path:
         done = CliRunner().invoke(cli, [*words, f"documents:{lengths}"])
         assert isinstance(done.exception, InputError)
         assert re.search(said, str(done.exception))
+
+
+def test_layouts_that_follow_the_mask(tmp_path: Path) -> None:
+    """One long document beside short ones: of four layouts, balanced ends first, and auto takes it
+    where no other is better.
+    """
+    lengths = tmp_path / "lengths"
+    lengths.write_text(f"{'800 ' * 40} 40000 {'1000 ' * 59} 72", encoding="utf-8")
+    model = "layers=2,dim=2048,heads=16,kv_heads=4,ffn=4096"
+    argv = f"--hardware h100-sxm --world 4 --seq 128K --phase first-token --json --model {model}"
+    about = [*argv.split(), "--mask", f"documents:{lengths}"]
+    words = ["simulate", "--strategy", "direct", *about, "--layout"]
+    found = {
+        layout: json.loads(CliRunner().invoke(cli, [*words, layout]).stdout)
+        for layout in (*LAYOUTS, "auto")
+    }
+    times = {layout: said["time_s"] for layout, said in found.items()}
+    assert times["auto"] == min(times.values())
+    assert times["balanced"] < min(times["zigzag"], times["contiguous"])
+    assert found["auto"]["layout"] in LAYOUTS
+    planned = CliRunner().invoke(cli, ["plan", *about, "--layout", "balanced"]).stdout
+    said = json.loads(planned)
+    layouts = {row["strategy"]: row["layout"] for row in said["strategies"]}
+    assert said["layout"] == layouts[said["take"]] == "balanced"
+    assert layouts["tensor-parallel"] == layouts["tensor-parallel+sequence"] == "contiguous"
+    assert "with the balanced layout: " in said["why"]
 
 
 def test_simulate_prints_json() -> None:

@@ -59,6 +59,10 @@ class Hybrid:
         return self.ring.forward
 
     @property
+    def queries_travel(self) -> bool:
+        return self.ring.queries_travel
+
+    @property
     def ring_size(self) -> int:
         return self.problem.world_size // self.group_size
 

@@ -40,6 +40,10 @@ class Program(Protocol):
         """Whether the direction is forward; else it is backward."""
 
     @property
+    def queries_travel(self) -> bool:
+        """Whether the query side travels; else keys and values do."""
+
+    @property
     def ring_size(self) -> int:
         """How many ranks, or groups of ranks, the keys of a query are spread over.
 

@@ -47,6 +47,10 @@ class RingNaive:
     rounds: tuple[Ring, ...]
 
     @property
+    def queries_travel(self) -> bool:
+        return False
+
+    @property
     def ring_size(self) -> int:
         return self.problem.world_size
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import burst_rt
-from burst_rt import Causal, Context, Full, Mask
+from burst_rt import Causal, Context, ContextLayout, Documents, Full, Mask
 from burst_rt.errors import BurstError
 from burst_rt.scheduler import Graph, GraphBuilder
 
@@ -116,6 +116,10 @@ class Rank:
             arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments
         )
         return out
+
+    def balanced(self, *lengths: int) -> ContextLayout:
+        """The layout for packed documents."""
+        return self.ctx.layout(TOKENS, "balanced", mask=Causal() & Documents(lengths))
 
     def good(self, *, grad: bool = False) -> torch.Tensor:
         return burst_rt.burst_attention(*self.qkv(grad=grad), layout=self.layout)
@@ -297,6 +301,18 @@ INPUT: dict[str, tuple[Call, str]] = {
         "BurstAttention: layout is missing",
     ),
     "an unknown kind of layout": (lambda r: r.ctx.layout(TOKENS, "spiral"), "kind must be one of"),
+    "a balanced layout without a mask": (
+        lambda r: r.ctx.layout(TOKENS, "balanced"),
+        "kind 'balanced' needs mask, the burst_rt.Mask that calls will have",
+    ),
+    "a layout for other documents": (
+        lambda r: r.ctx.layout(TOKENS, "auto", mask=Documents([TOKENS, 1])),
+        f"mask does not fit seq_len {TOKENS}: ",
+    ),
+    "a mask for zigzag": (
+        lambda r: r.ctx.layout(TOKENS, "zigzag", mask=Causal()),
+        "kind 'zigzag' does not depend on a mask",
+    ),
     "a layout of no tokens": (
         lambda r: r.ctx.layout(0),
         "seq_len must be an integer of at least 1 token, got 0",
@@ -444,6 +460,11 @@ MISMATCH: dict[str, tuple[Call, Call, str]] = {
         lambda r: r.attend(layout=r.ctx.layout(TOKENS, "striped")),
         fine,
         "layout: ",
+    ),
+    "a layout that other documents lead to": (
+        lambda r: r.attend(layout=r.balanced(TOKENS - 1, 1)),
+        lambda r: r.attend(layout=r.balanced(1, TOKENS - 1)),
+        "layout: balanced",
     ),
     "another kv_layout": (
         lambda r: r.attend(kv_layout=r.ctx.layout(TOKENS, "contiguous")),

@@ -1,0 +1,193 @@
+"""Balance: what each position costs under a mask, and positions dealt so that ranks are even.
+
+A tile is computed where its side at home is. Where keys travel (every forward, and the backward of
+`ring-kv`), the cells of a query are its owner's work; where queries travel (the backward of
+`burst`), the cells of a key are. So `deal` makes three numbers even: tokens, cells by query, cells
+by key, in this order of importance. Tokens come first because everything but attention costs by
+tokens, and because shapes must not change with the mask. Cells by query come before cells by key
+because every call has a forward, and because the planner may do without `burst`.
+
+Ranks are halved again and again, and so is the sequence. A group of ranks has some runs of the
+sequence; laid end to end they are a line. The first half of the ranks gets [0, x) and [y, z) of the
+line, the other half gets the rest. Three cuts are enough to halve a line evenly by three measures
+at once (the necklace theorem: N. Alon, "Splitting necklaces", Advances in Mathematics 63, 1987).
+Each halving adds at most one run to what a rank has, so a rank has at most 1 + ceil(log2(W)) runs.
+With one long causal document this comes to zigzag, and with equal cells to contiguous shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from burst_rt.errors import InputError
+from burst_rt.planning.masks import Mask
+from burst_rt.planning.masks.spans import Positions
+
+__all__ = ["Load", "deal", "load_of", "parts_of", "step_of"]
+
+# The most tokens of the step in which cuts move, about a kernel's block; and how many steps a shard
+# has at least, unless it has fewer tokens.
+_STEP, _STEPS = 128, 64
+# How many places of the first cut are tried.
+_PLACES = 64
+# A rank's cells may be so much off, as a share of the even number, where this saves transfers.
+_SLACK = 0.01
+# About 100 bytes are held for each.
+_MOST_TOKENS = 1 << 26
+# How many spans are looked at together.
+_SPANS = 1 << 18
+
+
+class Load(NamedTuple):
+    """What the positions of a sequence cost under a mask; sums over the mask's batch rows.
+
+    rows: int64 `[Sq]`, the cells of each query. columns: int64 `[Skv]`, the cells of each key.
+    torn: int64 `[Sq]`, how many keys come from the other side, if the sequence is cut before a
+    query: keys before the cut that the query sees, and keys after it that the last query sees.
+    """
+
+    rows: Positions
+    columns: Positions
+    torn: Positions
+
+
+@lru_cache(maxsize=1)
+def load_of(mask: Mask, q_len: int, kv_len: int) -> Load:
+    """The load of a mask for sequences of these lengths.
+
+    Takes about 0.1 us for a token, batch row and span. Raises InputError for a mask without spans
+    and for more than 2**26 tokens.
+    """
+    if not mask.has_spans:
+        raise InputError(
+            f"layout: balancing needs a mask with spans, and {mask!r} has none; write `spans` for "
+            "a mask of your own, or take kind='zigzag' or 'striped'"
+        )
+    if max(q_len, kv_len) > _MOST_TOKENS:
+        raise InputError(
+            f"layout: balancing looks at every token, at most 2**26, got {max(q_len, kv_len)}; "
+            "take kind='zigzag' or 'striped'"
+        )
+    mask = mask.bound(q_len, kv_len)
+    rows, before, after = (np.zeros(q_len, np.int64) for _ in range(3))
+    edges = np.zeros(kv_len + 1, np.int64)
+    start, some = 0, 1
+    while start < q_len:
+        at = slice(start, min(start + some, q_len))
+        position = np.arange(at.start, at.stop) + kv_len - q_len
+        spans = mask.spans(position)
+        starts, stops = (np.clip(bound, 0, kv_len) for bound in spans)
+        here = position[:, None]
+        rows[at] = (stops - starts).sum((0, 2))
+        before[at] = (np.minimum(stops, here) - np.minimum(starts, here)).sum((0, 2))
+        after[at] = (np.maximum(stops, here + 1) - np.maximum(starts, here + 1)).sum((0, 2))
+        for sign, bound in ((1, starts), (-1, stops)):
+            np.add.at(edges, bound.reshape(-1), sign)
+        start, some = at.stop, max(1, _SPANS // (len(starts) * spans.width))
+    before[1:] += after[:-1]
+    return Load(rows, np.cumsum(edges)[:-1], before)
+
+
+def step_of(seq_len: int, world_size: int) -> int:
+    """The step in which cuts move, in tokens: a power of two, 128 where shards are long."""
+    return 1 << (max(1, min(_STEP, seq_len // (world_size * _STEPS))).bit_length() - 1)
+
+
+def deal(load: Load, world_size: int) -> tuple[tuple[range, ...], ...]:
+    """By rank: its runs of positions, ascending. Every position has one owner.
+
+    Tokens differ by at most one between ranks, and depend on nothing but the lengths: a rank has as
+    many under every mask. A rank's cells by query are off by at most 2 percent, or the cells of one
+    step (`step_of`) of queries where these are more. Cells by key are as even as is possible then;
+    they are looked at where there are as many keys as queries. What freedom is left goes to cuts
+    across which the fewest keys are needed. Local; the same on every rank.
+    """
+    seq_len = len(load.rows)
+    bounds = [seq_len * rank // world_size for rank in range(world_size + 1)]
+    step = step_of(seq_len, world_size)
+    measures = [load.rows, *([load.columns] if len(load.columns) == seq_len else [])]
+    slack = [int(_SLACK * measure.sum() / world_size) for measure in measures]
+
+    def share(runs: list[range], ranks: range) -> Iterator[tuple[range, ...]]:
+        if len(ranks) == 1 or not runs:
+            yield from [tuple(runs)] * len(ranks)
+            return
+        middle = ranks[len(ranks) // 2]
+        sums = [_sums(measure, runs) for measure in measures]
+        # Off by a third of a step's cells at each halving is off by less than a step's in the end.
+        at_most = [max(slack[0], _heaviest(sums[0], step) // 3), *slack[1:]]
+        tokens = bounds[middle] - bounds[ranks.start]
+        x, y, z = _cuts(sums, _prices(load.torn, runs, step), tokens, step, at_most)
+        total = sum(map(len, runs))
+        yield from share(parts_of(runs, (0, x), (y, z)), range(ranks.start, middle))
+        yield from share(parts_of(runs, (x, y), (z, total)), range(middle, ranks.stop))
+
+    return tuple(share([range(seq_len)], range(world_size)))
+
+
+def _cuts(
+    sums: list[Positions], prices: Positions, tokens: int, step: int, at_most: list[int]
+) -> tuple[int, int, int]:
+    """Three cuts of a line: [0, x) and [y, z) hold `tokens` tokens and their share of each measure.
+
+    sums: by measure, the sums along the line, from 0 on. prices: what a cut at each place costs.
+    at_most: by measure, how much it may be off for the sake of the next measure, and of the price.
+    """
+    total = len(prices) - 1
+    # Of the places for x, the cheapest of each stretch. The last come first: of cuts that are as
+    # good, those are taken that keep the most of the line's head together.
+    stretch = max(1, -(-tokens // (_PLACES * step))) * step
+    firsts = [
+        low + step * int(np.argmin(prices[low : min(low + stretch, tokens + 1) : step]))
+        for low in reversed(range(0, tokens + 1, stretch))
+    ]
+    x = np.array(firsts)[:, None]
+    y = np.clip(np.arange(0, total + step, step), x, total - tokens + x)
+    z = y + tokens - x
+    fits = np.ones(y.shape, bool)
+    for measure, limit in zip(sums, at_most, strict=True):
+        even = int(measure[-1]) * tokens // total
+        off = np.abs(measure[x] + measure[z] - measure[y] - even)
+        fits &= off <= max(off[fits].min(), limit)
+    price = np.where(x == y, 0, prices[x] + prices[y]) + prices[z]
+    best = np.argmin(np.where(fits, price, price.max() + 1))
+    first, second = int(x[best // y.shape[1], 0]), int(y.flat[best])
+    return first, second, second + tokens - first
+
+
+def _heaviest(sums: Positions, step: int) -> int:
+    """The most that `step` neighbours of a line come to."""
+    return int((sums[step:] - sums[:-step]).max(initial=0))
+
+
+def _sums(numbers: Positions, runs: list[range]) -> Positions:
+    """The sums of numbers along runs laid end to end."""
+    line = np.concatenate([[0], *(numbers[run.start : run.stop] for run in runs)])
+    return np.cumsum(line, out=line)
+
+
+def _prices(torn: Positions, runs: list[range], step: int) -> Positions:
+    """What a cut at each place of a line costs: the keys it tears, and a step for one more run."""
+    line = np.concatenate([*(torn[run.start : run.stop] + step for run in runs), [0]])
+    line[[0, *accumulate(map(len, runs))]] = 0  # there is a cut already
+    return line
+
+
+def parts_of(runs: Sequence[range], *stretches: tuple[int, int]) -> list[range]:
+    """The runs of stretches (start, stop) of a line of runs; runs that touch are joined."""
+    found: list[range] = []
+    for start, stop in stretches:
+        first = 0
+        for run in runs:
+            part = run[max(start - first, 0) : max(stop - first, 0)]
+            first += len(run)
+            if part and found and found[-1].stop == part.start:
+                part = range(found.pop().start, part.stop)
+            if part:
+                found.append(part)
+    return found

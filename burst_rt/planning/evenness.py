@@ -1,0 +1,70 @@
+"""How even a layout is: the largest rank's number over the mean of all ranks; 1.0 is even.
+
+Tokens are what everything but attention costs by. Cells are attention's work. A rank's cells are
+those of its queries where keys travel, and those of its keys where queries travel. In all-to-all
+every rank computes all cells for its share of the heads: cells are even, whatever the layout is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from burst_rt.errors import InputError
+from burst_rt.planning.balance import load_of
+from burst_rt.planning.layouts import KINDS, Layout, make_layout
+from burst_rt.planning.strategies import Program
+
+__all__ = ["Evenness", "evenness", "evenness_in_words"]
+
+
+class Evenness(NamedTuple):
+    """The largest rank's tokens and cells over the mean."""
+
+    tokens: float
+    cells: float
+
+
+def evenness(program: Program, q_layout: Layout, kv_layout: Layout) -> Evenness:
+    """How even ranks would be in a program, if queries and keys were spread by these layouts.
+
+    Tokens are those of the queries. Raises InputError for a mask without spans.
+    """
+    load = load_of(program.problem.mask, q_layout.seq_len, kv_layout.seq_len)
+    costs, runs = (
+        (load.columns, kv_layout.runs) if program.queries_travel else (load.rows, q_layout.runs)
+    )
+    cells = [sum(int(costs[r.start : r.stop : r.step].sum()) for r in own) for own in runs]
+    group = len(cells) // program.ring_size
+    by_group = [sum(cells[first : first + group]) for first in range(0, len(cells), group)]
+    tokens = list(map(q_layout.shard_len, range(q_layout.world_size)))
+    return Evenness(_largest_over_mean(tokens), _largest_over_mean(by_group))
+
+
+def evenness_in_words(programs: Sequence[Program]) -> str:
+    """How even the layout of some programs of one problem is, and what other layouts would be."""
+    problem = programs[0].problem
+    q_layout, kv_layout = problem.q_layout, problem.kv_layout
+    about = f"layout {q_layout.kind}: largest rank over mean: "
+
+    def numbers(q_layout: Layout, kv_layout: Layout) -> str:
+        found = [evenness(program, q_layout, kv_layout) for program in programs]
+        words = (
+            f"{even.cells:.2f} {'forward' if program.forward else 'backward'}"
+            for program, even in zip(programs, found, strict=True)
+        )
+        return f"tokens {found[0].tokens:.2f}, cells {', '.join(words)}"
+
+    def other(kind: str) -> str:
+        layouts = (make_layout(kind, x.seq_len, x.world_size) for x in (q_layout, kv_layout))
+        return f"{kind}: {numbers(*layouts)}"
+
+    try:
+        others = [other(kind) for kind in KINDS if kind != q_layout.kind]
+        return f"{about}{numbers(q_layout, kv_layout)}\n  {'; '.join(others)}"
+    except InputError as error:
+        return f"{about}not known: {error.message.removeprefix('layout: ')}"
+
+
+def _largest_over_mean(numbers: list[int]) -> float:
+    return max(numbers) * len(numbers) / sum(numbers) if any(numbers) else 1.0

@@ -1,0 +1,152 @@
+"""Balance: the load of every mask against plain loops, and ranks that are even for drawn mixes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import ceil, log2
+
+import numpy as np
+import pytest
+import torch
+from graphs import Window
+from mask_truths import MASKS, Sizes, truth_of
+from mixes import Mix, mix
+
+from burst_rt import Causal, Documents, Full, Mask
+from burst_rt.errors import InputError
+from burst_rt.planning.balance import Load, deal, load_of, step_of
+from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.masks.spans import Positions
+
+
+@pytest.mark.parametrize("sizes", [Sizes(27, 27, 3), Sizes(20, 33, 2), Sizes(33, 20, 1)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_the_load_counts_cells_and_keys_across_a_cut(name: str, sizes: Sizes) -> None:
+    truth = truth_of(name, sizes)
+    if truth is None:
+        return
+    load = load_of(MASKS[name].mask(sizes), sizes.q_len, sizes.kv_len)
+    # A mask that tells no batch rows apart is counted once.
+    cells = truth[: MASKS[name].mask(sizes).batch]
+    assert load.rows.tolist() == cells.sum((0, 2)).tolist()
+    assert load.columns.tolist() == cells.sum((0, 1)).tolist()
+    for query in range(sizes.q_len):
+        cut = max(0, sizes.at(query))
+        across = cells[:, query, :cut].sum()
+        if query:
+            across += cells[:, query - 1, cut:].sum()
+        assert load.torn[query] == across
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_drawn_mixes_are_dealt_evenly(seed: int) -> None:
+    mask, seq_len, world_size = mix(seed)
+    load = load_of(mask, seq_len, seq_len)
+    dealt = deal(load, world_size)
+    assert deal(Load(*(x.copy() for x in load)), world_size) == dealt
+    _has_one_owner(dealt, Mix(mask, seq_len, world_size))
+    cells = _cells(load.rows, dealt)
+    step = step_of(seq_len, world_size)
+    sums = np.cumsum(np.concatenate([[0], load.rows]))
+    block = (sums[step:] - sums[:-step]).max()
+    even = sums[-1] / world_size
+    assert np.abs(cells - even).max() <= max(0.05 * even, block)
+
+
+def _cells(costs: Positions, runs: tuple[tuple[range, ...], ...]) -> Positions:
+    """By rank."""
+    return np.array([sum(costs[run.start : run.stop].sum() for run in own) for own in runs])
+
+
+def _busiest(costs: Positions, runs: tuple[tuple[range, ...], ...]) -> float:
+    """The largest rank over the mean."""
+    cells = _cells(costs, runs)
+    return float(cells.max() / cells.mean())
+
+
+def _has_one_owner(dealt: tuple[tuple[range, ...], ...], given: Mix) -> None:
+    """Every position has one owner; runs are few, not empty, ascending, and do not touch."""
+    world_size = given.world_size
+    assert len(dealt) == world_size
+    runs = sorted((run.start, run.stop) for own in dealt for run in own)
+    assert [0, *(stop for _, stop in runs)] == [*(start for start, _ in runs), given.seq_len]
+    for own in dealt:
+        assert len(own) <= min(16, 1 + ceil(log2(world_size)))
+        assert all(run and run.step == 1 for run in own)
+        assert all(a.stop < b.start for a, b in pairwise(own))
+    # As many tokens as a contiguous shard, under every mask.
+    lengths = [sum(map(len, own)) for own in dealt]
+    plain = make_layout("contiguous", given.seq_len, world_size)
+    assert lengths == [plain.shard_len(rank) for rank in range(world_size)]
+
+
+def test_cells_by_key_are_even_too_where_they_can_be() -> None:
+    """The mean over mixes; a few shards of a few heavy tokens cannot be even in three ways."""
+    dealt, plain = [], []
+    for seed in range(60):
+        mask, seq_len, world_size = mix(seed)
+        load = load_of(mask, seq_len, seq_len)
+        runs = deal(load, world_size)
+        zigzag = make_layout("zigzag", seq_len, world_size).runs
+        dealt.append(_busiest(load.columns, runs))
+        plain.append(_busiest(load.columns, zigzag))
+    assert np.mean(dealt) < 1.04
+    assert np.mean(plain) > 1.2
+
+
+def test_what_a_long_document_and_short_ones_come_to() -> None:
+    def runs(mask: Mask, seq_len: int, world_size: int) -> list[list[tuple[int, int]]]:
+        dealt = deal(load_of(mask, seq_len, seq_len), world_size)
+        return [[(run.start, run.stop) for run in own] for own in dealt]
+
+    # Zigzag for one causal document.
+    assert runs(Causal(), 64, 4) == [
+        [(0, 8), (56, 64)],
+        [(8, 16), (48, 56)],
+        [(16, 24), (40, 48)],
+        [(24, 40)],
+    ]
+    # Neighbours stay together where it costs nothing, and documents whole.
+    quarters = [[(16 * rank, 16 * rank + 16)] for rank in range(4)]
+    assert runs(Full(), 64, 4) == runs(Causal() & Documents([16] * 4), 64, 4) == quarters
+    # One long document among documents of one token: everybody has its share of both.
+    mask = Causal() & Documents([1] * 300 + [400] + [1] * 300)
+    for own in runs(mask, 1000, 4):
+        assert 90 <= sum(max(0, min(stop, 700) - max(start, 300)) for start, stop in own) <= 110
+
+
+def test_more_ranks_than_tokens_and_one_rank() -> None:
+    for seq_len, world_size in ((3, 5), (1, 2), (1, 1), (7, 1), (64, 64)):
+        _has_one_owner(
+            deal(load_of(Causal(), seq_len, seq_len), world_size),
+            Mix(Causal(), seq_len, world_size),
+        )
+
+
+def test_queries_that_see_nothing_and_other_keys_than_queries() -> None:
+    nothing = Documents(ids=[-1] * 12)
+    dealt = deal(load_of(nothing, 12, 12), 3)
+    assert dealt == ((range(4),), (range(4, 8),), (range(8, 12),))
+    load = load_of(Causal(), 4096, 6000)
+    assert _busiest(load.rows, deal(load, 3)) < 1.02
+
+
+def test_a_mask_without_spans_is_refused() -> None:
+    class Odd(Mask):
+        def allows(self, q_position: torch.Tensor, kv_position: torch.Tensor) -> torch.Tensor:
+            return (q_position + kv_position) % 2 == 0
+
+    for mask in (Odd(), Window(), Causal() & Odd()):
+        with pytest.raises(
+            InputError, match=r"balancing needs a mask with spans, and .* has none; write"
+        ):
+            load_of(mask, 8, 8)
+
+
+def test_packed_rows_of_a_batch_are_dealt_by_their_sum() -> None:
+    rows = [[700, 300], [300, 700]]
+    mask = Causal() & Documents(rows)
+    load = load_of(mask, 1000, 1000)
+    each = [load_of(Causal() & Documents(lengths), 1000, 1000) for lengths in rows]
+    assert (load.rows == each[0].rows + each[1].rows).all()
+    assert _busiest(load.rows, deal(load, 4)) < 1.03
