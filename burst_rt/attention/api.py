@@ -83,10 +83,11 @@ def burst_attention(
         the last query stands at the last key: causally, query i sees keys j <= i + Skv - Sq.
     causal: True is short for mask=Causal().
     scale: the factor of the scores; the default is 1 / sqrt(head_dim).
-    strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "all-to-all", "hybrid[:N]" (see
-        `planning.strategies`), or "auto". Where `burst-rt calibrate` has measured the machine, and
-        for up to 32 ranks, "auto" takes the strategy with the fastest forecast. Elsewhere "auto"
-        takes "ring-kv" or "burst", whichever sends fewer bytes. `explain` tells the choice.
+    strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "direct", "all-to-all",
+        "hybrid[:N]" (see `planning.strategies`), or "auto". Where `burst-rt calibrate` has measured
+        the machine, and for up to 32 ranks, "auto" takes the strategy with the fastest forecast.
+        Elsewhere "auto" takes "ring-kv", "burst" or "direct", whichever sends the fewest bytes.
+        `explain` tells the choice.
     return_lse: whether lse is returned too.
 
     Returns out, contiguous, with q's shape and dtype; with return_lse (out, lse). lse is

@@ -6,7 +6,7 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 |---|---|---|
 | `ring-kv` | K, V | K, V, dK, dV |
 | `burst` | K, V | Q, dO, lse, delta, dQ |
-| `auto` | K, V | as `ring-kv` or `burst`, whichever sends fewer bytes for this problem |
+| `auto` | as `ring-kv` or `direct` [1], whichever sends fewer bytes | of both sides, too |
 | `bidirectional` | K, V: one half each way round | as `auto`, one half each way round |
 | `direct` | K, V: from the owner straight to each rank that needs them | as `auto`, the same way |
 | `two-level:N` | K, V: inside nodes of N ranks, and between them | as `auto`, the same way |
@@ -14,6 +14,8 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 | `hybrid:N` | as `all-to-all` in groups of N ranks, as `auto` between them | the same |
 | `burst-untiled` | as `burst`, without tiles in fast memory: to compare with | the same |
 | `ring-naive` | K, then V; whole rows of scores: to compare with | K, then V, dV, then K, dK |
+
+[1] `direct` only on one host, and for masks that are more than causal.
 
 N may be left out. It is then the number of ranks of a host, where all hosts have as many; in
 `hybrid` it is the largest divisor of that number that also divides the kv heads.
@@ -28,6 +30,7 @@ from math import gcd
 from typing import NamedTuple
 
 from burst_rt.errors import InputError
+from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
 from burst_rt.planning.strategies.program import AGREE, Footprint, Program
@@ -100,10 +103,10 @@ def check_name(strategy: object) -> tuple[str, int | None]:
 def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: int = 1) -> Choice:
     """The program for one direction.
 
-    A strategy may have several programs, which differ in the side that travels or in the half that
-    goes each way round. The program that sends the fewest bytes is taken. Ties go to the first,
-    `ring-kv` before `burst`, because `ring-kv` sends fewer messages. Raises InputError for a
-    strategy that this problem does not allow.
+    A strategy may have several programs, which differ in the side that travels or in the way it
+    goes. The program that sends the fewest bytes is taken. Ties go to the first: `ring-kv` before
+    `burst`, because it sends fewer messages, and rings before `direct`, because neighbours are
+    near. Raises InputError for a strategy that this problem does not allow.
     """
     name, number = check_name(strategy)
     if name == "burst-untiled":
@@ -166,6 +169,9 @@ def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route
             )
     else:
         yield "", None
+        # Between nodes, a ring passes a row on once for all ranks of a node.
+        if name == "auto" and problem.mask.rule is Rule.OWN and size >= problem.world_size:
+            yield "direct", Straight(problem.world_size)
 
 
 def _label(*words: str) -> str:
