@@ -30,8 +30,8 @@ def fastest_layout(
 
     A forecast is the sum of forward and backward, each with the strategy that is best for it (see
     `fastest_strategy`) under the mask itself. problem: with as many keys as queries, in any layout.
-    Where no machine is known, and above 16 ranks, there are no forecasts: of the layouts whose cells
-    are within 5 percent of the most even one's, the one is taken that sends the fewest bytes.
+    Where no machine is known, and above 16 ranks, there are no forecasts: the one is taken that
+    sends the fewest bytes, of the layouts whose cells are within 5 percent of the most even one's.
     """
     spread = {}
     for kind in LAYOUTS:
