@@ -228,6 +228,29 @@ _REPEATS = click.option(
 
 
 @command.command()
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(["measured", "simulated"]),
+    help="Only this part; may be repeated. [default: both]",
+)
+@_REPEATS
+@_OUT
+@click.pass_context
+def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | None) -> None:
+    """Masks: measured on 2 ranks of this machine, against causal and against torch with a dense
+    mask; and simulated on 8 to 64 H100, packed documents in several layouts and ways.
+    """
+    from burst_rt.launch.bench.masks import main
+
+    if "measured" in (parts or ("measured",)):
+        ctx.invoke(attention, parts=("masks",), repeats=repeats, out=out)
+    if "simulated" in (parts or ("simulated",)):
+        main(out)
+
+
+@command.command()
 @_WORLDS
 @_TOKENS
 @click.option("--heads", default=2, show_default=True, type=click.IntRange(1), help="Query heads.")
