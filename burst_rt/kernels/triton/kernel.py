@@ -9,26 +9,40 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import QKV, Gradients, Kernel, Results, State, Tile, Upstream, Work
+from burst_rt.kernels.base import (
+    QKV,
+    Gradients,
+    Kernel,
+    Results,
+    State,
+    Tile,
+    Upstream,
+    Work,
+    some_of,
+)
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
-from burst_rt.kernels.triton.tables import lists_of, spans_of_tile
+from burst_rt.kernels.triton.tables import cells_table, lists_of, spans_of_tile
 from burst_rt.kernels.triton.tuned import tuned
+from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
+# How many cells a mask without spans is asked about at once, if not more for so few columns.
+_MOST_CELLS, _COLUMNS = 1 << 24, 128
 
 # Ranks may be threads. The interpreter keeps its current program in a global. And while a compiled
 # kernel is started for the first time, the launcher leaves it half made for a moment in which
@@ -37,11 +51,12 @@ _one_at_a_time = threading.RLock()
 
 
 class TritonKernel(Kernel):
-    """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256; masks that have spans.
+    """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256.
 
     Launches are asynchronous, on the current stream: no method waits for the device. Nothing is
     added atomically, so results are repeatable. The kernel reads what a tile's mask says of its
-    positions (`tables.py`), not its pieces. The state's m is in powers of two. float32 is
+    positions (`tables.py`), not its pieces. Where a mask has no spans, a tile is done in parts for
+    which the mask gives booleans. The state's m is in powers of two. float32 is
     multiplied in float32 (no TF32). 16-bit inputs are multiplied on the tensor cores with float32
     sums; probabilities and score gradients are rounded to the inputs' type.
     """
@@ -49,7 +64,7 @@ class TritonKernel(Kernel):
     name = "triton"
 
     def refuses(self, work: Work) -> str | None:
-        """Refuses all but the devices, types, head sizes and masks that it can do.
+        """Refuses all but the devices, types and head sizes that it can do.
 
         The device is a GPU, or a CPU under TRITON_INTERPRET=1.
         """
@@ -70,8 +85,6 @@ class TritonKernel(Kernel):
                 f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got "
                 f"{work.head_dim}"
             )
-        if not work.mask.has_spans:
-            return f"the triton kernel takes masks that have spans, got {work.mask!r}"
         return None
 
     def remarks(self, work: Work) -> tuple[str, ...]:
@@ -85,10 +98,24 @@ class TritonKernel(Kernel):
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        if tile.mask.has_spans:
+            self._forward(qkv, tile, state, None)
+            return
+        for part in _parts(qkv, tile):
+            views = State(*map(part.rows, state))
+            dense = State(*(x.contiguous() for x in views))
+            if state.out is state.acc:
+                dense = dense._replace(out=dense.acc)
+            self._forward(part.of(qkv), part.tile, dense, part.cells)
+            for x, y in zip(views, dense, strict=True):
+                if x.data_ptr() != y.data_ptr():
+                    x.copy_(y)
+
+    def _forward(self, qkv: QKV, tile: Tile, state: State, cells: torch.Tensor | None) -> None:
         from burst_rt.kernels.triton.forward import launch_forward
 
         _check_dense(*state)
-        (arguments, config), out = _arguments("forward", qkv, tile), state.out
+        (arguments, config), out = _arguments("forward", qkv, tile, cells), state.out
         if arguments.interpret and tile.last and out.dtype != state.acc.dtype:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
             out = torch.empty_like(state.acc)
@@ -107,14 +134,33 @@ class TritonKernel(Kernel):
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
+        if tile.mask.has_spans:
+            self._backward(qkv, upstream, tile, grads, None)
+            return
+        for part in _parts(qkv, tile):
+            dout, lse, delta = map(part.rows, upstream)
+            some = Upstream(dout, lse.contiguous(), delta.contiguous())
+            sums = Gradients(*part.sides(*grads))
+            self._backward(part.of(qkv), some, part.tile, sums, part.cells)
+
+    def _backward(
+        self,
+        qkv: QKV,
+        upstream: Upstream,
+        tile: Tile,
+        grads: Gradients,
+        cells: torch.Tensor | None,
+    ) -> None:
         from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
 
         _check_dense(upstream.lse, upstream.delta)
         device = qkv.q.device
         if grads.dk is not None or grads.dv is not None:
-            _start(device, launch_dkdv, qkv, upstream, grads, *_arguments("dkdv", qkv, tile))
+            arguments = _arguments("dkdv", qkv, tile, cells)
+            _start(device, launch_dkdv, qkv, upstream, grads, *arguments)
         if grads.dq is not None:
-            _start(device, launch_dq, qkv, upstream, grads.dq, *_arguments("dq", qkv, tile))
+            arguments = _arguments("dq", qkv, tile, cells)
+            _start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
@@ -122,7 +168,8 @@ class TritonKernel(Kernel):
 
         Not counted are the tables of tiles, which calls share (8 bytes a row and span, and the
         lists of work), tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), and the interpreter's temporaries.
+        grid), what a mask without spans takes (bytes of some 2**24 cells at a time), and the
+        interpreter's temporaries.
         """
         return 0
 
@@ -131,8 +178,68 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
-    """What a kernel is started with."""
+class _Part(NamedTuple):
+    """Some heads of a tile, all its rows and some of its columns, with the cells they see."""
+
+    heads: slice  # of q
+    kv_heads: slice
+    columns: slice
+    tile: Tile
+    cells: torch.Tensor  # bool `[batch, rows, columns]`: the heads see the same
+
+    def of(self, qkv: QKV) -> QKV:
+        return QKV(*(x for x in self.sides(*qkv) if x is not None))
+
+    def sides(self, *tensors: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+        """Views of the part, of tensors like q, k and v."""
+        q, *kv = tensors
+        yield None if q is None else q[:, :, self.heads]
+        for x in kv:
+            yield None if x is None else x[:, self.columns, self.kv_heads]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """A view of the part, of a tensor `[batch, heads, rows]` or `[batch, rows, heads, ...]`."""
+        return x[:, self.heads] if x.ndim == 3 else x[:, :, self.heads]
+
+
+def _parts(qkv: QKV, tile: Tile) -> Iterator[_Part]:
+    """A tile in parts of bounded size, under a mask that gives booleans only.
+
+    As many heads as fit are asked about together. Where they see the same, they are one part.
+    """
+    batch, q_len, num_heads, _ = qkv.q.shape
+    kv_len, num_kv_heads = qkv.k.shape[1:3]
+    group = num_heads // num_kv_heads
+    step = max(1, _MOST_CELLS // (batch * q_len * group * _COLUMNS)) * _COLUMNS
+    some = max(1, _MOST_CELLS // (batch * q_len * group * min(step, kv_len)))
+    every = Piece(0, q_len, 0, kv_len, False, True, q_len * kv_len)
+    sides = [slice(a, min(a + step, kv_len)) for a in range(0, kv_len, step)]
+    sides = [x for x in sides if tile.relation(every.rows, x) is not Relation.EMPTY] or sides[:1]
+    for first in range(0, num_kv_heads, some):
+        kv_heads = slice(first, min(first + some, num_kv_heads))
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        asked = tile._replace(first_head=tile.first_head + heads.start)
+        for columns in sides:
+            seen = asked.visible(every, every.rows, columns, qkv.q[:, :, heads])
+            assert seen is not None
+            cells = seen[(None,) * (4 - seen.ndim)].expand(batch, -1, -1, -1)
+            here = tile._replace(
+                kv_positions=tuple(some_of(tile.kv_positions, columns)),
+                first=tile.first and columns is sides[0],
+                last=tile.last and columns is sides[-1],
+            )
+            if cells.shape[1] == 1:
+                yield _Part(heads, kv_heads, columns, here, cells[:, 0])
+                continue
+            for number, head in enumerate(range(heads.start, heads.stop)):
+                own = slice(head, head + 1), slice(head // group, head // group + 1)
+                yield _Part(*own, columns, here, cells[:, number])
+
+
+def _arguments(
+    kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
+) -> tuple[TileArguments, Config]:
+    """What a kernel is started with. cells: of the tile, where its mask has no spans."""
     config, device = _config(kind, qkv.q), qkv.q.device
     sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
     for side, x, positions in sides:
@@ -144,11 +251,14 @@ def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
     blocks = (config.block_m, config.block_n)
     joined = config.loads == "specialized"
     lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
-    spans = spans_of_tile(tile, device)
+    spans = spans_of_tile(tile, device) if cells is None else cells_table(cells, config.block_n)
     if joined and not (lists.single and (spans.width == 1 or not lists.masked)):
         # Warps that do nothing but load are for one run, and for rows of one span.
         config = config._replace(loads="descriptors")
         lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
+    if cells is not None and not lists.by_row:
+        # Batch rows may see other cells, but have the same work.
+        lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
     arguments = TileArguments(
         spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
         _interpreting()
