@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from mask_truths import MASKS, Sizes, cells_of, truth_of
+from mask_truths import FUNCTIONS, MASKS, Sizes, cells_of, truth_of
 from spec import Attention, errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
@@ -32,6 +32,7 @@ from burst_rt.kernels import sum_dtype
 from burst_rt.planning.masks import pieces
 
 _BATCH = 2
+_MADE = {name: entry.mask for name, entry in (MASKS | FUNCTIONS).items()}
 
 
 class _Row(NamedTuple):
@@ -62,7 +63,7 @@ class _Row(NamedTuple):
             kv_heads=kv_heads,
             batch=_BATCH,
             dtype=self.dtype,
-            mask=MASKS[self.mask].mask(self.sizes),
+            mask=_MADE[self.mask](self.sizes),
             kind=self.kinds[0],
             kv_kind=self.kinds[1],
             strategy=strategy,
@@ -70,7 +71,7 @@ class _Row(NamedTuple):
 
 
 _FACTORS: tuple[list[Any], ...] = (
-    list(MASKS),
+    list(_MADE),
     [
         "auto",
         "burst",
@@ -146,12 +147,34 @@ def _assert_right(result: Attention, truth: Attention, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: " ".join(map(str, row)))
 def test_every_pair(row: _Row) -> None:
     case, inputs = row.case(), row.case().inputs()
-    truth = reference(*inputs, mask=truth_of(row.mask, row.sizes))
+    truth = reference(*inputs, mask=truth_of(row.mask, row.sizes, case.heads))
     result = attend_over_threads(row.world_size, case, kernel=row.kernel)
     _assert_right(result, truth, row.dtype)
 
 
-def _leaf(chance: random.Random, q_len: int, kv_len: int) -> Mask:
+class _Drawn(NamedTuple):
+    mask: Mask
+    cells: torch.Tensor  # bool, broadcasts to `[batch, heads, Sq, Skv]`
+
+
+def _function(chance: random.Random, q_len: int, kv_len: int) -> _Drawn:
+    a, b, c = (chance.randrange(5) for _ in range(3))
+    most = chance.randrange(1, 7)
+
+    def function(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return (a * q + b * kv + c * head) % 7 < most
+
+    cells = [
+        [[(a * (i + kv_len - q_len) + b * j + c * h) % 7 < most for j in range(kv_len)]
+         for i in range(q_len)]
+        for h in range(_MOST_HEADS)
+    ]  # fmt: skip
+    return _Drawn(Mask.from_function(function), torch.tensor(cells))
+
+
+def _leaf(chance: random.Random, q_len: int, kv_len: int) -> _Drawn:
+    if chance.random() < 0.15:
+        return _function(chance, q_len, kv_len)
     cuts = sorted(chance.randrange(kv_len + 1) for _ in range(chance.randrange(12)))
     lengths = [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
     block = chance.choice([4, 16])
@@ -167,23 +190,27 @@ def _leaf(chance: random.Random, q_len: int, kv_len: int) -> Mask:
     ]
     if q_len <= kv_len:
         masks += [Documents(lengths)] * 3
-    return chance.choice(masks)
+    mask = chance.choice(masks)
+    return _Drawn(mask, cells_of(mask, Sizes(q_len, kv_len, 1)))
 
 
-def _tree(chance: random.Random, q_len: int, kv_len: int, depth: int = 2) -> Mask:
+def _tree(chance: random.Random, q_len: int, kv_len: int, depth: int = 2) -> _Drawn:
     if not depth or chance.random() < 0.4:
         return _leaf(chance, q_len, kv_len)
     a, b = (_tree(chance, q_len, kv_len, depth - 1) for _ in range(2))
-    return a & b if chance.random() < 0.6 else a | b
+    if chance.random() < 0.6:
+        return _Drawn(a.mask & b.mask, a.cells & b.cells)
+    return _Drawn(a.mask | b.mask, a.cells | b.cells)
 
 
 _DRAWN = 300
+_MOST_HEADS = 20
 _EACH = 15
 
 
 @pytest.mark.parametrize("part", range(_DRAWN // _EACH))
 def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`&` and `|` of masks, whose cells `test_spans.py` compares with booleans.
+    """`&` and `|` of masks and functions, against `&` and `|` of their cells.
 
     In every other part, short runs of rows are pieces of their own, too.
     """
@@ -194,7 +221,7 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         q_len = chance.choice([1, 30, 64, 97])
         kv_len = q_len if chance.random() < 0.7 else chance.choice([20, 70])
         world = chance.randrange(1, 6)
-        mask = _tree(chance, q_len, kv_len)
+        mask, cells = _tree(chance, q_len, kv_len)
         case = Case(
             q_len,
             kv_len,
@@ -207,7 +234,8 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         if case.kv_heads is not None and case.heads % case.kv_heads:
             case = case.but(kv_heads=None)
-        truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(q_len, kv_len, 1)))
+        seen = cells if len(cells) == 1 else cells[: case.heads]
+        truth = reference(*case.inputs(), mask=seen.expand(1, -1, q_len, kv_len))
         _assert_right(attend_over_threads(world, case), truth, case.dtype)
 
 

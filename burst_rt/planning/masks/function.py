@@ -94,7 +94,7 @@ class Function(Mask):
         return said if self.within.rule is Rule.EVERYTHING else cells.by_spans(self.within) & said
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:
-        """Raises InputError: the function is asked with batch row and head, as `seen_cells` does."""
+        """Raises InputError: functions are asked with batch row and head, by `seen_cells`."""
         raise InputError(
             f"{self!r}: allows knows neither batch row nor head; call the function itself"
         )
