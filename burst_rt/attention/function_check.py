@@ -57,7 +57,9 @@ def _digest(mask: Function, sizes: tuple[int, int, int, int], device: torch.devi
     ]
     alone = [x.reshape(-1) for x in torch.broadcast_tensors(*some)]
     together = ask(mask, *some).expand([_TOGETHER] * 4)
-    if not torch.equal(together.reshape(-1), ask(mask, *alone).expand(alone[0].shape)):
+    singly = [bool(ask(mask, *(x[i] for x in (batch, head, q, kv)))) for i in range(_TOGETHER)]
+    same = torch.equal(together.reshape(-1), ask(mask, *alone).expand(alone[0].shape))
+    if not same or singly != answer[:_TOGETHER].tolist():
         raise InputError(
             f"{told(mask)} must decide on each cell by itself, got other answers about cells that "
             "were asked about together"

@@ -10,12 +10,13 @@ from itertools import cycle
 
 import pytest
 import torch
-from mask_truths import MASKS, Sizes, cells_of, truth_of
+from mask_truths import FUNCTIONS, MASKS, Sizes, cells_of, truth_of
 from spec import errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
 from burst_rt import BlockSparse, Causal, First, Mask, SlidingWindow
+from burst_rt.kernels.triton import kernel
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
 
@@ -71,6 +72,27 @@ def test_every_mask(
         kind=kinds[0], kv_kind=kinds[1]
     )  # fmt: skip
     assert_right(world, case, truth)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["one part", "small parts"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    list(zip(FUNCTIONS, cycle(("burst", "all-to-all", "ring-kv")), strict=False)),
+)
+def test_every_function(
+    name: str, strategy: str, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which tell neither heads nor batch rows apart, or one of them, or both."""
+    if small:
+        monkeypatch.setattr(kernel, "_MOST_CELLS", 500)
+        monkeypatch.setattr(kernel, "_COLUMNS", 16)
+    sizes = Sizes(_TIMES * 20, _TIMES * 24, 2)
+    truth = truth_of(name, sizes, 4)
+    mask = FUNCTIONS[name].mask(sizes)
+    dtype = torch.bfloat16 if small else torch.float32
+    case = Case(*sizes[:2], heads=4, kv_heads=2, batch=2, mask=mask, strategy=strategy, dtype=dtype)
+    assert truth is not None
+    assert_right(2, case, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -225,6 +225,8 @@ class Mask:
 
         FULL and EMPTY must be right; PARTIAL is allowed for any pair of ranges.
         """
+        if not self.has_spans:
+            raise NotImplementedError  # only the mask's own `relation` could tell
         starts, stops = spans_of(self, q).columns(kv)
         seen = (stops - starts).sum(-1)
         if seen.max() == 0:
