@@ -74,25 +74,26 @@ def test_every_mask(
     assert_right(world, case, truth)
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["one part", "small parts"])
 @pytest.mark.parametrize(
     ("name", "strategy"),
     list(zip(FUNCTIONS, cycle(("burst", "all-to-all", "ring-kv")), strict=False)),
 )
-def test_every_function(
-    name: str, strategy: str, small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which tell neither heads nor batch rows apart, or one of them, or both."""
-    if small:
-        monkeypatch.setattr(kernel, "_MOST_CELLS", 500)
-        monkeypatch.setattr(kernel, "_COLUMNS", 16)
+def test_every_function(name: str, strategy: str) -> None:
     sizes = Sizes(_TIMES * 20, _TIMES * 24, 2)
-    truth = truth_of(name, sizes, 4)
-    mask = FUNCTIONS[name].mask(sizes)
-    dtype = torch.bfloat16 if small else torch.float32
-    case = Case(*sizes[:2], heads=4, kv_heads=2, batch=2, mask=mask, strategy=strategy, dtype=dtype)
+    mask, truth = FUNCTIONS[name].mask(sizes), truth_of(name, sizes, 2)
     assert truth is not None
-    assert_right(2, case, truth)
+    assert_right(2, Case(*sizes[:2], heads=2, batch=2, mask=mask, strategy=strategy), truth)
+
+
+def test_a_function_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some columns and some heads at a time, of heads in groups and batch rows that differ."""
+    monkeypatch.setattr(kernel, "_MOST_CELLS", 500)
+    monkeypatch.setattr(kernel, "_COLUMNS", 16)
+    name, sizes = "function of rows and heads", Sizes(20, 24, 2)
+    mask, truth = FUNCTIONS[name].mask(sizes), truth_of(name, sizes, 4)
+    assert truth is not None
+    case = Case(*sizes[:2], heads=4, kv_heads=2, batch=2, mask=mask, dtype=torch.bfloat16)
+    assert_right(1, case, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
