@@ -15,7 +15,7 @@ from spec import errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
-from burst_rt import BlockSparse, Causal, First, Mask, SlidingWindow
+from burst_rt import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
 from burst_rt.kernels.triton import kernel
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
@@ -23,8 +23,8 @@ from burst_rt.kernels.triton.tuned import TUNED, trying
 # Blocks of the interpreter are 32 x 16 and 16 x 32, those of a GPU up to 128 x 128.
 _TIMES = 1 if os.environ.get("TRITON_INTERPRET") == "1" else 9
 # World, strategy, layouts of queries and keys, lengths: each mask takes the next of each.
-_WORLDS = (1, 2, 3, 2)
-_STRATEGIES = ("burst", "ring-kv")
+_WORLDS = (1, 2, 3, 4, 5)
+_STRATEGIES = ("burst", "all-to-all", "ring-kv", "bidirectional", "hybrid", "two-level")
 _KINDS = (
     ("zigzag", "zigzag"),
     ("striped", "striped"),
@@ -67,8 +67,9 @@ def test_every_mask(
 ) -> None:
     sizes = Sizes(*lengths, 2)
     truth = _truth(name, sizes)
+    heads = world if strategy in ("all-to-all", "hybrid") else 1
     case = Case(
-        *lengths, heads=1, batch=2, mask=MASKS[name].mask(sizes), strategy=strategy,
+        *lengths, heads=heads, batch=2, mask=MASKS[name].mask(sizes), strategy=strategy,
         kind=kinds[0], kv_kind=kinds[1]
     )  # fmt: skip
     assert_right(world, case, truth)
@@ -83,6 +84,12 @@ def test_every_function(name: str, strategy: str) -> None:
     mask, truth = FUNCTIONS[name].mask(sizes), truth_of(name, sizes, 2)
     assert truth is not None
     assert_right(2, Case(*sizes[:2], heads=2, batch=2, mask=mask, strategy=strategy), truth)
+
+
+def test_hundreds_of_documents_in_a_shard() -> None:
+    mask = Causal() & Documents([1, 2, 3] * 70)
+    case = Case(420, heads=1, mask=mask, kind="contiguous")
+    assert_right(2, case, cells_of(mask, Sizes(420, 420, 1)))
 
 
 def test_a_function_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
