@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from burst_rt.kernels.cells import Asked
+from burst_rt.kernels.cells import Asked, positions_at
 from burst_rt.planning.masks import Mask, Piece, Relation
 from burst_rt.planning.problem import TileShape
 
@@ -157,7 +157,7 @@ class Tile(NamedTuple):
         """
         device = queries.device
         if piece.masked:
-            kv = _positions(self.kv_positions, columns, device)
+            kv = positions_at(some_of(self.kv_positions, columns), device)
             heads = range(self.first_head, self.first_head + queries.shape[2])
             runs = tuple(some_of(self.q_positions, rows))
             seen: torch.Tensor = self.mask.seen_cells(Asked(runs, kv, queries.shape[0], heads))
@@ -271,12 +271,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[B, H, S] -> [B, S, H, 1]."""
     return x.transpose(1, 2).unsqueeze(-1)
-
-
-def _positions(runs: tuple[range, ...], rows: slice, device: torch.device) -> torch.Tensor:
-    return torch.cat(
-        [torch.arange(run.start, run.stop, run.step, device=device) for run in some_of(runs, rows)]
-    )
 
 
 def some_of(runs: tuple[range, ...], rows: slice) -> list[range]:

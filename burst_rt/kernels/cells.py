@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import MOST_SPANS, Function, Mask, positions_of, spans_of
+from burst_rt.planning.masks.spans import Positions
 
-__all__ = ["Asked", "ask", "told"]
+__all__ = ["Asked", "ask", "positions_at", "told"]
 
 
 class Asked(NamedTuple):
@@ -24,8 +26,8 @@ class Asked(NamedTuple):
     def by_spans(self, mask: Mask) -> torch.Tensor:
         """See `Cells.by_spans`: `[batch or 1, 1, q, kv]`."""
         kv = self.kv
-        spans = spans_of(mask, self.q[0]) if len(self.q) == 1 else mask.spans(self._positions())
-        starts, stops = (torch.tensor(bound, device=kv.device).contiguous() for bound in spans)
+        spans = spans_of(mask, self.q[0]) if len(self.q) == 1 else mask.spans(self._host_q())
+        starts, stops = (_sent(bound, kv.device) for bound in spans)
         if spans.width <= MOST_SPANS:
             # [batch, 1, q, 1] for each span of a row.
             starts, stops = (bound[:, None, :, :, None] for bound in (starts, stops))
@@ -42,16 +44,17 @@ class Asked(NamedTuple):
 
     def allowed(self, mask: Mask) -> torch.Tensor:
         """See `Cells.allowed`."""
-        q = torch.from_numpy(self._positions()).to(self.kv.device)
+        q = positions_at(self.q, self.kv.device)
         seen: torch.Tensor = mask.allows(q[:, None], self.kv[None, :])
         return seen.unsqueeze(1) if seen.ndim == 3 else seen
 
     def asked(self, mask: Function) -> torch.Tensor:
         """See `Cells.asked`: four dimensions, each as asked or 1. Raises InputError as `ask`."""
         mover, device = mask.mover, self.kv.device
-        positions = self._positions()
-        # [rows], or [batch, rows] where batch rows have documents of their own.
-        q = torch.from_numpy(mover.places(positions) if mover else positions[None]).to(device)
+        if mover is None:
+            q = positions_at(self.q, device)[None]
+        else:
+            q = _sent(mover.places(self._host_q()), device)  # [batch or 1, rows]
         batch = torch.arange(self.batch, device=device)
         heads = torch.arange(self.heads.start, self.heads.stop, device=device)
         answer = ask(
@@ -60,8 +63,19 @@ class Asked(NamedTuple):
         )  # fmt: skip
         return answer[(None,) * (4 - answer.ndim)]
 
-    def _positions(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _host_q(self) -> Positions:
         return np.concatenate([positions_of(run) for run in self.q])
+
+
+def positions_at(runs: Iterable[range], device: torch.device) -> torch.Tensor:
+    """Positions as a tensor on a device."""
+    return torch.cat([torch.arange(x.start, x.stop, x.step, device=device) for x in runs])
+
+
+def _sent(array: Positions, device: torch.device) -> torch.Tensor:
+    """An array on a device, contiguous. Does not wait for the device."""
+    there = torch.from_numpy(np.array(array, order="C"))
+    return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)
 
 
 def ask(mask: Function, *cells: torch.Tensor) -> torch.Tensor:

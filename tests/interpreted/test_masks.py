@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from spec import errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
-from burst_rt import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
+from burst_rt import BlockSparse, Causal, Documents, First, Mask, Relation, SlidingWindow
 from burst_rt.kernels.triton import kernel
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
@@ -90,6 +92,22 @@ def test_hundreds_of_documents_in_a_shard() -> None:
     mask = Causal() & Documents([1, 2, 3] * 70)
     case = Case(420, heads=1, mask=mask, kind="contiguous")
     assert_right(2, case, cells_of(mask, Sizes(420, 420, 1)))
+
+
+@dataclass(frozen=True)
+class _Odd(Mask):
+    """Keys at odd positions; without spans."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        return Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        return (kv_position % 2 == 1) & (q_position >= 0)
+
+
+def test_a_mask_without_spans() -> None:
+    mask = _Odd() & Causal()
+    assert_right(2, Case(40, heads=2, kv_heads=1, mask=mask), cells_of(mask, Sizes(40, 40, 1)))
 
 
 def test_a_function_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["contiguous", "striped"])
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv", "all-to-all"])
 def test_hundreds_of_documents_in_a_shard(strategy: str, kind: str) -> None:
-    """Of one to three tokens each, 200 a shard; the other batch row has them the other way round."""
+    """Of one to three tokens each, 200 a shard; the second batch row has them in reverse."""
     lengths = [1, 2, 3, 1, 3] * 80
     mask = Causal() & Documents([lengths, lengths[::-1]])
     case = Case(800, heads=2, batch=2, mask=mask, kind=kind, strategy=strategy)
