@@ -18,7 +18,7 @@ from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
 from burst_rt import BlockSparse, Causal, Documents, First, Mask, Relation, SlidingWindow
-from burst_rt.kernels.triton import kernel
+from burst_rt.kernels.triton import parts
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
 
@@ -112,8 +112,8 @@ def test_a_mask_without_spans() -> None:
 
 def test_a_function_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some columns and some heads at a time, of heads in groups and batch rows that differ."""
-    monkeypatch.setattr(kernel, "_MOST_CELLS", 500)
-    monkeypatch.setattr(kernel, "_COLUMNS", 16)
+    monkeypatch.setattr(parts, "_MOST_CELLS", 500)
+    monkeypatch.setattr(parts, "_COLUMNS", 16)
     name, sizes = "function of rows and heads", Sizes(20, 24, 2)
     mask, truth = FUNCTIONS[name].mask(sizes), truth_of(name, sizes, 4)
     assert truth is not None

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 
@@ -28,21 +27,18 @@ from burst_rt.kernels.base import (
     Tile,
     Upstream,
     Work,
-    some_of,
 )
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
+from burst_rt.kernels.triton.parts import parts_of
 from burst_rt.kernels.triton.tables import cells_table, lists_of, spans_of_tile
 from burst_rt.kernels.triton.tuned import tuned
-from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
-# How many cells a mask without spans is asked about at once, if not more for so few columns.
-_MOST_CELLS, _COLUMNS = 1 << 24, 128
 
 # Ranks may be threads. The interpreter keeps its current program in a global. And while a compiled
 # kernel is started for the first time, the launcher leaves it half made for a moment in which
@@ -101,7 +97,7 @@ class TritonKernel(Kernel):
         if tile.mask.has_spans:
             self._forward(qkv, tile, state, None)
             return
-        for part in _parts(qkv, tile):
+        for part in parts_of(qkv, tile):
             views = State(*map(part.rows, state))
             dense = State(*(x.contiguous() for x in views))
             if state.out is state.acc:
@@ -137,7 +133,7 @@ class TritonKernel(Kernel):
         if tile.mask.has_spans:
             self._backward(qkv, upstream, tile, grads, None)
             return
-        for part in _parts(qkv, tile):
+        for part in parts_of(qkv, tile):
             dout, lse, delta = map(part.rows, upstream)
             some = Upstream(dout, lse.contiguous(), delta.contiguous())
             sums = Gradients(*part.sides(*grads))
@@ -168,7 +164,7 @@ class TritonKernel(Kernel):
 
         Not counted are the tables of tiles, which calls share (8 bytes a row and span, and the
         lists of work), tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), what a mask without spans takes (bytes of some 2**24 cells at a time), and the
+        grid), what a mask without spans takes (bytes of some 2**24 cells, or of 128 columns), and the
         interpreter's temporaries.
         """
         return 0
@@ -176,64 +172,6 @@ class TritonKernel(Kernel):
 
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-class _Part(NamedTuple):
-    """Some heads of a tile, all its rows and some of its columns, with the cells they see."""
-
-    heads: slice  # of q
-    kv_heads: slice
-    columns: slice
-    tile: Tile
-    cells: torch.Tensor  # bool `[batch, rows, columns]`: the heads see the same
-
-    def of(self, qkv: QKV) -> QKV:
-        return QKV(*(x for x in self.sides(*qkv) if x is not None))
-
-    def sides(self, *tensors: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
-        """Views of the part, of tensors like q, k and v."""
-        q, *kv = tensors
-        yield None if q is None else q[:, :, self.heads]
-        for x in kv:
-            yield None if x is None else x[:, self.columns, self.kv_heads]
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """A view of the part, of a tensor `[batch, heads, rows]` or `[batch, rows, heads, ...]`."""
-        return x[:, self.heads] if x.ndim == 3 else x[:, :, self.heads]
-
-
-def _parts(qkv: QKV, tile: Tile) -> Iterator[_Part]:
-    """A tile in parts of bounded size, under a mask that gives booleans only.
-
-    As many heads as fit are asked about together. Where they see the same, they are one part.
-    """
-    batch, q_len, num_heads, _ = qkv.q.shape
-    kv_len, num_kv_heads = qkv.k.shape[1:3]
-    group = num_heads // num_kv_heads
-    step = max(1, _MOST_CELLS // (batch * q_len * group * _COLUMNS)) * _COLUMNS
-    some = max(1, _MOST_CELLS // (batch * q_len * group * min(step, kv_len)))
-    every = Piece(0, q_len, 0, kv_len, False, True, q_len * kv_len)
-    sides = [slice(a, min(a + step, kv_len)) for a in range(0, kv_len, step)]
-    sides = [x for x in sides if tile.relation(every.rows, x) is not Relation.EMPTY] or sides[:1]
-    for first in range(0, num_kv_heads, some):
-        kv_heads = slice(first, min(first + some, num_kv_heads))
-        heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        asked = tile._replace(first_head=tile.first_head + heads.start)
-        for columns in sides:
-            seen = asked.visible(every, every.rows, columns, qkv.q[:, :, heads])
-            assert seen is not None
-            cells = seen[(None,) * (4 - seen.ndim)].expand(batch, -1, -1, -1)
-            here = tile._replace(
-                kv_positions=tuple(some_of(tile.kv_positions, columns)),
-                first=tile.first and columns is sides[0],
-                last=tile.last and columns is sides[-1],
-            )
-            if cells.shape[1] == 1:
-                yield _Part(heads, kv_heads, columns, here, cells[:, 0])
-                continue
-            for number, head in enumerate(range(heads.start, heads.stop)):
-                own = slice(head, head + 1), slice(head // group, head // group + 1)
-                yield _Part(*own, columns, here, cells[:, number])
 
 
 def _arguments(
