@@ -164,8 +164,8 @@ class TritonKernel(Kernel):
 
         Not counted are the tables of tiles, which calls share (8 bytes a row and span, and the
         lists of work), tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), what a mask without spans takes (bytes of some 2**24 cells, or of 128 columns), and the
-        interpreter's temporaries.
+        grid), what a mask without spans takes (bytes of some 2**24 cells, or of 128 columns), and
+        the interpreter's temporaries.
         """
         return 0
 
