@@ -17,7 +17,7 @@ stamp = .venv/installed-$(subst $(comma),-,$(1))
 ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 
-.PHONY: help run test check lint types unit other-cpus faults bench gpu-wheels gpu-check clean
+.PHONY: help run test test-masks check lint types unit other-cpus faults bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +35,12 @@ test: $(ALL) ## all tests
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
 	$(BIN)/pytest $(JOBS) tests/mpi
 	$(BIN)/pytest --ignore tests/unit --ignore tests/sim --ignore tests/mpi
+
+ONLY ?= test
+
+test-masks: $(ALL) ## every mask with every strategy, layout, world, length and kernel; hours (ONLY='documents and hybrid')
+	$(BIN)/pytest $(PARALLEL) tests/all_masks.py -k '$(ONLY)'
+	TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) tests/all_masks.py -k '$(ONLY)'
 
 check: lint types unit ## ruff, mypy and the unit tests
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from burst_rt import (
     SlidingWindow,
 )
 
-__all__ = ["MASKS", "Sizes", "cells_of", "truth_of"]
+__all__ = ["FUNCTIONS", "MASKS", "Sizes", "cells_of", "truth_of"]
 
 
 class Sizes(NamedTuple):
@@ -165,16 +165,75 @@ _OF_KEYS = {
 MASKS |= _OF_KEYS
 
 
-def truth_of(name: str, sizes: Sizes) -> torch.Tensor | None:
-    """Bool `[batch, Sq, Skv]`; None where the mask is not for so many queries."""
+class _Function(NamedTuple):
+    mask: Callable[[Sizes], Mask]
+    sees: Callable[[Sizes, int, int, int, int], bool]  # batch row, head, query, key
+
+
+def _every_third(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return ((q - kv) % 3 != 0) & (q % 7 != 3)
+
+
+def _of_heads(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return (q + 2 * kv + 3 * head) % 5 < 3
+
+
+def _of_rows_and_heads(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return (kv + batch) % (head + 2) != 0
+
+
+# With rows that see nothing, and a function that looks at the keys only.
+FUNCTIONS = {
+    "function": _Function(
+        lambda s: Mask.from_function(_every_third),
+        lambda s, b, h, i, j: (s.at(i) - j) % 3 != 0 and s.at(i) % 7 != 3,
+    ),
+    "function of keys": _Function(
+        lambda s: Causal() & Mask.from_function(lambda b, h, q, kv: kv % 4 == 1, key="fourth"),
+        lambda s, b, h, i, j: j <= s.at(i) and j % 4 == 1,
+    ),
+    "function of heads": _Function(
+        lambda s: Mask.from_function(_of_heads, within=SlidingWindow(9, 2)),
+        lambda s, b, h, i, j: -2 <= s.at(i) - j <= 9 and (s.at(i) + 2 * j + 3 * h) % 5 < 3,
+    ),
+    "function of rows and heads": _Function(
+        lambda s: First(2) | Mask.from_function(_of_rows_and_heads, within=Causal()),
+        lambda s, b, h, i, j: j < 2 or (j <= s.at(i) and (j + b) % (h + 2) != 0),
+    ),
+    "function in documents": _Function(
+        lambda s: Mask.from_function(
+            _every_third,
+            within=Causal() & Documents(_cut(s.q_len, 2, 3, 1), _cut(s.kv_len, 1, 2, 2)),
+        ),
+        lambda s, b, h, i, j: (
+            _packed(s, i, j)
+            and j <= _place(s, i)
+            and (_place(s, i) - j) % 3 != 0
+            and _place(s, i) % 7 != 3
+        ),
+    ),
+}
+
+
+def truth_of(name: str, sizes: Sizes, heads: int = 1) -> torch.Tensor | None:
+    """Bool `[batch, Sq, Skv]`, or `[batch, heads, Sq, Skv]` of a function.
+
+    None where the mask is not for so many queries.
+    """
+    queries, keys = range(sizes.q_len), range(sizes.kv_len)
+    if name in FUNCTIONS:
+        told = FUNCTIONS[name].sees
+        return torch.tensor(
+            [
+                [[[told(sizes, b, h, i, j) for j in keys] for i in queries] for h in range(heads)]
+                for b in range(sizes.batch)
+            ]
+        )
     if name in _OF_KEYS and sizes.q_len > sizes.kv_len:
         return None
     sees = MASKS[name].sees
     return torch.tensor(
-        [
-            [[sees(sizes, b, i, j) for j in range(sizes.kv_len)] for i in range(sizes.q_len)]
-            for b in range(sizes.batch)
-        ]
+        [[[sees(sizes, b, i, j) for j in keys] for i in queries] for b in range(sizes.batch)]
     )
 
 

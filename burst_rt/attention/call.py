@@ -15,6 +15,7 @@ from typing import NotRequired, TypedDict
 
 import torch
 
+from burst_rt.attention.function_check import cells_said
 from burst_rt.attention.mask_check import check_mask
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.setup import Setup
@@ -71,6 +72,7 @@ class Call:
     num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
+    cells: str = ""  # `cells_said` of the mask
 
     @cached_property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -145,7 +147,7 @@ class Call:
             "call": name,
             "layout": str(self.layout.map),
             "kv_layout": str(self.kv_layout.map),
-            "mask": repr(self.mask),
+            "mask": repr(self.mask) + self.cells,
             "batch": str(self.batch),
             "heads": f"{self.num_heads} and {self.num_kv_heads} kv",
             "head_dim": str(self.head_dim),
@@ -209,6 +211,7 @@ def make_call(
             batch=q.shape[0],
             shared=layout.runtime.world_size > 1,
         )
+        sizes = (q.shape[0], q.shape[2], layout.seq_len, kv_layout.seq_len)
         call = Call(
             layout=layout,
             kv_layout=kv_layout,
@@ -222,6 +225,7 @@ def make_call(
             num_heads=q.shape[2],
             num_kv_heads=k.shape[2],
             head_dim=q.shape[3],
+            cells=cells_said(chosen, sizes, q.device),
         )
         setup.comparable.add(type(chosen))
         if kind is not None:

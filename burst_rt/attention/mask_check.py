@@ -2,7 +2,8 @@
 
 The planner calls a user's mask for `relation`, and kernels call the mask for `allows`, in the
 middle of a call that other ranks are in. So mistakes of the mask are looked for here, before
-anything is sent. The sample proves nothing about positions outside the sample.
+anything is sent. The sample proves nothing about positions outside the sample. `function_check.py`
+does the same for functions.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ import torch
 
 from burst_rt.errors import InputError
 from burst_rt.planning import masks
-from burst_rt.planning.masks import Both, Either, Mask, Piece, Relation, Spans, positions_of
+from burst_rt.planning.masks import (
+    Both,
+    Either,
+    Function,
+    Mask,
+    Piece,
+    Relation,
+    Spans,
+    positions_of,
+)
 from burst_rt.planning.numbers import UNNUMBERED
 
-__all__ = ["check_mask"]
+__all__ = ["check_mask", "parts_of"]
 
 # How many positions each sampled range has.
 _SAMPLE = 5
@@ -45,19 +55,21 @@ def check_mask(mask: Mask, q_len: int, kv_len: int, *, batch: int = 1, shared: b
     misfit = _ask(mask, "refuses", mask.refuses, q_len, kv_len, batch)
     if misfit is not None:
         raise InputError(f"burst_attention: mask {misfit}")
-    for part in _parts(mask.bound(q_len, kv_len)):
+    for part in parts_of(mask.bound(q_len, kv_len)):
         # Tests of this package check its own masks; `Mask` itself is none of them.
         if type(part) is Mask or not type(part).__module__.startswith(f"{masks.__name__}."):
             _check(part, q_len, kv_len, shared)
 
 
-def _parts(mask: Mask) -> Iterator[Mask]:
-    """The masks that `&` and `|` have made the mask from."""
+def parts_of(mask: Mask) -> Iterator[Mask]:
+    """The masks that `&`, `|` and `from_function` have made the mask from."""
     if isinstance(mask, (Both, Either)) and type(mask) in (Both, Either):
-        yield from _parts(mask.first)
-        yield from _parts(mask.second)
+        yield from parts_of(mask.first)
+        yield from parts_of(mask.second)
     else:
         yield mask
+    if isinstance(mask, Function):
+        yield from parts_of(mask.within)
 
 
 @lru_cache(maxsize=256)

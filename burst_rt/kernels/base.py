@@ -15,15 +15,15 @@ from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from burst_rt.planning.masks import MOST_SPANS, Mask, Piece, Relation, positions_of, spans_of
+from burst_rt.kernels.cells import Asked, positions_at
+from burst_rt.planning.masks import Mask, Piece, Relation
 from burst_rt.planning.problem import TileShape
 
 __all__ = [
     "PARTIALS", "QKV", "Gradients", "Kernel", "Results", "State", "Tile", "Upstream", "Work",
-    "fold", "sum_dtype",
+    "fold", "some_of", "sum_dtype",
 ]  # fmt: skip
 
 
@@ -138,28 +138,31 @@ class Tile(NamedTuple):
     # Whether it is the last tile of a forward call: the kernel then also finishes all rows of the
     # state.
     last: bool = False
+    # The number in the whole call of the tile's first query head.
+    first_head: int = 0
 
     def relation(self, rows: slice, columns: slice) -> Relation:
         """What the mask leaves of these rows and columns of the tile, by their positions alone."""
-        runs = product(_some_of(self.q_positions, rows), _some_of(self.kv_positions, columns))
+        runs = product(some_of(self.q_positions, rows), some_of(self.kv_positions, columns))
         relations = {self.mask.relation(q, kv) for q, kv in runs}
         return relations.pop() if len(relations) == 1 else Relation.PARTIAL
 
     def visible(
-        self, piece: Piece, rows: slice, columns: slice, device: torch.device
+        self, piece: Piece, rows: slice, columns: slice, queries: torch.Tensor
     ) -> torch.Tensor | None:
         """Which cells of these rows and columns of a piece are seen.
 
-        bool `[q, kv]`, or `[batch, 1, q, kv]` where the mask tells batch rows apart; None if all
-        cells are seen.
+        queries: the tile's, or more or fewer tokens of them. bool `[q, kv]`, or `[batch or 1, heads
+        or 1, q, kv]` where the mask tells batch rows or heads apart; None if all cells are seen.
         """
+        device = queries.device
         if piece.masked:
-            kv = _positions(self.kv_positions, columns, device)
-            if self.mask.has_spans:
-                return self._seen(rows, kv)
-            q = _positions(self.q_positions, rows, device)
-            seen: torch.Tensor = self.mask.allows(q[:, None], kv[None, :])
-            return seen if seen.ndim == 2 else seen.unsqueeze(1)
+            kv = positions_at(some_of(self.kv_positions, columns), device)
+            heads = range(self.first_head, self.first_head + queries.shape[2])
+            runs = tuple(some_of(self.q_positions, rows))
+            seen: torch.Tensor = self.mask.seen_cells(Asked(runs, kv, queries.shape[0], heads))
+            seen = seen.expand(*seen.shape[:-2], rows.stop - rows.start, len(kv))
+            return seen[0, 0] if seen.shape[:-2] == (1, 1) else seen
         if piece.diagonal or piece.upper:
             q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
             kv = torch.arange(
@@ -167,29 +170,6 @@ class Tile(NamedTuple):
             )
             return kv[None, :] <= q[:, None] if piece.diagonal else kv[None, :] >= q[:, None]
         return None
-
-    def _seen(self, rows: slice, kv: torch.Tensor) -> torch.Tensor:
-        """`visible` by the spans of the rows; kv: the positions of the columns."""
-        runs = _some_of(self.q_positions, rows)
-        if len(runs) == 1:
-            spans = spans_of(self.mask, runs[0])
-        else:
-            spans = self.mask.spans(np.concatenate([positions_of(run) for run in runs]))
-        starts, stops = (torch.tensor(bound, device=kv.device).contiguous() for bound in spans)
-        if spans.width <= MOST_SPANS:
-            # [batch, 1, q, 1] for each span of a row.
-            starts, stops = (bound[:, None, :, :, None] for bound in (starts, stops))
-            seen = torch.zeros((), dtype=torch.bool, device=kv.device)
-            for number in range(spans.width):
-                seen = seen | ((starts[..., number, :] <= kv) & (kv < stops[..., number, :]))
-        else:
-            # Spans begin and end at columns; a cell is seen where more have begun than ended.
-            edges = torch.zeros(*starts.shape[:2], len(kv) + 1, dtype=torch.int8, device=kv.device)
-            for bound, sign in ((starts, 1), (stops, -1)):
-                at = torch.searchsorted(kv, bound)
-                edges.scatter_add_(2, at, torch.full_like(at, sign, dtype=torch.int8))
-            seen = edges[..., :-1].cumsum(2, dtype=torch.int8).bool()[:, None]
-        return seen if self.mask.batch > 1 else seen[0, 0]
 
 
 class Work(NamedTuple):
@@ -293,13 +273,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).unsqueeze(-1)
 
 
-def _positions(runs: tuple[range, ...], rows: slice, device: torch.device) -> torch.Tensor:
-    return torch.cat(
-        [torch.arange(run.start, run.stop, run.step, device=device) for run in _some_of(runs, rows)]
-    )
-
-
-def _some_of(runs: tuple[range, ...], rows: slice) -> list[range]:
+def some_of(runs: tuple[range, ...], rows: slice) -> list[range]:
     """Some of the positions, counted through all runs. Runs without any of them are left out."""
     found, first = [], 0
     for run in runs:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
+from math import isqrt
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ _PART = _Part(4096, 4096, 1)
 # For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
 # more heads.
 _SMALL_PART = _Part(1024, 1024, 4)
+# The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
+_MOST_MASKED = 1 << 24
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
@@ -109,15 +112,16 @@ class CpuKernel(Kernel):
             return
         if tile.first:
             state.start()
-        part = _part_of(tile)
+        part = _part_of(tile, qkv)
         for heads, kv_heads in _some_heads(qkv, part):
             some = _of_heads(qkv, heads, kv_heads)
+            some_tile = tile._replace(first_head=tile.first_head + heads.start)
             some_state = state._replace(
                 acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads)
             )
             for _, cuts in _parts(tile, part):
                 for cut in cuts:
-                    _forward_part(some, tile, some_state, cut)
+                    _forward_part(some, some_tile, some_state, cut)
                     tile.progress()
         if tile.last:
             state.finish()
@@ -127,9 +131,10 @@ class CpuKernel(Kernel):
         if _is_handful(qkv):
             _naive.backward(qkv, upstream, tile, grads)
             return
-        part = _part_of(tile)
+        part = _part_of(tile, qkv)
         for heads, kv_heads in _some_heads(qkv, part):
             some = _of_heads(qkv, heads, kv_heads)
+            some_tile = tile._replace(first_head=tile.first_head + heads.start)
             dout, (lse, delta) = (
                 upstream.dout,
                 (_cut(x, 1, heads) for x in (upstream.lse, upstream.delta)),
@@ -140,7 +145,7 @@ class CpuKernel(Kernel):
             for rows, cuts in _parts(tile, part):
                 queries = _Queries(some.q, some_upstream, rows)
                 for cut in cuts:
-                    _backward_part(queries, some, tile, cut, sums)
+                    _backward_part(queries, some, some_tile, cut, sums)
                     tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
@@ -159,7 +164,7 @@ class CpuKernel(Kernel):
             q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)
             kv_part = max(kv_part, min(tile.kv_len, part.kv_len) * kv_heads * channels)
         masked = min(tile.q_len, _SMALL_PART.q_len) * min(tile.kv_len, _SMALL_PART.kv_len)
-        mask = masked * (size + _MASK_BYTES) * tile.masked
+        mask = min(masked * tile.masked, _MOST_MASKED) * (size + _MASK_BYTES)
         cast, turned = sum_dtype(dtype) != dtype, tile.flipped
         if forward:
             q_parts, kv_parts = 1 + cast + 2 * turned, 2 * (cast + turned)
@@ -169,9 +174,13 @@ class CpuKernel(Kernel):
         return q_part * q_parts + kv_part * kv_parts + mask + fused
 
 
-def _part_of(tile: Tile) -> _Part:
+def _part_of(tile: Tile, qkv: QKV) -> _Part:
     if any(piece.masked for piece in tile.pieces):
-        return _SMALL_PART
+        heads = min(qkv.k.shape[2], _SMALL_PART.kv_heads * torch.get_num_threads())
+        apart = tile.mask.num_apart(qkv.q.shape[0], heads * (qkv.q.shape[2] // qkv.k.shape[2]))
+        side = max(1, isqrt(_MOST_MASKED // apart))
+        q_len, kv_len, kv_heads = _SMALL_PART
+        return _Part(min(q_len, side), min(kv_len, side), kv_heads)
     q_len = max((piece.q_stop - piece.q_start for piece in tile.pieces), default=0)
     kv_len = max((piece.kv_stop - piece.kv_start for piece in tile.pieces), default=0)
     small = q_len <= _SMALL_PART.q_len and kv_len <= _SMALL_PART.kv_len
@@ -263,7 +272,7 @@ def _split(start: int, stop: int, size: int) -> Iterator[slice]:
 def _forward_part(qkv: QKV, tile: Tile, state: State, cut: _Cut) -> None:
     rows, columns = cut.rows, cut.columns
     wide = state.acc.dtype
-    seen = tile.visible(cut.piece, rows, columns, qkv.q.device) if cut.piece else None
+    seen = tile.visible(cut.piece, rows, columns, qkv.q) if cut.piece else None
     q = _wide(_cut(qkv.q, 1, rows), wide)
     k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
     if cut.upper:
@@ -309,7 +318,7 @@ def _backward_part(queries: _Queries, qkv: QKV, tile: Tile, cut: _Cut, sums: Gra
     k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
     if queries.extra:
         k, v = pad(k, (0, 1)), pad(v, (0, 1))
-    mask = _additive(tile.visible(cut.piece, rows, columns, k.device), wide) if cut.piece else None
+    mask = _additive(tile.visible(cut.piece, rows, columns, qkv.q), wide) if cut.piece else None
     sides = (queries.dout, queries.q, queries.out, queries.lse)
     dout, q, out, lse = (_cut(x, 2, here) for x in sides)
     if cut.upper:

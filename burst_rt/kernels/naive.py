@@ -113,7 +113,7 @@ def dense_scores(
     heads = q.shape[2]
     s: torch.Tensor = per_head(some_q, heads, work) @ per_head(some_k, heads, work).mT * tile.scale
     s = s.to(rounded).to(work)
-    seen = tile.visible(piece, piece.rows, piece.columns, q.device)
+    seen = tile.visible(piece, piece.rows, piece.columns, q)
     if seen is not None:
         s = s.masked_fill(~seen, -torch.inf)
     return s

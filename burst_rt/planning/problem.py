@@ -25,7 +25,7 @@ class TileShape(NamedTuple):
     head_dim: int
     q_len: int
     kv_len: int
-    # How many batch rows the mask tells apart; 0 where no piece is under the mask itself.
+    # `Mask.num_apart`; 0 where no piece is under the mask itself.
     masked: int = 0
     flipped: bool = False  # whether a tile may have pieces of the other triangle (`Piece.upper`)
 

@@ -75,8 +75,8 @@ class WorkList(NamedTuple):
 def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]) -> ColumnSpans:
     """What queries at the positions `rows` see of keys at the positions `columns`, by columns.
 
-    mask: one that has spans. Raises InternalError where positions do not ascend along the columns;
-    no layout makes such positions.
+    By the mask's spans, or its outline where it has none. Raises InternalError where positions do
+    not ascend along the columns; no layout makes such positions.
     """
     q, kv = list(filter(len, rows)), list(filter(len, columns))
     ascending = all(run.step > 0 or len(run) == 1 for run in kv)
@@ -85,7 +85,7 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
     if len(q) == 1:
         spans = spans_of(mask, q[0])
     else:
-        spans = mask.spans(np.concatenate([positions_of(run) for run in q]))
+        spans = mask.outline(np.concatenate([positions_of(run) for run in q]))
     # Before a position stand as many columns as there are before it in all runs together.
     by_run = [spans.columns(run) for run in kv]
     starts, stops = (np.sum(bounds, axis=0) for bounds in zip(*by_run, strict=True))
@@ -117,19 +117,22 @@ def work_list(
     *,
     by_columns: bool = False,
     joined: bool = False,
+    whole: bool = True,
 ) -> WorkList:
     """The blocks of `block_rows` x `block_columns` cells that are seen.
 
     A block is whole where every row of it sees all of its columns by one span, and it has as many
     columns as others; it is cut where it is seen otherwise. No block stands in two runs.
     by_columns: a line is a block of columns. joined: if any block is cut, all that are seen are
-    listed as cut, so that blocks which follow each other are one run.
+    listed as cut, so that blocks which follow each other are one run. Without `whole` all that are
+    seen are listed as cut.
     """
     blocks = _blocks(spans, block_rows, block_columns)
     if by_columns:
         blocks = np.ascontiguousarray(blocks.transpose(0, 2, 1))
-    seen, masked = blocks > 0, bool((blocks == _CUT).any())
-    if joined and masked:
+    seen = blocks > 0
+    masked = bool((blocks == _CUT).any() if whole else seen.any())
+    if masked and (joined or not whole):
         blocks = np.where(seen, np.int8(_CUT), np.int8(0))
     batch, num_lines, _ = blocks.shape
     work = seen.sum(-1)

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
-from mask_truths import MASKS, Sizes, cells_of, truth_of
+from mask_truths import FUNCTIONS, MASKS, Sizes, cells_of, truth_of
 from spec import errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
-from burst_rt import BlockSparse, Causal, First, Mask, SlidingWindow
+from burst_rt import BlockSparse, Causal, Documents, First, Mask, Relation, SlidingWindow
+from burst_rt.kernels.triton import parts
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
 from burst_rt.planning import needs
@@ -23,8 +26,8 @@ from burst_rt.planning import needs
 # Blocks of the interpreter are 32 x 16 and 16 x 32, those of a GPU up to 128 x 128.
 _TIMES = 1 if os.environ.get("TRITON_INTERPRET") == "1" else 9
 # World, strategy, layouts of queries and keys, lengths: each mask takes the next of each.
-_WORLDS = (1, 2, 3, 2)
-_STRATEGIES = ("burst", "ring-kv")
+_WORLDS = (1, 2, 3, 4, 5)
+_STRATEGIES = ("burst", "all-to-all", "ring-kv", "bidirectional", "hybrid", "two-level")
 _KINDS = (
     ("zigzag", "zigzag"),
     ("striped", "striped"),
@@ -67,11 +70,56 @@ def test_every_mask(
 ) -> None:
     sizes = Sizes(*lengths, 2)
     truth = _truth(name, sizes)
+    heads = world if strategy in ("all-to-all", "hybrid") else 1
     case = Case(
-        *lengths, heads=1, batch=2, mask=MASKS[name].mask(sizes), strategy=strategy,
+        *lengths, heads=heads, batch=2, mask=MASKS[name].mask(sizes), strategy=strategy,
         kind=kinds[0], kv_kind=kinds[1]
     )  # fmt: skip
     assert_right(world, case, truth)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    list(zip(FUNCTIONS, cycle(("burst", "all-to-all", "ring-kv")), strict=False)),
+)
+def test_every_function(name: str, strategy: str) -> None:
+    sizes = Sizes(_TIMES * 20, _TIMES * 24, 2)
+    mask, truth = FUNCTIONS[name].mask(sizes), truth_of(name, sizes, 2)
+    assert truth is not None
+    assert_right(2, Case(*sizes[:2], heads=2, batch=2, mask=mask, strategy=strategy), truth)
+
+
+def test_hundreds_of_documents_in_a_shard() -> None:
+    mask = Causal() & Documents([1, 2, 3] * 70)
+    case = Case(420, heads=1, mask=mask, kind="contiguous")
+    assert_right(2, case, cells_of(mask, Sizes(420, 420, 1)))
+
+
+@dataclass(frozen=True)
+class _Odd(Mask):
+    """Keys at odd positions; without spans."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        return Relation.PARTIAL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:
+        return (kv_position % 2 == 1) & (q_position >= 0)
+
+
+def test_a_mask_without_spans() -> None:
+    mask = _Odd() & Causal()
+    assert_right(2, Case(40, heads=2, kv_heads=1, mask=mask), cells_of(mask, Sizes(40, 40, 1)))
+
+
+def test_a_function_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some columns and some heads at a time, of heads in groups and batch rows that differ."""
+    monkeypatch.setattr(parts, "_MOST_CELLS", 500)
+    monkeypatch.setattr(parts, "_COLUMNS", 16)
+    name, sizes = "function of rows and heads", Sizes(20, 24, 2)
+    mask, truth = FUNCTIONS[name].mask(sizes), truth_of(name, sizes, 4)
+    assert truth is not None
+    case = Case(*sizes[:2], heads=4, kv_heads=2, batch=2, mask=mask, dtype=torch.bfloat16)
+    assert_right(1, case, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -40,7 +40,7 @@ _JOBS = [*((n, "mpi") for n in _WORLDS), (2, "staged"), (3, "staged")]
 @pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
 def test_errors_are_those_of_one_process(num_ranks: int, transport: str) -> None:
     errors = _outcome(num_ranks, transport)["errors"]
-    assert len(errors) == 14
+    assert len(errors) == 16
     for case, fields in errors.items():
         for field, (error, own) in fields.items():
             wide = torch.float64 if case == "fp64" else torch.float32

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from bad_masks import DIFFERENT, MISFITS, UNMADE
 from jobs import run_job
 
 _PROGRAM = Path(__file__).parent / "programs" / "attention_bad_input.py"
@@ -25,15 +26,18 @@ def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, tmp_path: Path) -> 
     ]
     cases = {entry["case"] for entry in by_rank[0]}
     assert len(cases) >= 40
+    assert len(cases & (MISFITS.keys() | DIFFERENT.keys())) >= 40
     assert {(entry["case"], entry["odd"]) for entry in by_rank[0]} == {
-        (case, odd) for case in cases for odd in range(num_ranks)
+        (case, odd) for case in cases for odd in ([None] if case in UNMADE else range(num_ranks))
     }
     for rank, entries in enumerate(by_rank):
         for entry in entries:
             about = f"rank {rank} of {num_ranks}: {entry}"
             odd = entry["odd"]
             assert entry["error"] == entry["expected"], about
-            if entry["expected"] == "InputError":
+            if odd is None:
+                assert entry["peer"] is None, about
+            elif entry["expected"] == "InputError":
                 assert entry["peer"] == odd, about
                 assert f"rank {odd}: " in entry["message"], about
             else:

@@ -83,6 +83,15 @@ def test_lengths_that_blocks_do_not_divide() -> None:
         assert found.spills == 0 or found.request.head_dim == 80
 
 
+def test_cells_in_place_of_spans() -> None:
+    """For masks without spans: code that compiles and fits."""
+    kinds = ("forward", "dq", "dkdv")
+    requests = [Request(kind, 90, 128, True, ragged=True, width=0, single=False) for kind in kinds]
+    for found in compile_all(requests):
+        assert found.shared_bytes <= ARCHES[90]
+        assert found.spills == 0
+
+
 def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far too large a block for one warp; and compiling works where this process interprets."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from mask_truths import MASKS, Sizes, cells_of, truth_of
-from spec import Attention, errors_of, reference
-from tolerances import ERROR
+from mask_cases import FACTORS, Row, assert_right, assert_row
+from mask_truths import Sizes, cells_of, truth_of
+from spec import reference
 from worlds import Case, attend_over_threads
 
 import burst_rt
@@ -28,67 +28,7 @@ from burst_rt import (
     SlidingWindow,
 )
 from burst_rt.errors import ContractMismatch, InputError
-from burst_rt.kernels import sum_dtype
 from burst_rt.planning.masks import pieces
-
-_BATCH = 2
-
-
-class _Row(NamedTuple):
-    """One case of the covering array."""
-
-    mask: str
-    strategy: str
-    kinds: tuple[str, str]
-    world_size: int
-    lengths: tuple[int, int]
-    dtype: torch.dtype
-    kernel: str
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(*self.lengths, _BATCH)
-
-    def case(self) -> Case:
-        world = self.world_size
-        named = self.strategy.endswith(":")
-        # Nodes of two ranks where that is possible, else one node.
-        strategy = f"{self.strategy}{2 if world == 4 else world}" if named else self.strategy
-        spread = self.strategy in ("all-to-all", "hybrid:")
-        kv_heads = world if spread else 2
-        return Case(
-            *self.lengths,
-            heads=2 * kv_heads,
-            kv_heads=kv_heads,
-            batch=_BATCH,
-            dtype=self.dtype,
-            mask=MASKS[self.mask].mask(self.sizes),
-            kind=self.kinds[0],
-            kv_kind=self.kinds[1],
-            strategy=strategy,
-        )
-
-
-_FACTORS: tuple[list[Any], ...] = (
-    list(MASKS),
-    [
-        "auto",
-        "burst",
-        "ring-kv",
-        "bidirectional",
-        "direct",
-        "all-to-all",
-        "two-level:",
-        "hybrid:",
-        "ring-naive",
-    ],
-    [("zigzag", "zigzag"), ("contiguous", "contiguous"), ("striped", "zigzag")],
-    [1, 2, 3, 4, 5],
-    [(63, 63), (24, 61), (61, 24), (3, 3), (1, 40)],
-    [torch.float32, torch.bfloat16, torch.float64],
-    ["cpu", "naive"],
-)
-
 
 _Pair = tuple[int, int, int, int]  # two factors, and the number of a value of each
 
@@ -98,16 +38,16 @@ def _pairs_of(row: Sequence[int]) -> set[_Pair]:
 
 
 def _fits(row: Sequence[int]) -> bool:
-    lengths: tuple[int, int] = _FACTORS[4][row[4]]
-    return truth_of(_FACTORS[0][row[0]], Sizes(*lengths, 1)) is not None
+    lengths: tuple[int, int] = FACTORS[4][row[4]]
+    return truth_of(FACTORS[0][row[0]], Sizes(*lengths, 1)) is not None
 
 
-def _pairs() -> Iterator[_Row]:
+def _pairs() -> Iterator[Row]:
     """Rows in which every pair of two factors' values stands that is possible.
 
     Greedy: of many drawn rows, each with a pair that is missing, the one with most missing pairs.
     """
-    chance, lengths = random.Random(0), [len(values) for values in _FACTORS]
+    chance, lengths = random.Random(0), [len(values) for values in FACTORS]
     missing = {
         (a, b, x, y)
         for a, b in combinations(range(len(lengths)), 2)
@@ -124,35 +64,49 @@ def _pairs() -> Iterator[_Row]:
         if drawn:
             best = max(drawn, key=lambda row: len(missing & _pairs_of(row)))
             missing -= _pairs_of(best)
-            yield _Row(*(values[number] for values, number in zip(_FACTORS, best, strict=True)))
+            yield Row(*(values[number] for values, number in zip(FACTORS, best, strict=True)))
 
 
 _ROWS = list(_pairs())
 
 
 def test_the_array_covers_all_pairs() -> None:
-    for a, b in combinations(range(len(_FACTORS)), 2):
+    for a, b in combinations(range(len(FACTORS)), 2):
         met = {(row[a], row[b]) for row in _ROWS}
-        for x, y in product(_FACTORS[a], _FACTORS[b]):
+        for x, y in product(FACTORS[a], FACTORS[b]):
             lengths = y if (a, b) == (0, 4) else (1, 1)
             impossible = truth_of(x if a == 0 else "full", Sizes(lengths[0], lengths[1], 1)) is None
             assert impossible != ((x, y) in met), (x, y)
 
 
-def _assert_right(result: Attention, truth: Attention, dtype: torch.dtype) -> None:
-    for name, error in errors_of(result, truth).items():
-        assert error < ERROR[sum_dtype(dtype) if name == "lse" else dtype], (name, error)
-
-
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: " ".join(map(str, row)))
-def test_every_pair(row: _Row) -> None:
-    case, inputs = row.case(), row.case().inputs()
-    truth = reference(*inputs, mask=truth_of(row.mask, row.sizes))
-    result = attend_over_threads(row.world_size, case, kernel=row.kernel)
-    _assert_right(result, truth, row.dtype)
+def test_every_pair(row: Row) -> None:
+    assert_row(row)
 
 
-def _leaf(chance: random.Random, q_len: int, kv_len: int) -> Mask:
+class _Drawn(NamedTuple):
+    mask: Mask
+    cells: torch.Tensor  # bool, broadcasts to `[batch, heads, Sq, Skv]`
+
+
+def _function(chance: random.Random, q_len: int, kv_len: int) -> _Drawn:
+    a, b, c = (chance.randrange(5) for _ in range(3))
+    most = chance.randrange(1, 7)
+
+    def function(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return (a * q + b * kv + c * head) % 7 < most
+
+    cells = [
+        [[(a * (i + kv_len - q_len) + b * j + c * h) % 7 < most for j in range(kv_len)]
+         for i in range(q_len)]
+        for h in range(_MOST_HEADS)
+    ]  # fmt: skip
+    return _Drawn(Mask.from_function(function), torch.tensor(cells))
+
+
+def _leaf(chance: random.Random, q_len: int, kv_len: int) -> _Drawn:
+    if chance.random() < 0.15:
+        return _function(chance, q_len, kv_len)
     cuts = sorted(chance.randrange(kv_len + 1) for _ in range(chance.randrange(12)))
     lengths = [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
     block = chance.choice([4, 16])
@@ -168,23 +122,27 @@ def _leaf(chance: random.Random, q_len: int, kv_len: int) -> Mask:
     ]
     if q_len <= kv_len:
         masks += [Documents(lengths)] * 3
-    return chance.choice(masks)
+    mask = chance.choice(masks)
+    return _Drawn(mask, cells_of(mask, Sizes(q_len, kv_len, 1)))
 
 
-def _tree(chance: random.Random, q_len: int, kv_len: int, depth: int = 2) -> Mask:
+def _tree(chance: random.Random, q_len: int, kv_len: int, depth: int = 2) -> _Drawn:
     if not depth or chance.random() < 0.4:
         return _leaf(chance, q_len, kv_len)
     a, b = (_tree(chance, q_len, kv_len, depth - 1) for _ in range(2))
-    return a & b if chance.random() < 0.6 else a | b
+    if chance.random() < 0.6:
+        return _Drawn(a.mask & b.mask, a.cells & b.cells)
+    return _Drawn(a.mask | b.mask, a.cells | b.cells)
 
 
 _DRAWN = 300
+_MOST_HEADS = 20
 _EACH = 15
 
 
 @pytest.mark.parametrize("part", range(_DRAWN // _EACH))
 def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`&` and `|` of masks, whose cells `test_spans.py` compares with booleans.
+    """`&` and `|` of masks and functions, against `&` and `|` of their cells.
 
     In every other part, short runs of rows are pieces of their own, too.
     """
@@ -195,7 +153,7 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         q_len = chance.choice([1, 30, 64, 97])
         kv_len = q_len if chance.random() < 0.7 else chance.choice([20, 70])
         world = chance.randrange(1, 6)
-        mask = _tree(chance, q_len, kv_len)
+        mask, cells = _tree(chance, q_len, kv_len)
         case = Case(
             q_len,
             kv_len,
@@ -210,8 +168,20 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         if case.kv_heads is not None and case.heads % case.kv_heads:
             case = case.but(kv_heads=None)
-        truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(q_len, kv_len, 1)))
-        _assert_right(attend_over_threads(world, case), truth, case.dtype)
+        seen = cells if len(cells) == 1 else cells[: case.heads]
+        truth = reference(*case.inputs(), mask=seen.expand(1, -1, q_len, kv_len))
+        assert_right(attend_over_threads(world, case), truth, case.dtype)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "striped"])
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv", "all-to-all"])
+def test_hundreds_of_documents_in_a_shard(strategy: str, kind: str) -> None:
+    """Of one to three tokens each, 200 a shard; the second batch row has them in reverse."""
+    lengths = [1, 2, 3, 1, 3] * 80
+    mask = Causal() & Documents([lengths, lengths[::-1]])
+    case = Case(800, heads=2, batch=2, mask=mask, kind=kind, strategy=strategy)
+    truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(800, 800, 2)))
+    assert_right(attend_over_threads(2, case), truth, case.dtype)
 
 
 _BLOCKS = torch.rand(2, 128, 128, generator=torch.Generator().manual_seed(0)) < 0.3
@@ -236,7 +206,7 @@ def test_parts_of_long_tiles(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> Non
     case = Case(512, heads=4, kv_heads=2, batch=2, mask=mask)
     truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(512, 512, 2)))
     for world in (1, 2, 3):
-        _assert_right(attend_over_threads(world, case), truth, case.dtype)
+        assert_right(attend_over_threads(world, case), truth, case.dtype)
 
 
 def test_what_a_mask_hides_is_not_sent() -> None:
@@ -304,4 +274,4 @@ def test_fresh_documents_in_balanced_layouts(strategy: str) -> None:
         mask = Causal() & Documents([b - a for a, b in pairwise([0, *cuts, 401])])
         case = Case(401, heads=4, kv_heads=2, mask=mask, kind="balanced", strategy=strategy)
         truth = reference(*case.inputs(), mask=cells_of(mask, Sizes(401, 401, 1)))
-        _assert_right(attend_over_threads(4, case), truth, case.dtype)
+        assert_right(attend_over_threads(4, case), truth, case.dtype)

@@ -87,7 +87,8 @@ def test_pieces_are_exactly_what_is_seen(name: str) -> None:
             assert not (piece.diagonal and piece.masked)
             bound = (piece.q_stop - piece.q_start) * (piece.kv_stop - piece.kv_start)
             known = mask.has_spans or not piece.masked
-            assert piece.num_cells == (len(computed) if known else bound), (q, kv, piece)
+            most = len(computed) if known else bound
+            assert len(computed) <= piece.num_cells <= most, (q, kv, piece)
 
 
 @pytest.mark.parametrize("name", ["full", "causal"])

@@ -45,6 +45,7 @@ class _Spread(Run):
         assert isinstance(program, Hybrid)
         self.hybrid, self.world_rank = program, plan.rank
         group, self.number = divmod(plan.rank, program.group_size)
+        self.first_head = self.number * program.ring.problem.num_heads
         return program.ring, group
 
     def bind_input(self, role: Role, whole: torch.Tensor) -> None:

@@ -58,6 +58,7 @@ class Run:
     def __init__(self, binding: Binding) -> None:
         plan, machine = binding.plan, binding.machine
         self.plan, self.kernel = plan, plan.picked.kernel
+        self.first_head = 0  # the number in the whole call of the first query head of tiles
         self.ring, self.rank = self.place(plan)
         problem = self.problem = self.ring.problem
         scale = binding.scale
@@ -169,6 +170,7 @@ class Run:
             progress=self.progress,
             first=op.first,
             last=op.last,
+            first_head=self.first_head,
         )
 
     def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:

@@ -57,7 +57,7 @@ class Request(NamedTuple):
     # True: for lengths that blocks do not divide, and for the only tile of its call. False: for
     # lengths that blocks divide, and for a tile that loads and stores the running state.
     ragged: bool = False
-    width: int = 1  # spans of a row, a power of two
+    width: int = 1  # spans of a row, a power of two; 0: cells in place of spans
     single: bool = True  # whether no line of work has more than one run of a kind
 
 
@@ -194,6 +194,8 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
 def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
+    if name == "p_spans" and constants["WIDTH"] == 0:
+        return "*i8"
     if name.startswith("p_"):
         return "*i32" if name in _TABLES else "*fp32" if name in _SUMS else f"*{dtype}"
     return _SCALARS.get(name, "i32")

@@ -15,7 +15,15 @@ from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
-from burst_rt.kernels.triton.work import VARYING, bounds_of, line_of, only_run_of, run_of, seen_of
+from burst_rt.kernels.triton.work import (
+    VARYING,
+    bounds_of,
+    line_of,
+    of_batch_row,
+    only_run_of,
+    run_of,
+    seen_of,
+)
 
 __all__ = ["dkdv_kernel", "dq_kernel", "launch_dkdv", "launch_dq"]
 
@@ -206,7 +214,7 @@ def dq_kernel(
     rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    p_spans += i_b * by_row * 2 * WIDTH * q_len
+    p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
     # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
     if not (SPECIALIZE and MASKED):
         b_dq = _add_column_runs(
@@ -458,7 +466,7 @@ def dkdv_kernel(
     )
     p_lse += (i_b * kv_heads + i_kv) * group * q_len
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
-    p_spans += i_b * by_row * 2 * WIDTH * q_len
+    p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
     # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
     if not (SPECIALIZE and MASKED):
         b_dk, b_dv = _add_row_runs(

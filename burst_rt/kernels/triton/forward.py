@@ -18,6 +18,7 @@ from burst_rt.kernels.triton.work import (
     VARYING,
     bounds_of,
     line_of,
+    of_batch_row,
     only_run_of,
     run_of,
     seen_of,
@@ -251,7 +252,7 @@ def forward_kernel(
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     p_v += i_b * stride_vb + i_kv * stride_vh
     rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    p_spans += i_b * by_row * 2 * WIDTH * q_len
+    p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
     # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
     if not (SPECIALIZE and MASKED):
         b_acc, b_m, b_l = _fold_runs(

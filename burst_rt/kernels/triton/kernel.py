@@ -18,10 +18,20 @@ from importlib.util import find_spec
 import torch
 
 from burst_rt.errors import InternalError
-from burst_rt.kernels.base import QKV, Gradients, Kernel, Results, State, Tile, Upstream, Work
+from burst_rt.kernels.base import (
+    QKV,
+    Gradients,
+    Kernel,
+    Results,
+    State,
+    Tile,
+    Upstream,
+    Work,
+)
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
-from burst_rt.kernels.triton.tables import lists_of, spans_of_tile
+from burst_rt.kernels.triton.parts import parts_of
+from burst_rt.kernels.triton.tables import cells_table, lists_of, spans_of_tile
 from burst_rt.kernels.triton.tuned import tuned
 from burst_rt.planning.problem import TileShape
 
@@ -37,11 +47,12 @@ _one_at_a_time = threading.RLock()
 
 
 class TritonKernel(Kernel):
-    """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256; masks that have spans.
+    """See `Kernel`. float32, bfloat16, float16; head_dim 16 to 256.
 
     Launches are asynchronous, on the current stream: no method waits for the device. Nothing is
     added atomically, so results are repeatable. The kernel reads what a tile's mask says of its
-    positions (`tables.py`), not its pieces. The state's m is in powers of two. float32 is
+    positions (`tables.py`), not its pieces. Where a mask has no spans, a tile is done in parts for
+    which the mask gives booleans. The state's m is in powers of two. float32 is
     multiplied in float32 (no TF32). 16-bit inputs are multiplied on the tensor cores with float32
     sums; probabilities and score gradients are rounded to the inputs' type.
     """
@@ -49,7 +60,7 @@ class TritonKernel(Kernel):
     name = "triton"
 
     def refuses(self, work: Work) -> str | None:
-        """Refuses all but the devices, types, head sizes and masks that it can do.
+        """Refuses all but the devices, types and head sizes that it can do.
 
         The device is a GPU, or a CPU under TRITON_INTERPRET=1.
         """
@@ -70,8 +81,6 @@ class TritonKernel(Kernel):
                 f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got "
                 f"{work.head_dim}"
             )
-        if not work.mask.has_spans:
-            return f"the triton kernel takes masks that have spans, got {work.mask!r}"
         return None
 
     def remarks(self, work: Work) -> tuple[str, ...]:
@@ -85,10 +94,24 @@ class TritonKernel(Kernel):
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        if tile.mask.has_spans:
+            self._forward(qkv, tile, state, None)
+            return
+        for part in parts_of(qkv, tile):
+            views = State(*map(part.rows, state))
+            dense = State(*(x.contiguous() for x in views))
+            if state.out is state.acc:
+                dense = dense._replace(out=dense.acc)
+            self._forward(part.of(qkv), part.tile, dense, part.cells)
+            for x, y in zip(views, dense, strict=True):
+                if x.data_ptr() != y.data_ptr():
+                    x.copy_(y)
+
+    def _forward(self, qkv: QKV, tile: Tile, state: State, cells: torch.Tensor | None) -> None:
         from burst_rt.kernels.triton.forward import launch_forward
 
         _check_dense(*state)
-        (arguments, config), out = _arguments("forward", qkv, tile), state.out
+        (arguments, config), out = _arguments("forward", qkv, tile, cells), state.out
         if arguments.interpret and tile.last and out.dtype != state.acc.dtype:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
             out = torch.empty_like(state.acc)
@@ -107,14 +130,33 @@ class TritonKernel(Kernel):
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
+        if tile.mask.has_spans:
+            self._backward(qkv, upstream, tile, grads, None)
+            return
+        for part in parts_of(qkv, tile):
+            dout, lse, delta = map(part.rows, upstream)
+            some = Upstream(dout, lse.contiguous(), delta.contiguous())
+            sums = Gradients(*part.sides(*grads))
+            self._backward(part.of(qkv), some, part.tile, sums, part.cells)
+
+    def _backward(
+        self,
+        qkv: QKV,
+        upstream: Upstream,
+        tile: Tile,
+        grads: Gradients,
+        cells: torch.Tensor | None,
+    ) -> None:
         from burst_rt.kernels.triton.backward import launch_dkdv, launch_dq
 
         _check_dense(upstream.lse, upstream.delta)
         device = qkv.q.device
         if grads.dk is not None or grads.dv is not None:
-            _start(device, launch_dkdv, qkv, upstream, grads, *_arguments("dkdv", qkv, tile))
+            arguments = _arguments("dkdv", qkv, tile, cells)
+            _start(device, launch_dkdv, qkv, upstream, grads, *arguments)
         if grads.dq is not None:
-            _start(device, launch_dq, qkv, upstream, grads.dq, *_arguments("dq", qkv, tile))
+            arguments = _arguments("dq", qkv, tile, cells)
+            _start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
         tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
@@ -122,7 +164,8 @@ class TritonKernel(Kernel):
 
         Not counted are the tables of tiles, which calls share (8 bytes a row and span, and the
         lists of work), tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), and the interpreter's temporaries.
+        grid), what a mask without spans takes (bytes of some 2**24 cells, or of 128 columns), and
+        the interpreter's temporaries.
         """
         return 0
 
@@ -131,8 +174,10 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
-    """What a kernel is started with."""
+def _arguments(
+    kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
+) -> tuple[TileArguments, Config]:
+    """What a kernel is started with. cells: of the tile, where its mask has no spans."""
     config, device = _config(kind, qkv.q), qkv.q.device
     sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
     for side, x, positions in sides:
@@ -144,11 +189,14 @@ def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
     blocks = (config.block_m, config.block_n)
     joined = config.loads == "specialized"
     lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
-    spans = spans_of_tile(tile, device)
+    spans = spans_of_tile(tile, device) if cells is None else cells_table(cells, config.block_n)
     if joined and not (lists.single and (spans.width == 1 or not lists.masked)):
         # Warps that do nothing but load are for one run, and for rows of one span.
         config = config._replace(loads="descriptors")
         lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
+    if cells is not None and not lists.by_row:
+        # Batch rows may see other cells, but have the same work.
+        lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
     arguments = TileArguments(
         spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
         _interpreting()

@@ -23,7 +23,7 @@ _MAX_TOKEN_STRIDE = 2**31 // 256 - 1
 class TileArguments(NamedTuple):
     """A tile without its tensors."""
 
-    spans: SpanTable
+    spans: SpanTable  # or cells
     lists: Lists  # by rows or by columns, with the block sizes of the kernel's configuration
     q_len: int
     kv_len: int

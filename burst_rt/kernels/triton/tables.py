@@ -18,7 +18,7 @@ import torch
 from burst_rt.kernels.base import Tile
 from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
 
-__all__ = ["Lists", "SpanTable", "lists_of", "spans_of_tile"]
+__all__ = ["Lists", "SpanTable", "cells_table", "lists_of", "spans_of_tile"]
 
 # Of the tables that are kept, on all devices together.
 _MOST_BYTES = 256 << 20
@@ -30,9 +30,9 @@ _ALIGNED = 4
 class SpanTable(NamedTuple):
     """What the rows of a tile see."""
 
-    bounds: torch.Tensor  # int32, the numbers of `ColumnSpans.bounds`
-    width: int
-    host: ColumnSpans
+    bounds: torch.Tensor  # int32, the numbers of `ColumnSpans.bounds`; or cells (`work.py`)
+    width: int  # 0 for cells
+    host: ColumnSpans | None = None  # None for cells
 
 
 class Lists(NamedTuple):
@@ -81,6 +81,15 @@ def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
     return table
 
 
+def cells_table(cells: torch.Tensor, block_columns: int) -> SpanTable:
+    """Cells in place of spans; bool `[batch, rows, columns]`, on their device."""
+    batch, rows, columns = cells.shape
+    padded = -(-columns // block_columns) * block_columns
+    table = torch.zeros(batch, padded, rows, dtype=torch.int8, device=cells.device)
+    table[:, :columns] = cells.transpose(1, 2)
+    return SpanTable(table, 0)
+
+
 def lists_of(
     tile: Tile, blocks: tuple[int, int], device: torch.device, *, by_columns: bool, joined: bool
 ) -> Lists:
@@ -91,7 +100,10 @@ def lists_of(
 
     def make() -> _Kept:
         spans = spans_of_tile(tile, device).host
-        found = work_list(spans, *blocks, by_columns=by_columns, joined=joined)
+        assert spans is not None
+        found = work_list(
+            spans, *blocks, by_columns=by_columns, joined=joined, whole=tile.mask.has_spans
+        )
         return _kept_lists(found, device)
 
     key = ("lists", *_key(tile, device), blocks, by_columns, joined)

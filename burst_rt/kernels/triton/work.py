@@ -4,6 +4,10 @@ seen.
 The tables are those of `planning/worklist.py`, on the device. A program does one line of its list:
 first its whole runs, whose cells are all seen, then its cut runs, whose cells are compared with the
 spans of their rows. No other block is loaded.
+
+WIDTH is the number of spans a row. Where a mask has no spans, WIDTH is 0, all blocks are cut, and
+in place of spans there are cells: int8 `[columns, rows]`, not 0 where a cell is seen, with columns
+up to the end of the last block.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["VARYING", "bounds_of", "line_of", "only_run_of", "run_of", "seen_of", "within"]
+__all__ = [
+    "VARYING", "bounds_of", "line_of", "of_batch_row", "only_run_of", "run_of", "seen_of", "within",
+]  # fmt: skip
 
 # Kernel arguments that differ from tile to tile. Specialising on their values would compile kernels
 # over and over.
@@ -44,6 +50,28 @@ def only_run_of(p_runs, number, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the spans, or the cells, of a batch row begin. by_row: as for `line_of`."""
+    if WIDTH == 0:
+        p_spans += i_b * by_row * tl.cdiv(kv_len, BLOCK_N) * BLOCK_N * q_len
+    else:
+        p_spans += i_b * by_row * 2 * WIDTH * q_len
+    return p_spans
+
+
+@triton.jit
+def _cells(p_cells, o_m, o_n, num_rows, EVEN_M: tl.constexpr, ROWS_LAST: tl.constexpr):
+    """The cells of the rows `o_m` and the columns `o_n`, as `seen_of` returns them."""
+    if ROWS_LAST:
+        p_cells += o_n[:, None] * num_rows + o_m[None, :]
+        b_inside = (o_m < num_rows)[None, :]
+    else:
+        p_cells += o_n[None, :] * num_rows + o_m[:, None]
+        b_inside = (o_m < num_rows)[:, None]
+    return (tl.load(p_cells) if EVEN_M else tl.load(p_cells, mask=b_inside, other=0)) != 0
+
+
+@triton.jit
 def _bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
     """The starts and the stops of one span of the rows."""
     p_stops = p_spans + tl.cast(num_rows, tl.int64) * WIDTH
@@ -60,8 +88,8 @@ def _bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
 def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
     """What `seen_of` needs of the rows `o_m`, to be kept in registers: bounds of a few spans.
 
-    Empty where there are too many spans to be kept. p_spans: int32 `[2, WIDTH, num_rows]`, starts
-    and stops. Rows beyond the end see nothing; EVEN_M: there are none.
+    Empty where there are too many spans to be kept, or none. p_spans: int32 `[2, WIDTH, num_rows]`,
+    starts and stops. Rows beyond the end see nothing; EVEN_M: there are none.
     """
     kept = ()
     if WIDTH <= 4:
@@ -98,7 +126,9 @@ def seen_of(
     Worked example: spans [0, 2) and [5, 6) of one row, WIDTH 2: of the columns 0 to 7 it sees 0, 1
     and 5.
     """
-    if WIDTH <= 4:
+    if WIDTH == 0:
+        b_seen = _cells(p_spans, o_m, o_n, num_rows, EVEN_M, ROWS_LAST)
+    elif WIDTH <= 4:
         b_seen = within(bounds[0], bounds[1], o_n, ROWS_LAST)
         for number in tl.static_range(1, WIDTH):
             b_seen |= within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)

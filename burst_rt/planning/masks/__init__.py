@@ -1,12 +1,13 @@
 """import burst_rt.planning.masks: which query sees which key.
 
 `base` says what a mask is and combines masks; `spans` holds what rows of queries see; `positions`,
-`documents` and `blocks` hold the masks.
+`documents`, `blocks` and `function` hold the masks.
 """
 
 from burst_rt.planning.masks.base import (
     MASKS,
     Both,
+    Cells,
     Either,
     Mask,
     Relation,
@@ -17,6 +18,7 @@ from burst_rt.planning.masks.base import (
 )
 from burst_rt.planning.masks.blocks import BlockSparse
 from burst_rt.planning.masks.documents import Documents
+from burst_rt.planning.masks.function import Function
 from burst_rt.planning.masks.pieces import MOST_SPANS, Piece
 from burst_rt.planning.masks.positions import Causal, Chunked, First, Full, Prefix, SlidingWindow
 from burst_rt.planning.masks.spans import Positions, Spans
@@ -27,11 +29,13 @@ __all__ = [
     "BlockSparse",
     "Both",
     "Causal",
+    "Cells",
     "Chunked",
     "Documents",
     "Either",
     "First",
     "Full",
+    "Function",
     "Mask",
     "Piece",
     "Positions",

@@ -9,9 +9,10 @@ Where there are more or fewer keys than queries, the last query stands at the la
 alignment, as in flash-attn): query i is at position i + Skv - Sq. The planner shifts query
 positions; masks know nothing of the shift.
 
-A new mask needs `spans`, and all else follows from it. A mask that cannot give spans has `relation`
-and `allows` instead. Without `pieces` of its own, a PARTIAL tile is computed under the mask itself.
-A mask's `repr` must say everything about the mask: ranks compare masks by `repr`.
+A new mask needs `spans`, and all else follows from it. A mask that cannot give spans has
+`relation` and `allows` instead, or is a function (`Mask.from_function`). Without `pieces` of its
+own, a PARTIAL tile is computed under the mask itself. A mask's `repr` must say everything about the
+mask: ranks compare masks by `repr`.
 """
 
 from __future__ import annotations
@@ -20,19 +21,29 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from inspect import get_annotations
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning import numbers
 from burst_rt.planning.masks.pieces import MOST_SPANS, Piece, cut
-from burst_rt.planning.masks.spans import Positions, Spans, beside, intersect, unite
+from burst_rt.planning.masks.spans import (
+    BEGIN,
+    END,
+    Positions,
+    Spans,
+    beside,
+    intersect,
+    one_span,
+    unite,
+)
 from burst_rt.planning.numbers import Numbers
 
 __all__ = [
     "MASKS",
     "Both",
+    "Cells",
     "Either",
     "Mask",
     "Relation",
@@ -63,6 +74,22 @@ class Rule(Enum):
     EVERYTHING = "everything"  # the query sees every key
     NOT_LATER = "not later"  # the query sees the keys that stand at or before it
     OWN = "own"  # only the mask itself can tell
+
+
+class Cells(Protocol):
+    """Some cells of a tile, of all batch rows and some heads, as a kernel asks masks about them.
+
+    Every answer is a tensor of booleans that broadcasts to `[batch, heads, q, kv]`.
+    """
+
+    def by_spans(self, mask: Mask) -> Any:
+        """Which cells are seen by a mask that has spans."""
+
+    def allowed(self, mask: Mask) -> Any:
+        """Which cells a mask allows by `Mask.allows`."""
+
+    def asked(self, mask: Any) -> Any:
+        """What the function of a `Function` says, whatever `within` shows."""
 
 
 class Mask:
@@ -112,6 +139,35 @@ class Mask:
             )
         cls.rule = Rule.OWN
 
+    @staticmethod
+    def from_function(function: Any, within: Mask | None = None, key: str | None = None) -> Mask:
+        """The cells that `within` shows and for which a function says True: `within & function`.
+
+        function: takes (batch, head, q, kv), four int64 tensors that broadcast, as FlexAttention's
+            mask_mod does, and returns booleans that broadcast to the same shape. batch and head are
+            the numbers of batch row and query head in the whole call, kv is the key's position, q
+            the query's position among the keys: its index + Skv - Sq, as for all masks, which for
+            the first queries is below 0 where Sq > Skv. Under Documents(q_lengths, kv_lengths) in
+            `within` it is the query's place in its document. The function decides on each cell by
+            itself, is on the device of the tensors that it is given, and may be called from several
+            threads.
+        within: a mask that has spans; the default is Full(). The function is asked only about tiles
+            and parts of tiles in which `within` shows something, and what it hides is not sent.
+        key: stands for the function where ranks compare their masks. Without a key the ranks
+            compare what the function says about 4,096 cells that are drawn from a seed. Ranks whose
+            functions differ elsewhere only are not found out: that they agree is no proof.
+
+        Any function is computed exactly, and none fast: it is asked anew in every call, tile by
+        tile, in parts of bounded size, and so for a few heads at a time where it tells heads apart.
+        Masks are the same mask if they have the same function object, `within` and key; so a mask
+        is made once, and not in every step. Raises InputError for other arguments. A function that
+        raises, or whose answers are no such booleans or differ from one time to the next, raises
+        InputError in the call, before anything is sent.
+        """
+        from burst_rt.planning.masks.function import Function
+
+        return Function(function, within, key)
+
     @property
     def has_spans(self) -> bool:
         """Whether `spans` gives what this mask sees."""
@@ -121,6 +177,10 @@ class Mask:
     def batch(self) -> int:
         """How many batch rows the mask tells apart; 1: every batch row sees the same."""
         return 1
+
+    def num_apart(self, batch: int, heads: int) -> int:
+        """How many of these batch rows x heads may each see something else."""
+        return self.batch
 
     @property
     def mover(self) -> Mask | None:
@@ -161,11 +221,21 @@ class Mask:
         """What queries at these positions see. q: int64 `[rows]`."""
         raise NotImplementedError
 
+    def outline(self, q: Positions) -> Spans:
+        """Spans outside of which nothing is seen: `spans`, where the mask has them."""
+        return self.spans(q) if self.has_spans else one_span(BEGIN, END, like=q)
+
+    def seen_cells(self, cells: Cells) -> Any:
+        """Which of a tile's cells are seen: booleans that broadcast to `[batch, heads, q, kv]`."""
+        return cells.by_spans(self) if self.has_spans else cells.allowed(self)
+
     def relation(self, q: range, kv: range) -> Relation:
         """EMPTY, PARTIAL or FULL for two non-empty ranges of positions.
 
         FULL and EMPTY must be right; PARTIAL is allowed for any pair of ranges.
         """
+        if not self.has_spans:
+            raise NotImplementedError  # only the mask's own `relation` could tell
         starts, stops = spans_of(self, q).columns(kv)
         seen = (stops - starts).sum(-1)
         if seen.max() == 0:
@@ -199,8 +269,8 @@ class Mask:
             return ()
         masked = relation is Relation.PARTIAL
         num_cells = len(q) * len(kv)
-        if masked and self.has_spans:
-            if sees_few(self, q):
+        if masked:
+            if self.has_spans and sees_few(self, q):
                 return cut(spans_of(self, q).columns(kv))
             some = _sampled(q)
             num_cells = spans_of(self, some).num_cells(kv) * len(q) // len(some)
@@ -234,8 +304,8 @@ def _by_row(mask: Mask, places: Positions) -> Spans:
 
 @lru_cache(maxsize=16)
 def spans_of(mask: Mask, q: range) -> Spans:
-    """What queries at a range of positions see. Cached, because planning asks many times."""
-    return mask.spans(positions_of(q))
+    """`Mask.outline` of a range of positions. Cached, because planning asks many times."""
+    return mask.outline(positions_of(q))
 
 
 def sees_few(mask: Mask, q: range) -> bool:
@@ -281,6 +351,10 @@ class _Pair(Mask):
         """See `Mask.batch`."""
         return max(self.first.batch, self.second.batch)
 
+    def num_apart(self, batch: int, heads: int) -> int:
+        """See `Mask.num_apart`."""
+        return max(part.num_apart(batch, heads) for part in (self.first, self.second))
+
     @property
     def mover(self) -> Mask | None:
         """See `Mask.mover`."""
@@ -319,7 +393,7 @@ class Both(_Pair):
             raise InputError(
                 f"{self.first!r} & {self.second!r}: Documents(q_lengths, kv_lengths) combines with "
                 "masks that have spans, and not with BlockSparse; write `spans` for a mask of your "
-                "own"
+                "own, and give a function all other masks as `within`"
             )
 
     def spans(self, q: Positions) -> Spans:
@@ -333,6 +407,18 @@ class Both(_Pair):
             for part in (self.first, self.second)
         )
         return intersect(first, second)
+
+    def outline(self, q: Positions) -> Spans:
+        """See `Mask.outline`."""
+        if self.has_spans:
+            return self.spans(q)
+        return intersect(self.first.outline(q), self.second.outline(q))
+
+    def seen_cells(self, cells: Cells) -> Any:
+        """See `Mask.seen_cells`."""
+        if self.has_spans:
+            return cells.by_spans(self)
+        return self.first.seen_cells(cells) & self.second.seen_cells(cells)
 
     def relation(self, q: range, kv: range) -> Relation:
         """EMPTY if either mask says EMPTY, FULL if both say FULL."""
@@ -357,6 +443,16 @@ class Either(_Pair):
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""
         return unite(self.first.spans(q), self.second.spans(q))
+
+    def outline(self, q: Positions) -> Spans:
+        """See `Mask.outline`."""
+        return unite(self.first.outline(q), self.second.outline(q))
+
+    def seen_cells(self, cells: Cells) -> Any:
+        """See `Mask.seen_cells`."""
+        if self.has_spans:
+            return cells.by_spans(self)
+        return self.first.seen_cells(cells) | self.second.seen_cells(cells)
 
     def relation(self, q: range, kv: range) -> Relation:
         """FULL if either mask says FULL, EMPTY if both say EMPTY."""

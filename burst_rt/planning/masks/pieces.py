@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     kv_stop: int  # one after the last column
     diagonal: bool  # row i of the piece sees columns j <= i
     masked: bool  # the mask itself says which cells are seen
-    # How many cells are seen; the mean where batch rows differ, an upper bound without spans.
+    # How many cells are seen; the mean where batch rows differ; without spans those in the outline.
     num_cells: int
     upper: bool = False  # row i of the piece sees columns j >= i; as many rows as columns
 

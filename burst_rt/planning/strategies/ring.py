@@ -379,7 +379,7 @@ class Ring:
             problem.num_kv_heads,
             problem.head_dim,
             *lengths,
-            problem.mask.batch if masked else 0,
+            problem.mask.num_apart(problem.batch, problem.num_heads) if masked else 0,
             flipped,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)

@@ -1,5 +1,5 @@
-"""A table of bad calls, each with every rank in turn as the odd one out. What rank r saw goes to
-`args[0]`/r.json.
+"""A table of bad calls, each with every rank in turn as the odd one out, and of masks that no rank
+can make (then odd is None). What rank r saw goes to `args[0]`/r.json.
 With `args[1]` and `args[2]`: so many calls drawn from the table by a seed, instead of all of it.
 
 One entry a case and odd rank: {"case", "odd", "expected", "error", "peer", "message", "elapsed_s",
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bad_masks import DIFFERENT, MISFITS, UNMADE
 
 import burst_rt
 from burst_rt import Causal, Context, ContextLayout, Documents, Full, Mask
@@ -502,6 +503,15 @@ MISMATCH: dict[str, tuple[Call, Call, str]] = {
         "shape: ",
     ),
 }
+
+
+def under(make: Callable[[], Mask]) -> Call:
+    """A call under a mask."""
+    return lambda r: r.attend(mask=make())
+
+
+INPUT |= {name: (under(make), words) for name, (make, words) in MISFITS.items()}
+MISMATCH |= {name: (under(a), under(b), "mask: ") for name, (a, b) in DIFFERENT.items()}
 # There the others call in the context that checks: the odd rank's own, or not the one that it, too,
 # made last.
 _IN_STRICT = {
@@ -520,8 +530,12 @@ def main() -> None:
         r = Rank(strict, ctx)
         for name, odd in drawn(
             [(name, odd) for name in (*INPUT, *MISMATCH) for odd in range(ctx.world_size)]
+            + [(name, None) for name in UNMADE]
         ):
-            if name in INPUT:
+            if odd is None:
+                make, words = UNMADE[name]
+                entries.append(try_case(r, name, odd, "InputError", under(make), fine, words))
+            elif name in INPUT:
                 bad, words = INPUT[name]
                 others: Call = (
                     (lambda r: r.attend(layout=r.strict.layout(TOKENS)))
@@ -536,14 +550,14 @@ def main() -> None:
         Path(sys.argv[1], f"{ctx.rank}.json").write_text(json.dumps(entries), encoding="utf-8")
 
 
-def drawn(cases: list[tuple[str, int]]) -> list[tuple[str, int]]:
+def drawn(cases: list[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
     if len(sys.argv) < 4:
         return cases
     return random.Random(int(sys.argv[3])).choices(cases, k=int(sys.argv[2]))
 
 
 def try_case(
-    r: Rank, name: str, odd: int, expected: str, bad: Call, others: Call, words: str
+    r: Rank, name: str, odd: int | None, expected: str, bad: Call, others: Call, words: str
 ) -> dict[str, object]:
     sent = [ctx.runtime.transport.bytes_sent for ctx in (r.ctx, r.strict)]
     entry: dict[str, object] = {
@@ -555,7 +569,7 @@ def try_case(
     }
     started_s = time.perf_counter()
     try:
-        (bad if r.ctx.rank == odd else others)(r)
+        (bad if odd in (None, r.ctx.rank) else others)(r)
     except BurstError as error:
         entry |= {"error": type(error).__name__, "peer": error.peer, "message": str(error)}
     entry["elapsed_s"] = time.perf_counter() - started_s

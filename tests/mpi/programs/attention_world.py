@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
+from mask_truths import FUNCTIONS, Sizes, truth_of
 from spec import errors_of, reference, single_process
 from worlds import Case, attend
 
 import burst_rt
-from burst_rt import Causal, Context, Documents
+from burst_rt import Causal, Context, Documents, Mask
 from burst_rt.transport import staged
 
 CASES = {
@@ -38,6 +39,7 @@ CASES = {
     "few queries": Case(64, kv_len=500, mask=Causal(), strategy="burst", lse_grad=False),
     "few keys": Case(500, kv_len=64, mask=Causal(), kv_kind="striped", lse_grad=False),
 }
+_FUNCTION, _SIZES = "function of rows and heads", Sizes(40, 40, 2)
 # Too small, or of a type, for torch's own error to mean something: the table of tolerances.
 MORE_CASES = {
     "one token": Case(1, mask=Causal(), strategy="ring-kv"),
@@ -54,6 +56,12 @@ MORE_CASES = {
         mask=Causal() & Documents([40, 70, 30, 400, 100, 60]),
         kind="balanced",
         strategy="direct",
+    ),
+    "a function": Case(
+        40, heads=4, kv_heads=2, batch=2, mask=FUNCTIONS[_FUNCTION].mask(_SIZES), strategy="burst"
+    ),
+    "a function, heads spread": Case(
+        40, heads=60, batch=2, mask=FUNCTIONS[_FUNCTION].mask(_SIZES), strategy="all-to-all"
     ),
     "only v": Case(100, mask=Causal(), needs_grad=(False, False, True), strategy="burst"),
 }
@@ -75,9 +83,10 @@ def main() -> None:
             sent[name] = ctx.all_reduce(counts).tolist()
             inputs = case.inputs()
             if ctx.rank == 0:
-                truth = reference(
-                    *inputs[:4], inputs.dlse if case.lse_grad else None, mask=case.mask
-                )
+                seen: Mask | torch.Tensor | None = case.mask
+                if case.mask is not None and not case.mask.has_spans:
+                    seen = truth_of(_FUNCTION, _SIZES, case.heads)
+                truth = reference(*inputs[:4], inputs.dlse if case.lse_grad else None, mask=seen)
                 own = (
                     errors_of(single_process(*inputs[:4], mask=case.mask), truth)
                     if name in CASES

@@ -1,0 +1,74 @@
+"""Tiles under masks without spans, cut into parts of bounded size, with the cells that are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from burst_rt.kernels.base import QKV, Tile, some_of
+from burst_rt.planning.masks import Piece, Relation
+
+__all__ = ["Part", "parts_of"]
+
+# How many cells a mask without spans is asked about at once, if not more for so few columns.
+_MOST_CELLS, _COLUMNS = 1 << 24, 128
+
+
+class Part(NamedTuple):
+    """Some heads of a tile, all its rows and some of its columns, with the cells they see."""
+
+    heads: slice  # of q
+    kv_heads: slice
+    columns: slice
+    tile: Tile
+    cells: torch.Tensor  # bool `[batch, rows, columns]`: the heads see the same
+
+    def of(self, qkv: QKV) -> QKV:
+        return QKV(*(x for x in self.sides(*qkv) if x is not None))
+
+    def sides(self, *tensors: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+        """Views of the part, of tensors like q, k and v."""
+        q, *kv = tensors
+        yield None if q is None else q[:, :, self.heads]
+        for x in kv:
+            yield None if x is None else x[:, self.columns, self.kv_heads]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """A view of the part, of a tensor `[batch, heads, rows]` or `[batch, rows, heads, ...]`."""
+        return x[:, self.heads] if x.ndim == 3 else x[:, :, self.heads]
+
+
+def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
+    """A tile in parts of bounded size, under a mask that gives booleans only.
+
+    As many heads as fit are asked about together. Where they see the same, they are one part.
+    """
+    batch, q_len, num_heads, _ = qkv.q.shape
+    kv_len, num_kv_heads = qkv.k.shape[1:3]
+    group = num_heads // num_kv_heads
+    step = max(1, _MOST_CELLS // (batch * q_len * group * _COLUMNS)) * _COLUMNS
+    some = max(1, _MOST_CELLS // (batch * q_len * group * min(step, kv_len)))
+    every = Piece(0, q_len, 0, kv_len, False, True, q_len * kv_len)
+    sides = [slice(a, min(a + step, kv_len)) for a in range(0, kv_len, step)]
+    sides = [x for x in sides if tile.relation(every.rows, x) is not Relation.EMPTY] or sides[:1]
+    for first in range(0, num_kv_heads, some):
+        kv_heads = slice(first, min(first + some, num_kv_heads))
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        asked = tile._replace(first_head=tile.first_head + heads.start)
+        for columns in sides:
+            seen = asked.visible(every, every.rows, columns, qkv.q[:, :, heads])
+            assert seen is not None
+            cells = seen[(None,) * (4 - seen.ndim)].expand(batch, -1, -1, -1)
+            here = tile._replace(
+                kv_positions=tuple(some_of(tile.kv_positions, columns)),
+                first=tile.first and columns is sides[0],
+                last=tile.last and columns is sides[-1],
+            )
+            if cells.shape[1] == 1:
+                yield Part(heads, kv_heads, columns, here, cells[:, 0])
+                continue
+            for number, head in enumerate(range(heads.start, heads.stop)):
+                own = slice(head, head + 1), slice(head // group, head // group + 1)
+                yield Part(*own, columns, here, cells[:, number])

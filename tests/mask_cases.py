@@ -1,0 +1,89 @@
+"""Calls under masks, as factors: what `unit/test_masked_attention.py` takes all pairs of, and
+`all_masks.py` the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from mask_truths import FUNCTIONS, MASKS, Sizes, truth_of
+from spec import Attention, errors_of, reference
+from tolerances import ERROR
+from worlds import Case, attend_over_threads
+
+from burst_rt.kernels import sum_dtype
+
+__all__ = ["FACTORS", "Row", "assert_right", "assert_row"]
+
+_BATCH = 2
+_MADE = {name: entry.mask for name, entry in (MASKS | FUNCTIONS).items()}
+
+
+class Row(NamedTuple):
+    """One case of the covering array."""
+
+    mask: str
+    strategy: str
+    kinds: tuple[str, str]
+    world_size: int
+    lengths: tuple[int, int]
+    dtype: torch.dtype
+    kernel: str
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(*self.lengths, _BATCH)
+
+    def case(self) -> Case:
+        world = self.world_size
+        named = self.strategy.endswith(":")
+        # Nodes of two ranks where that is possible, else one node.
+        strategy = f"{self.strategy}{2 if world == 4 else world}" if named else self.strategy
+        spread = self.strategy in ("all-to-all", "hybrid:")
+        kv_heads = world if spread else 2
+        return Case(
+            *self.lengths,
+            heads=2 * kv_heads,
+            kv_heads=kv_heads,
+            batch=_BATCH,
+            dtype=self.dtype,
+            mask=_MADE[self.mask](self.sizes),
+            kind=self.kinds[0],
+            kv_kind=self.kinds[1],
+            strategy=strategy,
+        )
+
+
+FACTORS: tuple[list[Any], ...] = (
+    list(_MADE),
+    [
+        "auto",
+        "burst",
+        "burst-untiled",
+        "ring-kv",
+        "bidirectional",
+        "direct",
+        "all-to-all",
+        "two-level:",
+        "hybrid:",
+        "ring-naive",
+    ],
+    [("zigzag", "zigzag"), ("contiguous", "contiguous"), ("striped", "zigzag")],
+    [1, 2, 3, 4, 5],
+    [(63, 63), (24, 61), (61, 24), (3, 3), (1, 40)],
+    [torch.float32, torch.bfloat16, torch.float64],
+    ["cpu", "naive"],
+)
+
+
+def assert_right(result: Attention, truth: Attention, dtype: torch.dtype) -> None:
+    for name, error in errors_of(result, truth).items():
+        assert error < ERROR[sum_dtype(dtype) if name == "lse" else dtype], (name, error)
+
+
+def assert_row(row: Row) -> None:
+    """Forward and backward of one call are right."""
+    case = row.case()
+    truth = reference(*case.inputs(), mask=truth_of(row.mask, row.sizes, case.heads))
+    assert_right(attend_over_threads(row.world_size, case, kernel=row.kernel), truth, row.dtype)
