@@ -81,9 +81,10 @@ class Context:
 
         kind: "zigzag" (equal work under a causal mask), "contiguous", "striped", or one that
             follows the mask:
-            "balanced" gives every rank the same tokens and nearly the same cells under any mask
-            that has spans, in at most 16 runs (see `planning.balance`). Every layout of one length
-            has the same shard lengths, so packed batches may bring a new mask every step.
+            "balanced" gives every rank the same tokens and nearly the same cells, in at most 16
+            runs (see `planning.balance`). Every such layout of one length has the same shard
+            lengths, so packed batches may bring a new mask every step. Masks without spans count by
+            what is known of them: a function by `within`, others as if all keys were seen.
             "auto" takes "zigzag", "contiguous", "striped" or "balanced". Up to 16 ranks, and where
             `burst-rt calibrate` has measured the machine, it takes the one whose forward and
             backward are forecast to take the least time, with the best strategy for each.

@@ -28,7 +28,7 @@ class Evenness(NamedTuple):
 def evenness(program: Program, q_layout: Layout, kv_layout: Layout) -> Evenness:
     """How even ranks would be in a program, if queries and keys were spread by these layouts.
 
-    Tokens are those of the queries. Raises InputError for a mask without spans.
+    Tokens are those of the queries. Raises InputError as `load_of` does.
     """
     load = load_of(program.problem.mask, q_layout.seq_len, kv_layout.seq_len)
     costs, runs = (

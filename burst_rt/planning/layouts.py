@@ -59,7 +59,7 @@ def make_layout(kind: str, seq_len: int, world_size: int, mask: Mask | None = No
 
     kind: "contiguous", "zigzag", "striped", or "balanced" for a mask of as many queries as keys.
     Raises InputError for another kind, a length below 1 or above 2**48 (balanced: 2**26), and a
-    mask that is missing, has no spans, is not for this length, or is given beside another kind.
+    mask that is missing, is not for this length, or is given beside another kind.
     """
     if not isinstance(kind, str) or kind not in (BALANCED, *KINDS):
         raise InputError(

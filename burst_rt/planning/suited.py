@@ -36,9 +36,8 @@ def fastest_layout(
     spread = {}
     for kind in LAYOUTS:
         mask = problem.mask if kind == BALANCED else None
-        if mask is None or mask.has_spans:
-            layout = make_layout(kind, problem.q_layout.seq_len, problem.world_size, mask)
-            spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
+        layout = make_layout(kind, problem.q_layout.seq_len, problem.world_size, mask)
+        spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
     if hardware is None or not 1 < problem.world_size <= _FORECAST_UP_TO:
         return min(_most_even(list(spread.values())), key=_wire_bytes), {}
     seconds = {}
@@ -52,9 +51,7 @@ def fastest_layout(
 
 
 def _most_even(problems: list[Problem]) -> list[Problem]:
-    """Those whose busiest rank has the fewest cells, or nearly so; all, where that is not known."""
-    if not problems[0].mask.has_spans:
-        return problems
+    """Those whose busiest rank has the fewest cells, or nearly so."""
     work = []
     for problem in problems:
         sides = (problem.q_layout, problem.kv_layout)

@@ -233,9 +233,8 @@ def _why(
     if best is None or best.time_s is None:
         return f"Take none: no strategy fits into a device's memory; with burst {ranks}."
     same, *others = _alike(f for f in found if not f.out_of_memory)
-    ahead = (
-        f" (here {' and '.join(f.strategy for f in same[1:])} is the same)" if len(same) > 1 else ""
-    )
+    names, verb = [f.strategy for f in same[1:]], "are" if len(same) > 2 else "is"
+    ahead = f" (here {' and '.join(names)} {verb} the same)" if names else ""
     if others and others[0][0].time_s:
         times = f"{others[0][0].time_s / best.time_s:.2f}"
         ahead += f", {f'{times} times ' * (times != '1.00')}as fast as {others[0][0].strategy}"

@@ -40,7 +40,7 @@ _JOBS = [*((n, "mpi") for n in _WORLDS), (2, "staged"), (3, "staged")]
 @pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
 def test_errors_are_those_of_one_process(num_ranks: int, transport: str) -> None:
     errors = _outcome(num_ranks, transport)["errors"]
-    assert len(errors) == 15
+    assert len(errors) == 16
     for case, fields in errors.items():
         for field, (error, own) in fields.items():
             wide = torch.float64 if case == "fp64" else torch.float32
@@ -62,7 +62,7 @@ def test_errors_do_not_grow_with_the_world() -> None:
 @pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
 def test_what_is_sent_is_what_the_plan_says(num_ranks: int, transport: str) -> None:
     counted = _outcome(num_ranks, transport)["bytes"]
-    assert len(counted) == 13
+    assert len(counted) == 14
     for case, (predicted, sent) in counted.items():
         assert sent == predicted, case
         assert (sent > 0) == (num_ranks > 1 and case != "one token"), case

@@ -7,13 +7,11 @@ from math import ceil, log2
 
 import numpy as np
 import pytest
-import torch
 from graphs import Window
 from mask_truths import MASKS, Sizes, truth_of
 from mixes import Mix, mix
 
-from burst_rt import Causal, Documents, Full, Mask
-from burst_rt.errors import InputError
+from burst_rt import Causal, Documents, Full, Mask, SlidingWindow
 from burst_rt.planning.balance import Load, deal, load_of, step_of
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.masks.spans import Positions
@@ -131,16 +129,11 @@ def test_queries_that_see_nothing_and_other_keys_than_queries() -> None:
     assert _busiest(load.rows, deal(load, 3)) < 1.02
 
 
-def test_a_mask_without_spans_is_refused() -> None:
-    class Odd(Mask):
-        def allows(self, q_position: torch.Tensor, kv_position: torch.Tensor) -> torch.Tensor:
-            return (q_position + kv_position) % 2 == 0
-
-    for mask in (Odd(), Window(), Causal() & Odd()):
-        with pytest.raises(
-            InputError, match=r"balancing needs a mask with spans, and .* has none; write"
-        ):
-            load_of(mask, 8, 8)
+def test_a_mask_without_spans_costs_its_outline() -> None:
+    function = Mask.from_function(lambda b, h, q, kv: (q + kv) % 2 == 0, within=SlidingWindow(20))
+    for mask, known in ((function, SlidingWindow(20)), (Window() & Causal(), Causal())):
+        for got, expected in zip(load_of(mask, 90, 90), load_of(known, 90, 90), strict=True):
+            assert (got == expected).all()
 
 
 def test_packed_rows_of_a_batch_are_dealt_by_their_sum() -> None:

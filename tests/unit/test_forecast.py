@@ -21,7 +21,7 @@ from burst_rt.planning.forecast import (
     untiled_bytes,
 )
 from burst_rt.planning.layouts import make_layout
-from burst_rt.planning.masks import Causal, Documents, Mask
+from burst_rt.planning.masks import BlockSparse, Causal, Documents, Mask
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Schedule
@@ -151,8 +151,8 @@ def test_layouts_of_fresh_documents_have_one_forecast() -> None:
     assert len({problem.q_layout for problem in found}) == 3
     (like,) = {typical(problem) for problem in found}
     assert like.q_layout == make_layout("balanced", 4096, 4, like.mask)
-    # A layout that was made for another mask than the call's, which has no spans.
-    odd = replace(found[0], mask=Window())
+    # A layout that no mask of the call's kind could have led to stays.
+    odd = replace(found[0], mask=BlockSparse([[True]], 8))
     assert typical(odd) == odd
 
 

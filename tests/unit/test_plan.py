@@ -243,13 +243,10 @@ def test_plan_and_simulate_say_the_same_of_the_same() -> None:
 
 
 def test_plan_names_what_comes_to_the_same_once() -> None:
-    said = (
-        CliRunner()
-        .invoke(cli, ["plan", "--world", "8", "--hardware", "a100-pcie", "--seq", "128K"])
-        .stdout.splitlines()
-    )
+    argv = "plan --world 8 --hardware a100-pcie --seq 128K --mask full"
+    said = CliRunner().invoke(cli, argv.split()).stdout.splitlines()
     # On one node two levels are a ring.
-    assert "two-level is the same" in said[-1]
+    assert "(here bidirectional and two-level are the same)" in said[-1]
     assert "1.00 times" not in said[-1]
     argv = "plan --world 4 --hardware a100-pcie --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
     refused = [

@@ -81,5 +81,5 @@ def test_without_a_machine_the_layout_is_even_and_sends_little() -> None:
     assert kind(SlidingWindow(128)) == "contiguous"
     assert kind(Causal() & Documents([1024] * 4)) == "contiguous"
     assert kind(Causal() & Documents([64] * 32 + [2048])) == "balanced"
-    # Cells are not known: by bytes.
+    # Its cells are not known, and count as even.
     assert kind(Window()) == "contiguous"

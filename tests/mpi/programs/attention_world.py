@@ -17,7 +17,7 @@ from spec import errors_of, reference, single_process
 from worlds import Case, attend
 
 import burst_rt
-from burst_rt import Causal, Context, Mask
+from burst_rt import Causal, Context, Documents, Mask
 from burst_rt.transport import staged
 
 CASES = {
@@ -49,6 +49,14 @@ MORE_CASES = {
     ),
     "fp16": Case(200, dtype=torch.float16, strategy="ring-kv"),
     "fp64": Case(200, dtype=torch.float64, mask=Causal()),
+    "packed, balanced": Case(
+        700,
+        heads=4,
+        kv_heads=2,
+        mask=Causal() & Documents([40, 70, 30, 400, 100, 60]),
+        kind="balanced",
+        strategy="direct",
+    ),
     "a function": Case(
         40, heads=4, kv_heads=2, batch=2, mask=FUNCTIONS[_FUNCTION].mask(_SIZES), strategy="burst"
     ),
