@@ -283,7 +283,7 @@ def test_a_tile_against_the_spec(
     doubles.calls.clear()
     if dtype == torch.float16:
         return  # its backward is refused
-    for got, want in zip(_gradients(kernel, tile, tensors, truth), truth[2:], strict=True):
+    for got, want in zip(_gradients(kernel, tile, tensors, truth), truth[2:5], strict=True):
         assert want is not None
         assert relative_error(got, want) < ERROR[dtype]
     assert doubles.calls == PIECES[name][1]
@@ -310,7 +310,7 @@ def test_any_dout_with_any_gradient_of_lse(magnitude: float | str) -> None:
         tensors[3] = (tensors[3] * rows[:, None, None]).to(torch.bfloat16)
         truth = reference(*tensors, scale=0.3)
         for got, want in zip(
-            _gradients(KERNELS["flash"], tile, tensors, truth, start=0.0), truth[2:], strict=True
+            _gradients(KERNELS["flash"], tile, tensors, truth, start=0.0), truth[2:5], strict=True
         ):
             assert want is not None
             # A dV of 0 is off by what the row that stands in for dO adds.

@@ -29,7 +29,19 @@ __all__ = ["Compiled", "Request", "compile_all"]
 
 _SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
 # Pointers to tensors that are float32 whatever the inputs are.
-_SUMS = {"p_acc", "p_m", "p_l", "p_lse", "p_dlse", "p_delta", "p_top", "p_dq", "p_dk", "p_dv"}
+_SUMS = {
+    "p_acc",
+    "p_m",
+    "p_l",
+    "p_lse",
+    "p_dlse",
+    "p_delta",
+    "p_top",
+    "p_dq",
+    "p_dk",
+    "p_dv",
+    "p_sinks",
+}
 # Pointers to tables.
 _TABLES = {"p_spans", "p_lines", "p_runs"}
 # Patterns in SASS: products on the tensor cores of each generation; loads by the copy engine;
@@ -184,7 +196,7 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
         "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "MASKED": request.masked, "WIDTH": request.width, "SINGLE": request.single,
-        "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even,
+        "FIRST": ends, "LAST": ends, "SINKS": False, "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
         "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers",
         "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,

@@ -152,6 +152,7 @@ def forward_kernel(
     p_l,
     p_out,
     p_lse,
+    p_sinks,
     p_spans,
     p_lines,
     p_runs,
@@ -179,6 +180,7 @@ def forward_kernel(
     SINGLE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
+    SINKS: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -193,10 +195,11 @@ def forward_kernel(
         l <- l * 2^(m - m') + sum_j 2^(s_j - m')
         m <- m'
 
-    Reads (acc, m, l) unless FIRST, and writes them unless LAST. If LAST it writes out = acc / l (0
-    where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc, out
-    `[batch, q_len, heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may be
-    acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
+    Reads (acc, m, l) unless FIRST, where a row begins with nothing, if SINKS with its head's sink
+    (p_sinks `[heads]`): m = sink * log2(e), l = 1. Writes them unless LAST. If LAST it writes out =
+    acc / l (0 where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc,
+    out `[batch, q_len, heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may
+    be acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
     compute.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s =
@@ -237,8 +240,12 @@ def forward_kernel(
 
     if FIRST:
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        b_m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        b_l = tl.zeros((BLOCK_M,), tl.float32)
+        if SINKS:
+            b_m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(p_sinks + i_h) * 1.4426950408889634
+            b_l = tl.full((BLOCK_M,), 1.0, tl.float32)
+        else:
+            b_m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            b_l = tl.zeros((BLOCK_M,), tl.float32)
     else:
         b_acc = tl.load(p_acc + in_rows, mask=inside, other=0.0)
         b_m = tl.load(p_m + in_row, mask=o_m < q_len, other=-float("inf"))
@@ -282,9 +289,12 @@ def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Con
     q, k, v = qkv
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
+    sinks = arguments.terms.sinks
     forward_kernel[grid](
-        *qkv, *state, *arguments.tables, *strides(q), *strides(k), *strides(v),
+        *qkv, *state, state.m if sinks is None else sinks, *arguments.tables,
+        *strides(q), *strides(k), *strides(v),
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale_log2,
-        FIRST=arguments.first, LAST=arguments.last, **constants_of(arguments, config, *qkv),
+        FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
+        **constants_of(arguments, config, *qkv),
     )  # fmt: skip

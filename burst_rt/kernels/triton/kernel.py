@@ -70,6 +70,8 @@ class TritonKernel(Kernel):
                 f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got "
                 f"{work.head_dim}"
             )
+        if work.scores.softcap or work.scores.alibi_slopes or len(set(work.head_dims)) > 1:
+            return "the triton kernel has no softcap, no ALiBi and one head_dim"
         if not work.mask.has_spans:
             return f"the triton kernel takes masks that have spans, got {work.mask!r}"
         return None
@@ -151,7 +153,7 @@ def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
         lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
     arguments = TileArguments(
         spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        _interpreting()
+        _interpreting(), tile.terms
     )  # fmt: skip
     return arguments, config
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
+from burst_rt.kernels.base import ScoreTerms
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
@@ -31,6 +32,7 @@ class TileArguments(NamedTuple):
     first: bool  # whether it is the first tile of its forward
     last: bool  # whether it is the last
     interpret: bool  # whether Triton's interpreter runs the kernels
+    terms: ScoreTerms
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
