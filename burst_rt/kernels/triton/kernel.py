@@ -21,7 +21,7 @@ from burst_rt.errors import InternalError
 from burst_rt.kernels.base import QKV, Gradients, Kernel, Results, State, Tile, Upstream, Work
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
-from burst_rt.kernels.triton.tables import lists_of, spans_of_tile
+from burst_rt.kernels.triton.tables import lists_of, positions_of_tile, spans_of_tile
 from burst_rt.kernels.triton.tuned import tuned
 from burst_rt.planning.problem import TileShape
 
@@ -65,13 +65,10 @@ class TritonKernel(Kernel):
             return "the triton kernel needs the package triton, which is not installed"
         if work.dtype not in _DTYPES:
             return f"the triton kernel takes float32, bfloat16 and float16, got {work.dtype}"
-        if not _MIN_HEAD_DIM <= work.head_dim <= _MAX_HEAD_DIM:
-            return (
-                f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got "
-                f"{work.head_dim}"
-            )
-        if work.scores.softcap or work.scores.alibi_slopes or len(set(work.head_dims)) > 1:
-            return "the triton kernel has no softcap, no ALiBi and one head_dim"
+        for head_dim in work.head_dims:
+            if not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM:
+                limits = f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}"
+                return f"the triton kernel takes a head_dim of {limits}, got {head_dim}"
         if not work.mask.has_spans:
             return f"the triton kernel takes masks that have spans, got {work.mask!r}"
         return None
@@ -79,7 +76,8 @@ class TritonKernel(Kernel):
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
         kinds = ("forward",) if work.forward else ("dq", "dkdv")
-        found = {kind: tuned(kind, work.device, work.head_dim, work.dtype) for kind in kinds}
+        head_dim = max(work.head_dims)
+        found = {kind: tuned(kind, work.device, head_dim, work.dtype) for kind in kinds}
         if not any(found.values()):
             return ()
         told = ", ".join(f"{kind} {config}" for kind, config in found.items() if config)
@@ -135,7 +133,7 @@ def _interpreting() -> bool:
 
 def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
     """What a kernel is started with."""
-    config, device = _config(kind, qkv.q), qkv.q.device
+    config, device, terms = _config(kind, qkv.q, qkv.v), qkv.q.device, tile.terms
     sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
     for side, x, positions in sides:
         if sum(map(len, positions)) != x.shape[1]:
@@ -144,6 +142,9 @@ def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
                 f"{positions}"
             )
     blocks = (config.block_m, config.block_n)
+    if terms.softcap is not None or terms.alibi_slopes is not None:
+        # Triton's Hopper compiler cannot hand to all warps what these compute with.
+        config = config._replace(loads="descriptors") if config.loads == "specialized" else config
     joined = config.loads == "specialized"
     lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
     spans = spans_of_tile(tile, device)
@@ -153,15 +154,18 @@ def _arguments(kind: str, qkv: QKV, tile: Tile) -> tuple[TileArguments, Config]:
         lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=False)
     arguments = TileArguments(
         spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        _interpreting(), tile.terms
+        _interpreting(), terms,
+        None if terms.alibi_slopes is None else positions_of_tile(tile, device),
     )  # fmt: skip
     return arguments, config
 
 
-def _config(kind: str, x: torch.Tensor) -> Config:
+def _config(kind: str, *inputs: torch.Tensor) -> Config:
+    """The configuration for the widest of these tensors."""
+    x, head_dim = inputs[0], max(x.shape[3] for x in inputs)
     arch = None if x.device.type == "cpu" else _arch(x.device)
-    return tuned(kind, x.device, x.shape[3], x.dtype) or default_config(
-        kind, arch, x.shape[3], x.dtype.itemsize
+    return tuned(kind, x.device, head_dim, x.dtype) or default_config(
+        kind, arch, head_dim, x.dtype.itemsize
     )
 
 
