@@ -73,20 +73,22 @@ class Case:
         return Inputs(q, k, v, dout, dlse.to(wide))
 
     def of_heads(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Slopes between 0 and 1, and sinks like scores; float32 numbers."""
+        """Slopes between 0 and 1, and sinks like scores, in the type of the sums."""
         generator = torch.Generator().manual_seed(self.seed)
         rows = (self.batch, self.heads) if self.alibi == "batch and heads" else (self.heads,)
-        slopes = torch.rand(rows, generator=generator)
-        sinks = torch.randn(self.heads, generator=generator)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        slopes = torch.rand(rows, generator=generator, dtype=wide)
+        sinks = torch.randn(self.heads, generator=generator, dtype=wide)
         return slopes if self.alibi else None, sinks if self.sinks else None
 
     @property
     def truth(self) -> Attention:
         """What the spec says."""
         slopes, sinks = self.of_heads()
+        q, k, v, dout, dlse = self.inputs()
         return reference(
-            *self.inputs(), mask=self.mask, scale=self.scale, softcap=self.softcap,
-            alibi_slopes=slopes, sinks=sinks,
+            q, k, v, dout, dlse if self.lse_grad else None, mask=self.mask, scale=self.scale,
+            softcap=self.softcap, alibi_slopes=slopes, sinks=sinks,
         )  # fmt: skip
 
     def but(self, **changes: Any) -> Case:  # any field's type
