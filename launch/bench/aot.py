@@ -69,7 +69,7 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
     return {
         "kernel": request.kind,
         "arch": f"sm_{request.arch}",
-        "head_dim": str(request.head_dim)
+        "head_dim": request.head_dim
         if not request.v_head_dim
         else f"{request.head_dim} / {request.v_head_dim}",
         "masked": "yes" if request.masked else "no",

@@ -311,8 +311,7 @@ def test_staged_gives_the_same_bits(
     monkeypatch.setattr(staged, "CHUNK_BYTES", 1001)
     case = Case(61, mask=Causal(), batch=2, strategy=strategy)
     plain = attend_over_threads(world_size, case)
-    staged = attend_over_threads(world_size, case, transport="staged")
-    for x, y in zip(plain[:5], staged[:5], strict=True):
+    for x, y in zip(plain, attend_over_threads(world_size, case, transport="staged"), strict=True):
         assert (x is None) == (y is None)
         assert x is None or y is None or torch.equal(x, y)
 
