@@ -47,8 +47,8 @@ def test_against_the_spec(world: int, changes: dict[str, Any]) -> None:
         assert error < most[sum_dtype(case.dtype) if name == "lse" else case.dtype], (name, error)
 
 
-@triton.jit
-def _tanh_kernel(p_x, p_y, SIZE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _tanh_kernel(p_x: Any, p_y: Any, SIZE: tl.constexpr) -> None:
     o = tl.arange(0, SIZE)
     tl.store(p_y + o, tanh(tl.load(p_x + o)))
 

@@ -62,14 +62,13 @@ def _add_columns(
         b_rows = places_of(shaping.p_rows, o_m, q_len)
         unit = 1.0  # of `sloped`
     else:
-        unit = scale_log2
+        b_rows, unit = o_m, scale_log2
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_v = load_block(rows_v, column, V_HEAD_DIM, BLOCK_DV, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if SOFTCAP:
-            b_t = tanh(b_s * shaping.cap_scale)
-            b_s = b_t
+        b_t = tanh(b_s * shaping.cap_scale) if SOFTCAP else b_s
+        b_s = b_t
         if ALIBI:
             o_k = column + tl.arange(0, BLOCK_N)
             b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
@@ -311,7 +310,7 @@ def _add_rows(
         b_columns = places_of(shaping.p_columns, o_n, kv_len)
         unit = 1.0  # of `sloped`
     else:
-        unit = scale_log2
+        b_columns, unit = o_n, scale_log2
     for i in tl.range(group * num_blocks, warp_specialize=SPECIALIZE):
         i_g = i // num_blocks
         row = start + i % num_blocks * BLOCK_M
@@ -331,9 +330,8 @@ def _add_rows(
             else tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf"))
         )
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
-        if SOFTCAP:
-            b_t = tanh(b_s * shaping.cap_scale)
-            b_s = b_t
+        b_t = tanh(b_s * shaping.cap_scale) if SOFTCAP else b_s
+        b_s = b_t
         if ALIBI:
             b_rows = places_of(shaping.p_rows, o_m, q_len)
             b_s = sloped(b_s, shaping.p_slopes + i_g, b_rows, b_columns, scale_log2, True)

@@ -76,7 +76,7 @@ def _fold(
         b_rows = places_of(shaping.p_rows, o_m, q_len)
         unit = 1.0  # of `sloped`
     else:
-        unit = scale_log2
+        b_rows, unit = o_m, scale_log2
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
