@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from burst_rt.planning.layouts import Layout
 from burst_rt.planning.masks import Mask
-from burst_rt.planning.roles import Role
 
 __all__ = ["Problem", "ScoreOptions", "TileShape"]
 
@@ -88,10 +87,6 @@ class Problem:
     def kv_blocks(self) -> tuple[tuple[range, ...], ...]:
         """Blocks of keys by rank."""
         return self.kv_layout.blocks
-
-    def dim_of(self, role: Role) -> int:
-        """The head_dim of a tensor."""
-        return self.v_head_dim if role.values else self.head_dim
 
     @property
     def q_token_bytes(self) -> int:

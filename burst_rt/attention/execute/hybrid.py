@@ -97,7 +97,8 @@ class _Spread(Run):
             Role.LSE: (problem.batch, heads, length),
             Role.ROWS: (2, problem.batch, heads, length),
         }
-        shape = shapes.get(role, (problem.batch, length, heads, problem.dim_of(role)))
+        head_dim = problem.v_head_dim if role.values else problem.head_dim
+        shape = shapes.get(role, (problem.batch, length, heads, head_dim))
         dtype = self.wide if role in shapes else self.plan.key.dtype
         return self.storage[part].view(dtype).view(shape)
 

@@ -34,6 +34,7 @@ from burst_rt.planning.operations import (
     Tensors,
     TileOperation,
 )
+from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
@@ -165,7 +166,7 @@ class Run:
         heads = problem.num_heads if role.queries else problem.num_kv_heads
         if role is Role.LSE:
             return (problem.batch, heads, length)
-        return (problem.batch, length, heads, problem.dim_of(role))
+        return (problem.batch, length, heads, _head_dim(problem, role))
 
     def tile(self, op: TileOperation) -> Tile:
         """The tile of a travelling block with the shard at home."""
@@ -218,7 +219,7 @@ class Run:
             shape = (
                 (2, problem.batch, heads, length)
                 if role is Role.ROWS
-                else (problem.batch, length, heads, problem.dim_of(role))
+                else (problem.batch, length, heads, _head_dim(problem, role))
             )
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             self.slots.views[part, owner] = view
@@ -288,7 +289,7 @@ class BackwardRun(Run):
                 )
                 self.bind(role, self.sums[role])
         self._sinks, self.dsinks = binding.terms.sinks, None
-        if self.plan.key.problem.sink_bytes:
+        if self.plan.key.problem.scores.sinks_need_grad:
             assert self._sinks is not None
             self.dsinks = torch.zeros_like(self._sinks, dtype=torch.float64)
             self.bind_part(Role.DSINKS, 0, self.dsinks)
@@ -353,6 +354,10 @@ class BackwardRun(Run):
         total = self.tensors[op.own]
         arrived = self.storage[op.arrived][: total.numel() * total.itemsize]
         total += arrived.view(total.dtype).view(total.shape)
+
+
+def _head_dim(problem: Problem, role: Role) -> int:
+    return problem.v_head_dim if role.values else problem.head_dim
 
 
 def _qkv(tensors: dict[Role, torch.Tensor]) -> QKV:
