@@ -107,7 +107,7 @@ class _VendorKernel(Kernel):
         if work.partials == "exact" and not _whole(work):
             return (
                 f"the {self.name} kernel rounds each partial result to {_bare(work.dtype)}, and "
-                f"here {'sinks' if work.scores.sinks else 'several partial results'} are added up; "
+                f"here {'sinks' if _sunk(work) else 'several partial results'} are added up; "
                 "burst_rt.init(partials='16bit') allows that"
             )
         return None
@@ -324,9 +324,16 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
 
 def _whole(work: Work) -> bool:
     """Whether a single call does all the work, so that nothing is added up."""
-    if work.scores.sinks:
-        return False  # a sink is added to what a call returns
-    return work.ring_size == 1 and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
+    return (
+        not _sunk(work)
+        and work.ring_size == 1
+        and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
+    )
+
+
+def _sunk(work: Work) -> bool:
+    """Whether sinks are added to what a call returns; in the backward they are in lse."""
+    return work.forward and work.scores.sinks
 
 
 def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -93,6 +93,15 @@ def test_parts_of_long_tiles(terms: str, monkeypatch: pytest.MonkeyPatch) -> Non
         _assert_right(2, _BASE.but(**_TERMS[terms], q_len=200, mask=mask))
 
 
+def test_staged_messages_carry_the_same() -> None:
+    case = _BASE.but(**_TERMS["all"], strategy="burst")
+    plain = attend_over_threads(3, case)
+    for x, y in zip(plain, attend_over_threads(3, case, transport="staged"), strict=True):
+        assert x is not None
+        assert y is not None
+        assert torch.equal(x, y)
+
+
 def test_a_slope_without_distance_and_a_cap_out_of_reach_change_nothing() -> None:
     plain = attend_over_threads(2, _BASE)
     capped = attend_over_threads(2, _BASE.but(softcap=1e4))
@@ -130,15 +139,17 @@ def _qkv(ctx: Context, heads: int = 4) -> tuple[Any, list[torch.Tensor]]:
     return layout, [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
-def test_sinks_alone_may_need_a_gradient_and_keep_their_type() -> None:
+@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "all-to-all", "ring-naive"])
+def test_sinks_alone_may_need_a_gradient_and_keep_their_type(strategy: str) -> None:
     def run(ctx: Context) -> list[torch.Tensor]:
         layout, (q, k, v) = _qkv(ctx)
         found = []
         for needed in (False, True):
             sinks = torch.tensor([0.0, 1.0, -1.0, 0.5], dtype=torch.bfloat16, requires_grad=True)
             out = burst_rt.burst_attention(
-                q.detach().requires_grad_(needed), k, v, layout=layout, sinks=sinks
-            )
+                q.detach().requires_grad_(needed), k, v, layout=layout, sinks=sinks,
+                strategy=strategy,
+            )  # fmt: skip
             out.sum().backward()
             assert sinks.grad is not None
             assert sinks.grad.dtype == torch.bfloat16
@@ -241,6 +252,17 @@ def test_what_vendors_kernels_refuse() -> None:
             reason = kernel.refuses(work)
             assert reason is not None
             assert why in reason
+    sinks = Work(
+        torch.device("cpu"), torch.bfloat16, 64, Full(), scores=ScoreOptions(sinks=True),
+        tiles=(Full().pieces(range(64), range(64)),),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KERNELS["flash"], "device_type", "cpu", raising=False)
+        patch.setattr(type(KERNELS["flash"]), "_missing", lambda self, device: None)
+        reason = KERNELS["flash"].refuses(sinks)
+        assert reason is not None
+        assert "and here sinks are added up" in reason
+        assert KERNELS["flash"].refuses(sinks._replace(partials="16bit")) is None
 
 
 def test_the_memory_of_matrices_is_bounded() -> None:

@@ -120,9 +120,9 @@ class TritonKernel(Kernel):
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
-        Not counted are the tables of tiles, which calls share (8 bytes a row and span, and the
-        lists of work), tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), and the interpreter's temporaries.
+        Not counted are the tables of tiles, which calls share (8 bytes a row and span, the lists of
+        work, and with ALiBi 4 bytes a row and column), tensor descriptors, where they are used (at
+        most 512 bytes a block of the grid), and the interpreter's temporaries.
         """
         return 0
 
