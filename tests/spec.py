@@ -24,7 +24,8 @@ class Attention(NamedTuple):
     lse: torch.Tensor  # [B, H, Sq]
     dq: torch.Tensor | None  # [B, Sq, H, D]
     dk: torch.Tensor | None  # [B, Skv, Hkv, D]
-    dv: torch.Tensor | None  # [B, Skv, Hkv, D]
+    dv: torch.Tensor | None  # [B, Skv, Hkv, D]; D of v and out may be another than that of q and k
+    dsinks: torch.Tensor | None = None  # [H]
 
 
 def seen(mask: Mask, q_len: int, kv_len: int) -> torch.Tensor:
@@ -43,20 +44,39 @@ def reference(
     *,
     mask: Mask | torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Attention:
     """Attention of BSHD tensors of any floating type, computed in float64.
 
-    mask: a mask, or the cells that are seen: bool `[Sq, Skv]` or `[B, Sq, Skv]`. The gradients are
-    those of sum(out * dout) + sum(lse * dlse).
+    mask: a mask, or the cells that are seen: bool `[Sq, Skv]` or `[B, Sq, Skv]`. alibi_slopes:
+    `[H]` or `[B, H]`. sinks: `[H]`, one more column of scores. The gradients are those of
+    sum(out * dout) + sum(lse * dlse).
     """
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (
         1 / math.sqrt(q.shape[3]) if scale is None else scale
     )
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        (q_len, kv_len), slopes = _lengths(q, k), alibi_slopes.double()
+        distance = (torch.arange(q_len)[:, None] + kv_len - q_len - torch.arange(kv_len)).abs()
+        scores = scores - slopes[..., None, None] * distance
     visible = mask if isinstance(mask, torch.Tensor) else seen(mask or Full(), *_lengths(q, k))
     if visible.ndim == 3:
         visible = visible[:, None]
+    inputs = [q, k, v]
+    if sinks is not None:
+        # One more key: its score is the sink, its value is 0, and every query sees it.
+        sinks = sinks.detach().double().requires_grad_()
+        inputs.append(sinks)
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+        visible = torch.cat((visible, torch.ones_like(visible[..., :1])), -1)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
     blind = ~visible.any(-1)
     top = (
         scores.detach()
@@ -73,7 +93,7 @@ def reference(
     loss = (out * dout.double()).sum()
     if dlse is not None:
         loss = loss + (lse.masked_fill(blind, 0.0) * dlse.double()).sum()
-    return Attention(out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v)))
+    return Attention(out.detach(), lse.detach(), *torch.autograd.grad(loss, inputs))
 
 
 def _lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from spec import Attention
+from spec import Attention, reference
 
 import burst_rt
 from burst_rt import Context, ContextLayout, Mask
@@ -36,6 +36,7 @@ class Case:
     heads: int = 2
     kv_heads: int | None = None
     head_dim: int = 16
+    v_head_dim: int | None = None
     batch: int = 1
     dtype: torch.dtype = torch.float32
     mask: Mask | None = None
@@ -43,6 +44,9 @@ class Case:
     kv_kind: str | None = None
     strategy: str = "auto"
     scale: float | None = None
+    softcap: float | None = None
+    alibi: str = ""  # "heads" or "batch and heads"
+    sinks: bool = False  # learned sinks
     lse_grad: bool = True
     needs_grad: tuple[bool, bool, bool] = (True, True, True)
     seed: int = 0
@@ -57,16 +61,35 @@ class Case:
             self.kv_heads or self.heads,
             self.head_dim,
         )
+        v_dim = self.v_head_dim or self.head_dim
         q, dout, k, v = (
             torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
-            for shape in (q_shape, q_shape, kv_shape, kv_shape)
+            for shape in (q_shape, (*q_shape[:3], v_dim), kv_shape, (*kv_shape[:3], v_dim))
         )
         dlse = torch.randn(
             (self.batch, self.heads, self.q_len), generator=generator, dtype=torch.float64
         )
-        return Inputs(
-            q, k, v, dout, dlse.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
-        )
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return Inputs(q, k, v, dout, dlse.to(wide))
+
+    def of_heads(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Slopes between 0 and 1, and sinks like scores, in the type of the sums."""
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = (self.batch, self.heads) if self.alibi == "batch and heads" else (self.heads,)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        slopes = torch.rand(rows, generator=generator, dtype=wide)
+        sinks = torch.randn(self.heads, generator=generator, dtype=wide)
+        return slopes if self.alibi else None, sinks if self.sinks else None
+
+    @property
+    def truth(self) -> Attention:
+        """What the spec says."""
+        slopes, sinks = self.of_heads()
+        q, k, v, dout, dlse = self.inputs()
+        return reference(
+            q, k, v, dout, dlse if self.lse_grad else None, mask=self.mask, scale=self.scale,
+            softcap=self.softcap, alibi_slopes=slopes, sinks=sinks,
+        )  # fmt: skip
 
     def but(self, **changes: Any) -> Case:  # any field's type
         """The same case with other values."""
@@ -92,9 +115,13 @@ def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
     # Shards go to the context's device; what comes back is put together where it can be compared.
     shards = (side.shard(x).to(ctx.device) for side, x in zip(sides, whole[:3], strict=True))
     q, k, v = (x.requires_grad_(needed) for x, needed in zip(shards, case.needs_grad, strict=True))
+    slopes, sinks = (None if x is None else x.to(ctx.device) for x in case.of_heads())
+    if sinks is not None:
+        sinks.requires_grad_(any(case.needs_grad))
     result = burst_rt.burst_attention(
         q, k, v, mask=case.mask, layout=layout, kv_layout=kv_layout, scale=case.scale,
-        strategy=case.strategy, return_lse=True
+        softcap=case.softcap, alibi_slopes=slopes, sinks=sinks, strategy=case.strategy,
+        return_lse=True
     )  # fmt: skip
     assert isinstance(result, tuple)
     out, lse = result
@@ -114,8 +141,11 @@ def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
         None if x.grad is None else side.unshard(x.grad.cpu())
         for side, x in zip(sides, (q, k, v), strict=True)
     ]
+    grads.append(None if sinks is None or sinks.grad is None else sinks.grad.cpu())
     return Attention(
-        layout.unshard(out.detach().cpu()), layout.unshard(lse.detach().cpu(), dim=2), *grads
+        layout.unshard(out.detach().cpu()),
+        layout.unshard(lse.detach().cpu(), dim=2),
+        *grads,
     )
 
 

@@ -63,6 +63,10 @@ def burst_attention(
     mask: Mask | None = None,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     strategy: str = "auto",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -76,13 +80,22 @@ def burst_attention(
         bfloat16 or float16. Strided views are fine.
     k, v: this rank's keys and values `[batch, tokens, kv_heads, head_dim]` in `kv_layout`'s order;
         same dtype as q. heads must be a multiple of kv_heads: query head h uses kv head
-        h // (heads / kv_heads).
+        h // (heads / kv_heads). v may have a head_dim of its own, as in MLA.
     layout, kv_layout: which tokens each rank holds. kv_layout is needed only where k and v differ
         from q in length or kind.
     mask: which query sees which key; the default is that every query sees every key. With Sq != Skv
         the last query stands at the last key: causally, query i sees keys j <= i + Skv - Sq.
     causal: True is short for mask=Causal().
     scale: the factor of the scores; the default is 1 / sqrt(head_dim).
+    softcap: a number c above 0: a scaled score s becomes c * tanh(s / c), before anything else.
+    alibi_slopes: `[heads]` or `[batch, heads]`, any float dtype: slope * |i + Skv - Sq - j| is
+        taken from the score of query i and key j (ALiBi, arXiv 2108.12409, as flash-attn does).
+        Computed on in lse's dtype; they must not require grad.
+    sinks: `[heads]`, any float dtype: the score of one more key of each head, which every query
+        sees and whose value is 0, as gpt-oss has them. Neither scaled nor capped. lse counts it:
+        a query that sees no key has lse = sink. Differentiable: the gradient is the sum over all
+        ranks, on every rank. Slopes and sinks must hold the same values on every rank.
+    dropout_p: 0. Dropout is refused: attention is exact here.
     strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "direct", "all-to-all",
         "hybrid[:N]" (see `planning.strategies`), or "auto". Where `burst-rt calibrate` has measured
         the machine, and for up to 32 ranks, "auto" takes the strategy with the fastest forecast.
@@ -90,7 +103,8 @@ def burst_attention(
         `explain` tells the choice.
     return_lse: whether lse is returned too.
 
-    Returns out, contiguous, with q's shape and dtype; with return_lse (out, lse). lse is
+    Returns out, contiguous, `[batch, tokens, heads, v's head_dim]` in q's dtype; with return_lse
+    (out, lse). lse is
     `[batch, heads, tokens]`, natural log, float64 for float64 inputs and float32 otherwise, and
     differentiable. A query that sees no key gets out 0, lse -inf and zero gradients.
 
@@ -103,12 +117,13 @@ def burst_attention(
     """
     if torch.compiler.is_compiling():
         # The call becomes one opaque op, and the op checks the arguments when it runs.
-        check_kinds(layout, kv_layout, mask, causal, return_lse)
+        check_kinds(layout, kv_layout, mask, causal, return_lse, dropout_p, alibi_slopes)
         chosen = mask if mask is not None else CAUSAL if causal else FULL
         terms = terms_of(
-            layout, kv_layout or layout, chosen, scale, strategy, return_lse, needs_of(q, k, v)
-        )
-        out, lse = forward_op(q, k, v, *terms)
+            layout, kv_layout or layout, chosen, scale, softcap, strategy, return_lse,
+            needs_of(q, k, v, sinks),
+        )  # fmt: skip
+        out, lse = forward_op(q, k, v, *terms, alibi_slopes, sinks)
         return (out, lse) if return_lse else out
     try:
         if torch._C._are_functorch_transforms_active():
@@ -118,12 +133,15 @@ def burst_attention(
             )
         call = make_call(
             q, k, v, layout=layout, kv_layout=kv_layout, mask=mask, causal=causal, scale=scale,
+            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
             strategy=strategy, return_lse=return_lse,
         )  # fmt: skip
         call.setup.runtime.check_open()
     except (InputError, ConfigError) as error:
         _refuse(error, layout, kv_layout)
-    out, lse = BurstAttentionFunction.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    out, lse = BurstAttentionFunction.apply(  # type: ignore[no-untyped-call]
+        q, k, v, call, alibi_slopes, sinks
+    )
     return (out, lse) if return_lse else out
 
 
@@ -170,14 +188,15 @@ def explain(
     """
     call = make_call(q, k, v, return_lse=return_lse, **options)
     return Explanation(
-        forward=call.forward_plan, backward=call.backward_plan if any(call.needs_grad) else None
+        forward=call.forward_plan, backward=call.backward_plan if any(call.needs) else None
     )
 
 
 class BurstAttention(torch.nn.Module):
     """`burst_attention` with fixed options, as a module without parameters.
 
-    The module is called with q, k and v, and with a layout where lengths vary.
+    The module is called with q, k and v, and with a layout where lengths vary. Tensors are no
+    options: alibi_slopes and sinks come with the call, and belong to the module around this one.
     """
 
     def __init__(
@@ -187,6 +206,7 @@ class BurstAttention(torch.nn.Module):
         mask: Mask | None = None,
         causal: bool = False,
         scale: float | None = None,
+        softcap: float | None = None,
         strategy: str = "auto",
     ) -> None:
         super().__init__()
@@ -194,6 +214,7 @@ class BurstAttention(torch.nn.Module):
         self.mask = mask
         self.causal = causal
         self.scale = scale
+        self.softcap = softcap
         self.strategy = strategy
 
     def forward(
@@ -203,8 +224,11 @@ class BurstAttention(torch.nn.Module):
         v: torch.Tensor,
         layout: ContextLayout | None = None,
         kv_layout: ContextLayout | None = None,
+        *,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention's output, like q; blocks as `burst_attention` does.
+        """Attention's output; blocks as `burst_attention` does.
 
         `layout` overrides the module's layout.
         """
@@ -218,7 +242,8 @@ class BurstAttention(torch.nn.Module):
             )
         return burst_attention(
             q, k, v, layout=chosen, kv_layout=kv_layout, mask=self.mask, causal=self.causal,
-            scale=self.scale, strategy=self.strategy,
+            scale=self.scale, softcap=self.softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            strategy=self.strategy,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

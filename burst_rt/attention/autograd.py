@@ -6,33 +6,36 @@ through the dispatcher, as a custom op, so that the mode or the compiler sees th
 opaque: fake implementations give shapes. The ops are also effectful, because they communicate: a
 compiler may neither drop nor reorder them.
 
-The forward saves q, k, v, out and lse for the backward, and nothing else. Second derivatives are
-refused.
+The forward saves q, k, v, out and lse for the backward, slopes and sinks where there are any, and
+nothing else. Second derivatives are refused.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._library.effects import EffectType
 from torch.library import _register_effectful_op
 
-from burst_rt.attention.call import Call, make_call
+from burst_rt.attention.call import Call, Needs, make_call
 from burst_rt.attention.run import run_backward, run_forward
 from burst_rt.attention.sharding import LAYOUTS, ContextLayout
 from burst_rt.errors import ConfigError, InputError
-from burst_rt.kernels import QKV, Results, sum_dtype
+from burst_rt.kernels import QKV, Results, ScoreTerms, sum_dtype
 from burst_rt.planning import numbers
 from burst_rt.planning.masks import MASKS, Mask
 
 __all__ = ["BurstAttentionFunction", "forward_op", "terms_of", "terms_of_call"]
 
-# A call as the ops' arguments: the numbers of layout, kv_layout and mask; scale, strategy and
-# return_lse; whether q, k and v need gradients.
-Terms = tuple[int, int, int, float | None, str, bool, list[bool]]
+# A call as the ops' arguments: the numbers of layout, kv_layout and mask; scale, softcap, strategy
+# and return_lse; whether q, k, v and sinks need gradients.
+Terms = tuple[int, int, int, float | None, float | None, str, bool, list[bool]]
 
+
+_NUM_TERMS = 8
 
 # Masks that were made inside compiled programs. The programs keep only the masks' numbers.
 _constants: deque[Mask] = deque(maxlen=4096)
@@ -42,6 +45,7 @@ numbers.is_tracing = torch.compiler.is_compiling
 class BurstAttentionFunction(torch.autograd.Function):
     """`apply(q, k, v, call)` -> (out, lse): attention over the ranks of the call's context.
 
+    `apply(q, k, v, call, alibi_slopes, sinks)`, one or both of them None, where the call has them.
     call: what `make_call` returned for these tensors. Collective, and blocks, in the forward and in
     the backward; see `burst_attention` for shapes and deadlines. lse is differentiable.
     Deterministic.
@@ -51,36 +55,52 @@ class BurstAttentionFunction(torch.autograd.Function):
     # inspection takes longer than the rest of `apply`.
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: Call,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the call, and saves q, k, v, out and lse. Blocks as `run_forward` does."""
+        """Runs the call, and saves what the backward needs. Blocks as `run_forward` does."""
         if _somebody_looks(q, k, v):
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = forward_op(q, k, v, *terms_of_call(call))
+                out, lse = forward_op(q, k, v, *terms_of_call(call), alibi_slopes, sinks)
         else:
-            _check_against(call, q, k, v)
+            terms = ScoreTerms(call.softcap, alibi_slopes, sinks)
+            _check_against(call, QKV(q, k, v), terms)
             # Modes of the program's own (a default device, say) are not meant for what is inside.
             with torch._C.DisableTorchFunction():
-                out, lse = run_forward(call, QKV(q, k, v))
+                out, lse = run_forward(call, QKV(q, k, v), terms)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, alibi_slopes, sinks)
         return out, lse
 
     @staticmethod
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns dq, dk and dv, None where one is not needed. Blocks as `run_backward` does."""
-        saved = _saved(ctx)
+        """Returns the gradients, None where one is not needed. Blocks as `run_backward` does."""
+        *saved, alibi_slopes, sinks = _saved(ctx)
         q, k, v, out, lse = saved
+        call: Call = ctx.call
         if dout is None:
             dout = torch.zeros_like(out)
         if torch.is_grad_enabled() or _somebody_looks(dout, *saved):
             # The dispatcher's autograd refuses second derivatives.
-            return _needed(ctx, _backward_op(dout, dlse, *saved, *terms_of_call(ctx.call)))
+            terms = terms_of_call(call)
+            *found, dsinks = _needed(
+                call.needs, _backward_op(dout, dlse, *saved, *terms, alibi_slopes, sinks)
+            )
+            return (*found, None, None, dsinks)
         with torch._C.DisableTorchFunction():
-            return (*run_backward(ctx.call, QKV(q, k, v), Results(out, lse, dout, dlse)), None)
+            grads, dsinks = run_backward(
+                call, QKV(q, k, v), Results(out, lse, dout, dlse),
+                ScoreTerms(call.softcap, alibi_slopes, sinks),
+            )  # fmt: skip
+            return (*grads, None, None, dsinks)
 
 
 def _somebody_looks(*tensors: torch.Tensor) -> bool:
@@ -90,14 +110,21 @@ def _somebody_looks(*tensors: torch.Tensor) -> bool:
     return not all(type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in tensors)
 
 
-def _check_against(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_against(call: Call, qkv: QKV, terms: ScoreTerms) -> None:
     """Raises InputError, on every rank, where the tensors are not those that the call was made for.
     Only then it blocks, as `Runtime.refuse` does.
     """
-    device = call.setup.runtime.device
-    for x, shape in ((q, call.q_shape), (k, call.kv_shape), (v, call.kv_shape)):
+    device, name = call.setup.runtime.device, "burst_attention"
+    slopes = None if terms.alibi_slopes is None else terms.alibi_slopes.shape
+    sinks = None if terms.sinks is None else terms.sinks.dtype
+    if slopes != call.alibi_slopes or sinks != call.sinks:
+        error = InputError(
+            f"{name}: the call was made for alibi_slopes of shape {call.alibi_slopes} and sinks of "
+            f"{call.sinks}, got {slopes} and {sinks}; apply it to the tensors it was made for"
+        )
+        call.setup.runtime.refuse(name, error)
+    for x, shape in zip(qkv, (call.q_shape, call.kv_shape, call.v_shape), strict=True):
         if x.shape != shape or x.dtype != call.dtype or x.device != device:
-            name = "burst_attention"
             error = InputError(
                 f"{name}: the call was made for a tensor {shape} of {call.dtype} on {device}, got "
                 f"{tuple(x.shape)} of {x.dtype} on {x.device}; make a call for these tensors with "
@@ -106,7 +133,7 @@ def _check_against(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             call.setup.runtime.refuse(name, error)
 
 
-def _saved(ctx: Any) -> tuple[torch.Tensor, ...]:
+def _saved(ctx: Any) -> tuple[Any, ...]:  # tensors; None for slopes or sinks
     call: Call = ctx.call
     try:
         saved = ctx.saved_tensors
@@ -118,10 +145,11 @@ def _saved(ctx: Any) -> tuple[torch.Tensor, ...]:
     return tuple(saved)
 
 
-def _needed(ctx: Any, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as autograd takes them: None for the call and where no gradient is needed."""
-    needs = ctx.call.needs_grad
-    return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None)
+def _needed(
+    needs: Sequence[bool], grads: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients as autograd takes them: None where no gradient is needed."""
+    return tuple(grad if needed else None for grad, needed in zip(grads, needs, strict=True))
 
 
 def terms_of(
@@ -129,14 +157,15 @@ def terms_of(
     kv_layout: ContextLayout,
     mask: Mask,
     scale: float | None,
+    softcap: float | None,
     strategy: str,
     return_lse: bool,
-    needs_grad: tuple[bool, bool, bool],
+    needs: Needs,
 ) -> Terms:
     """A call as the ops' arguments. The compiler traces this function, so it only reads numbers."""
     mask_number = mask._burst_rt_number or _number_of_constant(mask)
     known = (layout.number, kv_layout.number, mask_number)
-    return (*known, scale, strategy, return_lse, list(needs_grad))
+    return (*known, scale, softcap, strategy, return_lse, list(needs))
 
 
 def _number_of_constant(mask: Mask) -> int:
@@ -156,18 +185,24 @@ _number_of_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def terms_of_call(call: Call) -> Terms:
     """A checked call as the ops' arguments."""
     return terms_of(
-        call.layout, call.kv_layout, call.mask, call.scale, call.strategy, call.return_lse,
-        call.needs_grad,
+        call.layout, call.kv_layout, call.mask, call.scale, call.softcap, call.strategy,
+        call.return_lse, call.needs,
     )  # fmt: skip
 
 
-def _call_of(qkv: QKV, terms: Terms, name: str) -> Call:
-    """The call that an op runs; blocks only to refuse a call that fails the checks.
+def _call_of(
+    qkv: QKV,
+    terms: Terms,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    name: str,
+) -> tuple[Call, ScoreTerms]:
+    """The call that an op runs, and its terms; blocks only to refuse a call that fails the checks.
 
     The checks are made here, because the compiler saw numbers and shapes only. Raises ConfigError
     for a layout or a mask that has been collected, InputError on every rank for other faults.
     """
-    number, kv_number, mask_number, scale, strategy, return_lse, needs_grad = terms
+    number, kv_number, mask_number, scale, softcap, strategy, return_lse, needs = terms
     layout, kv_layout = LAYOUTS.find(number), LAYOUTS.find(kv_number)
     mask = MASKS.find(mask_number)
     if layout is None or kv_layout is None or mask is None:
@@ -179,28 +214,39 @@ def _call_of(qkv: QKV, terms: Terms, name: str) -> Call:
     setup.runtime.check_open()
     for each, thing in ((number, layout), (kv_number, kv_layout), (mask_number, mask)):
         setup.held.put(each, thing)
-    needs_q, needs_k, needs_v = needs_grad
+    needs_q, needs_k, needs_v, needs_sinks = needs
     try:
-        return make_call(
-            *qkv, layout=layout, kv_layout=kv_layout, mask=mask, scale=scale,
-            strategy=strategy, return_lse=return_lse, needs_grad=(needs_q, needs_k, needs_v),
+        call = make_call(
+            *qkv, layout=layout, kv_layout=kv_layout, mask=mask, scale=scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, strategy=strategy, return_lse=return_lse,
+            needs_grad=(needs_q, needs_k, needs_v, needs_sinks),
         )  # fmt: skip
     except InputError as error:
         setup.runtime.refuse(name, error)
+    return call, ScoreTerms(softcap, alibi_slopes, sinks)
+
+
+# The ops' tensors that may be None come last, after the terms, and the dispatcher leaves them out
+# where they are.
+def _last_two(rest: tuple[Any, ...]) -> tuple[Terms, Any, Any]:
+    """The terms, alibi_slopes and sinks of an op's arguments."""
+    terms, (slopes, sinks, *_) = rest[:_NUM_TERMS], (*rest[_NUM_TERMS:], None, None)
+    return terms, slopes, sinks
 
 
 def _run_forward_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *terms: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     qkv = QKV(q, k, v)
-    return run_forward(_call_of(qkv, terms, "burst_attention"), qkv)
+    call, terms = _call_of(qkv, *_last_two(rest), "burst_attention")
+    return run_forward(call, qkv, terms)
 
 
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=sum_dtype(q.dtype))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 def _run_backward_op(
@@ -211,14 +257,14 @@ def _run_backward_op(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *terms: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients as an op returns them: an empty tensor where a gradient is not needed."""
     qkv = QKV(q, k, v)
-    call = _call_of(qkv, terms, "backward of burst_attention")
-    grads = run_backward(call, qkv, Results(out, lse, dout, dlse))
-    dq, dk, dv = (q.new_empty(0) if grad is None else grad for grad in grads)
-    return dq, dk, dv
+    call, terms = _call_of(qkv, *_last_two(rest), "backward of burst_attention")
+    grads, dsinks = run_backward(call, qkv, Results(out, lse, dout, dlse), terms)
+    dq, dk, dv, dsinks = (q.new_empty(0) if grad is None else grad for grad in (*grads, dsinks))
+    return dq, dk, dv, dsinks
 
 
 def _fake_backward(
@@ -227,32 +273,35 @@ def _fake_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    needs_grad = rest[-1]  # the last of the terms
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
-        for x, needed in zip((q, k, v), needs_grad, strict=True)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    terms, _, sinks = _last_two(rest)
+    dq, dk, dv, dsinks = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) if needed else q.new_empty(0)
+        for x, needed in zip((q, k, v, sinks), terms[-1], strict=True)
     )
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Saves what the op's backward needs. Compiled programs use it: there autograd sees the op."""
-    q, k, v, *ctx.terms = inputs
+    q, k, v, *rest = inputs
+    ctx.terms, slopes, sinks = _last_two(tuple(rest))
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, slopes, sinks)
 
 
 def _backward(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    saved = ctx.saved_tensors
+    *saved, slopes, sinks = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(saved[3])
-    grads = _backward_op(dout, dlse, *saved, *ctx.terms)
-    needed = (grad if need else None for grad, need in zip(grads, ctx.terms[-1], strict=True))
-    return (*needed, *(None for _ in ctx.terms))
+    grads = _backward_op(dout, dlse, *saved, *ctx.terms, slopes, sinks)
+    *grads, dsinks = _needed(ctx.terms[-1], grads)
+    return (*grads, *(None for _ in ctx.terms), None, dsinks)
 
 
 def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
@@ -269,15 +318,15 @@ _library = torch.library.Library("burst_rt", "DEF")
 # every call (the ranks' agreement, events that the host waits for).
 _tags = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _TERMS = (
-    "SymInt layout, SymInt kv_layout, SymInt mask, float? scale, str strategy, bool return_lse, "
-    "bool[] needs_grad"
+    "SymInt layout, SymInt kv_layout, SymInt mask, float? scale, float? softcap, str strategy, "
+    "bool return_lse, bool[] needs_grad, Tensor? alibi_slopes=None, Tensor? sinks=None"
 )
 _library.define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_TERMS}) -> (Tensor, Tensor)", tags=_tags
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_TERMS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor lse, {_TERMS}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_tags,
 )
 _library.impl("attention_forward", _run_forward_op, "CompositeExplicitAutograd")

@@ -21,9 +21,9 @@ from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import InputError
-from burst_rt.kernels import sum_dtype
+from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.planning.masks import Causal, Full, Mask
-from burst_rt.planning.problem import Problem
+from burst_rt.planning.problem import Problem, ScoreOptions
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import Contract
 from burst_rt.version import __version__
@@ -32,6 +32,7 @@ __all__ = [
     "CAUSAL",
     "FULL",
     "Call",
+    "Needs",
     "Options",
     "check_kinds",
     "check_values",
@@ -45,33 +46,49 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FULL, CAUSAL = Full(), Causal()
 
 
+# Whether q, k, v and sinks need gradients.
+Needs = tuple[bool, bool, bool, bool]
+
+
 class Options(TypedDict):
-    """The arguments of `burst_attention` that are not tensors, but for `return_lse`."""
+    """The arguments of `burst_attention` beside q, k, v and `return_lse`."""
 
     layout: ContextLayout
     kv_layout: NotRequired[ContextLayout | None]
     mask: NotRequired[Mask | None]
     causal: NotRequired[bool]
     scale: NotRequired[float | None]
+    softcap: NotRequired[float | None]
+    alibi_slopes: NotRequired[torch.Tensor | None]
+    sinks: NotRequired[torch.Tensor | None]
+    dropout_p: NotRequired[float]
     strategy: NotRequired[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one attention call, and the shape and type of its tensors on this rank."""
+    """The arguments of one attention call, and the shape and type of its tensors on this rank.
+
+    alibi_slopes: their shape; sinks: their type. None: there are none.
+    """
 
     layout: ContextLayout
     kv_layout: ContextLayout
     mask: Mask
     scale: float | None
+    softcap: float | None
+    alibi_slopes: tuple[int, ...] | None
+    sinks: torch.dtype | None
     strategy: str
     return_lse: bool
     needs_grad: tuple[bool, bool, bool]  # of q, k, v
+    sinks_need_grad: bool
     dtype: torch.dtype
     batch: int
     num_heads: int  # of queries
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of q and k
+    v_head_dim: int  # of v and out
     cells: str = ""  # `cells_said` of the mask
 
     @cached_property
@@ -81,8 +98,18 @@ class Call:
 
     @cached_property
     def kv_shape(self) -> tuple[int, int, int, int]:
-        """The shape of k and of v on this rank."""
+        """The shape of k on this rank."""
         return (self.batch, self.kv_layout.shard_len, self.num_kv_heads, self.head_dim)
+
+    @cached_property
+    def v_shape(self) -> tuple[int, int, int, int]:
+        """The shape of v on this rank."""
+        return (*self.kv_shape[:3], self.v_head_dim)
+
+    @property
+    def needs(self) -> Needs:
+        """What needs gradients."""
+        return (*self.needs_grad, self.sinks_need_grad)
 
     @property
     def setup(self) -> Setup:
@@ -103,6 +130,13 @@ class Call:
             input_bytes=self.dtype.itemsize,
             sum_bytes=sum_dtype(self.dtype).itemsize,
             needs_grad=self.needs_grad,
+            v_head_dim=self.v_head_dim,
+            scores=ScoreOptions(
+                softcap=self.softcap is not None,
+                alibi_slopes=self.alibi_slopes is not None,
+                sinks=self.sinks is not None,
+                sinks_need_grad=self.sinks_need_grad,
+            ),
         )
 
     @cached_property
@@ -150,10 +184,14 @@ class Call:
             "mask": repr(self.mask) + self.cells,
             "batch": str(self.batch),
             "heads": f"{self.num_heads} and {self.num_kv_heads} kv",
-            "head_dim": str(self.head_dim),
+            "head_dim": f"{self.head_dim} and {self.v_head_dim} of v",
             "dtype": str(self.dtype),
             "needs_grad (q, k, v)": str(self.needs_grad),
+            "needs_grad (sinks)": str(self.sinks_need_grad),
             "scale": "default" if self.scale is None else repr(float(self.scale)),
+            "softcap": "none" if self.softcap is None else repr(float(self.softcap)),
+            "alibi_slopes": "none" if self.alibi_slopes is None else str(self.alibi_slopes),
+            "sinks": "none" if self.sinks is None else str(self.sinks),
             "strategy": self.strategy,
             "return_lse": str(self.return_lse),
             "version": __version__,
@@ -171,39 +209,44 @@ def make_call(
     mask: Mask | None = None,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     strategy: str = "auto",
     return_lse: bool = False,
-    needs_grad: tuple[bool, bool, bool] | None = None,
+    needs_grad: Needs | None = None,
 ) -> Call:
     """The call of `burst_attention` with these arguments. Local; does not block.
 
-    needs_grad: whether q, k and v need gradients; with None the tensors decide. Raises InputError
-    that names the argument, what was expected and what came.
+    needs_grad: whether q, k, v and sinks need gradients; with None the tensors decide. Raises
+    InputError that names the argument, what was expected and what came.
     """
     if not isinstance(layout, ContextLayout):
         check_kinds(layout, kv_layout, mask, causal, return_lse)
     setup = layout.setup
     if needs_grad is None:
-        needs_grad = needs_of(q, k, v)
+        needs_grad = needs_of(q, k, v, sinks)
     # A mask is compared only where masks of its class are known to be comparable. By its id it is
     # the very same mask: the call keeps the mask alive.
     named = mask if mask is None or type(mask) in setup.comparable else id(mask)
     try:
         kind: object = (
-            layout, kv_layout, named, causal, type(causal), scale, type(scale), strategy,
-            return_lse, type(return_lse), needs_grad,
+            layout, kv_layout, named, causal, type(causal), scale, type(scale), softcap,
+            type(softcap), dropout_p, strategy, return_lse, type(return_lse), needs_grad,
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
-            v.shape, v.dtype, v.device, v.layout,
+            v.shape, v.dtype, v.device, v.layout, _kind_of(alibi_slopes), _kind_of(sinks),
         )  # fmt: skip
         call = setup.calls.get(kind)
     except (AttributeError, RuntimeError, TypeError):
         kind = call = None  # an argument has the wrong type; the checks below say which one
     if call is None:
-        check_kinds(layout, kv_layout, mask, causal, return_lse)
+        check_kinds(layout, kv_layout, mask, causal, return_lse, dropout_p, alibi_slopes)
         chosen = mask if mask is not None else CAUSAL if causal else FULL
         kv_layout = kv_layout or layout
-        _check_arguments(layout, kv_layout, scale, strategy)
+        _check_arguments(layout, kv_layout, scale, softcap, strategy)
         _check_tensors(q, k, v, layout, kv_layout, scale)
+        _check_scores(q, chosen, scale, softcap, alibi_slopes, sinks)
         check_mask(
             chosen,
             layout.seq_len,
@@ -217,15 +260,20 @@ def make_call(
             kv_layout=kv_layout,
             mask=chosen,
             scale=scale,
+            softcap=softcap,
+            alibi_slopes=None if alibi_slopes is None else tuple(alibi_slopes.shape),
+            sinks=None if sinks is None else sinks.dtype,
             strategy=strategy,
             return_lse=return_lse,
-            needs_grad=needs_grad,
+            needs_grad=needs_grad[:3],
+            sinks_need_grad=needs_grad[3],
             dtype=q.dtype,
             batch=q.shape[0],
             num_heads=q.shape[2],
             num_kv_heads=k.shape[2],
             head_dim=q.shape[3],
             cells=cells_said(chosen, sizes, q.device),
+            v_head_dim=v.shape[3],
         )
         setup.comparable.add(type(chosen))
         if kind is not None:
@@ -236,17 +284,30 @@ def make_call(
     return call
 
 
-def needs_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bool, bool, bool]:
-    """Whether q, k and v need gradients: autograd is on and the tensor requires a gradient."""
+def needs_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> Needs:
+    """What needs a gradient: autograd is on and the tensor requires a gradient."""
     wants = torch.is_grad_enabled()
-    needs_q, needs_k, needs_v = (
-        wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
+    needs_q, needs_k, needs_v, needs_sinks = (
+        wants and isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sinks)
     )
-    return needs_q, needs_k, needs_v
+    return needs_q, needs_k, needs_v, needs_sinks
+
+
+def _kind_of(x: torch.Tensor | None) -> object:
+    """What a call depends on of slopes or sinks, beside their values."""
+    return x if x is None else (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
 
 
 def check_kinds(
-    layout: object, kv_layout: object, mask: object, causal: object, return_lse: object
+    layout: object,
+    kv_layout: object,
+    mask: object,
+    causal: object,
+    return_lse: object,
+    dropout_p: object = 0.0,
+    alibi_slopes: object = None,
 ) -> None:
     """Checks what each of these arguments is. Raises InputError.
 
@@ -266,6 +327,17 @@ def check_kinds(
         raise InputError(
             f"{where}: give mask or causal=True, not both; Causal() & mask combines them"
         )
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or dropout_p != 0:
+        raise InputError(
+            f"{where}: dropout_p must be 0, got {dropout_p!r}: attention is exact here, and which "
+            "probabilities are dropped would depend on the ranks and the strategy; use dropout on "
+            "the output instead"
+        )
+    if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.requires_grad:
+        raise InputError(
+            f"{where}: alibi_slopes must not require grad, because their gradient is not computed; "
+            "pass alibi_slopes.detach()"
+        )
     if mask is not None and not isinstance(mask, Mask):
         raise InputError(
             f"{where}: mask must be a burst_rt.Mask such as burst_rt.Causal(), got "
@@ -277,6 +349,7 @@ def _check_arguments(
     layout: ContextLayout,
     kv_layout: ContextLayout,
     scale: float | None,
+    softcap: float | None,
     strategy: str,
 ) -> None:
     """Checks everything else but tensors and the mask. Raises InputError."""
@@ -287,8 +360,11 @@ def _check_arguments(
             "contexts; make both with the layout(...) of the same context"
         )
     check_name(strategy)
-    if scale is not None and not _is_positive(scale):
-        raise InputError(f"{where}: scale must be None or a finite number above 0, got {scale!r}")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not _is_positive(number):
+            raise InputError(
+                f"{where}: {name} must be None or a finite number above 0, got {number!r}"
+            )
 
 
 def _is_positive(scale: object) -> bool:
@@ -351,11 +427,6 @@ def _check_tensors(
         raise InputError(
             f"burst_attention: k must have q's head_dim {q.shape[3]}, got {k.shape[3]}"
         )
-    if v.shape[3] != k.shape[3]:
-        raise InputError(
-            f"burst_attention: v must have k's head_dim {k.shape[3]}, got {v.shape[3]}; another "
-            "head_dim is not supported"
-        )
     if v.shape[2] != k.shape[2]:
         raise InputError(f"burst_attention: v must have k's {k.shape[2]} heads, got {v.shape[2]}")
     wide = sum_dtype(q.dtype)
@@ -372,10 +443,63 @@ def _check_tensors(
         )
 
 
-def check_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_scores(
+    q: torch.Tensor,
+    mask: Mask,
+    scale: float | None,
+    softcap: float | None,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Checks what changes the scores. Raises InputError."""
+    where, (batch, _, heads, head_dim) = "burst_attention", q.shape
+    wide = sum_dtype(q.dtype)
+    if softcap is not None:
+        cap = torch.tensor(softcap, dtype=wide)
+        inside = (head_dim**-0.5 if scale is None else scale) / cap
+        if not (0 < cap.item() < math.inf and 0 < inside.item() < math.inf):
+            raise InputError(
+                f"{where}: softcap, and scale / softcap, must be finite and above 0 in {wide}, in "
+                f"which scores are computed, got softcap {softcap!r} and scale {scale!r}"
+            )
+    if slopes is not None:
+        _check_of_heads("alibi_slopes", slopes, q, ((heads,), (batch, heads)))
+        if mask.mover is not None:
+            raise InputError(
+                f"{where}: alibi_slopes go by the distance in the whole sequence, and "
+                f"{mask.mover!r} moves queries in their documents; give documents of as many "
+                "queries as keys"
+            )
+    if sinks is not None:
+        _check_of_heads("sinks", sinks, q, ((heads,),))
+
+
+def _check_of_heads(
+    name: str, x: torch.Tensor, q: torch.Tensor, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """Checks a tensor that has a number for each head. Raises InputError."""
+    where, allowed = f"burst_attention: {name}", " or ".join(map(str, shapes))
+    if not isinstance(x, torch.Tensor):
+        raise InputError(
+            f"{where} must be a torch.Tensor of shape {allowed}, got {type(x).__name__}"
+        )
+    if x.is_nested or x.layout != torch.strided or tuple(x.shape) not in shapes:
+        got = "a nested one" if x.is_nested else f"{x.layout} of shape {tuple(x.shape)}"
+        raise InputError(
+            f"{where} must be a dense tensor of shape {allowed}, a number for each of q's heads, "
+            f"got {got}"
+        )
+    if x.dtype not in _DTYPES:
+        raise InputError(f"{where} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+    if x.device != q.device:
+        raise InputError(f"{where} must be on {q.device}, q's device, got {x.device}")
+
+
+def check_values(qkv: QKV, terms: ScoreTerms) -> None:
     """Raises InputError where a tensor holds a value that is not finite. Reads all values."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not bool(torch.isfinite(x).all()):
+    tensors = qkv._asdict() | {"alibi_slopes": terms.alibi_slopes, "sinks": terms.sinks}
+    for name, x in tensors.items():
+        if x is not None and not bool(torch.isfinite(x).all()):
             raise InputError(
                 f"burst_attention: {name} must hold finite values (check_finite is on), got inf or "
                 "NaN"

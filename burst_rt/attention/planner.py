@@ -135,6 +135,7 @@ class Plan:
             f"{'forward' if self.key.forward else 'backward'}: strategy {choice.strategy}; "
             f"{choice.program}",
             f"  bytes all ranks send: {others}; this rank sends {self.bytes_sent():,}",
+            f"  scores: {scores}" if (scores := str(self.key.problem.scores)) else "",
             f"  forecast{of}: {forecast}" if forecast else "",
             f"  kernel {self.kernel.name}: {self.picked.reason}",
             f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
@@ -230,6 +231,8 @@ class Planner:
             choice.program.ring_size,
             tiles,
             key.partials,
+            key.problem.scores,
+            key.problem.v_head_dim,
         )
         picked = pick(work, choice.kernel or key.kernel)
         lowered = self._lower(own)

@@ -13,14 +13,18 @@ from burst_rt.attention.execute import RUNS, Binding
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import DeviceError, InputError
-from burst_rt.kernels import QKV, Gradients, Results
+from burst_rt.kernels import QKV, Gradients, Results, ScoreTerms
 from burst_rt.runtime.agreement import Contract
 
 __all__ = ["run_backward", "run_forward"]
 
+_NONE = ScoreTerms()
 
-def run_forward(call: Call, qkv: QKV) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of this rank's queries.
+
+def run_forward(
+    call: Call, qkv: QKV, terms: ScoreTerms = _NONE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of this rank's queries. terms: of all heads, as the user gave them.
 
     Collective; blocks and raises as `burst_attention` does.
     """
@@ -29,11 +33,11 @@ def run_forward(call: Call, qkv: QKV) -> tuple[torch.Tensor, torch.Tensor]:
     with _autocast_off(qkv.q.device.type):
         try:
             if setup.check_finite:
-                check_values(*qkv)
+                check_values(qkv, terms)
             plan = call.forward_plan
         except InputError as error:
             runtime.refuse(contract.call, error)
-        with _bound(call, contract, plan, qkv) as binding:
+        with _bound(call, contract, plan, qkv, terms) as binding:
             run = RUNS[type(plan.choice.program)].forward(binding)
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
@@ -43,10 +47,13 @@ def run_forward(call: Call, qkv: QKV) -> tuple[torch.Tensor, torch.Tensor]:
         return run.out, run.lse
 
 
-def run_backward(call: Call, qkv: QKV, results: Results) -> Gradients:
-    """The gradients of this rank's tokens; None for one that the call does not need.
+def run_backward(
+    call: Call, qkv: QKV, results: Results, terms: ScoreTerms = _NONE
+) -> tuple[Gradients, torch.Tensor | None]:
+    """The gradients of this rank's tokens, and of the sinks; None for one that is not needed.
 
-    Collective; blocks and raises as `burst_attention` does.
+    The gradient of the sinks is the sum over all ranks, on every rank. Collective; blocks and
+    raises as `burst_attention` does.
     """
     contract, runtime = call.backward_contract, call.setup.runtime
     with _autocast_off(qkv.q.device.type):
@@ -54,14 +61,17 @@ def run_backward(call: Call, qkv: QKV, results: Results) -> Gradients:
             plan = call.backward_plan
         except InputError as error:
             runtime.refuse(contract.call, error)
-        with _bound(call, contract, plan, qkv, results) as binding:
+        with _bound(call, contract, plan, qkv, terms, results) as binding:
             run = RUNS[type(plan.choice.program)].backward(binding)
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),
         )  # fmt: skip
         runtime.machine.give_back(plan, run.slots, free)
-        return run.grads()
+        dsinks = run.dsinks
+        if dsinks is not None and terms.sinks is not None:
+            dsinks = dsinks.to(terms.sinks.dtype)
+        return run.grads(), dsinks
 
 
 def _autocast_off(device_type: str) -> AbstractContextManager[object]:
@@ -73,7 +83,12 @@ def _autocast_off(device_type: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _bound(
-    call: Call, contract: Contract, plan: Plan, qkv: QKV, results: Results | None = None
+    call: Call,
+    contract: Contract,
+    plan: Plan,
+    qkv: QKV,
+    terms: ScoreTerms,
+    results: Results | None = None,
 ) -> Iterator[Binding]:
     """Inside, a call's tensors are bound; if memory runs out, every rank raises DeviceError.
 
@@ -90,6 +105,7 @@ def _bound(
             poison=call.setup.poison,
             qkv=qkv.detach(),
             results=None if results is None else results.detach(),
+            terms=terms.bound(call.dtype, call.batch),
         )
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

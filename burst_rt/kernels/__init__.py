@@ -17,6 +17,7 @@ from burst_rt.kernels.base import (
     Gradients,
     Kernel,
     Results,
+    ScoreTerms,
     State,
     Tile,
     Upstream,
@@ -30,8 +31,8 @@ from burst_rt.kernels.triton import TritonKernel
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
-    "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results", "State", "Tile",
-    "Upstream", "Work", "pick", "sum_dtype",
+    "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results", "ScoreTerms", "State",
+    "Tile", "Upstream", "Work", "pick", "sum_dtype",
 ]  # fmt: skip
 
 KERNELS: dict[str, Kernel] = {

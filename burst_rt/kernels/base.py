@@ -19,11 +19,11 @@ import torch
 
 from burst_rt.kernels.cells import Asked, positions_at
 from burst_rt.planning.masks import Mask, Piece, Relation
-from burst_rt.planning.problem import TileShape
+from burst_rt.planning.problem import ScoreOptions, TileShape
 
 __all__ = [
-    "PARTIALS", "QKV", "Gradients", "Kernel", "Results", "State", "Tile", "Upstream", "Work",
-    "fold", "some_of", "sum_dtype",
+    "PARTIALS", "QKV", "Gradients", "Kernel", "Results", "ScoreTerms", "State", "Tile", "Upstream",
+    "Work", "fold", "some_of", "sum_dtype",
 ]  # fmt: skip
 
 
@@ -69,6 +69,39 @@ class Upstream(NamedTuple):
     delta: torch.Tensor  # rowsum(dout * out) - dlse
 
 
+class ScoreTerms(NamedTuple):
+    """What a call does with its scores beside scaling them; None: nothing.
+
+    A scaled score s of query i and key j becomes softcap * tanh(s / softcap), then slope * |i - j|
+    is taken from it, then the mask hides it. Kernels get tensors of the type of the sums.
+    """
+
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None  # `[batch, heads]`
+    # `[heads]`: the score of a key that every query of the head sees, and whose value is 0.
+    # Kernels meet sinks in the state only, and so in lse.
+    sinks: torch.Tensor | None = None
+
+    def bound(self, dtype: torch.dtype, batch: int) -> ScoreTerms:
+        """What the user gave as kernels take it, for inputs of a type; apart from autograd."""
+        cap, slopes, sinks = self
+        wide = sum_dtype(dtype)
+        if slopes is not None:
+            slopes = slopes.detach().to(wide).expand(batch, -1).contiguous()
+        if sinks is not None:
+            sinks = sinks.detach().to(wide).contiguous()
+        return ScoreTerms(cap, slopes, sinks)
+
+    def of_heads(self, heads: slice) -> ScoreTerms:
+        """The same for some of the query heads."""
+        cap, slopes, sinks = self
+        return ScoreTerms(
+            cap,
+            None if slopes is None else slopes[:, heads].contiguous(),
+            None if sinks is None else sinks[heads],
+        )
+
+
 class Gradients(NamedTuple):
     """The gradients of q, k and v, each shaped like its tensor. None: not needed."""
 
@@ -81,8 +114,8 @@ class State(NamedTuple):
     """The running forward state of a shard of queries, and the results made from it at the end.
 
     Online softmax (Milakov & Gimelshein 2018), not normalised. A row that has seen no key has acc =
-    0, m = -inf, l = 0. A kernel may keep m in a unit of its own, because one kernel does all tiles
-    of a call.
+    0, m = -inf, l = 0; with a sink it has acc = 0, m = sink, l = 1, as if it had seen the sink's
+    key. A kernel may keep m in a unit of its own, because one kernel does all tiles of a call.
     """
 
     # sum of exp(score - m) * v, `[batch, q_len, heads, head_dim]`
@@ -96,11 +129,15 @@ class State(NamedTuple):
     # shaped like m; written once, at the end
     lse: torch.Tensor
 
-    def start(self) -> None:
-        """Makes every row one that has seen no key."""
+    def start(self, sinks: torch.Tensor | None = None) -> None:
+        """Makes every row one that has seen no key but its head's sink, if there are sinks."""
         self.acc.zero_()
-        self.m.fill_(-torch.inf)
-        self.l.zero_()
+        if sinks is None:
+            self.m.fill_(-torch.inf)
+            self.l.zero_()
+        else:
+            self.m.copy_(sinks[:, None])
+            self.l.fill_(1.0)
 
     def at(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of acc, m and l at some of the queries."""
@@ -140,6 +177,7 @@ class Tile(NamedTuple):
     last: bool = False
     # The number in the whole call of the tile's first query head.
     first_head: int = 0
+    terms: ScoreTerms = ScoreTerms()
 
     def relation(self, rows: slice, columns: slice) -> Relation:
         """What the mask leaves of these rows and columns of the tile, by their positions alone."""
@@ -171,6 +209,16 @@ class Tile(NamedTuple):
             return kv[None, :] <= q[:, None] if piece.diagonal else kv[None, :] >= q[:, None]
         return None
 
+    def bias(self, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor | None:
+        """What is added to scores of these rows and columns: `[batch, heads, q, kv]` or None."""
+        slopes = self.terms.alibi_slopes
+        if slopes is None:
+            return None
+        q = positions_at(some_of(self.q_positions, rows), slopes.device)
+        kv = positions_at(some_of(self.kv_positions, columns), slopes.device)
+        distance = (q[:, None] - kv).abs_().to(dtype)
+        return distance * -slopes[..., None, None].to(dtype)
+
 
 class Work(NamedTuple):
     """What one direction of a call asks of its kernel on this rank."""
@@ -183,6 +231,13 @@ class Work(NamedTuple):
     ring_size: int = 1  # `Program.ring_size`
     tiles: tuple[tuple[Piece, ...], ...] = ()  # the pieces of each tile
     partials: str = "exact"  # one of `PARTIALS`
+    scores: ScoreOptions = ScoreOptions()
+    v_head_dim: int = 0  # 0: head_dim
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.head_dim, self.v_head_dim or self.head_dim
 
 
 class Kernel(Protocol):
@@ -213,7 +268,7 @@ class Kernel(Protocol):
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """Folds the pieces into the rows of `state` that they cover.
 
-        Starts the state before the first tile and finishes it after the last.
+        Starts the state (`State.start`) before the first tile and finishes it after the last.
         """
 
     def delta(self, results: Results, rows: torch.Tensor) -> None:

@@ -11,6 +11,10 @@ largest |dO|.
 A tile of a handful of cells is done in float64 instead. Where a row sees one to three keys, its
 gradients are differences of nearly equal numbers, and O' costs a rounding more than O does.
 
+The fused kernel has no softcap: with one, parts that fit into the cache are done by matrix products
+(`UntiledKernel`). ALiBi is a float mask a part. The fused kernel has one head_dim: where v has
+another, the smaller tensors of a part are padded with zeros.
+
 Two habits of the fused kernel are worked around here: it crashes on empty tensors (so it is never
 called with one), and it gives a row that sees no key lse 0 instead of -inf.
 """
@@ -38,7 +42,7 @@ from burst_rt.kernels.base import (
     fold,
     sum_dtype,
 )
-from burst_rt.kernels.naive import NaiveKernel
+from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
 
@@ -68,6 +72,8 @@ _PART = _Part(4096, 4096, 1)
 _SMALL_PART = _Part(1024, 1024, 4)
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
 _MOST_MASKED = 1 << 24
+# Where each head has a matrix of scores or of distances of its own.
+_MATRIX_PART = _Part(256, 512, 1)
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
@@ -79,7 +85,7 @@ _HANDFUL = 16
 # in float64.
 _TINY, _HUGE = 1e-15, 1e15
 
-_naive = NaiveKernel()
+_naive, _untiled = NaiveKernel(), UntiledKernel()
 
 
 class _Cut(NamedTuple):
@@ -90,6 +96,11 @@ class _Cut(NamedTuple):
     triangle: bool = False  # whether row i sees only the columns j <= i
     upper: bool = False  # whether row i sees only the columns j >= i
     piece: Piece | None = None  # the piece whose mask hides cells, if there is one
+
+    def alone(self) -> Piece:
+        """The call as a piece of the tile."""
+        (a, b), (c, d) = ((x.start, x.stop) for x in (self.rows, self.columns))
+        return Piece(a, b, c, d, self.triangle, self.piece is not None, 0, self.upper)
 
 
 class CpuKernel(Kernel):
@@ -111,17 +122,22 @@ class CpuKernel(Kernel):
             _naive.forward(qkv, tile, state)
             return
         if tile.first:
-            state.start()
+            state.start(tile.terms.sinks)
         part = _part_of(tile, qkv)
         for heads, kv_heads in _some_heads(qkv, part):
             some = _of_heads(qkv, heads, kv_heads)
-            some_tile = tile._replace(first_head=tile.first_head + heads.start)
             some_state = state._replace(
                 acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads)
             )
+            some_tile = _tile_of_heads(tile, heads)._replace(first=False, last=False)
             for _, cuts in _parts(tile, part):
                 for cut in cuts:
-                    _forward_part(some, some_tile, some_state, cut)
+                    if tile.terms.softcap is None:
+                        _forward_part(some, some_tile, some_state, cut)
+                    else:
+                        _untiled.forward(
+                            some, some_tile._replace(pieces=(cut.alone(),)), some_state
+                        )
                     tile.progress()
         if tile.last:
             state.finish()
@@ -134,7 +150,6 @@ class CpuKernel(Kernel):
         part = _part_of(tile, qkv)
         for heads, kv_heads in _some_heads(qkv, part):
             some = _of_heads(qkv, heads, kv_heads)
-            some_tile = tile._replace(first_head=tile.first_head + heads.start)
             dout, (lse, delta) = (
                 upstream.dout,
                 (_cut(x, 1, heads) for x in (upstream.lse, upstream.delta)),
@@ -142,27 +157,41 @@ class CpuKernel(Kernel):
             some_upstream = Upstream(_cut(dout, 2, heads), lse, delta)
             at = zip(grads, (heads, kv_heads, kv_heads), strict=True)
             sums = Gradients(*(None if x is None else _cut(x, 2, those) for x, those in at))
+            some_tile = _tile_of_heads(tile, heads)
             for rows, cuts in _parts(tile, part):
-                queries = _Queries(some.q, some_upstream, rows)
+                capped = tile.terms.softcap is not None
+                queries = None if capped else _Queries(some.q, some_upstream, rows)
                 for cut in cuts:
-                    _backward_part(queries, some, some_tile, cut, sums)
+                    if queries is None:
+                        _untiled.backward(
+                            some, some_upstream, some_tile._replace(pieces=(cut.alone(),)), sums
+                        )
+                    else:
+                        _backward_part(queries, some, some_tile, cut, sums)
                     tile.progress()
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`. The parts' sizes bound it.
 
         It counts casts of the inputs, O', copies in reverse order, the fused kernel's results and
-        own buffers, and the mask, twice.
+        own buffers, the mask, twice, and matrices of scores or of distances.
         """
         size = sum_dtype(dtype).itemsize
         # One channel more, which some rows need (see `_Queries`).
         channels = tile.batch * (tile.head_dim if forward else tile.head_dim + 1) * size
-        q_part = kv_part = 0
-        for part in (_PART, _SMALL_PART):
+        q_part = kv_part = matrix = 0
+        of_heads = tile.scores.softcap or tile.scores.alibi_slopes
+        for part in (_MATRIX_PART,) if of_heads else (_PART, _SMALL_PART):
             kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
             heads = kv_heads * (tile.num_heads // tile.num_kv_heads)
             q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)
             kv_part = max(kv_part, min(tile.kv_len, part.kv_len) * kv_heads * channels)
+            shape = tile._replace(
+                num_heads=heads,
+                q_len=min(tile.q_len, part.q_len),
+                kv_len=min(tile.kv_len, part.kv_len),
+            )
+            matrix = _untiled.scratch_bytes(forward, dtype, shape) if of_heads else 0
         masked = min(tile.q_len, _SMALL_PART.q_len) * min(tile.kv_len, _SMALL_PART.kv_len)
         mask = min(masked * tile.masked, _MOST_MASKED) * (size + _MASK_BYTES)
         cast, turned = sum_dtype(dtype) != dtype, tile.flipped
@@ -171,10 +200,12 @@ class CpuKernel(Kernel):
         else:
             q_parts = kv_parts = 2 + 2 * cast + 4 * turned
         fused = _FUSED_BYTES if forward else 2 * _FUSED_BYTES
-        return q_part * q_parts + kv_part * kv_parts + mask + fused
+        return q_part * q_parts + kv_part * kv_parts + mask + matrix + fused
 
 
 def _part_of(tile: Tile, qkv: QKV) -> _Part:
+    if tile.terms.softcap is not None or tile.terms.alibi_slopes is not None:
+        return _MATRIX_PART
     if any(piece.masked for piece in tile.pieces):
         heads = min(qkv.k.shape[2], _SMALL_PART.kv_heads * torch.get_num_threads())
         apart = tile.mask.num_apart(qkv.q.shape[0], heads * (qkv.q.shape[2] // qkv.k.shape[2]))
@@ -202,6 +233,12 @@ def _some_heads(qkv: QKV, part: _Part) -> Iterator[tuple[slice, slice]]:
 
 def _of_heads(qkv: QKV, heads: slice, kv_heads: slice) -> QKV:
     return QKV(_cut(qkv.q, 2, heads), _cut(qkv.k, 2, kv_heads), _cut(qkv.v, 2, kv_heads))
+
+
+def _tile_of_heads(tile: Tile, heads: slice) -> Tile:
+    """The tile for some of its query heads."""
+    first_head = tile.first_head + heads.start
+    return tile._replace(first_head=first_head, terms=tile.terms.of_heads(heads))
 
 
 def _parts(tile: Tile, part: _Part) -> Iterator[tuple[slice, Iterator[_Cut]]]:
@@ -272,19 +309,41 @@ def _split(start: int, stop: int, size: int) -> Iterator[slice]:
 def _forward_part(qkv: QKV, tile: Tile, state: State, cut: _Cut) -> None:
     rows, columns = cut.rows, cut.columns
     wide = state.acc.dtype
-    seen = tile.visible(cut.piece, rows, columns, qkv.q) if cut.piece else None
+    cut, seen, mask = _under_a_mask(qkv.q, tile, cut, wide)
     q = _wide(_cut(qkv.q, 1, rows), wide)
     k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
+    head_dim = v.shape[3]
+    q, k, v = _alike(q, k, v)
     if cut.upper:
         # Backwards in rows and columns, one triangle is the other.
         q, k, v = (x.flip(2) for x in (q, k, v))
     causal = cut.triangle or cut.upper
-    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_additive(seen, wide), scale=tile.scale)
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=tile.scale)
     if cut.upper:
         out, lse = out.flip(2), lse.flip(2)
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-    fold(out.transpose(1, 2), lse, state, rows)
+    fold(out[..., :head_dim].transpose(1, 2), lse, state, rows)
+
+
+def _under_a_mask(
+    q: torch.Tensor, tile: Tile, cut: _Cut, dtype: torch.dtype
+) -> tuple[_Cut, torch.Tensor | None, torch.Tensor | None]:
+    """A cut as the fused kernel gets it, its cells that are seen, and the mask for its scores.
+
+    With ALiBi, which takes a mask anyway, a triangle is in the mask and the cut is a rectangle.
+    """
+    rows, columns = cut.rows, cut.columns
+    bias = tile.bias(rows, columns, dtype)
+    if bias is None and cut.piece is None:
+        return cut, None, None
+    seen = tile.visible(cut.alone(), rows, columns, q)
+    if bias is None:
+        assert seen is not None
+        return cut, seen, torch.where(seen, torch.zeros((), dtype=dtype), -torch.inf)
+    if seen is not None:
+        bias.masked_fill_(~seen, -torch.inf)
+    return _Cut(rows, columns), seen, bias
 
 
 class _Queries:
@@ -299,14 +358,14 @@ class _Queries:
     def __init__(self, q: torch.Tensor, upstream: Upstream, rows: slice) -> None:
         wide = sum_dtype(q.dtype)
         self.first = rows.start
-        self.q, self.dout = (_wide(_cut(x, 1, rows), wide) for x in (q, upstream.dout))
+        self.q, self.dout = _alike(*(_wide(_cut(x, 1, rows), wide) for x in (q, upstream.dout)))
         self.lse, delta = (_cut(x, 2, rows) for x in (upstream.lse, upstream.delta))
         stand_in = _stand_in(self.dout, delta)
         self.extra = stand_in is None
         if stand_in is None:
             # The channel more is 1 in dout and delta in O', so that it carries delta whatever dout
             # is; in q, k and v it is 0.
-            stand_in = pad(delta.unsqueeze(-1), (q.shape[3], 0))
+            stand_in = pad(delta.unsqueeze(-1), (self.q.shape[3], 0))
             self.q, self.dout = pad(self.q, (0, 1)), pad(self.dout, (0, 1), value=1.0)
         self.out = stand_in
 
@@ -315,10 +374,10 @@ def _backward_part(queries: _Queries, qkv: QKV, tile: Tile, cut: _Cut, sums: Gra
     rows, columns = cut.rows, cut.columns
     here = slice(rows.start - queries.first, rows.stop - queries.first)
     wide = queries.q.dtype
-    k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
+    k, v = _alike(*(_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v)))
     if queries.extra:
         k, v = pad(k, (0, 1)), pad(v, (0, 1))
-    mask = _additive(tile.visible(cut.piece, rows, columns, qkv.q), wide) if cut.piece else None
+    cut, _, mask = _under_a_mask(qkv.q, tile, cut, wide)
     sides = (queries.dout, queries.q, queries.out, queries.lse)
     dout, q, out, lse = (_cut(x, 2, here) for x in sides)
     if cut.upper:
@@ -354,10 +413,10 @@ def _cut(x: torch.Tensor, dim: int, at: slice) -> torch.Tensor:
     return x if x.shape[dim] == length else x.narrow(dim, at.start, length)
 
 
-def _additive(seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    if seen is None:
-        return None
-    return torch.where(seen, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))
+def _alike(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with as many channels as the widest; channels of 0 are added."""
+    widest = max(x.shape[3] for x in tensors)
+    return (x if x.shape[3] == widest else pad(x, (0, widest - x.shape[3])) for x in tensors)
 
 
 def _wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,8 @@ Forward:  s = scale * q k^T;  p = exp(s - m);  acc = p v;  l = rowsum(p)
 Backward: p = exp(s - lse);  dv = p^T dout;  ds = p * (dout v^T - delta);
           dq = scale * ds k;  dk = scale * ds^T q
 
+With softcap c, s = c * t with t = tanh(scale * q k^T / c), and ds is multiplied by 1 - t^2.
+
 Scores are rounded to the type of lse: p is relative to that lse, and so exactly 1 in a row that
 sees a single key.
 
@@ -44,9 +46,9 @@ class NaiveKernel(Kernel):
         q, k, v = qkv
         work = self.work_dtype(q.dtype)
         if tile.first:
-            state.start()
+            state.start(tile.terms.sinks)
         for piece in tile.pieces:
-            s = dense_scores(q, k, tile, piece, work, state.m.dtype)
+            s, _ = dense_scores(q, k, tile, piece, work, state.m.dtype)
             acc, m, l = state.at(piece.rows)  # noqa: E741
             m_new = torch.maximum(m.to(work), s.amax(-1))
             # exp(-inf - -inf) would be NaN: such a row has seen no key.
@@ -67,10 +69,13 @@ class NaiveKernel(Kernel):
         for piece in tile.pieces:
             rows, columns = piece.rows, piece.columns
             lse, delta = (x[:, :, rows].to(work)[..., None] for x in (upstream.lse, upstream.delta))
-            p = torch.exp(dense_scores(q, k, tile, piece, work, upstream.lse.dtype) - lse)
+            s, t = dense_scores(q, k, tile, piece, work, upstream.lse.dtype)
+            p = torch.exp(s - lse)
             dout = per_head(upstream.dout[:, rows], heads, work)
             dp = dout @ per_head(v[:, columns], heads, work).mT
             ds = p * (dp - delta) * tile.scale
+            if t is not None:
+                ds.mul_(1.0 - t.square_())
             if grads.dq is not None:
                 dq = (ds @ per_head(k[:, columns], heads, work)).transpose(1, 2)
                 grads.dq[:, rows] += dq.to(grads.dq.dtype)
@@ -104,19 +109,27 @@ def dense_scores(
     piece: Piece,
     work: torch.dtype,
     rounded: torch.dtype,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A piece's scores `[B, H, q, kv]` in the type `work`, -inf where the mask hides a cell.
 
-    The scores are rounded to the type `rounded` first.
+    The scores are rounded to the type `rounded` first. With a softcap also t of the module's text,
+    else None.
     """
     some_q, some_k = q[:, piece.rows], k[:, piece.columns]
     heads = q.shape[2]
     s: torch.Tensor = per_head(some_q, heads, work) @ per_head(some_k, heads, work).mT * tile.scale
+    t, cap = None, tile.terms.softcap
+    if cap is not None:
+        t = s.div_(cap).tanh_()
+        s = t * cap
+    bias = tile.bias(piece.rows, piece.columns, work)
+    if bias is not None:
+        s = s + bias
     s = s.to(rounded).to(work)
     seen = tile.visible(piece, piece.rows, piece.columns, q)
     if seen is not None:
         s = s.masked_fill(~seen, -torch.inf)
-    return s
+    return s, t
 
 
 def per_head(x: torch.Tensor, num_heads: int, work: torch.dtype) -> torch.Tensor:

@@ -82,6 +82,15 @@ class _VendorKernel(Kernel):
                 f"the {self.name} kernel's backward takes bfloat16 only: its stand-in for the "
                 "output does not fit into the range of float16"
             )
+        if work.scores.softcap or work.scores.alibi_slopes:
+            return (
+                f"the {self.name} kernel has no softcap and no ALiBi, and {work.scores} were asked"
+            )
+        if len(set(work.head_dims)) > 1:
+            return (
+                f"the {self.name} kernel takes one head_dim for q, k and v, got {work.head_dim} "
+                f"and {work.v_head_dim} of v"
+            )
         if work.head_dim % 8 or not 8 <= work.head_dim <= self.most_head_dim:
             return (
                 f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most "
@@ -98,8 +107,8 @@ class _VendorKernel(Kernel):
         if work.partials == "exact" and not _whole(work):
             return (
                 f"the {self.name} kernel rounds each partial result to {_bare(work.dtype)}, and "
-                "here several partial results are added up; burst_rt.init(partials='16bit') "
-                "allows that"
+                f"here {'sinks' if _sunk(work) else 'several partial results'} are added up; "
+                "burst_rt.init(partials='16bit') allows that"
             )
         return None
 
@@ -123,14 +132,15 @@ class _VendorKernel(Kernel):
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
         calls = list(_calls(tile.pieces))
-        if tile.first and tile.last and [call.rows for call in calls] == [slice(0, qkv.q.shape[1])]:
+        alone = tile.first and tile.last and tile.terms.sinks is None
+        if alone and [call.rows for call in calls] == [slice(0, qkv.q.shape[1])]:
             # Nothing is added up: the call's result is the tile's result.
             out, lse = self._part(qkv, calls[0], tile.scale)
             state.out.copy_(out)
             state.lse.copy_(lse)
         else:
             if tile.first:
-                state.start()
+                state.start(tile.terms.sinks)
             for call in calls:
                 fold(*self._part(qkv, call, tile.scale), state, call.rows)
             if tile.last:
@@ -314,7 +324,16 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
 
 def _whole(work: Work) -> bool:
     """Whether a single call does all the work, so that nothing is added up."""
-    return work.ring_size == 1 and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
+    return (
+        not _sunk(work)
+        and work.ring_size == 1
+        and sum(1 for pieces in work.tiles for _ in _calls(pieces)) == 1
+    )
+
+
+def _sunk(work: Work) -> bool:
+    """Whether sinks are added to what a call returns; in the backward they are in lse."""
+    return work.forward and work.scores.sinks
 
 
 def _heads_first(x: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -207,10 +207,12 @@ def memory_bytes(choice: Choice, rank: int, graph: Graph) -> int:
     program = choice.program
     problem = program.problem
     q_len, kv_len = problem.q_layout.shard_len(rank), problem.kv_layout.shard_len(rank)
-    tensors = 2 * (q_len * problem.q_token_bytes + kv_len * problem.kv_token_bytes)
-    if not program.forward:
-        # dout and the gradients; q, k, v and out are counted above.
-        tensors += 2 * q_len * problem.q_token_bytes + 2 * kv_len * problem.kv_token_bytes
+    q_side, kv_side = (
+        problem.q_token_bytes + problem.out_token_bytes,
+        problem.k_token_bytes + problem.v_token_bytes,
+    )
+    # q, k, v and out; in a backward dout and the gradients, too.
+    tensors = (q_len * q_side + kv_len * kv_side) * (1 if program.forward else 2)
     return tensors + working_bytes(choice, rank, graph)
 
 

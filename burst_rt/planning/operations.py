@@ -15,8 +15,8 @@ from burst_rt.planning.roles import Role
 
 __all__ = [
     "Add", "BackwardTile", "Blank", "Delta", "Finish", "ForwardTile", "Keep", "Pack",
-    "Probabilities", "Products", "ScoreGradients", "Scores", "Softmax", "Tensors", "TileOperation",
-    "Unpack", "Weigh",
+    "Probabilities", "Products", "ScoreGradients", "Scores", "Softmax", "SumSinks", "Tensors",
+    "TileOperation", "Unpack", "Weigh",
 ]  # fmt: skip
 
 # Tensors by role, each with the number of the part that holds it.
@@ -86,6 +86,14 @@ class Delta:
 
     part: int  # index of the part of the rows
     name: ClassVar[str] = "delta"
+
+
+@dataclass(frozen=True)
+class SumSinks:
+    """Adds up all ranks' shares of the gradient of the sinks, in the place of the rank's own."""
+
+    shares: tuple[int, ...]  # number of the part of each rank's share
+    name: ClassVar[str] = "sum sinks"
 
 
 @dataclass(frozen=True)

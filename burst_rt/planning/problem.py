@@ -13,7 +13,22 @@ from burst_rt.planning.layouts import Layout
 from burst_rt.planning.masks import Mask, Piece
 from burst_rt.planning.needs import Needs, find_needs
 
-__all__ = ["Problem", "TileShape"]
+__all__ = ["Problem", "ScoreOptions", "TileShape"]
+
+
+class ScoreOptions(NamedTuple):
+    """What a call does with its scores beside scaling them."""
+
+    softcap: bool = False
+    alibi_slopes: bool = False
+    sinks: bool = False  # whether each head has a sink
+    sinks_need_grad: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(name for name, asked in self._asdict().items() if asked)
+
+
+_NO_OPTIONS = ScoreOptions()
 
 
 class TileShape(NamedTuple):
@@ -22,12 +37,13 @@ class TileShape(NamedTuple):
     batch: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # the larger one, where v has a head_dim of its own
     q_len: int
     kv_len: int
     # `Mask.num_apart`; 0 where no piece is under the mask itself.
     masked: int = 0
     flipped: bool = False  # whether a tile may have pieces of the other triangle (`Piece.upper`)
+    scores: ScoreOptions = _NO_OPTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +56,16 @@ class Problem:
     batch: int
     num_heads: int  # of the queries
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of q and k
     input_bytes: int  # of one element of the inputs
     sum_bytes: int  # of one element of the sums (gradients, lse and delta)
     needs_grad: tuple[bool, bool, bool]  # whether q, k, v need gradients
+    v_head_dim: int = 0  # of v and out; 0 takes head_dim
+    scores: ScoreOptions = _NO_OPTIONS
+
+    def __post_init__(self) -> None:
+        if not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
 
     @property
     def world_size(self) -> int:
@@ -86,13 +108,23 @@ class Problem:
 
     @property
     def q_token_bytes(self) -> int:
-        """Bytes of one token of q (or of dout)."""
+        """Bytes of one token of q."""
         return self.batch * self.num_heads * self.head_dim * self.input_bytes
 
     @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token of k (or of v)."""
+    def out_token_bytes(self) -> int:
+        """Bytes of one token of out (or of dout)."""
+        return self.batch * self.num_heads * self.v_head_dim * self.input_bytes
+
+    @property
+    def k_token_bytes(self) -> int:
+        """Bytes of one token of k."""
         return self.batch * self.num_kv_heads * self.head_dim * self.input_bytes
+
+    @property
+    def v_token_bytes(self) -> int:
+        """Bytes of one token of v."""
+        return self.batch * self.num_kv_heads * self.v_head_dim * self.input_bytes
 
     @property
     def q_sum_bytes(self) -> int:
@@ -100,11 +132,26 @@ class Problem:
         return self.batch * self.num_heads * self.head_dim * self.sum_bytes
 
     @property
-    def kv_sum_bytes(self) -> int:
+    def out_sum_bytes(self) -> int:
+        """Bytes of one token of a sum shaped like out."""
+        return self.batch * self.num_heads * self.v_head_dim * self.sum_bytes
+
+    @property
+    def k_sum_bytes(self) -> int:
         """Bytes of one token of a sum shaped like k."""
         return self.batch * self.num_kv_heads * self.head_dim * self.sum_bytes
+
+    @property
+    def v_sum_bytes(self) -> int:
+        """Bytes of one token of a sum shaped like v."""
+        return self.batch * self.num_kv_heads * self.v_head_dim * self.sum_bytes
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's lse and delta together."""
         return 2 * self.batch * self.num_heads * self.sum_bytes
+
+    @property
+    def sink_bytes(self) -> int:
+        """Bytes of one rank's share of the sinks' gradient: float64. 0 where it is not needed."""
+        return 8 * self.num_heads * self.scores.sinks_need_grad

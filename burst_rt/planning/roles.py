@@ -22,15 +22,19 @@ class Role(StrEnum):
     DQ = "dq"
     DK = "dk"
     DV = "dv"
+    DSINKS = "dsinks"  # a rank's share of the gradient of the sinks: one number a head
 
     # Set below and not a property: an enum's properties are slow, and every call of attention reads
     # this.
     queries: bool
     """Whether the tensor has a row for each query; else it has one for each key."""
+    values: bool
+    """Whether it has the head_dim of v, which out has too; else it has that of q and k."""
 
 
 for _role in Role:
     _role.queries = _role not in (Role.K, Role.V, Role.DK, Role.DV)
+    _role.values = _role in (Role.V, Role.OUT, Role.DOUT, Role.STATE, Role.DV)
 
 INPUTS = (Role.Q, Role.K, Role.V)
 # Their gradients, in the same order.

@@ -48,9 +48,10 @@ def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
     if plan is None:
         return Described(kind="pipeline", explain="custom task graph")
     problem, choice, seconds = plan.key.problem, plan.choice, plan.choice.seconds or {}
+    own = f" / {problem.v_head_dim}" if problem.v_head_dim != problem.head_dim else ""
     about = (
         f"layout {problem.q_layout.kind}, {problem.q_layout.seq_len:,} tokens, {problem.num_heads} "
-        f"heads of {problem.head_dim} "
+        f"heads of {problem.head_dim}{own} "
         f"({problem.num_kv_heads} kv), batch {problem.batch}, {plan.key.dtype}, {problem.mask!r}"
     )
     candidates = tuple(

@@ -21,11 +21,18 @@ _NOTE = (
 
 
 def main(
-    arches: Sequence[int], head_dims: Sequence[int], dtype: str, loads: Loads, out: Path | None
+    arches: Sequence[int],
+    head_dims: Sequence[int],
+    dtype: str,
+    loads: Loads,
+    out: Path | None,
+    *,
+    v_head_dim: int = 0,
+    scores: tuple[str, ...] = (),
 ) -> None:
     """Compiles every kernel of the table with loads of this kind, and prints what each takes.
 
-    Takes about 1.5 s a kernel the first time.
+    v_head_dim, scores: as in `Request`. Takes about 1.5 s a kernel the first time.
     """
     requests = [
         Request(
@@ -34,7 +41,11 @@ def main(
             head_dim,
             masked,
             dtype,
-            default_config(kind, arch, head_dim, 4 if dtype == "fp32" else 2)._replace(loads=loads),
+            default_config(
+                kind, arch, max(head_dim, v_head_dim), 4 if dtype == "fp32" else 2
+            )._replace(loads=loads),
+            v_head_dim=v_head_dim,
+            scores=scores,
         )
         for arch in arches
         for head_dim in head_dims
@@ -43,7 +54,7 @@ def main(
         for masked in ((False,) if kind == "delta" else (False, True))
     ]
     publish(
-        f"kernels compiled ahead of time, {dtype}",
+        ", ".join(filter(None, (f"kernels compiled ahead of time, {dtype}", *scores))),
         [_row(compiled) for compiled in compile_all(requests)],
         out,
         _NOTE,
@@ -58,7 +69,9 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
     return {
         "kernel": request.kind,
         "arch": f"sm_{request.arch}",
-        "head_dim": request.head_dim,
+        "head_dim": request.head_dim
+        if not request.v_head_dim
+        else f"{request.head_dim} / {request.v_head_dim}",
         "masked": "yes" if request.masked else "no",
         "block": f"{config.block_m} x {config.block_n}"
         if request.kind != "delta"

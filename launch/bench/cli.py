@@ -414,16 +414,41 @@ def every(ctx: click.Context, out: Path | None) -> None:
     show_default=True,
     help="How kernels load blocks; descriptors need Hopper or newer.",
 )
+@click.option(
+    "--v-head-dim",
+    type=click.IntRange(16, 256),
+    help="Head size of v, where it has its own.",
+)
+@click.option(
+    "--scores",
+    type=click.Choice(["softcap", "alibi_slopes", "sinks"]),
+    multiple=True,
+    help="What happens to scores beside scaling; may be given several times.",
+)
 @_OUT
 def aot(
-    arches: tuple[str, ...], head_dims: tuple[int, ...], dtype: str, loads: Loads, out: Path | None
+    arches: tuple[str, ...],
+    head_dims: tuple[int, ...],
+    dtype: str,
+    loads: Loads,
+    v_head_dim: int | None,
+    scores: tuple[str, ...],
+    out: Path | None,
 ) -> None:
     """Compile the Triton kernels for chips that this machine need not have: registers, spills,
     shared memory, tensor-core instructions.
     """
     from burst_rt.launch.bench.aot import main
 
-    main([int(arch) for arch in arches] or [80, 90, 100], head_dims, dtype, loads, out)
+    main(
+        [int(arch) for arch in arches] or [80, 90, 100],
+        head_dims,
+        dtype,
+        loads,
+        out,
+        v_head_dim=v_head_dim or 0,
+        scores=scores,
+    )
 
 
 @command.command()

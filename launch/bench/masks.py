@@ -129,9 +129,9 @@ def _all_gather(problem: Problem) -> list[list[Graph]]:
             g = GraphBuilder(graph.rank, problem.world_size)
             agreed = g.buffer("agreed")
             g.compute("agree", AGREE, writes=[agreed], lane="control")
-            sizes = [2 * n * problem.kv_token_bytes for n in tokens]
+            sizes = [n * (problem.k_token_bytes + problem.v_token_bytes) for n in tokens]
             kv = g.buffer("kv", parts=len(tokens), size_bytes=sizes, initialised=True)
-            sums = [2 * n * problem.kv_sum_bytes for n in tokens]
+            sums = [n * (problem.k_sum_bytes + problem.v_sum_bytes) for n in tokens]
             grads = g.buffer("grads", parts=len(tokens), size_bytes=sums, initialised=True)
             tag = all_gather(g, kv, reads=[agreed])
             costs = [task.cost for task in graph.tasks if task.op and task.op.name == name]

@@ -239,7 +239,7 @@ def assert_right(call: Call) -> None:
     state, truth = run_forward(call), call.truth
     assert relative_error(state.out, truth.out) < ERROR[call.q.dtype]
     assert relative_error(state.lse, truth.lse) < ERROR[torch.float32]
-    for got, want in zip(run_backward(call), truth[2:], strict=True):
+    for got, want in zip(run_backward(call), truth[2:5], strict=True):
         assert got is not None
         assert want is not None
         assert relative_error(got, want) < SUMS[call.q.dtype]
@@ -402,7 +402,7 @@ def test_the_scale_is_the_one_given(scale: float) -> None:
     )
     state = run_forward(call)
     assert relative_error(state.out, truth.out) < ERROR[torch.float32]
-    for got, want in zip(run_backward(call, start=0.0), truth[2:], strict=True):
+    for got, want in zip(run_backward(call, start=0.0), truth[2:5], strict=True):
         assert got is not None
         assert want is not None
         # Gradients of q and k as small as a scale of 1e-42 are no float32 numbers with digits.

@@ -206,7 +206,7 @@ def assert_right_in_tiles(kernel: Kernel, block: Block, *, split: bool) -> None:
     assert relative_error(out, truth.out) < ERROR[dtype]
     # Sums are float32 at least, whatever the inputs.
     assert relative_error(lse, truth.lse) < ERROR[sum_dtype(dtype)]
-    for got, want in zip(run_backward(kernel, block, truth, split=split), truth[2:], strict=True):
+    for got, want in zip(run_backward(kernel, block, truth, split=split), truth[2:5], strict=True):
         assert got is not None
         assert want is not None
         assert relative_error(got, want) < ERROR[sum_dtype(dtype)]
@@ -322,7 +322,7 @@ def test_gradients_are_as_accurate_at_any_magnitude(kernel: Kernel, magnitude: f
         )
         truth = scaled.truth
         for got, want in zip(
-            run_backward(kernel, scaled, truth, start=0.0), truth[2:], strict=True
+            run_backward(kernel, scaled, truth, start=0.0), truth[2:5], strict=True
         ):
             assert got is not None
             assert want is not None
@@ -344,7 +344,7 @@ def test_rows_of_dout_that_are_zero_keep_the_gradient_of_lse(
     factor = {"zero": 0.0, "random": 1.0, "large": 1e6}[dlse]
     block = block._replace(dout=dout, dlse=block.dlse * factor)
     truth = block.truth
-    for got, want in zip(run_backward(kernel, block, truth, start=0.0), truth[2:], strict=True):
+    for got, want in zip(run_backward(kernel, block, truth, start=0.0), truth[2:5], strict=True):
         assert got is not None
         assert want is not None
         assert relative_error(got, want) < ERROR[torch.float32]

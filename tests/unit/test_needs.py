@@ -91,8 +91,8 @@ def test_a_window_sends_no_more_than_itself() -> None:
     p = problem(4096, 4096, 4, mask=Causal() & SlidingWindow(255), kinds=("contiguous",) * 2)
     for strategy in ("ring-kv", "direct"):
         forward = choose(p, strategy, forward=True).program
-        assert forward.wire_bytes() == 3 * 256 * 2 * p.kv_token_bytes
+        assert forward.wire_bytes() == 3 * 256 * 2 * p.k_token_bytes
         backward = choose(p, strategy, forward=False).program
         assert sum(map(bytes_of, graphs_of(backward))) == backward.wire_bytes()
     keys = choose(p, "ring-kv", forward=False).program
-    assert keys.wire_bytes() == 3 * 256 * 2 * (p.kv_token_bytes + p.kv_sum_bytes)
+    assert keys.wire_bytes() == 3 * 256 * 2 * (p.k_token_bytes + p.k_sum_bytes)

@@ -64,7 +64,7 @@ def test_causal_zigzag_sends_the_late_half_back(world_size: int) -> None:
     p = problem(n * world_size, n * world_size, world_size, mask=Causal())
     both = choose(p, "bidirectional", forward=True).program
     early, late = (world_size - 1) * world_size, sum(range(world_size))
-    assert both.wire_bytes() == (early + late) * n // 2 * 2 * p.kv_token_bytes
+    assert both.wire_bytes() == (early + late) * n // 2 * 2 * p.k_token_bytes
     assert both.wire_bytes() < choose(p, "ring-kv", forward=True).program.wire_bytes()
     backward = choose(p, "bidirectional", forward=False).program
     assert backward.wire_bytes() < choose(p, "auto", forward=False).program.wire_bytes()
@@ -80,8 +80,8 @@ def test_two_levels_cross_nodes_once_a_block_and_node(world_size: int, local: in
     found = links(graphs_of(choose(p, f"two-level:{local}", forward=True).program))
     crossing = sum(size for (a, b), size in found.items() if a // local != b // local)
     nodes = world_size // local
-    assert crossing == world_size * (nodes - 1) * n * 2 * p.kv_token_bytes
-    assert sum(found.values()) == world_size * (world_size - 1) * n * 2 * p.kv_token_bytes
+    assert crossing == world_size * (nodes - 1) * n * 2 * p.k_token_bytes
+    assert sum(found.values()) == world_size * (world_size - 1) * n * 2 * p.k_token_bytes
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -14,7 +14,7 @@ import torch
 
 from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, dense
 from burst_rt.attention.planner import Plan
-from burst_rt.kernels import Gradients
+from burst_rt.kernels import Gradients, ScoreTerms
 from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
 from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Hybrid, Ring
@@ -47,6 +47,11 @@ class _Spread(Run):
         group, self.number = divmod(plan.rank, program.group_size)
         self.first_head = self.number * program.ring.problem.num_heads
         return program.ring, group
+
+    def own_terms(self, terms: ScoreTerms) -> ScoreTerms:
+        """See `Run.own_terms`: of this member's heads."""
+        share = self.ring.problem.num_heads
+        return terms.of_heads(slice(self.number * share, (self.number + 1) * share))
 
     def bind_input(self, role: Role, whole: torch.Tensor) -> None:
         """Binds a gathered tensor in place of the input; tasks fill it before the ring begins."""
@@ -92,7 +97,8 @@ class _Spread(Run):
             Role.LSE: (problem.batch, heads, length),
             Role.ROWS: (2, problem.batch, heads, length),
         }
-        shape = shapes.get(role, (problem.batch, length, heads, problem.head_dim))
+        head_dim = problem.v_head_dim if role.values else problem.head_dim
+        shape = shapes.get(role, (problem.batch, length, heads, head_dim))
         dtype = self.wide if role in shapes else self.plan.key.dtype
         return self.storage[part].view(dtype).view(shape)
 
@@ -136,9 +142,9 @@ class HybridForwardRun(_Spread, ForwardRun):
     def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
         self.whole |= {Role.OUT: [self.state.out], Role.LSE: [self.state.lse]}
-        q = self.local[Role.Q]
+        q, head_dim = self.local[Role.Q], self.problem.v_head_dim
         batch, length, heads, _ = q.shape
-        self.out = self.local[Role.OUT] = self.fresh(*q.shape, dtype=q.dtype)
+        self.out = self.local[Role.OUT] = self.fresh(batch, length, heads, head_dim, dtype=q.dtype)
         self.lse = self.local[Role.LSE] = self.fresh(batch, heads, length, dtype=self.wide)
 
 

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Progress, flat_bytes
-from burst_rt.kernels import QKV, Gradients, Results, State, Tile, Upstream, sum_dtype
+from burst_rt.kernels import (
+    QKV,
+    Gradients,
+    Results,
+    ScoreTerms,
+    State,
+    Tile,
+    Upstream,
+    sum_dtype,
+)
 from burst_rt.planning.operations import (
     Add,
     BackwardTile,
     Delta,
     Finish,
     ForwardTile,
+    SumSinks,
     Tensors,
     TileOperation,
 )
+from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
@@ -43,6 +54,7 @@ class Binding:
     poison: bool  # whether fresh memory is filled with NaN
     qkv: QKV
     results: Results | None = None  # of the forward; a backward has them
+    terms: ScoreTerms = field(default_factory=ScoreTerms)  # of all heads
 
 
 class Run:
@@ -63,6 +75,7 @@ class Run:
         problem = self.problem = self.ring.problem
         scale = binding.scale
         self.scale = 1.0 / math.sqrt(problem.head_dim) if scale is None else scale
+        self.terms = self.own_terms(binding.terms)
         self.progress = binding.progress
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
@@ -84,6 +97,10 @@ class Run:
         """The ring, and this rank's number in it."""
         assert isinstance(plan.choice.program, Ring)
         return plan.choice.program, plan.rank
+
+    def own_terms(self, terms: ScoreTerms) -> ScoreTerms:
+        """The terms of the heads that this rank's tiles have: of all heads."""
+        return terms
 
     def _slots(self) -> Slots:
         """New slots on the device and chunks on the host."""
@@ -155,7 +172,7 @@ class Run:
         heads = problem.num_heads if role.queries else problem.num_kv_heads
         if role is Role.LSE:
             return (problem.batch, heads, length)
-        return (problem.batch, length, heads, problem.head_dim)
+        return (problem.batch, length, heads, _head_dim(problem, role))
 
     def tile(self, op: TileOperation) -> Tile:
         """The tile of a travelling block with the shard at home."""
@@ -171,6 +188,7 @@ class Run:
             first=op.first,
             last=op.last,
             first_head=self.first_head,
+            terms=self.terms,
         )
 
     def at(self, tensors: Tensors, op: TileOperation) -> dict[Role, torch.Tensor]:
@@ -208,7 +226,7 @@ class Run:
             shape = (
                 (2, problem.batch, heads, length)
                 if role is Role.ROWS
-                else (length, problem.batch, heads, problem.head_dim)
+                else (length, problem.batch, heads, _head_dim(problem, role))
             )
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             # Tokens come first on the wire, so that some rows of a block are one stretch of bytes.
@@ -230,7 +248,7 @@ class Run:
 class ForwardRun(Run):
     """One forward call. After the run `out` and `lse` hold the result.
 
-    out: `[batch, tokens, heads, head_dim]` in q's dtype. lse: `[batch, heads, tokens]`.
+    out: `[batch, tokens, heads, v's head_dim]` in q's dtype. lse: `[batch, heads, tokens]`.
     """
 
     def __init__(self, binding: Binding) -> None:
@@ -238,8 +256,8 @@ class ForwardRun(Run):
         for role, x in zip(INPUTS, binding.qkv, strict=True):
             self.bind_input(role, x)
         dtype = self.plan.key.dtype
-        out = self.fresh(*self.shape(Role.Q), dtype=dtype)
-        acc = out if dtype == self.wide else self.fresh(*self.shape(Role.Q), dtype=self.wide)
+        out = self.fresh(*self.shape(Role.OUT), dtype=dtype)
+        acc = out if dtype == self.wide else self.fresh(*self.shape(Role.OUT), dtype=self.wide)
         m, total, lse = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(3))
         self.state = State(acc, m, total, out, lse)
         self.out, self.lse = out, lse
@@ -251,12 +269,15 @@ class ForwardRun(Run):
 
     def _finish(self, _: Finish) -> None:
         """Finishes queries that have no tile at all, because they see no key."""
-        self.state.start()
+        self.state.start(self.terms.sinks)
         self.state.finish()
 
 
 class BackwardRun(Run):
-    """One backward call. After the run `grads()` returns dq, dk and dv."""
+    """One backward call. After the run `grads()` returns dq, dk and dv.
+
+    dsinks: the sum over all ranks, float64 `[heads]`; None where it is not needed.
+    """
 
     def __init__(self, binding: Binding) -> None:
         super().__init__(binding)
@@ -276,9 +297,15 @@ class BackwardRun(Run):
                     self.shape(role), dtype=self.wide, device=self._device
                 )
                 self.bind(role, self.sums[role])
+        self._sinks, self.dsinks = binding.terms.sinks, None
+        if self.plan.key.problem.scores.sinks_need_grad:
+            assert self._sinks is not None
+            self.dsinks = torch.zeros_like(self._sinks, dtype=torch.float64)
+            self.bind_part(Role.DSINKS, 0, self.dsinks)
         self.operations |= {
             BackwardTile: self._backward,
             Delta: self.make_delta,
+            SumSinks: self._sum_sinks,
             Add: self._add,
         }
 
@@ -316,12 +343,31 @@ class BackwardRun(Run):
             None if dlse is None else dlse[:, :, start:stop],
         )
         self.kernel.delta(some, rows)
+        if self.dsinks is not None:
+            assert self._sinks is not None
+            # delta is of the whole row, so this is what every other key says of the sink's score.
+            top, delta = rows
+            share = torch.exp(self._sinks[:, None] - top).mul_(delta)
+            self.dsinks.sub_(share.sum((0, 2), dtype=torch.float64))
+
+    def _sum_sinks(self, op: SumSinks) -> None:
+        """Adds the shares in the order of the ranks, which is the same on every rank."""
+        assert self.dsinks is not None
+        total = torch.zeros_like(self.dsinks)
+        for part in op.shares:
+            own = self.tensors.get(part)
+            total += self.storage[part].view(torch.float64) if own is None else own
+        self.dsinks.copy_(total)
 
     def _add(self, op: Add) -> None:
         total = self.tensors[op.own]
         arrived = self._view(op.role, op.arrived, self.rank, op.block)
         for start, stop in op.rows:
             total[:, start:stop] += arrived[:, start:stop]
+
+
+def _head_dim(problem: Problem, role: Role) -> int:
+    return problem.v_head_dim if role.values else problem.head_dim
 
 
 def _qkv(tensors: dict[Role, torch.Tensor]) -> QKV:

@@ -59,7 +59,7 @@ class _Rows(Run):
         """Writes the scores of a block's keys; with lse, the probabilities."""
         tile = self.tile(op)
         for piece, (here, rows, _) in zip(op.pieces, self.parts(op), strict=True):
-            scores = dense_scores(q, k, tile, piece, self.wide, self.wide)
+            scores, _ = dense_scores(q, k, tile, piece, self.wide, self.wide)
             here.copy_(scores if lse is None else torch.exp(scores - lse[:, :, rows, None]))
 
 
@@ -85,12 +85,14 @@ class RingNaiveForwardRun(_Rows, ForwardRun):
 
     def _softmax(self, _: Softmax) -> None:
         """Turns scores into unnormalised probabilities; `State.finish` divides by their sum."""
-        self.state.start()
-        torch.amax(self.scores, -1, out=self.state.m)
+        state = self.state
+        state.start(self.terms.sinks)
+        top = torch.maximum(state.m, self.scores.amax(-1))
         # In a row that sees no key, exp(-inf - -inf) would be NaN.
-        safe = torch.where(self.state.m == -torch.inf, 0.0, self.state.m)
+        safe = torch.where(top == -torch.inf, 0.0, top)
         self.scores.sub_(safe[..., None]).exp_()
-        torch.sum(self.scores, -1, out=self.state.l)
+        state.l.mul_(torch.exp(state.m - safe)).add_(self.scores.sum(-1))
+        state.m.copy_(top)
 
     def _weigh(self, op: Weigh) -> None:
         v = per_head(self.reads(op)[Role.V], self.problem.num_heads, self.wide)
@@ -125,11 +127,18 @@ class RingNaiveBackwardRun(_Rows, BackwardRun):
         x, dv = self.reads(op), self.sums_at(op).get(Role.DV)
         heads, kv_heads = self.problem.num_heads, self.problem.num_kv_heads
         dout, v = (per_head(x[role], heads, self.wide) for role in (Role.DOUT, Role.V))
-        delta = x[Role.ROWS][1][..., None]
+        lse, delta = x[Role.ROWS][..., None]
+        cap, tile = self.terms.softcap, self.tile(op)
         for p, rows, columns in self.parts(op):
             if dv is not None:
                 dv[:, columns] += per_group(p.mT @ dout[:, :, rows], kv_heads)
             gradient = (dout[:, :, rows] @ v[:, :, columns].mT).sub_(delta[:, :, rows])
+            if cap is not None:
+                # The score comes from its probability. A probability of 0 has no gradient.
+                s = torch.log(p) + lse[:, :, rows]
+                bias = tile.bias(rows, columns, self.wide)
+                t = (s if bias is None else s - bias).div_(cap)
+                gradient.mul_(torch.where(p == 0, 0.0, 1.0 - t.square_()))
             p.mul_(gradient).mul_(self.scale)
 
     def _products(self, op: Products) -> None:

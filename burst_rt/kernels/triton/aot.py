@@ -27,11 +27,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Compiled", "Request", "compile_all"]
 
-_SCALARS = {"scale": "fp32", "scale_log2": "fp32"}
+_SCALARS = {"scale": "fp32", "scale_log2": "fp32", "cap_scale": "fp32"}
 # Pointers to tensors that are float32 whatever the inputs are.
-_SUMS = {"p_acc", "p_m", "p_l", "p_lse", "p_dlse", "p_delta", "p_top", "p_dq", "p_dk", "p_dv"}
+_SUMS = {
+    "p_acc",
+    "p_m",
+    "p_l",
+    "p_lse",
+    "p_dlse",
+    "p_delta",
+    "p_top",
+    "p_dq",
+    "p_dk",
+    "p_dv",
+    "p_sinks",
+    "p_slopes",
+}
 # Pointers to tables.
-_TABLES = {"p_spans", "p_lines", "p_runs"}
+_TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns"}
 # Patterns in SASS: products on the tensor cores of each generation; loads by the copy engine;
 # accesses to local memory, where registers spill to.
 _INSTRUCTIONS = {
@@ -59,6 +72,8 @@ class Request(NamedTuple):
     ragged: bool = False
     width: int = 1  # spans of a row, a power of two; 0: cells in place of spans
     single: bool = True  # whether no line of work has more than one run of a kind
+    v_head_dim: int = 0  # 0: head_dim
+    scores: tuple[str, ...] = ()  # of "softcap", "alibi_slopes", "sinks"
 
 
 class Compiled(NamedTuple):
@@ -134,7 +149,10 @@ def _compile(request: Request) -> Compiled:
     from triton.compiler import ASTSource
 
     config = request.config or default_config(
-        request.kind, request.arch, request.head_dim, 4 if request.dtype == "fp32" else 2
+        request.kind,
+        request.arch,
+        max(request.head_dim, request.v_head_dim),
+        4 if request.dtype == "fp32" else 2,
     )
     kernel = _kernel(request.kind)
     constants = _constants(request, config)
@@ -180,11 +198,15 @@ def _kernel(kind: str) -> triton.runtime.JITFunction:
 
 def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools
     ends, even = request.ragged, not request.ragged
+    v_head_dim = request.v_head_dim or request.head_dim
     return {
         "HEAD_DIM": request.head_dim, "BLOCK_D": padded(request.head_dim),
+        "V_HEAD_DIM": v_head_dim, "BLOCK_DV": padded(v_head_dim),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "MASKED": request.masked, "WIDTH": request.width, "SINGLE": request.single,
-        "FIRST": ends, "LAST": ends, "EVEN_M": even, "EVEN_N": even,
+        "FIRST": ends, "LAST": ends, "SINKS": "sinks" in request.scores,
+        "SOFTCAP": "softcap" in request.scores, "ALIBI": "alibi_slopes" in request.scores,
+        "EVEN_M": even, "EVEN_N": even,
         "NEED_DK": True, "NEED_DV": True,
         "HAS_DLSE": True, "DESCRIBED": config.loads != "pointers",
         "SPECIALIZE": config.loads == "specialized", "INTERPRET": False,

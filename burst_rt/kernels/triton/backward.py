@@ -15,6 +15,7 @@ from burst_rt.kernels.base import QKV, Gradients, Upstream
 from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
+from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
 from burst_rt.kernels.triton.work import (
     VARYING,
     bounds_of,
@@ -43,11 +44,16 @@ def _add_columns(
     start,
     stop,
     scale_log2,
+    shaping,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -60,17 +66,30 @@ def _add_columns(
     """
     EVEN: tl.constexpr = EVEN_N or not MASKED
     bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M) if MASKED else ()
+    if ALIBI:
+        b_rows = places_of(shaping.p_rows, o_m, q_len)
+        unit = 1.0  # of `sloped`
+    else:
+        b_rows, unit = o_m, scale_log2
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
-        b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_v = load_block(rows_v, column, V_HEAD_DIM, BLOCK_DV, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_t = tanh(b_s * shaping.cap_scale) if SOFTCAP else b_s
+        b_s = b_t
+        if ALIBI:
+            o_k = column + tl.arange(0, BLOCK_N)
+            b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
+            b_s = sloped(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
         if MASKED:
             o_n = column + tl.arange(0, BLOCK_N)
             b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
-        b_p = tl.exp2(b_s * scale_log2 - b_lse[:, None])
+        b_p = tl.exp2(b_s * unit - b_lse[:, None])
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[:, None])
+        if SOFTCAP:
+            b_ds *= 1.0 - b_t * b_t
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
     return b_dq
 
@@ -91,12 +110,17 @@ def _add_column_runs(
     rows_k,
     rows_v,
     scale_log2,
+    shaping,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -111,16 +135,16 @@ def _add_column_runs(
         start, stop = only_run_of(p_runs, first, last, BLOCK_N)
         b_dq = _add_columns(
             b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
-            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED,
-            SPECIALIZE, INTERPRET,
+            scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED,
+            SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     else:
         for i_r in range(first, last):
             start, stop = run_of(p_runs, i_r, BLOCK_N)
             b_dq = _add_columns(
                 b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k, rows_v, start, stop,
-                scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED,
-                SPECIALIZE, INTERPRET,
+                scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH,
+                MASKED, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
             )  # fmt: skip
     return b_dq
 
@@ -137,6 +161,9 @@ def dq_kernel(
     p_spans,
     p_lines,
     p_runs,
+    p_slopes,
+    p_rows,
+    p_columns,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -159,13 +186,18 @@ def dq_kernel(
     by_row,
     scale,
     scale_log2,
+    cap_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -177,6 +209,9 @@ def dq_kernel(
     With p_j = 2^(scale_log2 * q k_j - lse * log2(e)) where the query sees key j (else 0):
 
         dq <- dq + scale * sum_j p_j * (dout v_j - delta) k_j
+
+    SOFTCAP, ALIBI: as for `forward_kernel`; with t = tanh(cap_scale * q k_j), p_j * (dout v_j -
+    delta) is multiplied by 1 - t^2.
 
     Adds to dq `[batch, q_len, heads, HEAD_DIM]` (float32, strides sb, st, sh). Writes nothing where
     the block sees no key. lse (+inf: a row without gradient) and delta `[batch, heads, q_len]` are
@@ -202,8 +237,8 @@ def dq_kernel(
     rows_q = rows_of(p_q, stride_qt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
     b_q = load_block(rows_q, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
     p_dout += i_b * stride_db + i_h * stride_dh
-    rows_dout = rows_of(p_dout, stride_dt, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED)
-    b_dout = load_block(rows_dout, row, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
+    rows_dout = rows_of(p_dout, stride_dt, q_len, V_HEAD_DIM, BLOCK_DV, BLOCK_M, DESCRIBED)
+    b_dout = load_block(rows_dout, row, V_HEAD_DIM, BLOCK_DV, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET)
     in_row = i_bh.to(tl.int64) * q_len + o_m
     # Times log2(e): lse in powers of two.
     b_lse = tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf")) * 1.4426950408889634
@@ -211,7 +246,8 @@ def dq_kernel(
     p_k += i_b * stride_kb + i_kv * stride_kh
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     p_v += i_b * stride_vb + i_kv * stride_vh
-    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, BLOCK_N, DESCRIBED)
+    shaping = Shaping(cap_scale, p_slopes + i_bh, p_rows, p_columns)
 
     b_dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
@@ -219,14 +255,14 @@ def dq_kernel(
     if not (SPECIALIZE and MASKED):
         b_dq = _add_column_runs(
             p_runs, whole, cut, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
-            rows_v, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, SINGLE, EVEN_M, EVEN_N,
-            DESCRIBED, SPECIALIZE, INTERPRET,
+            rows_v, scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH,
+            False, SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
         b_dq = _add_column_runs(
             p_runs, cut, end, b_dq, b_q, b_dout, b_lse, b_delta, p_spans, o_m, q_len, rows_k,
-            rows_v, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, SINGLE, EVEN_M, EVEN_N,
-            DESCRIBED, SPECIALIZE, INTERPRET,
+            rows_v, scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH,
+            True, SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
     p_dq += i_b * stride_sb + i_h * stride_sh
@@ -249,14 +285,20 @@ def _add_rows(
     stride_qh,
     stride_dh,
     q_len,
+    kv_len,
     start,
     stop,
     scale_log2,
+    shaping,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
@@ -272,6 +314,11 @@ def _add_rows(
     # head run ahead like the loads of the next block. Head and row follow from the loop's counter:
     # what is carried from block to block would keep loads from running ahead.
     num_blocks = (stop - start) // BLOCK_M
+    if ALIBI:
+        b_columns = places_of(shaping.p_columns, o_n, kv_len)
+        unit = 1.0  # of `sloped`
+    else:
+        b_columns, unit = o_n, scale_log2
     for i in tl.range(group * num_blocks, warp_specialize=SPECIALIZE):
         i_g = i // num_blocks
         row = start + i % num_blocks * BLOCK_M
@@ -281,7 +328,7 @@ def _add_rows(
             heads_q, i_g, row, stride_qh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED, INTERPRET
         )
         b_dout = load_of_head(
-            heads_dout, i_g, row, stride_dh, HEAD_DIM, BLOCK_D, BLOCK_M, EVEN_M, DESCRIBED,
+            heads_dout, i_g, row, stride_dh, V_HEAD_DIM, BLOCK_DV, BLOCK_M, EVEN_M, DESCRIBED,
             INTERPRET,
         )  # fmt: skip
         # Rows beyond the end add nothing, because their lse is +inf.
@@ -291,11 +338,16 @@ def _add_rows(
             else tl.load(p_lse + in_row, mask=o_m < q_len, other=float("inf"))
         )
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
+        b_t = tanh(b_s * shaping.cap_scale) if SOFTCAP else b_s
+        b_s = b_t
+        if ALIBI:
+            b_rows = places_of(shaping.p_rows, o_m, q_len)
+            b_s = sloped(b_s, shaping.p_slopes + i_g, b_rows, b_columns, scale_log2, True)
         if MASKED:
             bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M)
             b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, True)
             b_s = tl.where(b_seen, b_s, -float("inf"))
-        b_p = tl.exp2(b_s * scale_log2 - (b_lse * 1.4426950408889634)[None, :])
+        b_p = tl.exp2(b_s * unit - (b_lse * 1.4426950408889634)[None, :])
         if NEED_DV:
             b_dv = tl.dot(b_p.to(b_dout.dtype), b_dout, b_dv, input_precision="ieee")
         if NEED_DK:
@@ -306,6 +358,8 @@ def _add_rows(
             )
             b_dp = tl.dot(b_v, tl.trans(b_dout), input_precision="ieee")
             b_ds = b_p * (b_dp - b_delta[None, :])
+            if SOFTCAP:
+                b_ds *= 1.0 - b_t * b_t
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
     return b_dk, b_dv
 
@@ -329,13 +383,19 @@ def _add_row_runs(
     stride_qh,
     stride_dh,
     q_len,
+    kv_len,
     scale_log2,
+    shaping,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
@@ -351,16 +411,18 @@ def _add_row_runs(
         start, stop = only_run_of(p_runs, first, last, BLOCK_M)
         b_dk, b_dv = _add_rows(
             b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
-            stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
-            MASKED, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            stride_qh, stride_dh, q_len, kv_len, start, stop, scale_log2, shaping, HEAD_DIM,
+            BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, MASKED, SOFTCAP, ALIBI, EVEN_M, NEED_DK,
+            NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     else:
         for i_r in range(first, last):
             start, stop = run_of(p_runs, i_r, BLOCK_M)
             b_dk, b_dv = _add_rows(
                 b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
-                stride_qh, stride_dh, q_len, start, stop, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M,
-                WIDTH, MASKED, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+                stride_qh, stride_dh, q_len, kv_len, start, stop, scale_log2, shaping, HEAD_DIM,
+                BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, MASKED, SOFTCAP, ALIBI, EVEN_M,
+                NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
             )  # fmt: skip
     return b_dk, b_dv
 
@@ -378,6 +440,9 @@ def dkdv_kernel(
     p_spans,
     p_lines,
     p_runs,
+    p_slopes,
+    p_rows,
+    p_columns,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -403,13 +468,18 @@ def dkdv_kernel(
     by_row,
     scale,
     scale_log2,
+    cap_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     NEED_DK: tl.constexpr,
@@ -425,9 +495,10 @@ def dkdv_kernel(
 
         dv <- dv + sum_i p_i dout_i;    dk <- dk + scale * sum_i p_i * (dout_i v - delta_i) q_i
 
-    Adds to dk if NEED_DK and to dv if NEED_DV, `[batch, kv_len, kv_heads, HEAD_DIM]` (float32,
-    strides x and y). Writes nothing where no query sees the block. lse (+inf: a row without
-    gradient) and delta `[batch, group * kv_heads, q_len]` are dense.
+    SOFTCAP, ALIBI: as for `dq_kernel`. Adds to dk if NEED_DK, `[batch, kv_len, kv_heads, HEAD_DIM]`
+    (float32, strides x), and to dv if NEED_DV, which has V_HEAD_DIM (strides y). Writes nothing
+    where no query sees the block. lse (+inf: a row without gradient) and delta `[batch, group *
+    kv_heads, q_len]` are dense.
 
     Worked example (d = 1, scale 1), with the tensors of `dq_kernel`: p = [1/4, 3/4], delta = 7: dv
     += [1/4, 3/4] and dk += [1/4 * (4 - 7), 3/4 * (8 - 7)].
@@ -452,33 +523,36 @@ def dkdv_kernel(
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
     p_v += i_b * stride_vb + i_kv * stride_vh
-    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
-    b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
+    rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, BLOCK_N, DESCRIBED)
+    b_v = load_block(rows_v, column, V_HEAD_DIM, BLOCK_DV, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
     b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    b_dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    b_dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     p_q += i_b * stride_qb + i_kv * group * stride_qh
     p_dout += i_b * stride_db + i_kv * group * stride_dh
     heads_q = heads_of(
         p_q, stride_qh, stride_qt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED
     )
     heads_dout = heads_of(
-        p_dout, stride_dh, stride_dt, group, q_len, HEAD_DIM, BLOCK_D, BLOCK_M, DESCRIBED
+        p_dout, stride_dh, stride_dt, group, q_len, V_HEAD_DIM, BLOCK_DV, BLOCK_M, DESCRIBED
     )
     p_lse += (i_b * kv_heads + i_kv) * group * q_len
     p_delta += (i_b * kv_heads + i_kv) * group * q_len
+    shaping = Shaping(cap_scale, p_slopes + i_bh * group, p_rows, p_columns)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
     # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
     if not (SPECIALIZE and MASKED):
         b_dk, b_dv = _add_row_runs(
             p_runs, whole, cut, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
-            o_n, group, stride_qh, stride_dh, q_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
-            False, SINGLE, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            o_n, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM, BLOCK_D,
+            V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, False, SINGLE, SOFTCAP, ALIBI, EVEN_M, NEED_DK,
+            NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
         b_dk, b_dv = _add_row_runs(
             p_runs, cut, end, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
-            o_n, group, stride_qh, stride_dh, q_len, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, WIDTH,
-            True, SINGLE, EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            o_n, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM, BLOCK_D,
+            V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, True, SINGLE, SOFTCAP, ALIBI, EVEN_M, NEED_DK,
+            NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
     if NEED_DK:
@@ -486,7 +560,7 @@ def dkdv_kernel(
         add_rows(p_dk, column, stride_xt, kv_len, b_dk * scale, HEAD_DIM, BLOCK_D, BLOCK_N)
     if NEED_DV:
         p_dv += i_b * stride_yb + i_kv * stride_yh
-        add_rows(p_dv, column, stride_yt, kv_len, b_dv, HEAD_DIM, BLOCK_D, BLOCK_N)
+        add_rows(p_dv, column, stride_yt, kv_len, b_dv, V_HEAD_DIM, BLOCK_DV, BLOCK_N)
 
 
 def launch_dq(
@@ -497,10 +571,11 @@ def launch_dq(
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
     dq_kernel[grid](
-        *qkv, *upstream, dq, *arguments.tables, *strides(q), *strides(k), *strides(v),
-        *strides(dout), *strides(dq), heads, heads // k.shape[2],
+        *qkv, *upstream, dq, *arguments.tables, *arguments.places,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq),
+        heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
-        arguments.scale_log2,
+        arguments.scale_log2, arguments.cap_scale,
         **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip
 
@@ -522,10 +597,11 @@ def launch_dkdv(
     assert dk is not None
     assert dv is not None
     dkdv_kernel[grid](
-        *qkv, *upstream, dk, dv, *arguments.tables, *strides(q), *strides(k), *strides(v),
-        *strides(dout), *strides(dk), *strides(dv), kv_heads, q.shape[2] // kv_heads,
+        *qkv, *upstream, dk, dv, *arguments.tables, *arguments.places,
+        *strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk),
+        *strides(dv), kv_heads, q.shape[2] // kv_heads,
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale,
-        arguments.scale_log2,
+        arguments.scale_log2, arguments.cap_scale,
         NEED_DK=grads.dk is not None, NEED_DV=grads.dv is not None,
         **constants_of(arguments, config, q, k, v, dout),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from burst_rt.kernels.base import QKV, State
 from burst_rt.kernels.triton.blocks import load_block, rows_of
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
+from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
 from burst_rt.kernels.triton.work import (
     VARYING,
     bounds_of,
@@ -42,11 +43,16 @@ def _fold(
     start,
     stop,
     scale_log2,
+    shaping,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -67,9 +73,20 @@ def _fold(
         b_stop -= start
     else:
         b_start, b_stop = 0, 0
+    if ALIBI:
+        b_rows = places_of(shaping.p_rows, o_m, q_len)
+        unit = 1.0  # of `sloped`
+    else:
+        b_rows, unit = o_m, scale_log2
     for column in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
         b_k = load_block(rows_k, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if SOFTCAP:
+            b_s = tanh(b_s * shaping.cap_scale)
+        if ALIBI:
+            o_k = column + tl.arange(0, BLOCK_N)
+            b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
+            b_s = sloped(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
         if MASKED:
             if SPECIALIZE:
                 b_seen = within(b_start, b_stop, tl.arange(0, BLOCK_N), False)
@@ -79,16 +96,16 @@ def _fold(
                 o_n = column + tl.arange(0, BLOCK_N)
                 b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * scale_log2)
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * unit)
         b_safe = b_m_new
         if MASKED:
             # exp2(-inf - -inf) would be NaN: such a row has seen no key yet.
             b_safe = tl.where(b_m_new == -float("inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s * scale_log2 - b_safe[:, None])
+        b_p = tl.exp2(b_s * unit - b_safe[:, None])
         b_old = tl.exp2(b_m - b_safe)
         b_l = b_l * b_old + tl.sum(b_p, 1)
         b_acc = b_acc * b_old[:, None]
-        b_v = load_block(rows_v, column, HEAD_DIM, BLOCK_D, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
+        b_v = load_block(rows_v, column, V_HEAD_DIM, BLOCK_DV, BLOCK_N, EVEN, DESCRIBED, INTERPRET)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
         b_m = b_m_new
     return b_acc, b_m, b_l
@@ -109,12 +126,17 @@ def _fold_runs(
     rows_k,
     rows_v,
     scale_log2,
+    shaping,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -129,16 +151,16 @@ def _fold_runs(
         start, stop = only_run_of(p_runs, first, last, BLOCK_N)
         b_acc, b_m, b_l = _fold(
             b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
-            INTERPRET,
+            shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED, SOFTCAP,
+            ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     else:
         for i_r in range(first, last):
             start, stop = run_of(p_runs, i_r, BLOCK_N)
             b_acc, b_m, b_l = _fold(
                 b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, start, stop, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, MASKED, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
-                INTERPRET,
+                shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, MASKED, SOFTCAP,
+                ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
             )  # fmt: skip
     return b_acc, b_m, b_l
 
@@ -153,9 +175,13 @@ def forward_kernel(
     p_l,
     p_out,
     p_lse,
+    p_sinks,
     p_spans,
     p_lines,
     p_runs,
+    p_slopes,
+    p_rows,
+    p_columns,
     stride_qb,
     stride_qt,
     stride_qh,
@@ -171,8 +197,11 @@ def forward_kernel(
     kv_len,
     by_row,
     scale_log2,
+    cap_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -180,6 +209,9 @@ def forward_kernel(
     SINGLE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
+    SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -194,10 +226,14 @@ def forward_kernel(
         l <- l * 2^(m - m') + sum_j 2^(s_j - m')
         m <- m'
 
-    Reads (acc, m, l) unless FIRST, and writes them unless LAST. If LAST it writes out = acc / l (0
-    where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc, out
-    `[batch, q_len, heads, HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may be
-    acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
+    If SOFTCAP, s = scale_log2 * tanh(cap_scale * q k^T). If ALIBI, slope * log2(e) times the
+    distance of the positions is taken from s (p_slopes `[batch, heads]`).
+
+    Reads (acc, m, l) unless FIRST, where a row begins with nothing, if SINKS with its head's sink
+    (p_sinks `[heads]`): m = sink * log2(e), l = 1. Writes them unless LAST. If LAST it writes out =
+    acc / l (0 where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc,
+    out `[batch, q_len, heads, V_HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may
+    be acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
     compute.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s =
@@ -223,23 +259,29 @@ def forward_kernel(
             return
     row = i_m * BLOCK_M
     o_m = row + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
+    o_d = tl.arange(0, BLOCK_DV)
 
     # Places in acc and out (in_rows); in m, l and lse (in_row).
     in_rows = (
-        (i_b * q_len + row) * heads * HEAD_DIM
-        + i_h * HEAD_DIM
-        + (tl.arange(0, BLOCK_M)[:, None] * (heads * HEAD_DIM) + o_d[None, :])
+        (i_b * q_len + row) * heads * V_HEAD_DIM
+        + i_h * V_HEAD_DIM
+        + (tl.arange(0, BLOCK_M)[:, None] * (heads * V_HEAD_DIM) + o_d[None, :])
     )
     in_row = i_bh.to(tl.int64) * q_len + o_m
     inside = (
-        (o_d < HEAD_DIM)[None, :] if EVEN_M else (o_m < q_len)[:, None] & (o_d < HEAD_DIM)[None, :]
+        (o_d < V_HEAD_DIM)[None, :]
+        if EVEN_M
+        else (o_m < q_len)[:, None] & (o_d < V_HEAD_DIM)[None, :]
     )
 
     if FIRST:
-        b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        b_m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        b_l = tl.zeros((BLOCK_M,), tl.float32)
+        b_acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        if SINKS:
+            b_m = tl.zeros((BLOCK_M,), tl.float32) + tl.load(p_sinks + i_h) * 1.4426950408889634
+            b_l = tl.full((BLOCK_M,), 1.0, tl.float32)
+        else:
+            b_m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            b_l = tl.zeros((BLOCK_M,), tl.float32)
     else:
         b_acc = tl.load(p_acc + in_rows, mask=inside, other=0.0)
         b_m = tl.load(p_m + in_row, mask=o_m < q_len, other=-float("inf"))
@@ -251,20 +293,21 @@ def forward_kernel(
     p_k += i_b * stride_kb + i_kv * stride_kh
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
     p_v += i_b * stride_vb + i_kv * stride_vh
-    rows_v = rows_of(p_v, stride_vt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
+    rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, BLOCK_N, DESCRIBED)
+    shaping = Shaping(cap_scale, p_slopes + i_bh, p_rows, p_columns)
     p_spans = of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH, BLOCK_N)
     # Triton's Hopper compiler can share out the work of one loop, not of two: lists are joined.
     if not (SPECIALIZE and MASKED):
         b_acc, b_m, b_l = _fold_runs(
             p_runs, whole, cut, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
-            scale_log2, HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, False, SINGLE, EVEN_M, EVEN_N, DESCRIBED,
-            SPECIALIZE, INTERPRET,
+            scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, False,
+            SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
         b_acc, b_m, b_l = _fold_runs(
-            p_runs, cut, end, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, WIDTH, True, SINGLE, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE,
-            INTERPRET,
+            p_runs, cut, end, b_acc, b_m, b_l, b_q, p_spans, o_m, q_len, rows_k, rows_v,
+            scale_log2, shaping, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_N, WIDTH, True,
+            SINGLE, SOFTCAP, ALIBI, EVEN_M, EVEN_N, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
     if LAST:
@@ -283,9 +326,13 @@ def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Con
     q, k, v = qkv
     batch, q_len, heads, _ = q.shape
     grid = (triton.cdiv(q_len, config.block_m) * batch * heads,)
+    sinks = arguments.terms.sinks
     forward_kernel[grid](
-        *qkv, *state, *arguments.tables, *strides(q), *strides(k), *strides(v),
+        *qkv, *state, state.m if sinks is None else sinks, *arguments.tables, *arguments.places,
+        *strides(q), *strides(k), *strides(v),
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale_log2,
-        FIRST=arguments.first, LAST=arguments.last, **constants_of(arguments, config, *qkv),
+        arguments.cap_scale,
+        FIRST=arguments.first, LAST=arguments.last, SINKS=sinks is not None,
+        **constants_of(arguments, config, *qkv),
     )  # fmt: skip

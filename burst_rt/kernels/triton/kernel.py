@@ -31,7 +31,12 @@ from burst_rt.kernels.base import (
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
 from burst_rt.kernels.triton.parts import parts_of
-from burst_rt.kernels.triton.tables import cells_table, lists_of, spans_of_tile
+from burst_rt.kernels.triton.tables import (
+    cells_table,
+    lists_of,
+    positions_of_tile,
+    spans_of_tile,
+)
 from burst_rt.kernels.triton.tuned import tuned
 from burst_rt.planning.problem import TileShape
 
@@ -76,17 +81,17 @@ class TritonKernel(Kernel):
             return "the triton kernel needs the package triton, which is not installed"
         if work.dtype not in _DTYPES:
             return f"the triton kernel takes float32, bfloat16 and float16, got {work.dtype}"
-        if not _MIN_HEAD_DIM <= work.head_dim <= _MAX_HEAD_DIM:
-            return (
-                f"the triton kernel takes a head_dim of {_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}, got "
-                f"{work.head_dim}"
-            )
+        for head_dim in work.head_dims:
+            if not _MIN_HEAD_DIM <= head_dim <= _MAX_HEAD_DIM:
+                limits = f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}"
+                return f"the triton kernel takes a head_dim of {limits}, got {head_dim}"
         return None
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether block sizes come from `burst-rt bench tune`."""
         kinds = ("forward",) if work.forward else ("dq", "dkdv")
-        found = {kind: tuned(kind, work.device, work.head_dim, work.dtype) for kind in kinds}
+        head_dim = max(work.head_dims)
+        found = {kind: tuned(kind, work.device, head_dim, work.dtype) for kind in kinds}
         if not any(found.values()):
             return ()
         told = ", ".join(f"{kind} {config}" for kind, config in found.items() if config)
@@ -162,10 +167,10 @@ class TritonKernel(Kernel):
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
-        Not counted are the tables of tiles, which calls share (8 bytes a row and span, and the
-        lists of work), tensor descriptors, where they are used (at most 512 bytes a block of the
-        grid), what a mask without spans takes (bytes of some 2**24 cells, or of 128 columns), and
-        the interpreter's temporaries.
+        Not counted are the tables of tiles, which calls share (8 bytes a row and span, the lists of
+        work, and with ALiBi 4 bytes a row and column), tensor descriptors, where they are used (at
+        most 512 bytes a block of the grid), what a mask without spans takes (bytes of some 2**24
+        cells, or of 128 columns), and the interpreter's temporaries.
         """
         return 0
 
@@ -178,7 +183,7 @@ def _arguments(
     kind: str, qkv: QKV, tile: Tile, cells: torch.Tensor | None
 ) -> tuple[TileArguments, Config]:
     """What a kernel is started with. cells: of the tile, where its mask has no spans."""
-    config, device = _config(kind, qkv.q), qkv.q.device
+    config, device, terms = _config(kind, qkv.q, qkv.v), qkv.q.device, tile.terms
     sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
     for side, x, positions in sides:
         if sum(map(len, positions)) != x.shape[1]:
@@ -187,6 +192,9 @@ def _arguments(
                 f"{positions}"
             )
     blocks = (config.block_m, config.block_n)
+    if terms.softcap is not None or terms.alibi_slopes is not None:
+        # Triton's Hopper compiler cannot hand to all warps what these compute with.
+        config = config._replace(loads="descriptors") if config.loads == "specialized" else config
     joined = config.loads == "specialized"
     lists = lists_of(tile, blocks, device, by_columns=kind == "dkdv", joined=joined)
     spans = spans_of_tile(tile, device) if cells is None else cells_table(cells, config.block_n)
@@ -199,15 +207,18 @@ def _arguments(
         lists = lists._replace(lines=lists.lines.repeat(len(cells)), by_row=1)
     arguments = TileArguments(
         spans, lists, qkv.q.shape[1], qkv.k.shape[1], tile.scale, tile.first, tile.last,
-        _interpreting()
+        _interpreting(), terms,
+        None if terms.alibi_slopes is None else positions_of_tile(tile, device),
     )  # fmt: skip
     return arguments, config
 
 
-def _config(kind: str, x: torch.Tensor) -> Config:
+def _config(kind: str, *inputs: torch.Tensor) -> Config:
+    """The configuration for the widest of these tensors."""
+    x, head_dim = inputs[0], max(x.shape[3] for x in inputs)
     arch = None if x.device.type == "cpu" else _arch(x.device)
-    return tuned(kind, x.device, x.shape[3], x.dtype) or default_config(
-        kind, arch, x.shape[3], x.dtype.itemsize
+    return tuned(kind, x.device, head_dim, x.dtype) or default_config(
+        kind, arch, head_dim, x.dtype.itemsize
     )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from burst_rt.errors import InternalError
+from burst_rt.kernels.base import ScoreTerms
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.tables import Lists, SpanTable
 
@@ -31,6 +32,9 @@ class TileArguments(NamedTuple):
     first: bool  # whether it is the first tile of its forward
     last: bool  # whether it is the last
     interpret: bool  # whether Triton's interpreter runs the kernels
+    terms: ScoreTerms
+    # int32, where rows and columns stand; None where nothing asks for it
+    positions: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -38,13 +42,29 @@ class TileArguments(NamedTuple):
         return self.spans.bounds, self.lists.lines, self.lists.runs
 
     @property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """p_slopes, p_rows and p_columns of a kernel. Without slopes, what is never read."""
+        slopes, unread = self.terms.alibi_slopes, self.spans.bounds
+        if slopes is None or self.positions is None:
+            return unread, unread, unread
+        return slopes, *self.positions
+
+    @property
+    def cap_scale(self) -> float:
+        """What scores are multiplied by before the softcap; 0 without one."""
+        cap = self.terms.softcap
+        return 0.0 if cap is None else self.scale / cap
+
+    @property
     def scale_log2(self) -> float:
-        """The scale of scores in powers of two.
+        """The scale of scores in powers of two; with a softcap, of what comes out of tanh.
 
         It is never so small that float32 makes it 0, because 0 times the -inf of unseen cells is
         NaN.
         """
-        return max(self.scale * LOG2_E, torch.finfo(torch.float32).tiny)
+        cap = self.terms.softcap
+        scale = self.scale if cap is None else cap
+        return max(scale * LOG2_E, torch.finfo(torch.float32).tiny)
 
 
 def strides(x: torch.Tensor) -> tuple[int, int, int]:
@@ -65,17 +85,21 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
 def constants_of(
     arguments: TileArguments, config: Config, *inputs: torch.Tensor
 ) -> dict[str, int | bool]:
-    """What every kernel is compiled for that does a tile and loads these BSHD tensors."""
-    head_dim = inputs[0].shape[3]
+    """What every kernel is compiled for that does a tile and loads these BSHD tensors: q, k, v."""
+    head_dim, v_head_dim = inputs[0].shape[3], inputs[2].shape[3]
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_D": padded(head_dim),
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_DV": padded(v_head_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         # Where nothing is compared with the spans, their number makes no other kernel.
         "WIDTH": arguments.spans.width if arguments.lists.masked else 1,
         "MASKED": arguments.lists.masked,
         "SINGLE": arguments.lists.single,
+        "SOFTCAP": arguments.terms.softcap is not None,
+        "ALIBI": arguments.terms.alibi_slopes is not None,
         "EVEN_M": arguments.q_len % config.block_m == 0,
         "EVEN_N": arguments.kv_len % config.block_n == 0,
         "INTERPRET": arguments.interpret,

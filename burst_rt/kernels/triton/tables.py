@@ -16,9 +16,12 @@ import numpy as np
 import torch
 
 from burst_rt.kernels.base import Tile
+from burst_rt.planning.masks import positions_of
 from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
 
-__all__ = ["Lists", "SpanTable", "cells_table", "lists_of", "spans_of_tile"]
+__all__ = [
+    "Lists", "SpanTable", "cells_table", "lists_of", "positions_of_tile", "spans_of_tile",
+]  # fmt: skip
 
 # Of the tables that are kept, on all devices together.
 _MOST_BYTES = 256 << 20
@@ -57,7 +60,7 @@ class _Uploaded(NamedTuple):
 class _Kept(NamedTuple):
     """A table with its memory."""
 
-    table: Any  # SpanTable or Lists
+    table: Any  # SpanTable, Lists, or positions of rows and columns
     uploaded: _Uploaded
 
 
@@ -108,6 +111,21 @@ def lists_of(
 
     key = ("lists", *_key(tile, device), blocks, by_columns, joined)
     table: Lists = _kept(key, device, make)
+    return table
+
+
+def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the rows and the columns of a tile stand, int32, on a device. Does not wait for it."""
+
+    def make() -> _Kept:
+        sides = (tile.q_positions, tile.kv_positions)
+        found = [np.concatenate([positions_of(run) for run in runs]) for runs in sides]
+        uploaded = _upload([side.astype(np.int32) for side in found], device)
+        rows, columns = uploaded.views
+        return _Kept((rows, columns), uploaded)
+
+    key = ("positions", tile.q_positions, tile.kv_positions, device)
+    table: tuple[torch.Tensor, torch.Tensor] = _kept(key, device, make)
     return table
 
 

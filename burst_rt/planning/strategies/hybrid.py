@@ -39,6 +39,7 @@ from burst_rt.planning.strategies.ring import (
     blocks_of,
     forward_ring,
 )
+from burst_rt.planning.strategies.sinks import own_share, share_bytes_sent, sum_shares
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
 __all__ = ["Hybrid", "backward_hybrid", "forward_hybrid"]
@@ -107,8 +108,15 @@ class Hybrid:
     def token_bytes(self, role: Role) -> int:
         """Bytes on the wire of one token's share of a tensor: one member's heads."""
         inner = self.ring.problem
-        sizes = {Role.LSE: inner.row_bytes // 2, Role.ROWS: inner.row_bytes}
-        return sizes.get(role, inner.q_token_bytes if role.queries else inner.kv_token_bytes)
+        sizes = {
+            Role.LSE: inner.row_bytes // 2,
+            Role.ROWS: inner.row_bytes,
+            Role.OUT: inner.out_token_bytes,
+            Role.DOUT: inner.out_token_bytes,
+            Role.V: inner.v_token_bytes,
+            Role.DV: inner.v_token_bytes,
+        }
+        return sizes.get(role, inner.q_token_bytes if role.queries else inner.k_token_bytes)
 
     def shard_len(self, role: Role, rank: int) -> int:
         """Number of tokens in a rank's shard, on the tensor's side."""
@@ -136,7 +144,8 @@ class Hybrid:
             for role in (*self.gathered, *self.returned)
             for rank in range(self.problem.world_size)
         )
-        return spread + self.group_size * self.ring.wire_bytes()
+        shares = 0 if self.forward else share_bytes_sent(self.problem)
+        return shares + spread + self.group_size * self.ring.wire_bytes()
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`. Copies are gathered tensors, and results before they go back."""
@@ -155,7 +164,9 @@ class Hybrid:
             for member in members
         )
         # lse and delta of the rank's own queries, before they are spread over the group.
-        own_rows = 0 if self.forward else self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
+        # The sinks' gradient is of these queries too.
+        own_rows = self.shard_len(Role.ROWS, rank) * self.problem.row_bytes
+        own_rows = 0 if self.forward else own_rows + self.problem.sink_bytes
         return Footprint(inner.sums + own_rows, copies, inner.tile)
 
 
@@ -179,16 +190,24 @@ class _HybridBuilder:
 
     def build(self) -> Graph:
         self.inner.agree()
-        rows = 0 if self.hybrid.forward else self.hybrid.shard_len(Role.ROWS, self.rank)
-        if rows:
-            cost = Cost(0, 2 * rows * self.hybrid.problem.q_token_bytes)
-            self.g.compute("delta", Delta(0), accumulates=[self.local[Role.ROWS]], cost=cost)
+        if not self.hybrid.forward:
+            self._delta()
         # The exchanges take tags 0 and 1. The ring's tags begin at its `tags_per_hop`, which is
         # more than 1.
         self._spread(self.hybrid.gathered, gather=True)
         self.inner.go_round()
         self._spread(self.hybrid.returned, gather=False)
         return self.g.build()
+
+    def _delta(self) -> None:
+        """Adds lse and delta of the rank's own queries, and the gradient of the sinks."""
+        problem, rows = self.hybrid.problem, self.hybrid.shard_len(Role.ROWS, self.rank)
+        share = own_share(self.g, problem)
+        if rows:
+            cost = Cost(0, 2 * rows * problem.out_token_bytes)
+            adds: list[Buffer | Part] = [self.local[Role.ROWS], *share]
+            self.g.compute("delta", Delta(0), accumulates=adds, cost=cost)
+        sum_shares(self.g, problem, self.inner.agreed, self.inner.end_tag)
 
     def _spread(self, roles: tuple[Role, ...], *, gather: bool) -> None:
         """One exchange of everything between the members.
@@ -317,6 +336,8 @@ def _inner(problem: Problem, size: int) -> Problem:
         kv_layout=kv_layout,
         num_heads=heads // size,
         num_kv_heads=kv_heads // size,
+        # The members sum the sinks' gradient over their own queries, before heads are spread.
+        scores=problem.scores._replace(sinks_need_grad=False),
     )
 
 

@@ -54,6 +54,7 @@ from burst_rt.planning.problem import Problem, TileShape
 from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.program import AGREE, Footprint
 from burst_rt.planning.strategies.routes import OneRing, Route
+from burst_rt.planning.strategies.sinks import own_share, share_bytes_sent, sum_shares
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
 __all__ = [
@@ -70,15 +71,15 @@ _EDGE = 512
 # overhead of a task.
 _FEW_TOKENS = 64
 # Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of
-# head_dim: 2 for each matrix product.
-_FLOPS: dict[type[TileOperation], int] = {
-    ForwardTile: 4,
-    BackwardTile: 10,
-    Scores: 2,
-    Weigh: 2,
-    Probabilities: 2,
-    ScoreGradients: 4,
-    Products: 4,
+# head_dim and of v's head_dim: 2 for each matrix product.
+_FLOPS: dict[type[TileOperation], tuple[int, int]] = {
+    ForwardTile: (2, 2),
+    BackwardTile: (6, 4),
+    Scores: (2, 0),
+    Weigh: (0, 2),
+    Probabilities: (2, 0),
+    ScoreGradients: (0, 4),
+    Products: (4, 0),
 }
 
 
@@ -309,7 +310,7 @@ class Ring:
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
         sums = sum(size for _, size in self.sums)
-        sent = 0
+        sent = share_bytes_sent(self.problem) if self.operation is BackwardTile else 0
         for owner, blocks in enumerate(self.travelling):
             for block in range(len(blocks)):
                 sent += sum(
@@ -343,13 +344,13 @@ class Ring:
         # Where outputs have the sums' type, an output is the sum itself.
         in_place = problem.input_bytes == problem.sum_bytes
         if self.forward:
-            sums = q_len * (problem.row_bytes + (0 if in_place else problem.q_sum_bytes))
+            sums = q_len * (problem.row_bytes + (0 if in_place else problem.out_sum_bytes))
         else:
             needs_q, needs_k, needs_v = problem.needs_grad
-            wide = q_len * problem.q_sum_bytes * needs_q + kv_len * problem.kv_sum_bytes * (
-                needs_k + needs_v
+            wide = q_len * problem.q_sum_bytes * needs_q + kv_len * (
+                problem.k_sum_bytes * needs_k + problem.v_sum_bytes * needs_v
             )
-            sums = q_len * problem.row_bytes + (0 if in_place else wide)
+            sums = q_len * problem.row_bytes + (0 if in_place else wide) + problem.sink_bytes
         bundle = sum(size for role, size in self.bundle if role is not Role.ROWS)
         blocks = range(self.num_blocks)
         copies = sum(
@@ -372,10 +373,11 @@ class Ring:
             problem.batch,
             problem.num_heads,
             problem.num_kv_heads,
-            problem.head_dim,
+            max(problem.head_dim, problem.v_head_dim),
             *lengths,
             problem.mask.num_apart(problem.batch, problem.num_heads) if masked else 0,
             flipped,
+            problem.scores,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)
 
@@ -453,7 +455,11 @@ class RingBuilder:
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
 
     def deltas(self) -> None:
-        """Adds delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it."""
+        """Adds delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it.
+
+        Adds the gradient of the sinks too, which follows from delta.
+        """
+        share = own_share(self.g, self.ring.problem)
         travel = self.ring.queries_travel
         rows = self.own[Role.ROWS] if travel else self.home[Role.ROWS]
         lengths = (
@@ -463,8 +469,12 @@ class RingBuilder:
         )
         for part, length in enumerate(lengths):
             if length:
-                cost = Cost(0, 2 * length * self.ring.problem.q_token_bytes)
-                self.g.compute(f"delta {part}", Delta(part), accumulates=[rows[part]], cost=cost)
+                cost = Cost(0, 2 * length * self.ring.problem.out_token_bytes)
+                self.g.compute(
+                    f"delta {part}", Delta(part), accumulates=[rows[part], *share], cost=cost
+                )
+        # No exchange of a ring has the first tag: bundles and sums belong to hops from 1 on.
+        sum_shares(self.g, self.ring.problem, self.agreed, self.first_tag)
 
     def go_round(self) -> None:
         """Adds all hops, and brings the sums home."""
@@ -480,7 +490,7 @@ class RingBuilder:
         self._add_home(before=self.world)
         if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
             cost = Cost(
-                0, num_tokens(self.ring.resident[self.rank]) * self.ring.problem.q_sum_bytes
+                0, num_tokens(self.ring.resident[self.rank]) * self.ring.problem.out_sum_bytes
             )
             self.g.compute("finish", Finish(), accumulates=[self.home_sums[Role.STATE]], cost=cost)
 
@@ -612,9 +622,9 @@ class RingBuilder:
 
     def _cost(self, pieces: tuple[Piece, ...], zeroed_bytes: int) -> Cost:
         problem = self.ring.problem
-        per_cell = (
-            _FLOPS[self.ring.operation] * problem.head_dim * problem.num_heads * problem.batch
-        )
+        of_q, of_v = _FLOPS[self.ring.operation]
+        per_head = of_q * problem.head_dim + of_v * problem.v_head_dim
+        per_cell = per_head * problem.num_heads * problem.batch
         rows = sum(p.q_stop - p.q_start for p in pieces)
         columns = sum(p.kv_stop - p.kv_start for p in pieces)
         cells = sum(p.num_cells for p in pieces)
@@ -622,7 +632,8 @@ class RingBuilder:
         triangles = (p for p in pieces if p.diagonal or p.upper)
         edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in triangles)
         edge = sum(length * min(length, _EDGE) for length in edges)
-        moved = rows * problem.q_token_bytes + columns * 2 * problem.kv_token_bytes + zeroed_bytes
+        kv = problem.k_token_bytes + problem.v_token_bytes
+        moved = rows * problem.q_token_bytes + columns * kv + zeroed_bytes
         return Cost(cells * per_cell, moved, masked * per_cell, edge * per_cell)
 
     def _home_at(self, hop: int) -> dict[Role, Buffer]:
@@ -659,12 +670,11 @@ def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = 
 
     route: None takes the plain ring. whole: see `travels_whole`.
     """
-    kv = problem.kv_token_bytes
     return Ring(
         problem=problem,
         operation=ForwardTile,
         queries_travel=False,
-        bundle=((Role.K, kv), (Role.V, kv)),
+        bundle=((Role.K, problem.k_token_bytes), (Role.V, problem.v_token_bytes)),
         home=(Role.Q,),
         home_sums=(Role.STATE,),
         route=route or _plain(problem, whole),
@@ -681,10 +691,13 @@ def backward_ring(
     Gradients that are not needed are neither summed nor sent. route and whole: as in
     `forward_ring`.
     """
-    q, kv, rows = problem.q_token_bytes, problem.kv_token_bytes, problem.row_bytes
-    q_side = ((Role.Q, q), (Role.DOUT, q), (Role.ROWS, rows))
-    kv_side = ((Role.K, kv), (Role.V, kv))
-    sizes = (problem.q_sum_bytes, problem.kv_sum_bytes, problem.kv_sum_bytes)
+    q_side = (
+        (Role.Q, problem.q_token_bytes),
+        (Role.DOUT, problem.out_token_bytes),
+        (Role.ROWS, problem.row_bytes),
+    )
+    kv_side = ((Role.K, problem.k_token_bytes), (Role.V, problem.v_token_bytes))
+    sizes = (problem.q_sum_bytes, problem.k_sum_bytes, problem.v_sum_bytes)
     sums = tuple(
         (role, size)
         for role, size, needed in zip(GRADIENTS, sizes, problem.needs_grad, strict=True)

@@ -33,6 +33,7 @@ from burst_rt.planning.roles import Role
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring, num_blocks
 from burst_rt.planning.strategies.routes import OneRing
+from burst_rt.planning.strategies.sinks import share_bytes_sent
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
 
 __all__ = ["RingNaive", "ring_naive"]
@@ -89,13 +90,14 @@ class RingNaive:
         for builder in rest:
             builder.go_round()
         if self.forward and any(self.problem.q_runs[rank]):
-            cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.q_sum_bytes)
+            cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.out_sum_bytes)
             g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
         return g.build()
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
-        return sum(ring.wire_bytes() for ring in self.rounds)
+        shares = 0 if self.forward else share_bytes_sent(self.problem)
+        return shares + sum(ring.wire_bytes() for ring in self.rounds)
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
@@ -132,10 +134,9 @@ class RingNaive:
 @lru_cache(maxsize=64)
 def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
     """One direction of `ring-naive`. Gradients that are not needed are neither summed nor sent."""
-    kv, kv_sum = problem.kv_token_bytes, problem.kv_sum_bytes
     needs_q, needs_k, needs_v = problem.needs_grad
     route = OneRing(problem.world_size, (1,) * num_blocks(problem))
-    k, v = ((Role.K, kv),), ((Role.V, kv),)
+    k, v = ((Role.K, problem.k_token_bytes),), ((Role.V, problem.v_token_bytes),)
     keys_travel = partial(Ring, problem=problem, queries_travel=False, route=route)
     if forward:
         rounds = [
@@ -153,7 +154,7 @@ def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
         keys_travel(
             operation=ScoreGradients,
             bundle=v,
-            sums=((Role.DV, kv_sum),) if needs_v else (),
+            sums=((Role.DV, problem.v_sum_bytes),) if needs_v else (),
             home=(Role.DOUT, Role.ROWS),
             home_sums=(Role.SCORES,),
         ),
@@ -163,7 +164,7 @@ def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
             keys_travel(
                 operation=Products,
                 bundle=k,
-                sums=((Role.DK, kv_sum),) if needs_k else (),
+                sums=((Role.DK, problem.k_sum_bytes),) if needs_k else (),
                 home=(Role.Q, Role.SCORES),
                 home_sums=(Role.DQ,) if needs_q else (),
             )

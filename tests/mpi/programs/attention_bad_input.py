@@ -235,10 +235,6 @@ INPUT: dict[str, tuple[Call, str]] = {
         lambda r: r.changed("k", lambda x: x[..., :4]),
         "k must have q's head_dim 8, got 4",
     ),
-    "v of another head_dim": (
-        lambda r: r.changed("v", lambda x: x[..., :4]),
-        "v must have k's head_dim 8, got 4",
-    ),
     "zero heads": (
         lambda r: r.changed("q", lambda x: x[:, :, :0]),
         "q must have a batch size, a number of heads and a head_dim of at least 1, got shape",
@@ -337,6 +333,80 @@ INPUT: dict[str, tuple[Call, str]] = {
     "scale as a word": (lambda r: r.attend(scale="0.1"), "got '0.1'"),
     "scale as a flag": (lambda r: r.attend(scale=True), "got True"),
     "scale as a tensor": (lambda r: r.attend(scale=torch.tensor(0.1)), "got tensor(0.1"),
+    "softcap 0": (lambda r: r.attend(softcap=0.0), "softcap must be None or a finite number above"),
+    "softcap below 0": (lambda r: r.attend(softcap=-50), "finite number above 0, got -50"),
+    "softcap nan": (lambda r: r.attend(softcap=math.nan), "finite number above 0, got nan"),
+    "softcap inf": (lambda r: r.attend(softcap=math.inf), "finite number above 0, got inf"),
+    "softcap as a word": (lambda r: r.attend(softcap="50"), "finite number above 0, got '50'"),
+    "softcap as a flag": (lambda r: r.attend(softcap=True), "finite number above 0, got True"),
+    "softcap as a tensor": (lambda r: r.attend(softcap=torch.tensor(50.0)), "got tensor(50."),
+    "a softcap too small for float32": (
+        lambda r: r.attend(softcap=1e-44),
+        "softcap, and scale / softcap, must be finite and above 0 in torch.float32",
+    ),
+    "slopes of the wrong length": (
+        lambda r: r.attend(alibi_slopes=torch.ones(2)),
+        "alibi_slopes must be a dense tensor of shape (4,) or (1, 4), a number for each of q's",
+    ),
+    "slopes of another batch size": (
+        lambda r: r.attend(alibi_slopes=torch.ones(2, 4)),
+        "got torch.strided of shape (2, 4)",
+    ),
+    "a slope for all heads": (lambda r: r.attend(alibi_slopes=torch.tensor(0.5)), "of shape ()"),
+    "a list of slopes": (
+        lambda r: r.attend(alibi_slopes=[0.5] * 4),
+        "alibi_slopes must be a torch.Tensor of shape (4,) or (1, 4), got list",
+    ),
+    "slopes that are whole numbers": (
+        lambda r: r.attend(alibi_slopes=torch.ones(4, dtype=torch.int32)),
+        "alibi_slopes must be float64, float32, bfloat16 or float16, got torch.int32",
+    ),
+    "sparse slopes": (
+        lambda r: r.attend(alibi_slopes=torch.ones(4).to_sparse()),
+        "got torch.sparse_coo of shape (4,)",
+    ),
+    "slopes on another device": (
+        lambda r: r.attend(alibi_slopes=torch.ones(4, device="meta")),
+        "alibi_slopes must be on cpu, q's device, got meta",
+    ),
+    "slopes that need gradients": (
+        lambda r: r.attend(alibi_slopes=torch.ones(4, requires_grad=True)),
+        "alibi_slopes must not require grad",
+    ),
+    "slopes under documents that move queries": (
+        lambda r: r.attend(
+            alibi_slopes=torch.ones(4),
+            mask=burst_rt.Documents(q_lengths=[10, 14], kv_lengths=[14, 10]),
+        ),
+        "alibi_slopes go by the distance in the whole sequence",
+    ),
+    "sinks of the wrong length": (
+        lambda r: r.attend(sinks=torch.zeros(2)),
+        "sinks must be a dense tensor of shape (4,), a number for each of q's heads",
+    ),
+    "sinks for each batch row": (
+        lambda r: r.attend(sinks=torch.zeros(1, 4)),
+        "got torch.strided of shape (1, 4)",
+    ),
+    "a number for sinks": (lambda r: r.attend(sinks=1.0), "sinks must be a torch.Tensor of shape"),
+    "boolean sinks": (lambda r: r.attend(sinks=torch.ones(4) > 0), "got torch.bool"),
+    "sinks on another device": (
+        lambda r: r.attend(sinks=torch.zeros(4, device="meta")),
+        "sinks must be on cpu, q's device, got meta",
+    ),
+    "nan in sinks, asked to check": (
+        lambda r: r.attend(layout=r.strict.layout(TOKENS), sinks=torch.full((4,), math.nan)),
+        "sinks must hold finite values",
+    ),
+    "inf in slopes, asked to check": (
+        lambda r: r.attend(layout=r.strict.layout(TOKENS), alibi_slopes=torch.full((4,), math.inf)),
+        "alibi_slopes must hold finite values",
+    ),
+    "dropout": (
+        lambda r: r.attend(dropout_p=0.1),
+        "dropout_p must be 0, got 0.1: attention is exact here",
+    ),
+    "dropout as a word": (lambda r: r.attend(dropout_p="no"), "dropout_p must be 0, got 'no'"),
     "an unknown strategy": (
         lambda r: r.attend(strategy="ring"),
         "strategy must be one of ['all-to-all', 'auto', 'bidirectional'",
@@ -476,6 +546,38 @@ MISMATCH: dict[str, tuple[Call, Call, str]] = {
     "causal on one rank": (lambda r: r.attend(causal=True), fine, "mask: "),
     "another scale": (lambda r: r.attend(scale=0.5), lambda r: r.attend(scale=0.25), "scale: "),
     "a scale on one rank": (lambda r: r.attend(scale=0.5), fine, "scale: "),
+    "another head_dim of v": (
+        lambda r: r.changed("v", lambda x: x[..., :4]),
+        fine,
+        "head_dim: ",
+    ),
+    "another softcap": (
+        lambda r: r.attend(softcap=30.0),
+        lambda r: r.attend(softcap=50.0),
+        "softcap: ",
+    ),
+    "a softcap on one rank": (lambda r: r.attend(softcap=50.0), fine, "softcap: "),
+    "slopes on one rank": (
+        lambda r: r.attend(alibi_slopes=torch.ones(4)),
+        fine,
+        "alibi_slopes: ",
+    ),
+    "slopes for each batch row on one rank": (
+        lambda r: r.attend(alibi_slopes=torch.ones(1, 4)),
+        lambda r: r.attend(alibi_slopes=torch.ones(4)),
+        "alibi_slopes: ",
+    ),
+    "sinks on one rank": (lambda r: r.attend(sinks=torch.zeros(4)), fine, "sinks: "),
+    "sinks of another type": (
+        lambda r: r.attend(sinks=torch.zeros(4, dtype=torch.bfloat16)),
+        lambda r: r.attend(sinks=torch.zeros(4)),
+        "sinks: ",
+    ),
+    "sinks that need gradients on one rank": (
+        lambda r: r.attend(sinks=torch.zeros(4, requires_grad=True)),
+        lambda r: r.attend(sinks=torch.zeros(4)),
+        "needs_grad (sinks): ",
+    ),
     "another strategy": (
         lambda r: r.attend(strategy="burst"),
         lambda r: r.attend(strategy="ring-kv"),

@@ -1,0 +1,62 @@
+"""Softcap, ALiBi slopes, sinks and a head_dim of v's own in the Triton kernels, against the spec.
+
+Interpreted on a CPU, or compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from spec import errors_of
+from tolerances import ERROR, ROUNDING, SINKS
+from worlds import Case, attend_over_threads
+
+from burst_rt import Causal, SlidingWindow
+from burst_rt.kernels import sum_dtype
+from burst_rt.kernels.triton.scores import tanh
+
+_DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+_BASE = Case(35, heads=2, kv_heads=1, head_dim=16, mask=Causal())
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (1, {"sinks": True}),
+        (2, {"sinks": True, "strategy": "burst", "q_len": 40, "kv_len": 20}),  # blind rows
+        (1, {"softcap": 2.0}),
+        (2, {"softcap": 2.0, "mask": SlidingWindow(9, 3), "dtype": torch.bfloat16}),
+        (1, {"alibi": "heads", "mask": None}),
+        (2, {"alibi": "batch and heads", "strategy": "all-to-all", "batch": 2, "kv_heads": 2}),
+        (1, {"v_head_dim": 33}),
+        (2, {"head_dim": 48, "v_head_dim": 32, "dtype": torch.float16, "strategy": "burst"}),
+        (1, {"head_dim": 192, "v_head_dim": 128, "heads": 1}),
+        (2, {"sinks": True, "softcap": 1.5, "alibi": "heads", "v_head_dim": 20}),
+    ],
+)
+def test_against_the_spec(world: int, changes: dict[str, Any]) -> None:
+    case = _BASE.but(**changes)
+    result = attend_over_threads(world, case, kernel="triton")
+    for name, error in errors_of(result, case.truth).items():
+        most = SINKS if name == "dsinks" else ERROR
+        assert error < most[sum_dtype(case.dtype) if name == "lse" else case.dtype], (name, error)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tanh_kernel(p_x: Any, p_y: Any, SIZE: tl.constexpr) -> None:
+    o = tl.arange(0, SIZE)
+    tl.store(p_y + o, tanh(tl.load(p_x + o)))
+
+
+def test_the_hyperbolic_tangent() -> None:
+    sizes = torch.logspace(-30, 60, 2047, base=2.0)
+    x = torch.cat((-sizes, sizes, torch.zeros(2))).to(_DEVICE)
+    y = torch.full_like(x, torch.nan)
+    _tanh_kernel[(1,)](x, y, SIZE=4096)
+    truth = torch.tanh(x.double())
+    assert ((y - truth).abs() <= 4 * ROUNDING[torch.float32] * truth.abs()).all()
