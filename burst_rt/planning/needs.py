@@ -15,7 +15,16 @@ import numpy as np
 from burst_rt.planning.masks import Mask, Positions, Relation, Rule, Spans, sees_few, spans_of
 from burst_rt.planning.masks.spans import BEGIN, END
 
-__all__ = ["ROWS_TOGETHER", "Needs", "Rows", "find_needs", "num_rows", "rounded", "united"]
+__all__ = [
+    "ROWS_TOGETHER",
+    "Needs",
+    "Rows",
+    "find_needs",
+    "num_rows",
+    "of_shards",
+    "rounded",
+    "united",
+]
 
 # Some rows of a block: (first, one after the last) of each stretch, ascending and apart.
 Rows: TypeAlias = tuple[tuple[int, int], ...]
@@ -95,6 +104,20 @@ def _meet(spans: Spans, kv: Sequence[range], stretches: int) -> tuple[Positions,
     nothing = ~meet.any(0)
     rows[nothing] = columns[nothing] = 0
     return rows, columns
+
+
+def of_shards(table: Positions, first_runs: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """What of each run meets any run of a shard: (first row, one after the last), 0 if nothing.
+
+    table: `Needs.queries`, or `Needs.keys` with its first two dimensions swapped; its second
+    dimension are the runs of all shards. first_runs: the number of each shard's first run.
+    """
+    firsts = np.where(table[..., 1] > 0, table[..., 0], END)
+    starts = np.minimum.reduceat(firsts, first_runs, axis=1)
+    stops = np.maximum.reduceat(table[..., 1], first_runs, axis=1)
+    return [
+        list(zip(*row, strict=True)) for row in zip(starts.tolist(), stops.tolist(), strict=True)
+    ]
 
 
 def rounded(stretches: Iterable[tuple[int, int]], length: int) -> Rows:

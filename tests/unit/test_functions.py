@@ -93,7 +93,7 @@ def test_plans_go_by_within_alone() -> None:
         ({"function": odd, "key": ""}, "key must be a string that is not empty, got ''"),
         ({"function": odd, "key": 7}, "key must be a string that is not empty, got 7"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else " ".join(x),
 )
 def test_what_it_is_made_of_is_checked(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=rf"Mask\.from_function: {said}"):

@@ -35,10 +35,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from burst_rt.planning.masks import Full, Piece, Rule
-from burst_rt.planning.needs import Rows, num_rows, rounded, united
+from burst_rt.planning.needs import Rows, num_rows, of_shards, rounded, united
 from burst_rt.planning.operations import (
     Add,
     BackwardTile,
@@ -223,17 +221,14 @@ class Ring:
         """By owner, block and rank: the rows of the block that the rank computes with."""
         needs, (numbers, homes) = self.problem.needs, self._first_runs
         table = needs.queries if self.queries_travel else needs.keys.transpose(1, 0, 2)
-        there = table[..., 1] > 0
-        firsts = np.where(there, table[..., 0], np.iinfo(np.int64).max)
-        # What any of a rank's runs needs of each run: [runs, ranks].
-        starts = np.minimum.reduceat(firsts, homes, axis=1).tolist()
-        stops = np.maximum.reduceat(table[..., 1], homes, axis=1).tolist()
+        met = of_shards(table, homes)
 
         def of(owner: int, block: int, rank: int) -> Rows:
             stretches, at = [], 0
             for number, run in enumerate(self.travelling[owner][block], numbers[owner][block]):
-                if stops[number][rank]:
-                    stretches.append((at + starts[number][rank], at + stops[number][rank]))
+                start, stop = met[number][rank]
+                if stop:
+                    stretches.append((at + start, at + stop))
                 at += len(run)
             return rounded(stretches, at)
 
