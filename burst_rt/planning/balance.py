@@ -37,6 +37,8 @@ _STEP, _STEPS = 128, 64
 _PLACES = 64
 # A rank's cells may be so much off, as a share of the even number, where this saves transfers.
 _SLACK = 0.01
+# Cuts whose prices differ by less than this share are alike: of those, the most even are taken.
+_ALIKE = 0.125
 # About 100 bytes are held for each.
 _MOST_TOKENS = 1 << 26
 # How many spans are looked at together.
@@ -134,8 +136,8 @@ def _cuts(
     at_most: by measure, how much it may be off for the sake of the next measure, and of the price.
     """
     total = len(prices) - 1
-    # Of the places for x, the cheapest of each stretch. The last come first: of cuts that are as
-    # good, those are taken that keep the most of the line's head together.
+    # Of the places for x, the cheapest of each stretch. The last come first: of cuts that are
+    # equal, those are taken that keep the most of the line's head together.
     stretch = max(1, -(-tokens // (_PLACES * step))) * step
     firsts = [
         low + step * int(np.argmin(prices[low : min(low + stretch, tokens + 1) : step]))
@@ -144,13 +146,15 @@ def _cuts(
     x = np.array(firsts)[:, None]
     y = np.clip(np.arange(0, total + step, step), x, total - tokens + x)
     z = y + tokens - x
-    fits = np.ones(y.shape, bool)
+    fits, unevenness = np.ones(y.shape, bool), np.zeros(y.shape)
     for measure, limit in zip(sums, at_most, strict=True):
         even = int(measure[-1]) * tokens // total
         off = np.abs(measure[x] + measure[z] - measure[y] - even)
         fits &= off <= max(off[fits].min(), limit)
+        unevenness += off / max(1, even)
     price = np.where(x == y, 0, prices[x] + prices[y]) + prices[z]
-    best = np.argmin(np.where(fits, price, price.max() + 1))
+    fits &= price <= price[fits].min() * (1 + _ALIKE)
+    best = int(np.argmin(np.where(fits, unevenness, np.inf)))
     first, second = int(x[best // y.shape[1], 0]), int(y.flat[best])
     return first, second, second + tokens - first
 
