@@ -148,9 +148,10 @@ class Run:
         """
         part = self.part_id(role, index)
         if part in self.plan.program_graph.sent:
-            wire = block if role is Role.ROWS else block.transpose(0, 1)
-            wire = wire.contiguous()
-            block = wire if role is Role.ROWS else wire.transpose(0, 1)
+            # Tensors of tokens travel with their tokens first.
+            of_tokens = role not in (Role.ROWS, Role.DSINKS)
+            wire = (block.transpose(0, 1) if of_tokens else block).contiguous()
+            block = wire.transpose(0, 1) if of_tokens else wire
             if self.plan.chunks:
                 self.storage[part] = flat_bytes(wire)
             else:

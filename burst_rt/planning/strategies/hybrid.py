@@ -70,8 +70,9 @@ class Hybrid:
     @property
     def way(self) -> Hashable:
         """See `Program.way`."""
-        problem = self.problem
-        return self.ring.way, problem.q_layout, problem.kv_layout, self.group_size
+        roles, ranks = (*self.gathered, *self.returned), range(self.problem.world_size)
+        lengths = tuple(self.shard_len(role, rank) for role in (Role.Q, Role.K) for rank in ranks)
+        return self.ring.way, self.group_size, lengths, tuple(map(self.token_bytes, roles))
 
     def graph(
         self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True

@@ -30,12 +30,12 @@ data in the tasks.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from burst_rt.planning.masks import Full, Piece, Rule
+from burst_rt.planning.masks import Piece, Rule
 from burst_rt.planning.needs import Rows, num_rows, of_shards, rounded, united
 from burst_rt.planning.operations import (
     Add,
@@ -96,10 +96,6 @@ class _Leg(NamedTuple):
 
     starts: bool  # whether the tile starts the sums
     home: bool  # whether they go home from there; else to the next hop
-
-
-# Stands for any mask where the mask does not matter.
-_FULL = Full()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,8 +300,12 @@ class Ring:
 
     @cached_property
     def way(self) -> Hashable:
-        """What the graphs depend on: everything but the mask, and in its place what it needs."""
-        return replace(self, problem=replace(self.problem, mask=_FULL)), self.needed
+        """What the graphs depend on: lengths, bytes, and the rows that ranks need."""
+        return (
+            self.operation, self.queries_travel, self.bundle, self.sums, self.home, self.home_sums,
+            self.route, self.problem.sink_bytes, self.travelling_bounds, self.resident_bounds,
+            self.needed,
+        )  # fmt: skip
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
