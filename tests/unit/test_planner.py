@@ -4,6 +4,7 @@ run takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 from graphs import problem
 
 import burst_rt
-from burst_rt import Causal, Context, Full, Mask
+from burst_rt import Causal, Context, Documents, Full, Mask
+from burst_rt.attention import planner as planner_module
 from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.drivers import Progress
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import QKV, Results
 from burst_rt.planning.layouts import make_layout
+from burst_rt.scheduler import Graph, check_world
 
 
 def _key(
@@ -55,6 +58,33 @@ def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
     assert planner.plan(keys[0]) is first
     assert planner.plan(keys[1]) is not second
     assert len(planner._plans) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "direct", "hybrid:2"])
+def test_a_way_is_verified_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh documents make fresh tables; a graph is only verified where rows go another way."""
+    verified: list[int] = []
+
+    def count(graphs: Sequence[Graph]) -> None:
+        verified.append(len(graphs))
+        check_world(graphs)
+
+    monkeypatch.setattr(planner_module, "check_world", count)
+    planner = Planner(1)
+
+    def plan(*lengths: int) -> Plan:
+        mask = Causal() & Documents(lengths)
+        return planner.plan(_key(4, seq_len=8192, mask=mask)._replace(strategy=strategy))
+
+    first = plan(3000, 5192)
+    again = plan(3010, 5182)  # within the same stretches of rows
+    assert verified == [4]
+    assert again.choice.program != first.choice.program
+    assert again.graph.peers == first.graph.peers
+    pieces = [[getattr(t.op, "pieces", ()) for t in p.graph.tasks] for p in (first, again)]
+    assert pieces[0] != pieces[1]
+    plan(*[64] * 128)  # no row is needed elsewhere
+    assert verified == [4, 4]
 
 
 @pytest.mark.parametrize("forward", [True, False])

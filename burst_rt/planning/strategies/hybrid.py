@@ -72,7 +72,8 @@ class Hybrid:
         """See `Program.way`."""
         roles, ranks = (*self.gathered, *self.returned), range(self.problem.world_size)
         lengths = tuple(self.shard_len(role, rank) for role in (Role.Q, Role.K) for rank in ranks)
-        return self.ring.way, self.group_size, lengths, tuple(map(self.token_bytes, roles))
+        sizes = tuple((role, self.token_bytes(role)) for role in roles)
+        return self.ring.way, self.group_size, lengths, sizes
 
     def graph(
         self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
