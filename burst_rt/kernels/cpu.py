@@ -70,7 +70,7 @@ _PART = _Part(4096, 4096, 1)
 # more heads.
 _SMALL_PART = _Part(1024, 1024, 4)
 # Where each head has a matrix of scores or of distances of its own.
-_MATRIX_PART = _Part(256, 512, 1)
+_MATRIX_PART = _Part(512, 512, 1)
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
