@@ -104,9 +104,9 @@ def burst_attention(
     return_lse: whether lse is returned too.
 
     Returns out, contiguous, `[batch, tokens, heads, v's head_dim]` in q's dtype; with return_lse
-    (out, lse). lse is
-    `[batch, heads, tokens]`, natural log, float64 for float64 inputs and float32 otherwise, and
-    differentiable. A query that sees no key gets out 0, lse -inf and zero gradients.
+    (out, lse). lse is `[batch, heads, tokens]`, natural log, float64 for float64 inputs and float32
+    otherwise, and differentiable. A query that sees no key, and no sink, gets out 0, lse -inf and
+    zero gradients.
 
     Autocast changes nothing: inputs are computed on in the dtype they come in. torch.compile takes
     the call as one opaque op. Before torch 2.13 torch.compile cannot do so: the call is a graph

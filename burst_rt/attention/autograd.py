@@ -226,8 +226,8 @@ def _call_of(
     return call, ScoreTerms(softcap, alibi_slopes, sinks)
 
 
-# The ops' tensors that may be None come last, after the terms, and the dispatcher leaves them out
-# where they are.
+# The tensors of the ops that may be None come last, after the terms; the dispatcher leaves them out
+# where they are None.
 def _last_two(rest: tuple[Any, ...]) -> tuple[Terms, Any, Any]:
     """The terms, alibi_slopes and sinks of an op's arguments."""
     terms, (slopes, sinks, *_) = rest[:_NUM_TERMS], (*rest[_NUM_TERMS:], None, None)

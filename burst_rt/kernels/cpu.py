@@ -73,7 +73,7 @@ _SMALL_PART = _Part(1024, 1024, 4)
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
 _MOST_MASKED = 1 << 24
 # Where each head has a matrix of scores or of distances of its own.
-_MATRIX_PART = _Part(256, 512, 1)
+_MATRIX_PART = _Part(512, 512, 1)
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in

@@ -274,7 +274,7 @@ def test_the_memory_of_matrices_is_bounded() -> None:
                 )
                 for n in (1000, 100_000)
             ]
-            assert 0 < sizes[0] <= sizes[1] < 2**26
+            assert 0 < sizes[0] <= sizes[1] < 2**27
 
 
 @pytest.fixture

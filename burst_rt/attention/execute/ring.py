@@ -346,7 +346,8 @@ class BackwardRun(Run):
         self.kernel.delta(some, rows)
         if self.dsinks is not None:
             assert self._sinks is not None
-            # delta is of the whole row, so this is what every other key says of the sink's score.
+            # The sink is a key of probability exp(sink - lse) and of value 0: the gradient of its
+            # score is that times 0 - delta.
             top, delta = rows
             share = torch.exp(self._sinks[:, None] - top).mul_(delta)
             self.dsinks.sub_(share.sum((0, 2), dtype=torch.float64))
