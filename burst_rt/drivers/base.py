@@ -203,7 +203,8 @@ class BaseDriver:
             self._about[handle] = task, m.peer
 
     def _bytes_of(self, message: Message) -> Memory:
-        return self._options.memory[message.part][message.offset : message.end]
+        start = message.offset
+        return self._options.memory[message.part][start : start + message.size_bytes]
 
     def _what_does(self, task: Task) -> Callable[..., None]:
         """The function for the task's operation. Writes the task to the flight record.

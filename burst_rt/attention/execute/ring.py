@@ -168,8 +168,7 @@ class Run:
     def shape(self, role: Role) -> tuple[int, ...]:
         """The shape of a tensor of this rank's shard."""
         problem = self.problem
-        layout = problem.q_layout if role.queries else problem.kv_layout
-        length = layout.shard_len(self.rank)
+        length = self.bounds(queries=role.queries)[-1][1]
         heads = problem.num_heads if role.queries else problem.num_kv_heads
         if role is Role.LSE:
             return (problem.batch, heads, length)
