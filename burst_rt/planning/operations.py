@@ -1,7 +1,8 @@
 """What the tasks of attention's graphs do: one frozen type for each operation.
 
 `name` is what telemetry shows and what machine files rate. Parts are given by their numbers in the
-graph; blocks are counted by owner. `attention/execute` performs the operations.
+graph; blocks are counted by owner. `attention/execute` performs the operations. Here are those that
+several strategies share; the others stand in the modules of their strategies.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from burst_rt.planning.needs import Rows
 from burst_rt.planning.roles import Role
 
 __all__ = [
-    "Add", "BackwardTile", "Blank", "Delta", "Finish", "ForwardTile", "Keep", "Pack",
-    "Probabilities", "Products", "ScoreGradients", "Scores", "Softmax", "SumSinks", "Tensors",
-    "TileOperation", "Unpack", "Weigh",
-]  # fmt: skip
+    "Add",
+    "BackwardTile",
+    "Delta",
+    "Finish",
+    "ForwardTile",
+    "SumSinks",
+    "Tensors",
+    "TileOperation",
+]
 
 # Tensors by role, each with the number of the part that holds it.
 Tensors = tuple[tuple[Role, int], ...]
@@ -36,48 +42,23 @@ class TileOperation:
     first: bool  # whether this is the first tile of the rank
     last: bool  # whether this is the last tile of the rank
     name: ClassVar[str]
+    # Floating-point operations for one (query, key) pair, head and batch row, in units of head_dim
+    # and of v's head_dim: 2 for each matrix product.
+    flops: ClassVar[tuple[int, int]]
 
 
 class ForwardTile(TileOperation):
     """Folds a tile into the running state."""
 
     name = "forward"
+    flops = (2, 2)
 
 
 class BackwardTile(TileOperation):
     """Adds the gradients of a tile to their sums."""
 
     name = "backward"
-
-
-class Scores(TileOperation):
-    """Writes the scores of a tile into whole rows of scores (`ring-naive`)."""
-
-    name = "scores"
-
-
-class Weigh(TileOperation):
-    """Adds the values of a tile, weighted by whole rows of probabilities (`ring-naive`)."""
-
-    name = "weigh"
-
-
-class Probabilities(TileOperation):
-    """Writes the probabilities of a tile into whole rows (`ring-naive`)."""
-
-    name = "probabilities"
-
-
-class ScoreGradients(TileOperation):
-    """Adds dv of a tile, and makes gradients of scores from its probabilities (`ring-naive`)."""
-
-    name = "score gradients"
-
-
-class Products(TileOperation):
-    """Adds dq and dk of a tile (`ring-naive`)."""
-
-    name = "products"
+    flops = (6, 4)
 
 
 @dataclass(frozen=True)
@@ -109,52 +90,7 @@ class Add:
 
 
 @dataclass(frozen=True)
-class Blank:
-    """Fills whole rows of scores with the value for "no key seen" (`ring-naive`)."""
-
-    name: ClassVar[str] = "blank"
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """Turns whole rows of scores into probabilities, unnormalised (`ring-naive`)."""
-
-    name: ClassVar[str] = "softmax"
-
-
-@dataclass(frozen=True)
 class Finish:
     """Writes out and lse from the running state, where no tile writes them."""
 
     name: ClassVar[str] = "finish"
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Copies what another member of an all-to-all group needs into the part to be sent."""
-
-    tensor: Role
-    gather: bool  # whether tokens were spread and heads will be; else the way back
-    member: int  # number of the other member in the group
-    part: int  # number of the part that is written
-    name: ClassVar[str] = "pack"
-
-
-@dataclass(frozen=True)
-class Unpack:
-    """Copies what has come from another member out of the part that received it."""
-
-    tensor: Role
-    gather: bool  # as in `Pack`
-    member: int  # number of the other member in the group
-    part: int  # number of the part that is read
-    name: ClassVar[str] = "unpack"
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Copies what stays on this rank: the rank's own heads of its own tokens."""
-
-    tensor: Role
-    gather: bool  # as in `Pack`
-    name: ClassVar[str] = "keep"

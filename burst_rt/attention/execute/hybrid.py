@@ -15,9 +15,10 @@ import torch
 from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, dense
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels import Gradients, ScoreTerms
-from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
+from burst_rt.planning.operations import Delta
 from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Hybrid, Ring
+from burst_rt.planning.strategies.hybrid import Keep, Pack, Unpack
 
 __all__ = ["HybridBackwardRun", "HybridForwardRun"]
 

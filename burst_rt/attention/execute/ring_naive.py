@@ -12,19 +12,18 @@ import torch
 from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels.naive import dense_scores, per_group, per_head
-from burst_rt.planning.operations import (
+from burst_rt.planning.operations import Finish, TileOperation
+from burst_rt.planning.roles import Role
+from burst_rt.planning.strategies import Ring, RingNaive
+from burst_rt.planning.strategies.ring_naive import (
     Blank,
-    Finish,
     Probabilities,
     Products,
     ScoreGradients,
     Scores,
     Softmax,
-    TileOperation,
     Weigh,
 )
-from burst_rt.planning.roles import Role
-from burst_rt.planning.strategies import Ring, RingNaive
 
 __all__ = ["RingNaiveBackwardRun", "RingNaiveForwardRun"]
 

@@ -32,15 +32,10 @@ from typing import NamedTuple
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies.hops import num_blocks
 from burst_rt.planning.strategies.hybrid import Hybrid, backward_hybrid, forward_hybrid
 from burst_rt.planning.strategies.program import AGREE, Footprint, Program
-from burst_rt.planning.strategies.ring import (
-    Ring,
-    backward_ring,
-    forward_ring,
-    num_blocks,
-    travels_whole,
-)
+from burst_rt.planning.strategies.ring import Ring, backward_ring, forward_ring, travels_whole
 from burst_rt.planning.strategies.ring_naive import RingNaive, ring_naive
 from burst_rt.planning.strategies.routes import OneRing, Route, Straight, TwoLevel
 

@@ -25,26 +25,53 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import ClassVar
 
 from burst_rt.errors import InputError
 from burst_rt.planning.layouts import Layout
-from burst_rt.planning.operations import Delta, Keep, Pack, Unpack
+from burst_rt.planning.operations import Delta
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
+from burst_rt.planning.strategies.hops import blocks_of
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import (
-    Ring,
-    RingBuilder,
-    backward_ring,
-    blocks_of,
-    forward_ring,
-)
+from burst_rt.planning.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
 from burst_rt.planning.strategies.sinks import own_share, share_bytes_sent, sum_shares
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
-__all__ = ["Hybrid", "backward_hybrid", "forward_hybrid"]
+__all__ = ["Hybrid", "Keep", "Pack", "Unpack", "backward_hybrid", "forward_hybrid"]
 
 _Runs = tuple[tuple[range, ...], ...]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Copies what another member of an all-to-all group needs into the part to be sent."""
+
+    tensor: Role
+    gather: bool  # whether tokens were spread and heads will be; else the way back
+    member: int  # number of the other member in the group
+    part: int  # number of the part that is written
+    name: ClassVar[str] = "pack"
+
+
+@dataclass(frozen=True)
+class Unpack:
+    """Copies what has come from another member out of the part that received it."""
+
+    tensor: Role
+    gather: bool  # as in `Pack`
+    member: int  # number of the other member in the group
+    part: int  # number of the part that is read
+    name: ClassVar[str] = "unpack"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Copies what stays on this rank: the rank's own heads of its own tokens."""
+
+    tensor: Role
+    gather: bool  # as in `Pack`
+    name: ClassVar[str] = "keep"
 
 
 @dataclass(frozen=True)

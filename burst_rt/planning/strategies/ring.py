@@ -8,19 +8,14 @@ One builder makes three graphs:
 * backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with
   dQ; dK, dV stay at home.
 
-Everything makes W-1 hops along a `Route`: the ring of all ranks, or another way round. While the
-tiles of a hop run, one exchange passes the bundle on and receives the next bundle into another
-slot. A shard travels as two blocks of one or more runs of positions. A tile is one travelling block
-against the whole shard at home.
+`hops.py` says which rows are where at each hop. While the tiles of a hop run, one exchange passes
+the bundle on and receives the next bundle into another slot. A tile is one travelling block against
+the whole shard at home.
 
-The owner keeps its own contribution at home. The first rank after the owner that has a contribution
-starts the travelling sum, and the last rank that has one sends the sum home. Sums travel block by
-block, each as soon as its last tile is done, so that a rank's first tiles of a hop do not wait for
-all tiles of the previous rank. Shards of a few tokens under the full mask, for which positions do
-not matter, travel as one block: half the messages and tasks.
-
-Rows are sent that a rank further on computes with, and no others; see `planning/needs.py`. lse and
-delta of a block travel whole: they are few bytes.
+The owner keeps its own contribution at home. Sums travel block by block, each as soon as its last
+tile is done, so that a rank's first tiles of a hop do not wait for all tiles of the previous rank.
+Shards of a few tokens under the full mask, for which positions do not matter, travel as one block:
+half the messages and tasks. lse and delta of a block travel whole: they are few bytes.
 
 The mask decides in two ways. Which rows each rank needs (`Ring.needed`) shapes the graphs: rings
 with equal `way` have equal graphs but for pieces and costs. The pieces of tiles and their costs are
@@ -32,55 +27,33 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from burst_rt.planning.masks import Piece, Rule
-from burst_rt.planning.needs import Rows, num_rows, of_shards, rounded, united
+from burst_rt.planning.needs import Rows, num_rows
 from burst_rt.planning.operations import (
     Add,
     BackwardTile,
     Delta,
     Finish,
     ForwardTile,
-    Probabilities,
-    Products,
-    ScoreGradients,
-    Scores,
     TileOperation,
-    Weigh,
 )
 from burst_rt.planning.problem import Problem, TileShape
 from burst_rt.planning.roles import GRADIENTS, Role
+from burst_rt.planning.strategies.hops import Hops, num_blocks, num_tokens
 from burst_rt.planning.strategies.program import AGREE, Footprint
 from burst_rt.planning.strategies.routes import OneRing, Route
 from burst_rt.planning.strategies.sinks import own_share, share_bytes_sent, sum_shares
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
-__all__ = [
-    "Block", "Ring", "RingBuilder", "backward_ring", "blocks_of", "forward_ring", "num_blocks",
-    "num_tokens", "travels_whole",
-]  # fmt: skip
+__all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
 
-# What travels together: runs of positions of one shard, in order.
-Block = tuple[range, ...]
-
-# How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
-_EDGE = 512
 # The most tokens of a shard that travels as one block: with so few, a tile takes less time than the
 # overhead of a task.
 _FEW_TOKENS = 64
-# Floating-point operations of a tile for one (query, key) pair, head and batch row, in units of
-# head_dim and of v's head_dim: 2 for each matrix product.
-_FLOPS: dict[type[TileOperation], tuple[int, int]] = {
-    ForwardTile: (2, 2),
-    BackwardTile: (6, 4),
-    Scores: (2, 0),
-    Weigh: (0, 2),
-    Probabilities: (2, 0),
-    ScoreGradients: (0, 4),
-    Products: (4, 0),
-}
+# How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
+_EDGE = 512
 
 
 class _Stretch(NamedTuple):
@@ -91,26 +64,15 @@ class _Stretch(NamedTuple):
     offset: int
 
 
-class _Leg(NamedTuple):
-    """What happens to a block's sums where its tile of a hop is done."""
-
-    starts: bool  # whether the tile starts the sums
-    home: bool  # whether they go home from there; else to the next hop
-
-
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class Ring(Hops):
     """One ring: what travels, what stays, and what a tile does. A `Program`."""
 
-    problem: Problem
     operation: type[TileOperation]  # what a tile does
-    queries_travel: bool  # whether the query side travels; else keys and values do
     bundle: tuple[tuple[Role, int], ...]  # the tensors that travel, with their bytes a token
     sums: tuple[tuple[Role, int], ...] = ()  # the sums that travel, with their bytes a token
     home: tuple[Role, ...]  # the tensors that stay
     home_sums: tuple[Role, ...]  # the sums at home that a tile adds to
-    route: Route  # which way round
-    whole: bool = False  # whether a shard travels as one block
 
     def graph(
         self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
@@ -134,169 +96,6 @@ class Ring:
     @property
     def forward(self) -> bool:
         return self.operation is ForwardTile
-
-    @cached_property
-    def travelling(self) -> tuple[tuple[Block, ...], ...]:
-        """Blocks of the travelling side, by owner. Every owner has as many; some may be empty."""
-        runs = self.problem.q_runs if self.queries_travel else self.problem.kv_runs
-        return tuple(blocks_of(own, self.num_blocks) for own in runs)
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks a shard travels as."""
-        return num_blocks(self.problem, self.whole)
-
-    @cached_property
-    def resident(self) -> tuple[tuple[range, ...], ...]:
-        """Runs of the side at home, by rank."""
-        return self.problem.kv_runs if self.queries_travel else self.problem.q_runs
-
-    @cached_property
-    def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By owner: (first token, last + 1) of each travelling block in its owner's shard."""
-        return tuple(
-            tuple(pairwise(accumulate(map(num_tokens, blocks), initial=0)))
-            for blocks in self.travelling
-        )
-
-    @cached_property
-    def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By rank: the bounds of the shard at home, which is one part."""
-        return tuple(((0, num_tokens(runs)),) for runs in self.resident)
-
-    def block_len(self, owner: int, block: int) -> int:
-        """Number of tokens in a travelling block."""
-        start, stop = self.travelling_bounds[owner][block]
-        return stop - start
-
-    @cached_property
-    def _first_runs(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """Numbers among all runs of a side: of each travelling block's first run, by owner and
-        block; of each shard's first run at home, by rank.
-        """
-        numbers, at = [], 0
-        for blocks in self.travelling:
-            starts = list(accumulate(map(len, blocks), initial=at))
-            at = starts.pop()
-            numbers.append(tuple(starts))
-        homes = list(accumulate(map(len, self.resident), initial=0))
-        return tuple(numbers), tuple(homes[:-1])
-
-    def pieces(self, owner: int, block: int, rank: int) -> tuple[Piece, ...]:
-        """What a rank has to compute with a travelling block.
-
-        Rows and columns are counted along the block and along the whole shard at home.
-        """
-        moving, staying = self.travelling[owner][block], self.resident[rank]
-        problem, queries_travel = self.problem, self.queries_travel
-        if problem.mask.rule is Rule.EVERYTHING:
-            lengths = (num_tokens(moving), num_tokens(staying))
-            rows, columns = lengths if queries_travel else reversed(lengths)
-            whole = Piece(0, rows, 0, columns, False, False, rows * columns)
-            return (whole,) if rows and columns else ()
-        numbers, homes = self._first_runs
-        meet = problem.needs.queries[..., 1] if queries_travel else problem.needs.queries[..., 1].T
-        found: list[Piece] = []
-        start = 0
-        for number, moved in enumerate(moving, numbers[owner][block]):
-            first = 0
-            for home, stays in enumerate(staying, homes[rank]):
-                q, kv, rows, columns = (
-                    (moved, stays, start, first) if queries_travel else (stays, moved, first, start)
-                )
-                for piece in problem.pieces(q, kv) if meet[number, home] else ():
-                    here = _moved(piece, rows, columns)
-                    found.append(
-                        _joined(found.pop(), here) if found and _touch(found[-1], here) else here
-                    )
-                first += len(stays)
-            start += len(moved)
-        return tuple(found)
-
-    @cached_property
-    def needed(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-        """By owner, block and rank: the rows of the block that the rank computes with."""
-        needs, (numbers, homes) = self.problem.needs, self._first_runs
-        table = needs.queries if self.queries_travel else needs.keys.transpose(1, 0, 2)
-        met = of_shards(table, homes)
-
-        def of(owner: int, block: int, rank: int) -> Rows:
-            stretches, at = [], 0
-            for number, run in enumerate(self.travelling[owner][block], numbers[owner][block]):
-                start, stop = met[number][rank]
-                if stop:
-                    stretches.append((at + start, at + stop))
-                at += len(run)
-            return rounded(stretches, at)
-
-        ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
-        return tuple(
-            tuple(tuple(of(owner, block, rank) for rank in ranks) for block in blocks)
-            for owner in ranks
-        )
-
-    def needed_at(self, owner: int, block: int, hop: int) -> Rows:
-        """The rows of a block that the rank which has the block at a hop computes with."""
-        return self.needed[owner][block][self.route.holder(owner, hop, block)]
-
-    @cached_property
-    def bundles(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-        """By owner, block and hop: the rows of the bundle that must be there; none at hop 0.
-
-        The rank at that hop computes with them, or passes them on to a rank that does.
-        """
-        world = self.problem.world_size
-        passes = [each for hop in range(world) for each in self.route.passes(hop)]
-        onward = sorted(((to, hop) for hop, to in passes if hop), reverse=True)
-
-        def of(owner: int, block: int) -> tuple[Rows, ...]:
-            rows = [self.needed_at(owner, block, hop) if hop else () for hop in range(world)]
-            for to, hop in onward:
-                if rows[to]:
-                    rows[hop] = united((*rows[hop], *rows[to]))
-            return tuple(rows)
-
-        return tuple(
-            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
-        )
-
-    @cached_property
-    def legs(self) -> tuple[tuple[dict[int, _Leg], ...], ...]:
-        """By owner and block: the hops at which the sums of the block are on their way."""
-        world = self.problem.world_size
-
-        def of(owner: int, block: int) -> dict[int, _Leg]:
-            adding = [hop for hop in range(1, world) if self.needed_at(owner, block, hop)]
-            if not self.route.carries_sums:
-                return dict.fromkeys(adding, _Leg(starts=True, home=True))
-            first, last = (adding[0], adding[-1]) if adding else (0, -1)
-            return {hop: _Leg(hop == first, hop == last) for hop in range(first, last + 1)}
-
-        return tuple(
-            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
-        )
-
-    def sum_rows(self, owner: int, block: int, hop: int) -> Rows:
-        """The rows of a block's sums that leave after the tile of a hop.
-
-        Sums that go along with their block hold the rows that any rank adds to.
-        """
-        if not self.route.carries_sums:
-            return self.needed_at(owner, block, hop)
-        return self._summed[owner][block]
-
-    @cached_property
-    def _summed(self) -> tuple[tuple[Rows, ...], ...]:
-        others = range(1, self.problem.world_size)
-
-        def of(owner: int, block: int) -> Rows:
-            rows = (self.needed_at(owner, block, hop) for hop in others)
-            return united(stretch for some in rows for stretch in some)
-
-        return tuple(
-            tuple(of(owner, block) for block in range(self.num_blocks))
-            for owner in range(self.problem.world_size)
-        )
 
     @cached_property
     def way(self) -> Hashable:
@@ -622,7 +421,7 @@ class RingBuilder:
 
     def _cost(self, pieces: tuple[Piece, ...], zeroed_bytes: int) -> Cost:
         problem = self.ring.problem
-        of_q, of_v = _FLOPS[self.ring.operation]
+        of_q, of_v = self.ring.operation.flops
         per_head = of_q * problem.head_dim + of_v * problem.v_head_dim
         per_cell = per_head * problem.num_heads * problem.batch
         rows = sum(p.q_stop - p.q_start for p in pieces)
@@ -729,53 +528,8 @@ def travels_whole(problem: Problem) -> bool:
     )
 
 
-def num_blocks(problem: Problem, whole: bool = False) -> int:
-    """How many blocks a shard travels as: one if it is whole or nothing travels, else two."""
-    return 1 if whole or problem.world_size == 1 else 2
-
-
-def num_tokens(runs: Iterable[range]) -> int:
-    """How many positions there are in all runs together."""
-    return sum(map(len, runs))
-
-
-def blocks_of(runs: tuple[range, ...], count: int) -> tuple[Block, ...]:
-    """A shard's runs as one or two blocks. Two are cut as near the middle of the shard as runs
-    allow.
-    """
-    if count == 1:
-        return (runs,)
-    ends = list(accumulate(map(len, runs)))
-    cut = min(range(len(runs)), key=lambda run: abs(2 * ends[run] - ends[-1])) + 1
-    return runs[:cut], runs[cut:]
-
-
 def _plain(problem: Problem, whole: bool) -> Route:
     return OneRing(problem.world_size, (1,) * num_blocks(problem, whole))
-
-
-def _moved(piece: Piece, rows: int, columns: int) -> Piece:
-    """The same piece, counted from an earlier start: rows and columns are added."""
-    q_start, q_stop, kv_start, kv_stop = piece[:4]
-    return piece._replace(
-        q_start=q_start + rows,
-        q_stop=q_stop + rows,
-        kv_start=kv_start + columns,
-        kv_stop=kv_stop + columns,
-    )
-
-
-def _touch(a: Piece, b: Piece) -> bool:
-    """Whether two full rectangles, the second further on, form one rectangle."""
-    if not a.whole or not b.whole:
-        return False
-    if a[:2] == b[:2]:
-        return a.kv_stop == b.kv_start
-    return a[2:4] == b[2:4] and a.q_stop == b.q_start
-
-
-def _joined(a: Piece, b: Piece) -> Piece:
-    return a._replace(q_stop=b.q_stop, kv_stop=b.kv_stop, num_cells=a.num_cells + b.num_cells)
 
 
 def _roles(tensors: Iterable[tuple[Role, int]]) -> tuple[Role, ...]:

@@ -17,26 +17,71 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from typing import ClassVar
 
-from burst_rt.planning.operations import (
-    Blank,
-    Finish,
-    Probabilities,
-    Products,
-    ScoreGradients,
-    Scores,
-    Softmax,
-    Weigh,
-)
+from burst_rt.planning.operations import Finish, TileOperation
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import Role
+from burst_rt.planning.strategies.hops import num_blocks
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring, num_blocks
+from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring
 from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.planning.strategies.sinks import share_bytes_sent
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
 
-__all__ = ["RingNaive", "ring_naive"]
+__all__ = [
+    "Blank", "Probabilities", "Products", "RingNaive", "ScoreGradients", "Scores", "Softmax",
+    "Weigh", "ring_naive",
+]  # fmt: skip
+
+
+class Scores(TileOperation):
+    """Writes the scores of a tile into whole rows of scores."""
+
+    name = "scores"
+    flops = (2, 0)
+
+
+class Weigh(TileOperation):
+    """Adds the values of a tile, weighted by whole rows of probabilities."""
+
+    name = "weigh"
+    flops = (0, 2)
+
+
+class Probabilities(TileOperation):
+    """Writes the probabilities of a tile into whole rows."""
+
+    name = "probabilities"
+    flops = (2, 0)
+
+
+class ScoreGradients(TileOperation):
+    """Adds dv of a tile, and makes gradients of scores from its probabilities."""
+
+    name = "score gradients"
+    flops = (0, 4)
+
+
+class Products(TileOperation):
+    """Adds dq and dk of a tile."""
+
+    name = "products"
+    flops = (4, 0)
+
+
+@dataclass(frozen=True)
+class Blank:
+    """Fills whole rows of scores with the value for "no key seen"."""
+
+    name: ClassVar[str] = "blank"
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Turns whole rows of scores into probabilities, unnormalised."""
+
+    name: ClassVar[str] = "softmax"
 
 
 @dataclass(frozen=True)

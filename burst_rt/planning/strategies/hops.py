@@ -1,0 +1,251 @@
+"""Hops: where the blocks of a travelling side are, step by step, and which of their rows.
+
+Everything makes W-1 hops along a `Route`. A shard travels as two blocks of one or more runs of
+positions. A row is sent as far as the last rank that computes with it, and no farther; see
+`planning/needs.py`. The sums of a block travel from the first rank after the owner that adds to
+them to the last, which sends them home; on a route that does not carry sums, every rank sends its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from burst_rt.planning.masks import Piece, Rule
+from burst_rt.planning.needs import Rows, of_shards, rounded, united
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies.routes import Route
+
+__all__ = ["Block", "Hops", "Leg", "blocks_of", "num_blocks", "num_tokens"]
+
+# What travels together: runs of positions of one shard, in order.
+Block = tuple[range, ...]
+
+
+class Leg(NamedTuple):
+    """What happens to a block's sums where its tile of a hop is done."""
+
+    starts: bool  # whether the tile starts the sums
+    home: bool  # whether they go home from there; else to the next hop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hops:
+    """One side's way past the other side."""
+
+    problem: Problem
+    queries_travel: bool  # whether the query side travels; else keys and values do
+    route: Route  # which way round
+    whole: bool = False  # whether a shard travels as one block
+
+    @cached_property
+    def travelling(self) -> tuple[tuple[Block, ...], ...]:
+        """Blocks of the travelling side, by owner. Every owner has as many; some may be empty."""
+        runs = self.problem.q_runs if self.queries_travel else self.problem.kv_runs
+        return tuple(blocks_of(own, self.num_blocks) for own in runs)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks a shard travels as."""
+        return num_blocks(self.problem, self.whole)
+
+    @cached_property
+    def resident(self) -> tuple[tuple[range, ...], ...]:
+        """Runs of the side at home, by rank."""
+        return self.problem.kv_runs if self.queries_travel else self.problem.q_runs
+
+    @cached_property
+    def travelling_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By owner: (first token, last + 1) of each travelling block in its owner's shard."""
+        return tuple(
+            tuple(pairwise(accumulate(map(num_tokens, blocks), initial=0)))
+            for blocks in self.travelling
+        )
+
+    @cached_property
+    def resident_bounds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By rank: the bounds of the shard at home, which is one part."""
+        return tuple(((0, num_tokens(runs)),) for runs in self.resident)
+
+    def block_len(self, owner: int, block: int) -> int:
+        """Number of tokens in a travelling block."""
+        start, stop = self.travelling_bounds[owner][block]
+        return stop - start
+
+    @cached_property
+    def _first_runs(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Numbers among all runs of a side: of each travelling block's first run, by owner and
+        block; of each shard's first run at home, by rank.
+        """
+        numbers, at = [], 0
+        for blocks in self.travelling:
+            starts = list(accumulate(map(len, blocks), initial=at))
+            at = starts.pop()
+            numbers.append(tuple(starts))
+        homes = list(accumulate(map(len, self.resident), initial=0))
+        return tuple(numbers), tuple(homes[:-1])
+
+    def pieces(self, owner: int, block: int, rank: int) -> tuple[Piece, ...]:
+        """What a rank has to compute with a travelling block.
+
+        Rows and columns are counted along the block and along the whole shard at home.
+        """
+        moving, staying = self.travelling[owner][block], self.resident[rank]
+        problem, queries_travel = self.problem, self.queries_travel
+        if problem.mask.rule is Rule.EVERYTHING:
+            lengths = (num_tokens(moving), num_tokens(staying))
+            rows, columns = lengths if queries_travel else reversed(lengths)
+            whole = Piece(0, rows, 0, columns, False, False, rows * columns)
+            return (whole,) if rows and columns else ()
+        numbers, homes = self._first_runs
+        meet = problem.needs.queries[..., 1] if queries_travel else problem.needs.queries[..., 1].T
+        found: list[Piece] = []
+        start = 0
+        for number, moved in enumerate(moving, numbers[owner][block]):
+            first = 0
+            for home, stays in enumerate(staying, homes[rank]):
+                q, kv, rows, columns = (
+                    (moved, stays, start, first) if queries_travel else (stays, moved, first, start)
+                )
+                for piece in problem.pieces(q, kv) if meet[number, home] else ():
+                    here = _moved(piece, rows, columns)
+                    found.append(
+                        _joined(found.pop(), here) if found and _touch(found[-1], here) else here
+                    )
+                first += len(stays)
+            start += len(moved)
+        return tuple(found)
+
+    @cached_property
+    def needed(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """By owner, block and rank: the rows of the block that the rank computes with."""
+        needs, (numbers, homes) = self.problem.needs, self._first_runs
+        table = needs.queries if self.queries_travel else needs.keys.transpose(1, 0, 2)
+        met = of_shards(table, homes)
+
+        def of(owner: int, block: int, rank: int) -> Rows:
+            stretches, at = [], 0
+            for number, run in enumerate(self.travelling[owner][block], numbers[owner][block]):
+                start, stop = met[number][rank]
+                if stop:
+                    stretches.append((at + start, at + stop))
+                at += len(run)
+            return rounded(stretches, at)
+
+        ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
+        return tuple(
+            tuple(tuple(of(owner, block, rank) for rank in ranks) for block in blocks)
+            for owner in ranks
+        )
+
+    def needed_at(self, owner: int, block: int, hop: int) -> Rows:
+        """The rows of a block that the rank which has the block at a hop computes with."""
+        return self.needed[owner][block][self.route.holder(owner, hop, block)]
+
+    @cached_property
+    def bundles(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """By owner, block and hop: the rows of the bundle that must be there; none at hop 0.
+
+        The rank at that hop computes with them, or passes them on to a rank that does.
+        """
+        world = self.problem.world_size
+        passes = [each for hop in range(world) for each in self.route.passes(hop)]
+        onward = sorted(((to, hop) for hop, to in passes if hop), reverse=True)
+
+        def of(owner: int, block: int) -> tuple[Rows, ...]:
+            rows = [self.needed_at(owner, block, hop) if hop else () for hop in range(world)]
+            for to, hop in onward:
+                if rows[to]:
+                    rows[hop] = united((*rows[hop], *rows[to]))
+            return tuple(rows)
+
+        return tuple(
+            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
+        )
+
+    @cached_property
+    def legs(self) -> tuple[tuple[dict[int, Leg], ...], ...]:
+        """By owner and block: the hops at which the sums of the block are on their way."""
+        world = self.problem.world_size
+
+        def of(owner: int, block: int) -> dict[int, Leg]:
+            adding = [hop for hop in range(1, world) if self.needed_at(owner, block, hop)]
+            if not self.route.carries_sums:
+                return dict.fromkeys(adding, Leg(starts=True, home=True))
+            first, last = (adding[0], adding[-1]) if adding else (0, -1)
+            return {hop: Leg(hop == first, hop == last) for hop in range(first, last + 1)}
+
+        return tuple(
+            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
+        )
+
+    def sum_rows(self, owner: int, block: int, hop: int) -> Rows:
+        """The rows of a block's sums that leave after the tile of a hop.
+
+        Sums that go along with their block hold the rows that any rank adds to.
+        """
+        if not self.route.carries_sums:
+            return self.needed_at(owner, block, hop)
+        return self._summed[owner][block]
+
+    @cached_property
+    def _summed(self) -> tuple[tuple[Rows, ...], ...]:
+        others = range(1, self.problem.world_size)
+
+        def of(owner: int, block: int) -> Rows:
+            rows = (self.needed_at(owner, block, hop) for hop in others)
+            return united(stretch for some in rows for stretch in some)
+
+        return tuple(
+            tuple(of(owner, block) for block in range(self.num_blocks))
+            for owner in range(self.problem.world_size)
+        )
+
+
+def num_blocks(problem: Problem, whole: bool = False) -> int:
+    """How many blocks a shard travels as: one if it is whole or nothing travels, else two."""
+    return 1 if whole or problem.world_size == 1 else 2
+
+
+def num_tokens(runs: Iterable[range]) -> int:
+    """How many positions there are in all runs together."""
+    return sum(map(len, runs))
+
+
+def blocks_of(runs: tuple[range, ...], count: int) -> tuple[Block, ...]:
+    """A shard's runs as one or two blocks. Two are cut as near the middle of the shard as runs
+    allow.
+    """
+    if count == 1:
+        return (runs,)
+    ends = list(accumulate(map(len, runs)))
+    cut = min(range(len(runs)), key=lambda run: abs(2 * ends[run] - ends[-1])) + 1
+    return runs[:cut], runs[cut:]
+
+
+def _moved(piece: Piece, rows: int, columns: int) -> Piece:
+    """The same piece, counted from an earlier start: rows and columns are added."""
+    q_start, q_stop, kv_start, kv_stop = piece[:4]
+    return piece._replace(
+        q_start=q_start + rows,
+        q_stop=q_stop + rows,
+        kv_start=kv_start + columns,
+        kv_stop=kv_stop + columns,
+    )
+
+
+def _touch(a: Piece, b: Piece) -> bool:
+    """Whether two full rectangles, the second further on, form one rectangle."""
+    if not a.whole or not b.whole:
+        return False
+    if a[:2] == b[:2]:
+        return a.kv_stop == b.kv_start
+    return a[2:4] == b[2:4] and a.q_stop == b.q_start
+
+
+def _joined(a: Piece, b: Piece) -> Piece:
+    return a._replace(q_stop=b.q_stop, kv_stop=b.kv_stop, num_cells=a.num_cells + b.num_cells)
