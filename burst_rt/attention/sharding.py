@@ -29,7 +29,7 @@ AUTO = "auto"
 class ContextLayout:
     """Which tokens each rank of a context holds. Made by `Context.layout`."""
 
-    setup: Setup  # the context's setup
+    setup: Setup = field(repr=False)  # the context's setup
     map: Layout  # the positions of every rank
     # Compiled programs know the layout by this number; no other object has the same number.
     number: int = field(init=False, compare=False, repr=False)

@@ -157,7 +157,7 @@ def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route
         blocks = range(num_blocks(problem))
         for first, label in ((1, "first half forward"), (-1, "first half backward")):
             yield (
-                f"bidirectional, {label}",
+                f"bidirectional ({label})",
                 OneRing(
                     problem.world_size, tuple(-first if block % 2 else first for block in blocks)
                 ),
@@ -170,4 +170,4 @@ def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route
 
 
 def _label(*words: str) -> str:
-    return ", ".join(word for word in words if word)
+    return " with ".join(word for word in words if word)
