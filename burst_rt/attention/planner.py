@@ -76,6 +76,7 @@ class MemoryNeed(NamedTuple):
     sums: int
     copies: int  # copies of this rank's own tensors, where copies must be made
     scratch: int  # the most that one tile allocates
+    tables: int  # of all tiles; kept for calls to come
     chunks: int  # pinned host memory; 0 where nothing is staged
 
     @property
@@ -91,6 +92,7 @@ class Plan:
     rank: int
     choice: Choice  # the strategy, and why it was chosen
     picked: Picked  # the kernel, and why it was picked
+    work: Work  # what it was picked for
     program_graph: Graph  # the graph that the strategy built
     schedule: Schedule  # of `graph`, which the machine has lowered from `program_graph`
 
@@ -140,18 +142,19 @@ class Plan:
             f"  kernel {self.kernel.name}: {self.picked.reason}",
             f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
             f"{memory.slots:,}, sums {memory.sums:,}, "
-            f"copies {memory.copies:,}, scratch {memory.scratch:,})",
+            f"copies {memory.copies:,}, scratch {memory.scratch:,}, tables {memory.tables:,})",
             f"  {len(self.graph.tasks)} tasks on this rank",
         )
         return "\n".join(filter(None, lines))
 
     def memory(self) -> MemoryNeed:
-        """The memory of one run, in bytes."""
+        """The memory of one run, in bytes. Takes milliseconds for long shards on a GPU."""
         held = self.choice.program.footprint(self.rank)
         scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
         slots = sum(part.size_bytes for part in self.slots)
         chunks = sum(part.size_bytes for part in self.chunks)
-        return MemoryNeed(slots, held.sums, held.copies, scratch, chunks)
+        tables = self.kernel.table_bytes(self.work, self.choice.program.tiles(self.rank))
+        return MemoryNeed(slots, held.sums, held.copies, scratch, tables, chunks)
 
 
 class Planner:
@@ -241,7 +244,7 @@ class Planner:
         if not self._verified.get(way):
             self._verify(choice.program, own, lowered)
             self._verified.put(way, True)
-        return Plan(key, self._rank, choice, picked, own, Schedule.of(lowered))
+        return Plan(key, self._rank, choice, picked, work, own, Schedule.of(lowered))
 
     def _ranking(self, key: PlanKey) -> Ranking:
         """The forecasts for problems like a key's."""

@@ -11,7 +11,7 @@ uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are floa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -22,8 +22,8 @@ from burst_rt.planning.masks import Mask, Piece, Relation
 from burst_rt.planning.problem import ScoreOptions, TileShape
 
 __all__ = [
-    "PARTIALS", "QKV", "Gradients", "Kernel", "Results", "ScoreTerms", "State", "Tile", "Upstream",
-    "Work", "fold", "some_of", "sum_dtype",
+    "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreTerms", "State", "Tile",
+    "Upstream", "Work", "fold", "some_of", "sum_dtype",
 ]  # fmt: skip
 
 
@@ -240,6 +240,10 @@ class Work(NamedTuple):
         return self.head_dim, self.v_head_dim or self.head_dim
 
 
+# The positions of a tile's rows and of its columns, by runs.
+Places = tuple[tuple[range, ...], tuple[range, ...]]
+
+
 class Kernel(Protocol):
     """A tile kernel. No method is called with an empty range.
 
@@ -295,6 +299,13 @@ class Kernel(Protocol):
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """Adds the gradients of the tile's pieces to the sums in `grads`."""
+
+    def table_bytes(self, work: Work, places: Iterable[Places]) -> int:
+        """Bytes on the device of the tables by which tiles at these places are worked.
+
+        Tables are kept for calls to come. 0, if not overridden. Takes as long as making the tables.
+        """
+        return 0
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """The most memory in bytes that one call allocates for tiles of up to that shape.

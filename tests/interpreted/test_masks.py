@@ -17,8 +17,10 @@ from spec import errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
+import burst_rt
 from burst_rt import BlockSparse, Causal, Documents, First, Mask, Relation, SlidingWindow
-from burst_rt.kernels.triton import parts
+from burst_rt.attention.call import Options, make_call
+from burst_rt.kernels.triton import parts, tables
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
 from burst_rt.planning import needs
@@ -166,3 +168,26 @@ def test_blocks_that_come_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     cells = mask.allows(torch.arange(length)[:, None], torch.arange(length))
     assert_right(2, case, cells)
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+def test_the_tables_of_a_call_are_in_its_memory(slopes: bool) -> None:
+    """What is kept after a call is what its plans announce, over both ranks."""
+    mask = Causal() & SlidingWindow(9) | First(3)
+
+    def run(ctx: burst_rt.Context) -> int:
+        layout = ctx.layout(70 * _TIMES)
+        q = torch.randn(1, layout.shard_len, 2, 16, device=ctx.device, requires_grad=True)
+        options = Options(
+            layout=layout, mask=mask, strategy="burst",
+            alibi_slopes=torch.ones(2, device=ctx.device) if slopes else None,
+        )  # fmt: skip
+        burst_rt.burst_attention(q, q, q, **options).sum().backward()
+        call = make_call(q, q, q, **options)
+        plans = (call.forward_plan, call.backward_plan)
+        return sum(plan.memory().tables for plan in plans)
+
+    tables._tables.clear()
+    announced = sum(burst_rt.run_local(2, run, kernel="triton"))
+    kept = [kept.uploaded.whole.nbytes for kept in tables._tables.values()]
+    assert announced == sum(kept) > 0

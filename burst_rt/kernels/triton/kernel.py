@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import lru_cache
@@ -22,6 +22,7 @@ from burst_rt.kernels.base import (
     QKV,
     Gradients,
     Kernel,
+    Places,
     Results,
     State,
     Tile,
@@ -32,6 +33,7 @@ from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
 from burst_rt.kernels.triton.parts import parts_of
 from burst_rt.kernels.triton.tables import (
+    bytes_of_tables,
     cells_table,
     lists_of,
     positions_of_tile,
@@ -164,13 +166,24 @@ class TritonKernel(Kernel):
             _start(device, launch_dq, qkv, upstream, grads.dq, *arguments)
         tile.progress()
 
+    def table_bytes(self, work: Work, places: Iterable[Places]) -> int:
+        """See `Kernel.table_bytes`. Spans of rows, lists of work, and positions with ALiBi."""
+        if not work.mask.has_spans:
+            return 0
+        cuts = []
+        for kind in ("forward",) if work.forward else ("dkdv", "dq"):
+            config = _config_of(kind, work.device, max(work.head_dims), work.dtype)
+            blocks, joined = (config.block_m, config.block_n), config.loads == "specialized"
+            cuts.append((blocks, kind == "dkdv", joined))
+        positions = work.scores.alibi_slopes
+        return sum(bytes_of_tables(work.mask, x, cuts, positions=positions) for x in places)
+
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.
 
-        Not counted are the tables of tiles, which calls share (8 bytes a row and span, the lists of
-        work, and with ALiBi 4 bytes a row and column), tensor descriptors, where they are used (at
-        most 512 bytes a block of the grid), what a mask without spans takes (bytes of some 2**24
-        cells, or of 128 columns), and the interpreter's temporaries.
+        Not counted are tensor descriptors, where they are used (at most 512 bytes a block of the
+        grid), what a mask without spans takes (bytes of some 2**24 cells, or of 128 columns), and
+        the interpreter's temporaries.
         """
         return 0
 
@@ -215,10 +228,13 @@ def _arguments(
 
 def _config(kind: str, *inputs: torch.Tensor) -> Config:
     """The configuration for the widest of these tensors."""
-    x, head_dim = inputs[0], max(x.shape[3] for x in inputs)
-    arch = None if x.device.type == "cpu" else _arch(x.device)
-    return tuned(kind, x.device, head_dim, x.dtype) or default_config(
-        kind, arch, head_dim, x.dtype.itemsize
+    return _config_of(kind, inputs[0].device, max(x.shape[3] for x in inputs), inputs[0].dtype)
+
+
+def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Config:
+    arch = None if device.type == "cpu" else _arch(device)
+    return tuned(kind, device, head_dim, dtype) or default_config(
+        kind, arch, head_dim, dtype.itemsize
     )
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from burst_rt.kernels.base import Tile
-from burst_rt.planning.masks import positions_of
+from burst_rt.kernels.base import Places, Tile
+from burst_rt.planning.masks import Mask, positions_of
 from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
 
 __all__ = [
-    "Lists", "SpanTable", "cells_table", "lists_of", "positions_of_tile", "spans_of_tile",
+    "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
+    "positions_of_tile", "spans_of_tile",
 ]  # fmt: skip
 
 # Of the tables that are kept, on all devices together.
@@ -127,6 +128,29 @@ def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, t
     key = ("positions", tile.q_positions, tile.kv_positions, device)
     table: tuple[torch.Tensor, torch.Tensor] = _kept(key, device, make)
     return table
+
+
+def bytes_of_tables(
+    mask: Mask,
+    places: Places,
+    cuts: Iterable[tuple[tuple[int, int], bool, bool]],
+    *,
+    positions: bool,
+) -> int:
+    """Bytes of the tables of a tile under a mask with spans.
+
+    cuts: of each list, block sizes, and by_columns and joined of `work_list`. positions: whether
+    there are tables of positions.
+    """
+    spans = column_spans(mask, *places)
+    arrays: list[np.ndarray[Any, np.dtype[np.int32]]] = [spans.bounds]
+    for blocks, by_columns, joined in cuts:
+        found = work_list(spans, *blocks, by_columns=by_columns, joined=joined)
+        arrays += [found.lines, found.runs]
+    sizes = [array.size for array in arrays]
+    if positions:
+        sizes += [sum(map(len, runs)) for runs in places]
+    return sum(-(-size // _ALIGNED) * _ALIGNED * np.dtype(np.int32).itemsize for size in sizes)
 
 
 def _kept_lists(found: WorkList, device: torch.device) -> _Kept:

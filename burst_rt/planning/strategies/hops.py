@@ -9,7 +9,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -88,6 +88,14 @@ class Hops:
             numbers.append(tuple(starts))
         homes = list(accumulate(map(len, self.resident), initial=0))
         return tuple(numbers), tuple(homes[:-1])
+
+    def tiles(self, rank: int) -> Iterator[tuple[Block, Block]]:
+        """See `Program.tiles`."""
+        for owner, blocks in enumerate(self.travelling):
+            for block, moving in enumerate(blocks):
+                if self.needed[owner][block][rank]:
+                    sides = (moving, self.resident[rank])
+                    yield sides if self.queries_travel else sides[::-1]
 
     def pieces(self, owner: int, block: int, rank: int) -> tuple[Piece, ...]:
         """What a rank has to compute with a travelling block.

@@ -21,7 +21,7 @@ groups, E = n x heads x head_dim, g query heads a kv head, full mask:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -164,6 +164,10 @@ class Hybrid:
             at = next(start + of.index(run[0]) for of, start in of_group if run[0] in of)
             places.append((at, at + len(run)))
         return tuple(places)
+
+    def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
+        """See `Program.tiles`."""
+        return self.ring.tiles(rank // self.group_size)
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""

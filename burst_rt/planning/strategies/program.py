@@ -5,7 +5,7 @@ A program is the graphs of all ranks for one direction, and what the ranks send 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple, Protocol
 
 from burst_rt.planning.problem import Problem, TileShape
@@ -68,6 +68,9 @@ class Program(Protocol):
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
+
+    def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
+        """The positions of queries and of keys, by runs, of each tile that a kernel does."""
 
     def footprint(self, rank: int) -> Footprint:
         """See `Footprint`."""

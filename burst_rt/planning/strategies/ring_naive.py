@@ -14,7 +14,7 @@ The letters are explained in `hybrid.py`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import ClassVar
@@ -138,6 +138,10 @@ class RingNaive:
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.out_sum_bytes)
             g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
         return g.build()
+
+    def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
+        """See `Program.tiles`: none, because whole rows of scores are no kernel's."""
+        return iter(())
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
