@@ -31,7 +31,7 @@ from burst_rt.kernels.base import (
 )
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import TileArguments
-from burst_rt.kernels.triton.parts import parts_of
+from burst_rt.kernels.triton.parts import ascending, in_order, parts_of
 from burst_rt.kernels.triton.tables import (
     bytes_of_tables,
     cells_table,
@@ -101,6 +101,11 @@ class TritonKernel(Kernel):
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        for columns, some in in_order(tile):
+            k, v = qkv.k[:, columns], qkv.v[:, columns]
+            self._forward_in_order(QKV(qkv.q, k, v), some, state)
+
+    def _forward_in_order(self, qkv: QKV, tile: Tile, state: State) -> None:
         if tile.mask.has_spans:
             self._forward(qkv, tile, state, None)
             return
@@ -137,6 +142,14 @@ class TritonKernel(Kernel):
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
+        for columns, some in in_order(tile):
+            k, v = qkv.k[:, columns], qkv.v[:, columns]
+            dk, dv = (None if x is None else x[:, columns] for x in grads[1:])
+            self._backward_in_order(QKV(qkv.q, k, v), upstream, some, Gradients(grads.dq, dk, dv))
+
+    def _backward_in_order(
+        self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients
+    ) -> None:
         if tile.mask.has_spans:
             self._backward(qkv, upstream, tile, grads, None)
             return
@@ -176,7 +189,11 @@ class TritonKernel(Kernel):
             blocks, joined = (config.block_m, config.block_n), config.loads == "specialized"
             cuts.append((blocks, kind == "dkdv", joined))
         positions = work.scores.alibi_slopes
-        return sum(bytes_of_tables(work.mask, x, cuts, positions=positions) for x in places)
+        return sum(
+            bytes_of_tables(work.mask, (rows, columns), cuts, positions=positions)
+            for rows, runs in places
+            for columns in ascending(runs)
+        )
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`: none, because sums stay in registers and shared memory.

@@ -1,4 +1,7 @@
-"""Tiles under masks without spans, cut into parts of bounded size, with the cells that are seen."""
+"""Tiles in parts: where positions do not ascend along the columns, and under masks without spans.
+
+The latter are of bounded size, with the cells that are seen.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from burst_rt.kernels.base import QKV, Tile, some_of
 from burst_rt.planning.masks import Piece, Relation
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["Part", "ascending", "in_order", "parts_of"]
 
 # How many cells a mask without spans is asked about at once, if not more for so few columns.
 _MOST_CELLS, _COLUMNS = 1 << 24, 128
@@ -38,6 +41,30 @@ class Part(NamedTuple):
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """A view of the part, of a tensor `[batch, heads, rows]` or `[batch, rows, heads, ...]`."""
         return x[:, self.heads] if x.ndim == 3 else x[:, :, self.heads]
+
+
+def ascending(runs: tuple[range, ...]) -> list[tuple[range, ...]]:
+    """Runs of positions in groups, in each of which the positions ascend.
+
+    A ring's side is one group. What all-to-all gathers of striped shards is several.
+    """
+    groups: list[list[range]] = []
+    for run in filter(None, runs):
+        if groups and groups[-1][-1][-1] < run[0]:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return [tuple(group) for group in groups]
+
+
+def in_order(tile: Tile) -> Iterator[tuple[slice, Tile]]:
+    """The columns of a tile, and the tile of these columns, where positions ascend along them."""
+    groups, start = ascending(tile.kv_positions), 0
+    for number, runs in enumerate(groups):
+        columns = slice(start, start + sum(map(len, runs)))
+        start = columns.stop
+        first, last = tile.first and number == 0, tile.last and number == len(groups) - 1
+        yield columns, tile._replace(kv_positions=runs, first=first, last=last)
 
 
 def parts_of(qkv: QKV, tile: Tile) -> Iterator[Part]:
