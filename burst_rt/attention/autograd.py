@@ -117,10 +117,18 @@ def _check_against(call: Call, qkv: QKV, terms: ScoreTerms) -> None:
     device, name = call.setup.runtime.device, "burst_attention"
     slopes = None if terms.alibi_slopes is None else terms.alibi_slopes.shape
     sinks = None if terms.sinks is None else terms.sinks.dtype
-    if slopes != call.alibi_slopes or sinks != call.sinks:
+    given = [x for x in (terms.alibi_slopes, terms.sinks) if x is not None]
+    lengths = {x.shape[-1:] for x in given}
+    if (
+        slopes != call.alibi_slopes
+        or sinks != call.sinks
+        or lengths - {(call.num_heads,)}
+        or any(x.device != device for x in given)
+    ):
         error = InputError(
-            f"{name}: the call was made for alibi_slopes of shape {call.alibi_slopes} and sinks of "
-            f"{call.sinks}, got {slopes} and {sinks}; apply it to the tensors it was made for"
+            f"{name}: the call was made for alibi_slopes of shape {call.alibi_slopes} and "
+            f"{call.num_heads} sinks of {call.sinks} on {device}, got {slopes} and {sinks}, "
+            f"{sorted(lengths)} long; apply it to the tensors it was made for"
         )
         call.setup.runtime.refuse(name, error)
     for x, shape in zip(qkv, (call.q_shape, call.kv_shape, call.v_shape), strict=True):

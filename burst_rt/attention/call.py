@@ -21,7 +21,7 @@ from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.setup import Setup
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.errors import InputError
-from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
 from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.problem import Problem, ScoreOptions
 from burst_rt.planning.strategies import check_name
@@ -40,7 +40,6 @@ __all__ = [
     "needs_of",
 ]
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The masks of calls that name no mask. They are made once, so that the compiler reads their numbers
 # and makes no mask of its own.
 FULL, CAUSAL = Full(), Causal()
@@ -402,7 +401,7 @@ def _check_tensors(
                 f"{where} must be on {device}, the context's device, got {x.device}; move it with "
                 f"{name}.to(ctx.device)"
             )
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise InputError(
                 f"{where} must be float64, float32, bfloat16 or float16, got {x.dtype}"
             )
@@ -489,7 +488,7 @@ def _check_of_heads(
             f"{where} must be a dense tensor of shape {allowed}, a number for each of q's heads, "
             f"got {got}"
         )
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise InputError(f"{where} must be float64, float32, bfloat16 or float16, got {x.dtype}")
     if x.device != q.device:
         raise InputError(f"{where} must be on {q.device}, q's device, got {x.device}")

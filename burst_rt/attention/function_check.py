@@ -7,7 +7,6 @@ is sent. This finds mistakes and proves nothing; it decides nothing about what i
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ def cells_said(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
 
     Functions with a key are asked too, but the key stands for what they say. sizes: batch rows,
     query heads, queries and keys of the whole call. Raises InputError for a function that breaks
-    its contract. Results are cached.
+    its contract.
     """
     words = ""
     for part in parts_of(mask):
@@ -39,7 +38,6 @@ def cells_said(mask: Mask, sizes: tuple[int, int, int, int], device: torch.devic
     return words
 
 
-@lru_cache(maxsize=256)
 def _digest(mask: Function, sizes: tuple[int, int, int, int], device: torch.device) -> str:
     generator = np.random.default_rng(0)
     batch, head, q, kv = (

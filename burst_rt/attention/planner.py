@@ -14,6 +14,7 @@ the machine lowers the graphs (staged), the rank also verifies its own lowered g
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,9 @@ from burst_rt.scheduler.simulator import Hardware
 __all__ = ["MemoryNeed", "Plan", "PlanKey", "Planner"]
 
 _VERIFY_ALL_UP_TO = 64
+# Both directions of how many calls are kept with what their graphs were made from, for tables of
+# the other direction; it grows with the square of the world.
+_DETAILED = 2 * 2
 # How many ways are known as verified.
 _KNOWN_WAYS = 4096
 
@@ -148,13 +152,16 @@ class Plan:
         return "\n".join(filter(None, lines))
 
     def memory(self) -> MemoryNeed:
-        """The memory of one run, in bytes. Takes milliseconds for long shards on a GPU."""
+        """The memory of one run, in bytes. A GPU's tables are made to count them, once."""
         held = self.choice.program.footprint(self.rank)
         scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
         slots = sum(part.size_bytes for part in self.slots)
         chunks = sum(part.size_bytes for part in self.chunks)
-        tables = self.kernel.table_bytes(self.work, self.choice.program.tiles(self.rank))
-        return MemoryNeed(slots, held.sums, held.copies, scratch, tables, chunks)
+        return MemoryNeed(slots, held.sums, held.copies, scratch, self._table_bytes, chunks)
+
+    @cached_property
+    def _table_bytes(self) -> int:
+        return self.kernel.table_bytes(self.work, self.choice.program.tiles(self.rank))
 
 
 class Planner:
@@ -176,6 +183,8 @@ class Planner:
         self._hardware = hardware
         self._plans: Recent[PlanKey, Plan] = Recent(capacity)
         self._layouts: Recent[Problem, Layout] = Recent(capacity)
+        # Of the plans made last, whose programs still hold what graphs are made from.
+        self._detailed: deque[Program] = deque()
         self._verified: Recent[Hashable, bool] = Recent(_KNOWN_WAYS)
         self._rankings: Recent[tuple[Problem, bool], Ranking] = Recent(capacity)
 
@@ -185,7 +194,12 @@ class Planner:
         Local. Blocks while several kernels are timed, once for each chip. Raises InputError for a
         call that no kernel or strategy can do.
         """
-        plan = self._plans.get(key) or self._make(key)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(key)
+            self._detailed.append(plan.choice.program)
+            if len(self._detailed) > _DETAILED:
+                self._detailed.popleft().forget()
         self._plans.put(key, plan)
         return plan
 
@@ -203,6 +217,7 @@ class Planner:
 
     def forget(self) -> None:
         """Lets go of all plans and layouts."""
+        self._detailed.clear()
         self._plans.clear()
         self._layouts.clear()
 

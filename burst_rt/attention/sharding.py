@@ -13,7 +13,7 @@ from burst_rt.attention.mask_check import check_mask
 from burst_rt.attention.setup import Setup
 from burst_rt.drivers import raw_bytes
 from burst_rt.errors import InputError
-from burst_rt.kernels import sum_dtype
+from burst_rt.kernels import DTYPES, sum_dtype
 from burst_rt.planning.layouts import BALANCED, Layout, fitting, make_layout
 from burst_rt.planning.masks import Mask
 from burst_rt.planning.numbers import Numbers
@@ -164,8 +164,14 @@ def choose_layout(
     check_mask(mask, seq_len, seq_len, batch=mask.batch, shared=world_size > 1)
     if kind == BALANCED:
         return make_layout(kind, seq_len, world_size, mask)
-    num_heads, num_kv_heads, head_dim = _shape(heads or (32, 8), head_dim or 128)
-    dtype = dtype or torch.bfloat16
+    num_heads, num_kv_heads, head_dim = _shape(
+        (32, 8) if heads is None else heads, 128 if head_dim is None else head_dim
+    )
+    dtype = torch.bfloat16 if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise InputError(
+            f"layout: dtype must be float64, float32, bfloat16 or float16, got {dtype!r}"
+        )
     problem = Problem(
         q_layout=plain,
         kv_layout=plain,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from burst_rt.errors import InputError
 from burst_rt.kernels.base import (
+    DTYPES,
     PARTIALS,
     QKV,
     Gradients,
@@ -31,8 +32,8 @@ from burst_rt.kernels.triton import TritonKernel
 from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
-    "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results", "ScoreTerms", "State",
-    "Tile", "Upstream", "Work", "pick", "sum_dtype",
+    "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results",
+    "ScoreTerms", "State", "Tile", "Upstream", "Work", "pick", "sum_dtype",
 ]  # fmt: skip
 
 KERNELS: dict[str, Kernel] = {

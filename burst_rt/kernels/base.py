@@ -3,10 +3,10 @@
 A kernel computes one tile: a block that travels against the whole shard at home, whichever side
 travels.
 
-Tensors are views of that block or shard, BSHD: q, dout, dq `[batch, q_len, heads, head_dim]`; k, v,
-dk, dv `[batch, kv_len, kv_heads, head_dim]`; lse and delta `[batch, heads, q_len]`. Query head h
-uses kv head h // (heads / kv_heads). Sums (state, dq, dk, dv) and rows are float32 for 16- and
-32-bit inputs, float64 for float64.
+Tensors are views of that block or shard, BSHD: q, dq `[batch, q_len, heads, head_dim]`; dout, out
+the same with v's head_dim; k, dk `[batch, kv_len, kv_heads, head_dim]`; v, dv the same with v's
+head_dim; lse and delta `[batch, heads, q_len]`. Query head h uses kv head h // (heads / kv_heads).
+Sums (state, dq, dk, dv) and rows are float32 for 16- and 32-bit inputs, float64 for float64.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from burst_rt.planning.masks import Mask, Piece, Relation
 from burst_rt.planning.problem import ScoreOptions, TileShape
 
 __all__ = [
-    "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreTerms", "State", "Tile",
-    "Upstream", "Work", "fold", "some_of", "sum_dtype",
+    "DTYPES", "PARTIALS", "QKV", "Gradients", "Kernel", "Places", "Results", "ScoreTerms", "State",
+    "Tile", "Upstream", "Work", "fold", "some_of", "sum_dtype",
 ]  # fmt: skip
 
 
 # What the sum over a row's tiles may be made of. "exact": parts that are not rounded. "16bit": a
 # kernel may have rounded the parts to the inputs' 16 bits.
 PARTIALS = ("exact", "16bit")
+# The types of inputs.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of a shard that are worked on at once where the work takes temporary memory.
 _SOME_ROWS = 1024
 
@@ -49,9 +51,9 @@ class QKV(NamedTuple):
 class Results(NamedTuple):
     """The results of a forward, and the gradients that came for them."""
 
-    out: torch.Tensor  # shaped like q
+    out: torch.Tensor  # `[batch, q_len, heads, v's head_dim]`
     lse: torch.Tensor  # -inf in a row that saw no key
-    dout: torch.Tensor  # shaped like q
+    dout: torch.Tensor  # shaped like out
     dlse: torch.Tensor | None  # shaped like lse; None: no gradient came
 
     def detach(self) -> Results:
@@ -63,7 +65,7 @@ class Results(NamedTuple):
 class Upstream(NamedTuple):
     """What a backward goes by, row by row of the queries: dout, and what `Kernel.delta` wrote."""
 
-    dout: torch.Tensor  # shaped like q
+    dout: torch.Tensor  # shaped like out
     # of the whole row; +inf where a row sees no key at all, so that its probabilities are 0
     lse: torch.Tensor
     delta: torch.Tensor  # rowsum(dout * out) - dlse
@@ -118,7 +120,7 @@ class State(NamedTuple):
     key. A kernel may keep m in a unit of its own, because one kernel does all tiles of a call.
     """
 
-    # sum of exp(score - m) * v, `[batch, q_len, heads, head_dim]`
+    # sum of exp(score - m) * v, `[batch, q_len, heads, v's head_dim]`
     acc: torch.Tensor
     # the largest score so far, `[batch, heads, q_len]`
     m: torch.Tensor

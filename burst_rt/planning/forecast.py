@@ -120,6 +120,8 @@ def typical(problem: Problem) -> Problem:
     In the place of layouts that follow a mask stand those that follow the typical mask.
     """
     mask = problem.mask.alike
+    if mask == problem.mask:
+        return problem
 
     def alike(layout: Layout) -> Layout:
         try:

@@ -100,6 +100,11 @@ class Problem:
     def _pieces(self) -> dict[tuple[range, range], tuple[Piece, ...]]:
         return {}
 
+    def forget(self) -> None:
+        """Lets go of what can be found again: pieces and needs."""
+        for name in ("needs", "_pieces"):
+            vars(self).pop(name, None)
+
     @cached_property
     def needs(self) -> Needs:
         """What of each two runs meets; runs are numbered rank by rank."""

@@ -76,7 +76,7 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
     """What queries at the positions `rows` see of keys at the positions `columns`, by columns.
 
     By the mask's spans, or its outline where it has none. Raises InternalError where positions do
-    not ascend along the columns; no layout makes such positions.
+    not ascend along the columns.
     """
     q, kv = list(filter(len, rows)), list(filter(len, columns))
     ascending = all(run.step > 0 or len(run) == 1 for run in kv)

@@ -191,3 +191,17 @@ def test_the_tables_of_a_call_are_in_its_memory(slopes: bool) -> None:
     announced = sum(burst_rt.run_local(2, run, kernel="triton"))
     kept = [kept.uploaded.whole.nbytes for kept in tables._tables.values()]
     assert announced == sum(kept) > 0
+
+
+@pytest.mark.parametrize("mask", [First(_TIMES * 106), Mask.from_function(lambda *at: at[3] < 100)])
+def test_striped_groups_whose_columns_do_not_ascend(
+    mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels count blocks from where each ascending part begins; what is not sent holds NaN."""
+    if _TIMES == 1:
+        monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
+    length = _TIMES * 304
+    case = Case(length, heads=2, mask=mask, kind="striped", strategy="hybrid:2")
+    count = _TIMES * 106 if isinstance(mask, First) else 100
+    cells = (torch.arange(length) < count).expand(length, length)
+    assert_right(4, case, cells)

@@ -82,6 +82,7 @@ def test_benchmarks_plan_with_it(calibrated: Path, tmp_path: Path) -> None:
         "ring-kv",
         "burst",
         "bidirectional",
+        "direct",
         "two-level",
         "all-to-all",
         "hybrid",

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from spec import reference, relative_error
+from tolerances import ERROR
 from worlds import Case
 
 import burst_rt
@@ -283,3 +285,21 @@ def test_a_tensor_of_the_wrong_length_is_refused() -> None:
             layout.unshard(torch.zeros(5, requires_grad=True), dim=0)
 
     burst_rt.run_local(2, wrong)
+
+
+def test_hybrids_of_balanced_layouts_are_each_their_own() -> None:
+    """Two layouts of one length, one after the other, under one mask."""
+    for lengths in ([400, 50, 62], [20, 30, 300, 162]):
+
+        def run(ctx: burst_rt.Context, lengths: list[int] = lengths) -> torch.Tensor:
+            layout = ctx.layout(512, "balanced", mask=Causal() & Documents(lengths))
+            generator = torch.Generator().manual_seed(0)
+            whole = torch.randn(1, 512, 4, 16, generator=generator, dtype=torch.float64)
+            x = layout.shard(whole)
+            out = burst_rt.burst_attention(x, x, x, causal=True, layout=layout, strategy="hybrid:2")
+            return layout.unshard(out)
+
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 512, 4, 16, generator=generator, dtype=torch.float64)
+        expected = reference(x, x, x, torch.zeros_like(x), mask=Causal()).out
+        assert relative_error(burst_rt.run_local(4, run)[0], expected) < ERROR[torch.float64]

@@ -342,3 +342,20 @@ def test_the_module_explain_and_the_public_function() -> None:
         assert torch.equal(apply(q, k, v, call, slopes, sinks)[0], expected)
         with pytest.raises(InputError, match="alibi_slopes of shape"):
             apply(q, k, v, call)
+
+
+def test_ranks_without_queries_add_their_shares_of_sinks() -> None:
+    def run(ctx: burst_rt.Context) -> torch.Tensor:
+        layout = ctx.layout(2)
+        q, k = (torch.ones(1, layout.shard_len, 4, 16) for _ in range(2))
+        sinks = torch.zeros(4, requires_grad=True)
+        out = burst_rt.burst_attention(
+            q.requires_grad_(), k, k, layout=layout, sinks=sinks, strategy="ring-naive"
+        )
+        out.sum().backward()
+        assert sinks.grad is not None
+        return sinks.grad
+
+    grads = burst_rt.run_local(4, run)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+    assert bool((grads[0] != 0).all())

@@ -148,11 +148,12 @@ class Mask:
             the numbers of batch row and query head in the whole call, kv is the key's position, q
             the query's position among the keys: its index + Skv - Sq, as for all masks, which for
             the first queries is below 0 where Sq > Skv. Under Documents(q_lengths, kv_lengths) in
-            `within` it is the query's place in its document. The function decides on each cell by
-            itself, is on the device of the tensors that it is given, and may be called from several
-            threads.
+            `within` the last query of a document stands at its last key. The function decides on
+            each cell by itself, is on the device of the tensors that it is given, and may be called
+            from several threads.
         within: a mask that has spans; the default is Full(). The function is asked only about tiles
-            and parts of tiles in which `within` shows something, and what it hides is not sent.
+            and parts of tiles in which `within` shows something. A block of a shard of which
+            `within` shows something to a rank is sent to that rank as a whole.
         key: stands for the function where ranks compare their masks. Without a key the ranks
             compare what the function says about 4,096 cells that are drawn from a seed. Ranks whose
             functions differ elsewhere only are not found out: that they agree is no proof.
@@ -160,9 +161,10 @@ class Mask:
         Any function is computed exactly, and none fast: it is asked anew in every call, tile by
         tile, in parts of bounded size, and so for a few heads at a time where it tells heads apart.
         Masks are the same mask if they have the same function object, `within` and key; so a mask
-        is made once, and not in every step. Raises InputError for other arguments. A function that
-        raises, or whose answers are no such booleans or differ from one time to the next, raises
-        InputError in the call, before anything is sent.
+        is made once, and not in every step. Raises InputError for other arguments. The function is
+        tried on drawn cells before a call sends anything: where it raises there, or gives no such
+        booleans, or other answers the second time, the call raises InputError on every rank. A
+        function that raises on other cells only fails in the middle of a call, as lost ranks do.
         """
         from burst_rt.planning.masks.function import Function
 

@@ -89,6 +89,12 @@ class Hops:
         homes = list(accumulate(map(len, self.resident), initial=0))
         return tuple(numbers), tuple(homes[:-1])
 
+    def forget(self) -> None:
+        """See `Program.forget`."""
+        for name in ("needed", "bundles", "legs", "_summed"):
+            vars(self).pop(name, None)
+        self.problem.forget()
+
     def tiles(self, rank: int) -> Iterator[tuple[Block, Block]]:
         """See `Program.tiles`."""
         for owner, blocks in enumerate(self.travelling):
@@ -130,18 +136,25 @@ class Hops:
 
     @cached_property
     def needed(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-        """By owner, block and rank: the rows of the block that the rank computes with."""
+        """By owner, block and rank: the rows of the block that the rank computes with.
+
+        All rows or none, where kernels may look at any row of a block: under a mask without spans,
+        and where positions do not ascend along a block, which kernels take in parts.
+        """
         needs, (numbers, homes) = self.problem.needs, self._first_runs
         table = needs.queries if self.queries_travel else needs.keys.transpose(1, 0, 2)
         met = of_shards(table, homes)
 
         def of(owner: int, block: int, rank: int) -> Rows:
             stretches, at = [], 0
-            for number, run in enumerate(self.travelling[owner][block], numbers[owner][block]):
+            runs = self.travelling[owner][block]
+            for number, run in enumerate(runs, numbers[owner][block]):
                 start, stop = met[number][rank]
                 if stop:
                     stretches.append((at + start, at + stop))
                 at += len(run)
+            if stretches and not (self.problem.mask.has_spans and _ascend(runs)):
+                stretches = [(0, at)]
             return rounded(stretches, at)
 
         ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
@@ -233,6 +246,11 @@ def blocks_of(runs: tuple[range, ...], count: int) -> tuple[Block, ...]:
     ends = list(accumulate(map(len, runs)))
     cut = min(range(len(runs)), key=lambda run: abs(2 * ends[run] - ends[-1])) + 1
     return runs[:cut], runs[cut:]
+
+
+def _ascend(runs: Block) -> bool:
+    there = list(filter(None, runs))
+    return all(a[-1] < b[0] for a, b in pairwise(there))
 
 
 def _moved(piece: Piece, rows: int, columns: int) -> Piece:

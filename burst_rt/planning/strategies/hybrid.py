@@ -100,7 +100,7 @@ class Hybrid:
         roles, ranks = (*self.gathered, *self.returned), range(self.problem.world_size)
         lengths = tuple(self.shard_len(role, rank) for role in (Role.Q, Role.K) for rank in ranks)
         sizes = tuple((role, self.token_bytes(role)) for role in roles)
-        return self.ring.way, self.group_size, lengths, sizes
+        return self.ring.way, self.group_size, lengths, sizes, self.problem.sink_bytes
 
     def graph(
         self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
@@ -164,6 +164,10 @@ class Hybrid:
             at = next(start + of.index(run[0]) for of, start in of_group if run[0] in of)
             places.append((at, at + len(run)))
         return tuple(places)
+
+    def forget(self) -> None:
+        """See `Program.forget`."""
+        self.ring.forget()
 
     def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
         """See `Program.tiles`."""
@@ -317,13 +321,13 @@ class _HybridBuilder:
         return [(ring.home | ring.own | ring.home_sums | ring.own_sums)[role]]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def forward_hybrid(problem: Problem, group_size: int) -> Hybrid:
     """The forward. Raises InputError where groups or heads do not divide."""
     return Hybrid(problem, forward_ring(_inner(problem, group_size)), group_size)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def backward_hybrid(problem: Problem, group_size: int, *, queries_travel: bool) -> Hybrid:
     """The backward. Raises InputError where groups or heads do not divide.
 
@@ -359,6 +363,7 @@ def _inner(problem: Problem, size: int) -> Problem:
             layout.seq_len,
             world // size,
             _group_runs(layout.runs, size),
+            layout.digest,
         )
         for layout in (problem.q_layout, problem.kv_layout)
     ]

@@ -69,6 +69,9 @@ class Program(Protocol):
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
 
+    def forget(self) -> None:
+        """Lets go of what graphs are made from. It is found again where it is asked for."""
+
     def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
         """The positions of queries and of keys, by runs, of each tile that a kernel does."""
 

@@ -463,7 +463,7 @@ class RingBuilder:
                 )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = False) -> Ring:
     """The forward. K, V travel: 2 tensors of E / g elements a hop.
 
@@ -481,7 +481,7 @@ def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = 
     )
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=16)
 def backward_ring(
     problem: Problem, *, queries_travel: bool, route: Route | None = None, whole: bool = False
 ) -> Ring:

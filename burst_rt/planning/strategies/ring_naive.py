@@ -117,9 +117,9 @@ class RingNaive:
         first, *rest = builders
         first.agree()
         scores = first.home_sums[Role.SCORES]
+        if not self.forward:
+            first.deltas()
         if any(self.problem.q_runs[rank]):
-            if not self.forward:
-                first.deltas()
             g.compute("blank", Blank(), writes=[scores], cost=Cost(0, self.score_bytes(rank)))
         first.go_round()
         if self.forward and any(self.problem.q_runs[rank]):
@@ -138,6 +138,11 @@ class RingNaive:
             cost = Cost(0, 3 * self.problem.q_layout.shard_len(rank) * self.problem.out_sum_bytes)
             g.compute("finish", Finish(), accumulates=[rest[0].home_sums[Role.STATE]], cost=cost)
         return g.build()
+
+    def forget(self) -> None:
+        """See `Program.forget`."""
+        for ring in self.rounds:
+            ring.forget()
 
     def tiles(self, rank: int) -> Iterator[tuple[tuple[range, ...], tuple[range, ...]]]:
         """See `Program.tiles`: none, because whole rows of scores are no kernel's."""
@@ -180,7 +185,7 @@ class RingNaive:
         return "; then ".join(map(str, self.rounds)) + "; whole rows of scores are kept"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def ring_naive(problem: Problem, *, forward: bool) -> RingNaive:
     """One direction of `ring-naive`. Gradients that are not needed are neither summed nor sent."""
     needs_q, needs_k, needs_v = problem.needs_grad
