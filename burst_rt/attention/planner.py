@@ -130,9 +130,12 @@ class Plan:
         """Bytes this rank sends in one run: the sum over the graph's messages."""
         return sum(m.size_bytes for task in self.graph.tasks for m in task.sends)
 
-    def explain(self) -> str:
-        """The plan in words: strategy and kernel with the reasons, bytes sent, memory."""
-        choice, memory = self.choice, self.memory()
+    def explain(self, *, tables: bool = True) -> str:
+        """The plan in words: strategy and kernel with the reasons, bytes sent, memory.
+
+        tables: whether a GPU's tables are counted, which takes as long as making them.
+        """
+        choice, memory = self.choice, self.memory(tables=tables)
         others = ", ".join(f"{strategy} {size:,}" for strategy, size in choice.candidates.items())
         forecast = ", ".join(f"{n} {s:.3g} s" for n, s in (choice.seconds or {}).items())
         about = self.key.problem.mask.alike
@@ -146,18 +149,23 @@ class Plan:
             f"  kernel {self.kernel.name}: {self.picked.reason}",
             f"  memory beyond inputs and outputs: {memory.total:,} bytes (slots "
             f"{memory.slots:,}, sums {memory.sums:,}, "
-            f"copies {memory.copies:,}, scratch {memory.scratch:,}, tables {memory.tables:,})",
+            f"copies {memory.copies:,}, scratch {memory.scratch:,}"
+            + (f", tables {memory.tables:,})" if tables else "; without tables)"),
             f"  {len(self.graph.tasks)} tasks on this rank",
         )
         return "\n".join(filter(None, lines))
 
-    def memory(self) -> MemoryNeed:
-        """The memory of one run, in bytes. A GPU's tables are made to count them, once."""
+    def memory(self, *, tables: bool = True) -> MemoryNeed:
+        """The memory of one run, in bytes. A GPU's tables are made to count them, once.
+
+        tables: False leaves them out.
+        """
         held = self.choice.program.footprint(self.rank)
         scratch = self.kernel.scratch_bytes(self.key.forward, self.key.dtype, held.tile)
         slots = sum(part.size_bytes for part in self.slots)
         chunks = sum(part.size_bytes for part in self.chunks)
-        return MemoryNeed(slots, held.sums, held.copies, scratch, self._table_bytes, chunks)
+        table_bytes = self._table_bytes if tables else 0
+        return MemoryNeed(slots, held.sums, held.copies, scratch, table_bytes, chunks)
 
     @cached_property
     def _table_bytes(self) -> int:

@@ -60,7 +60,7 @@ def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
     kind = "forward" if plan.key.forward else "backward"
     return Described(
         kind=kind,
-        explain=plan.explain(),
+        explain=plan.explain(tables=False),
         predicted_s=_predicted_s(plan, machine, rank),
         problem=about,
         strategy=choice.strategy,

@@ -389,6 +389,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
     """Run all benchmarks that need no GPU, with their defaults (an hour or two)."""
     for each in (engine, attention, layer, strategies, predict, scaling, paper, aot):
         ctx.invoke(each, out=out)
+    ctx.invoke(masks, parts=("simulated",), out=out)
 
 
 @command.command()
