@@ -101,6 +101,7 @@ class TritonKernel(Kernel):
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
         """See `Kernel.forward`."""
+        _check_places(qkv, tile)
         for columns, some in in_order(tile):
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             self._forward_in_order(QKV(qkv.q, k, v), some, state)
@@ -142,6 +143,7 @@ class TritonKernel(Kernel):
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
+        _check_places(qkv, tile)
         for columns, some in in_order(tile):
             k, v = qkv.k[:, columns], qkv.v[:, columns]
             dk, dv = (None if x is None else x[:, columns] for x in grads[1:])
@@ -214,13 +216,6 @@ def _arguments(
 ) -> tuple[TileArguments, Config]:
     """What a kernel is started with. cells: of the tile, where its mask has no spans."""
     config, device, terms = _config(kind, qkv.q, qkv.v), qkv.q.device, tile.terms
-    sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
-    for side, x, positions in sides:
-        if sum(map(len, positions)) != x.shape[1]:
-            raise InternalError(
-                f"a tile with {x.shape[1]} {side} tokens must have as many positions, got "
-                f"{positions}"
-            )
     blocks = (config.block_m, config.block_n)
     if terms.softcap is not None or terms.alibi_slopes is not None:
         # Triton's Hopper compiler cannot hand to all warps what these compute with.
@@ -285,6 +280,16 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     torch gives the memory again to work that comes after the kernel on that stream.
     """
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _check_places(qkv: QKV, tile: Tile) -> None:
+    sides = (("q", qkv.q, tile.q_positions), ("kv", qkv.k, tile.kv_positions))
+    for side, x, positions in sides:
+        if sum(map(len, positions)) != x.shape[1]:
+            raise InternalError(
+                f"a tile with {x.shape[1]} {side} tokens must have as many positions, got "
+                f"{positions}"
+            )
 
 
 def _check_dense(*tensors: torch.Tensor) -> None:
