@@ -224,10 +224,11 @@ class Planner:
         return layout
 
     def forget(self) -> None:
-        """Lets go of all plans and layouts."""
+        """Lets go of all plans, layouts and forecasts."""
         self._detailed.clear()
         self._plans.clear()
         self._layouts.clear()
+        self._rankings.clear()
 
     def _make(self, key: PlanKey) -> Plan:
         world = key.problem.world_size

@@ -17,7 +17,6 @@ from burst_rt.launch.bench.report import Cell, publish
 from burst_rt.planning.layouts import make_layout
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
-from burst_rt.planning.needs import find_needs
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import AGREE, Ring, choose
 from burst_rt.runtime.collectives import all_gather, reduce_scatter
@@ -105,14 +104,13 @@ def _problem(mask: Mask, tokens: int, world: int, kind: str) -> Problem:
 
 def _graphs(problem: Problem, strategy: str, *, unsparing: bool = False) -> list[list[Graph]]:
     """The graphs of all ranks, forward and backward. unsparing: every row goes to every rank."""
-    sides = ([run for own in side for run in own] for side in (problem.q_runs, problem.kv_runs))
-    everything = find_needs(Full(), *sides)
     found = []
     for forward in (True, False):
         program = choose(problem, strategy, forward=forward).program
         if unsparing and isinstance(program, Ring):
+            # The needs of the full mask, in place of the cached property.
             other = replace(problem)
-            vars(other)["needs"] = everything  # in place of the cached property
+            vars(other)["needs"] = replace(problem, mask=Full()).needs
             program = replace(program, problem=other)
         found.append([program.graph(rank) for rank in range(problem.world_size)])
     return found

@@ -9,11 +9,11 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from burst_rt.planning.masks import Piece, Rule
 from burst_rt.planning.needs import Rows, of_shards, rounded, united
@@ -21,6 +21,8 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.routes import Route
 
 __all__ = ["Block", "Hops", "Leg", "blocks_of", "num_blocks", "num_tokens"]
+
+_T = TypeVar("_T")
 
 # What travels together: runs of positions of one shard, in order.
 Block = tuple[range, ...]
@@ -157,11 +159,8 @@ class Hops:
                 stretches = [(0, at)]
             return rounded(stretches, at)
 
-        ranks, blocks = range(self.problem.world_size), range(self.num_blocks)
-        return tuple(
-            tuple(tuple(of(owner, block, rank) for rank in ranks) for block in blocks)
-            for owner in ranks
-        )
+        ranks = range(self.problem.world_size)
+        return self._by_block(lambda owner, b: tuple(of(owner, b, rank) for rank in ranks))
 
     def needed_at(self, owner: int, block: int, hop: int) -> Rows:
         """The rows of a block that the rank which has the block at a hop computes with."""
@@ -184,9 +183,7 @@ class Hops:
                     rows[hop] = united((*rows[hop], *rows[to]))
             return tuple(rows)
 
-        return tuple(
-            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
-        )
+        return self._by_block(of)
 
     @cached_property
     def legs(self) -> tuple[tuple[dict[int, Leg], ...], ...]:
@@ -200,8 +197,13 @@ class Hops:
             first, last = (adding[0], adding[-1]) if adding else (0, -1)
             return {hop: Leg(hop == first, hop == last) for hop in range(first, last + 1)}
 
+        return self._by_block(of)
+
+    def _by_block(self, of: Callable[[int, int], _T]) -> tuple[tuple[_T, ...], ...]:
+        """`of(owner, block)` of all travelling blocks, by owner and block."""
+        blocks = range(self.num_blocks)
         return tuple(
-            tuple(of(owner, block) for block in range(self.num_blocks)) for owner in range(world)
+            tuple(of(owner, block) for block in blocks) for owner in range(self.problem.world_size)
         )
 
     def sum_rows(self, owner: int, block: int, hop: int) -> Rows:
@@ -221,10 +223,7 @@ class Hops:
             rows = (self.needed_at(owner, block, hop) for hop in others)
             return united(stretch for some in rows for stretch in some)
 
-        return tuple(
-            tuple(of(owner, block) for block in range(self.num_blocks))
-            for owner in range(self.problem.world_size)
-        )
+        return self._by_block(of)
 
 
 def num_blocks(problem: Problem, whole: bool = False) -> int:
