@@ -17,7 +17,7 @@ stamp = .venv/installed-$(subst $(comma),-,$(1))
 ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
 
-.PHONY: help run test test-masks check lint types unit other-cpus faults bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-masks check lint types unit other-cpus faults bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +35,10 @@ test: $(ALL) ## all tests
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
 	$(BIN)/pytest $(JOBS) tests/mpi
 	$(BIN)/pytest --ignore tests/unit --ignore tests/sim --ignore tests/mpi
+
+# What takes longer than CI may take; Slurm (Debian: slurmd slurmctld slurm-client munge libpmix-dev) is skipped where it is missing.
+test-all: test ## all tests, and more of them on several hosts: Slurm, the commands of docs/hosts.md
+	$(BIN)/pytest tests/all_hosts.py
 
 ONLY ?= test
 

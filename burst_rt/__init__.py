@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, explain
     from burst_rt.attention.autograd import BurstAttentionFunction
     from burst_rt.attention.call import Call, make_call
+    from burst_rt.attention.checkpointing import checkpoint, keep_attention
     from burst_rt.attention.sharding import ContextLayout
     from burst_rt.context import Context, init
     from burst_rt.local import run_local
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
         SlidingWindow,
         Spans,
     )
-    from burst_rt.runtime.joining import LocalRank
+    from burst_rt.runtime.ends import LocalRank
+    from burst_rt.runtime.mean import mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
     from burst_rt.runtime.runtime import Stats
 
@@ -54,7 +56,7 @@ _HOME = {
     "Explanation": "attention.api",
     "First": "planning.masks",
     "Full": "planning.masks",
-    "LocalRank": "runtime.joining",
+    "LocalRank": "runtime.ends",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
     "Prefix": "planning.masks",
@@ -63,9 +65,12 @@ _HOME = {
     "Spans": "planning.masks",
     "Stats": "runtime.runtime",
     "burst_attention": "attention.api",
+    "checkpoint": "attention.checkpointing",
     "explain": "attention.api",
     "init": "context",
+    "keep_attention": "attention.checkpointing",
     "make_call": "attention.call",
+    "mean_over_ranks": "runtime.mean",
     "run_local": "local",
 }
 
@@ -77,7 +82,9 @@ __all__ = [
     "BlockSparse", "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Chunked",
     "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "LocalRank",
     "Mask", "Pipeline", "Prefix", "Relation", "SlidingWindow", "Spans", "Stats",
-    "burst_attention", "errors", "explain", "init", "make_call", "run_local", "telemetry",
+    "burst_attention", "checkpoint", "errors", "explain", "init", "keep_attention", "make_call",
+    "mean_over_ranks",
+    "run_local", "telemetry",
 ]  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +19,8 @@ from burst_rt.errors import BurstError, InputError
 from burst_rt.job.ending import exit_code_of, in_words
 from burst_rt.kernels import PARTIALS
 from burst_rt.planning.masks import Mask
-from burst_rt.runtime.joining import LocalRank, check_seconds, join
+from burst_rt.runtime.ends import Comm, Group
+from burst_rt.runtime.joining import check_seconds, join
 from burst_rt.runtime.pipeline import Pipeline, make_pipeline
 from burst_rt.runtime.process import process
 from burst_rt.runtime.reductions import all_reduce, gather_last_run
@@ -29,9 +29,6 @@ from burst_rt.runtime.runtime import Runtime, Stats
 from burst_rt.scheduler import Graph, Lane, Span
 from burst_rt.telemetry.following import follow
 from burst_rt.telemetry.joining import farewell
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["Context", "init"]
 
@@ -166,11 +163,12 @@ class Context:
 
 
 def init(
-    comm: MPI.Comm | LocalRank | None = None,
+    comm: Comm | None = None,
     device: str | torch.device = "auto",
     timeout_s: float = 600.0,
     stall_s: float = 30.0,
     *,
+    group: Group | None = None,
     join_s: float | None = None,
     transport: str = "auto",
     kernel: str = "auto",
@@ -180,10 +178,13 @@ def init(
 ) -> Context:
     """Joins a group of ranks and returns this rank's context.
 
-    Collective over `comm`; blocks at most `join_s` for each of a few steps.
+    Collective over `comm` or `group`; blocks at most `join_s` for each of a few steps.
 
     comm: an mpi4py intracommunicator, which is duplicated, so yours stays yours. None: all ranks of
-        `run_local` or of the MPI job, or a world of one outside a job.
+        `run_local`, of the MPI job, or of torchrun; a world of one outside a job.
+    group: a process group of torch.distributed, or a DeviceMesh of one axis (`mesh["cp"]`), in
+        place of `comm`. Its store tells the ranks where to connect to each other; its collectives
+        stay the program's.
     device: "auto" (a GPU if torch sees one), "cpu", "cuda" (the GPU with this rank's number on its
         host) or "cuda:N". A GPU becomes the calling thread's current device, so that device="cuda"
         means the same GPU to torch.
@@ -192,18 +193,18 @@ def init(
     stall_s: how long nothing may move inside a call.
     join_s: how long the other ranks may take to come here, MPI_Init included. None: the environment
         variable BURST_RT_JOIN_S, else 60.
-    transport: "auto", "nccl", "mpi", "staged" or "local". `ctx.why_transport` says which transport
-        was taken and why.
+    transport: "auto", "nccl", "mpi", "torch", "staged" or "local". `ctx.why_transport` says which
+        transport was taken and why.
     kernel: "auto" (the kernel measured to be fastest on this machine) or a tile kernel's name.
     partials: "exact" or "16bit". "16bit" lets kernels round the result of each tile to the inputs'
-        16 bits before results are added up, as cuDNN's attention and FlashAttention do. Errors then
-        grow with the number of ranks.
+        16 bits before results are added up, as cuDNN's attention and FlashAttention do, and on CPUs
+        torch's bfloat16 attention. Errors then grow with the number of ranks.
     check_finite: whether inputs with NaN or infinities are refused, which costs a pass over them.
     telemetry: whether this rank asks for telemetry; None: the environment decides.
 
     Raises InputError (an option), ConfigError (no MPI library in an MPI job, a device that is not
-    there, ranks of torchrun), ContractMismatch (options differ between ranks), Stalled. Where ranks
-    do not come to MPI_Init, the process ends with Stalled's exit code.
+    there), ContractMismatch (options differ between ranks), Stalled. Where ranks do not come to
+    MPI_Init, the process ends with Stalled's exit code.
     """
     process.install_exit_hooks()
     process.say_at_end(farewell)
@@ -215,7 +216,7 @@ def init(
             raise InputError(f"init: partials must be one of {list(PARTIALS)}, got {partials!r}")
     except InputError as error:
         wrong = error
-    joined = join(comm, str(device), transport, join_s, wrong)
+    joined = join(comm, group, str(device), transport, join_s, wrong)
     machine, within_s = joined.machine, joined.within_s
     machine.enter()
     runtime = Runtime(machine, joined.control, timeout_s=timeout_s, stall_s=stall_s)

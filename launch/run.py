@@ -28,7 +28,7 @@ from types import FrameType
 import click
 import psutil
 
-from burst_rt.errors import ConfigError, InputError
+from burst_rt.errors import ConfigError, InputError, PeerLost
 from burst_rt.job.reports import (
     JOB_DIR_VARIABLE,
     Waiting,
@@ -132,7 +132,8 @@ class MpiLauncher:
                 # A killed mpirun leaves its files, and the next mpirun with that id does not start
                 # ("The PMIx server's listener thread failed to start").
                 defaults["PRTE_MCA_prte_tmpdir_base"] = str(job_dir)
-            if not any(name in environment for name in _BATCH_VARIABLES):
+            # With hosts of the user's own their slots count: else all ranks would go to the first.
+            if one_host(mpi_args):
                 defaults |= {
                     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
                     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -259,11 +260,14 @@ def launch(
             ranks.wait(0.0)  # for ranks that ended together with mpirun
             if mpirun.returncode < 0:
                 ranks.kill()
+            several = not one_host(mpi_args)
             lost = (
                 hub.first_lost()
-                if hub is not None and mpirun.returncode and stop.received is None
+                if hub is not None and (mpirun.returncode or several) and stop.received is None
                 else None
             )
+            # Open MPI may say 0 where it has lost a host.
+            code = mpirun.returncode or (0 if lost is None else PeerLost.exit_code)
         sys.stdout.flush()
         word = read_word(job_dir)
         if word is not None:
@@ -280,9 +284,7 @@ def launch(
                 flush=True,
             )
             return 128 + stop.received
-        text, exit_code = verdict(
-            job_dir, num_ranks, started_at_s, mpirun.returncode, ranks, stuck, lost
-        )
+        text, exit_code = verdict(job_dir, num_ranks, started_at_s, code, ranks, stuck, lost)
         resume = read_resume(job_dir)
         if text and resume:
             text = f"{text.rstrip()}; resume with: {resume}\n"

@@ -1,4 +1,4 @@
-"""Faults drawn from a seed, against real MPI jobs: ranks and launchers that die or stop, bad calls,
+"""Faults drawn from a seed, against real jobs: ranks and launchers that die or stop, bad calls,
 forked children, damaged checkpoints. `make faults`, or `python tests/faults.py --help`.
 
 A case is one line of words from which it can be repeated, by `--case` or by `--seed S --only K`:
@@ -46,7 +46,8 @@ _TESTS = Path(__file__).parent
 _PROGRAMS = _TESTS / "mpi" / "programs"
 _MARK = "BURST_RT_TESTS_CASE"
 
-_LAUNCHERS = ("run", "telemetry", "mpirun")
+_LAUNCHERS = ("run", "telemetry", "mpirun", "torchrun")
+_BARE = ("mpirun", "torchrun")  # these know nothing of burst_rt, and say nothing of the rank
 # When the fault comes, in the order of the program. Up to "started" the ranks have not joined.
 _BEFORE_JOINING = ("start", "starting", "started")
 _IN_A_CALL = {
@@ -83,6 +84,8 @@ _LIMITS_S = (5.0, 3.0)
 _STARTING_S = 120.0
 # How much longer a job that has not ended in time is watched.
 _PATIENCE_S = 15.0
+# How long torchrun waits for a rank to end by SIGTERM. A rank that is stopped does not.
+_TORCHRUN_WAITS_S = 30.0
 _NUM_BAD_CALLS = 20
 
 
@@ -90,7 +93,7 @@ _NUM_BAD_CALLS = 20
 class Case:
     """One fault. Its name (`str`) is one line, which `parse` reads."""
 
-    launcher: str  # "run", "telemetry" or "mpirun"; "checkpoint" for a damaged checkpoint
+    launcher: str  # of `_LAUNCHERS`; "checkpoint" for a damaged checkpoint
     ranks: int = 0
     victim: str = ""  # a rank's number, "launcher", "mpirun" (its child), or "" with a seed
     how: str = ""
@@ -123,8 +126,8 @@ class Case:
     def waits_s(self) -> float:
         """How long the other ranks may wait before they know of the fault."""
         if self.how == "sigstop":
-            return max(_LIMITS_S)
-        return _JOIN_S if self.launcher == "mpirun" and self.phase in _BEFORE_JOINING else 0.0
+            return max(_LIMITS_S) + (_TORCHRUN_WAITS_S if self.launcher == "torchrun" else 0.0)
+        return _JOIN_S if self.launcher in _BARE and self.phase in _BEFORE_JOINING else 0.0
 
 
 @dataclass
@@ -276,7 +279,7 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
     environment = dict(os.environ) | {
         "PYTHONPATH": str(_TESTS), "OMP_NUM_THREADS": "1", "BURST_RT_POISON": "1",
         "BURST_RT_HARDWARE": "none",
-        "BURST_RT_JOIN_S": f"{_JOIN_S:g}" if case.launcher == "mpirun" else "60",
+        "BURST_RT_JOIN_S": f"{_JOIN_S:g}" if case.launcher in _BARE else "60",
         "TMPDIR": str(folder / "tmp"),
     }  # fmt: skip
     if case.how == "calls":
@@ -303,6 +306,9 @@ def _command(case: Case, folder: Path) -> tuple[list[str], dict[str, str]]:
         launcher = find_launcher()
         environment = launcher.environment(case.ranks, 1, folder / "mpirun") | environment
         return launcher.command([sys.executable, *program], case.ranks), environment
+    if case.launcher == "torchrun":
+        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+        return [*torchrun, f"--nproc-per-node={case.ranks}", *program], environment
     telemetry = ["--telemetry"] if case.launcher == "telemetry" else []
     return [
         sys.executable,
@@ -355,7 +361,9 @@ def _look_at(case: Case, folder: Path, code: int, outcome: Outcome) -> None:
         # The temporary folder is this job's alone: whatever is there, the job has left.
         own = folder / "tmp" / f"burst-rt-{os.getuid()}"  # this user's, for the jobs that run
         left = sorted(
-            str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*") if path != own
+            str(path.relative_to(folder))
+            for path in (folder / "tmp").rglob("*")
+            if path != own and "torchelastic_" not in str(path)  # torchrun's own
         )
         if left:
             outcome.problems.append(f"files left: {left}")
@@ -374,7 +382,7 @@ def _last_line(case: Case) -> str:
     if case.victim == "mpirun":
         return r"burst-rt: mpirun itself was killed by signal 9, SIGKILL, and its ranks with it"
     if (
-        case.launcher == "mpirun"
+        case.launcher in _BARE
         or not case.victim.isdigit()
         or case.harmless
         or case.phase == "finalized"

@@ -1,4 +1,4 @@
-"""MPI jobs for tests: a program started on several ranks, with a deadline, and its outcome."""
+"""Jobs for tests: a program started on several ranks, with a deadline, and its outcome."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from burst_rt.launch.run import find_launcher, kill_job
 
-__all__ = ["Job", "run_job"]
+__all__ = ["Job", "Launcher", "run_job"]
+
+Launcher: TypeAlias = Literal["burst-rt run", "mpirun", "torchrun"]
 
 _TESTS = Path(__file__).parent
 
@@ -39,13 +42,15 @@ def run_job(
     args: Sequence[str] = (),
     *,
     timeout_s: float = 120.0,
-    bare: bool = False,
+    by: Launcher = "burst-rt run",
     cwd: Path | None = None,
+    max_restarts: int = 0,
 ) -> Job:
     """Runs `program` on `num_ranks` ranks; blocks until the job has ended, at most `timeout_s`.
 
-    bare: under `mpirun python` instead of `burst-rt run`. Programs may import the modules beside
-    this one. A job that outlives `timeout_s` is killed, and TimeoutError is raised with its output.
+    max_restarts: how often torchrun may start the ranks again. Programs may import the modules
+    beside this one. A job that outlives `timeout_s` is killed, and TimeoutError is raised with its
+    output.
     """
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as job_dir:
         environment = dict(os.environ)
@@ -53,7 +58,11 @@ def run_job(
             [str(_TESTS), environment.get("PYTHONPATH", "")]
         ).rstrip(os.pathsep)
         environment["OMP_NUM_THREADS"] = "1"
-        if bare:
+        if by == "torchrun":
+            torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+            torchrun += [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
+            command = [*torchrun, str(program), *args]
+        elif by == "mpirun":
             launcher = find_launcher()
             environment = launcher.environment(num_ranks, 1, job_dir) | environment
             command = launcher.command([sys.executable, str(program), *args], num_ranks)

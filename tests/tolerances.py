@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["BALANCE", "ERROR", "PRODUCTS", "RATIO", "ROUNDING", "SINKS"]
+__all__ = ["BALANCE", "ERROR", "LOSSES", "PRODUCTS", "RATIO", "ROUNDING", "SINKS"]
 
 # The unit roundoff of a type is half the distance from 1 to the next number.
 ROUNDING = {
@@ -51,3 +51,7 @@ RATIO = 1.5
 # The project promises for causal zigzag, from 1,000 tokens a rank on, that the busiest rank
 # computes at most this many times the score cells of the idlest rank.
 BALANCE = 1.02
+
+# The project promises that the losses of 20 steps in float32, with the model spread in any way, are
+# those of one process within this, relative. Measured 1.2e-7.
+LOSSES = 1e-4

@@ -1,6 +1,6 @@
 """One attention call spread over ranks, with its results put together again.
 
-The ranks are threads of this process, or processes of an MPI job.
+The ranks are threads of this process, or processes of a job.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from spec import Attention, reference
+from spec import Attention, errors_of, reference
+from tolerances import ERROR
 
 import burst_rt
-from burst_rt import Context, ContextLayout, Mask
+from burst_rt import Causal, Context, ContextLayout, Mask
 
-__all__ = ["Case", "Inputs", "attend", "attend_over_threads"]
+__all__ = ["Case", "Inputs", "attend", "attend_over_threads", "check"]
 
 
 class Inputs(NamedTuple):
@@ -160,3 +161,10 @@ def attend_over_threads(
             assert (x is None) == (y is None)
             assert x is None or y is None or torch.equal(x, y)
     return results[0]
+
+
+def check(ctx: Context, seed: int) -> None:
+    """A small causal call, forward and backward, over the ranks of `ctx`, against the spec."""
+    case = Case(60, mask=Causal(), seed=seed)
+    errors = errors_of(attend(ctx, case), reference(*case.inputs(), mask=case.mask))
+    assert max(errors.values()) < ERROR[torch.float32], errors

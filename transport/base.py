@@ -33,7 +33,7 @@ __all__ = [
 Memory: TypeAlias = Any
 
 # The transports that a user may ask for by name.
-TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged")
+TRANSPORTS = ("auto", "local", "mpi", "nccl", "staged", "torch")
 
 
 class Completed(NamedTuple):
@@ -182,7 +182,7 @@ class ControlGroup(Protocol):
         """Elementwise maximum of 64-bit integers over the ranks."""
 
     def allreduce_sum(self, array: npt.NDArray[Any]) -> Pending:
-        """Elementwise sum over the ranks, in place and in the array's own type.
+        """Elementwise sum over the ranks of a contiguous array, in place and in its own type.
 
         The type is float32, float64 or int64: not every MPI adds bfloat16 correctly. The sum has
         the same bits on every rank and in every run.

@@ -151,6 +151,8 @@ class MpiTransport:
 
         MPI cannot cancel a send: its request and memory are kept until the process ends.
         """
+        if MPI.Is_finalized():  # by the program
+            return
         for request, (_, _, _, outgoing) in zip(self._requests, self._about, strict=True):
             # After an error some requests are freed already.
             if request and not outgoing:
@@ -158,7 +160,7 @@ class MpiTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if not self._requests and self._comm:
+        if not self._requests and self._comm and not MPI.Is_finalized():
             self._comm.Free()
             del _in_use[id(self)]
 
@@ -304,6 +306,8 @@ class MpiControl:
         A notice is small enough to leave at once (eagerly), so that a rank about to exit can still
         write one.
         """
+        if MPI.Is_finalized():  # by the program: nobody can be told anything
+            return
         self._outgoing = [(request, box) for request, box in self._outgoing if not request.Test()]
         written = text.encode()[: _NOTICE_BYTES - _NOTICE.size]
         box = _NOTICE.pack(int(kind), value, len(written)) + written
@@ -325,7 +329,7 @@ class MpiControl:
 
         The communicator itself is left to MPI_Finalize: peers may still write farewells to it.
         """
-        if not self._inbox:
+        if not self._inbox or MPI.Is_finalized():
             return
         self._inbox.Cancel()
         self._inbox.Wait()

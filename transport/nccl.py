@@ -1,10 +1,11 @@
-"""GPUs over NCCL, point to point, through CuPy: each exchange is one group of work on a stream.
+"""GPUs over NCCL, point to point: each exchange is one group of work on a stream.
 
-Only host work happens here: the stream orders everything. NCCL's communicators start and end
-blocking and have no deadline of their own, so threads start and end them, and the caller waits for
-the thread with a deadline. A communicator that hangs is aborted (`cancel`), which also ends its
-kernels. Two ranks connect in their first exchange, which blocks the host without a deadline too;
-`first_pairs` names the ranks to exchange something with from the start.
+A communicator is CuPy's (`CupyCommunicator`) or torch's own (`torch_nccl.py`). Only host work
+happens here: the stream orders everything. NCCL's communicators start and end blocking and have no
+deadline of their own, so threads start and end them, and the caller waits for the thread with a
+deadline. A communicator that hangs is aborted (`cancel`), which also ends its kernels. Two ranks
+connect in their first exchange, which blocks the host without a deadline too; `first_pairs` names
+the ranks to exchange something with from the start.
 
 CuPy's `nccl` module is an argument, so that tests can record the calls. Nothing here imports CuPy
 or needs a GPU.
@@ -21,7 +22,14 @@ from typing import Any, Protocol
 from burst_rt.errors import ConfigError, DeviceError, Stalled
 from burst_rt.transport.base import Memory
 
-__all__ = ["Nccl", "NcclTransport", "first_pairs", "unique_id_bytes"]
+__all__ = [
+    "Communicator",
+    "CupyCommunicator",
+    "Nccl",
+    "NcclTransport",
+    "first_pairs",
+    "unique_id_bytes",
+]
 
 # ncclUint8 of nccl.h: messages are bytes.
 _UINT8 = 1
@@ -74,13 +82,70 @@ def first_pairs(rank: int, size: int) -> list[tuple[int, int]]:
     return [((rank + shift) % size, (rank - shift) % size) for shift in shifts]
 
 
+class Communicator(Protocol):
+    """A communicator of NCCL's. What fails raises one of `_ERRORS`, with NCCL's message."""
+
+    def exchange(
+        self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int
+    ) -> None:
+        """Starts messages as one group on the stream; see `OrderedTransport.exchange`."""
+
+    def check(self) -> None:
+        """Raises if what was started has failed since. Never blocks."""
+
+    def abort(self) -> None:
+        """Ends everything under way. May block."""
+
+    def destroy(self) -> None:
+        """Releases the communicator. May block."""
+
+
+class CupyCommunicator:
+    """CuPy's. Joining blocks until all ranks have joined, without a deadline."""
+
+    def __init__(self, nccl: Nccl, unique_id: bytes, rank: int, size: int) -> None:
+        self._nccl = nccl
+        self._communicator = nccl.NcclCommunicator(size, unique_id, rank)
+
+    def exchange(
+        self, sends: Sequence[tuple[Memory, int]], recvs: Sequence[tuple[Memory, int]], stream: int
+    ) -> None:
+        """See `Communicator.exchange`."""
+        self._nccl.groupStart()
+        try:
+            for buffer, peer in sends:
+                self._communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+            for buffer, peer in recvs:
+                self._communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
+        finally:
+            # A group left open would swallow every later call.
+            self._nccl.groupEnd()
+
+    def check(self) -> None:
+        """See `Communicator.check`."""
+        try:
+            self._communicator.check_async_error()
+        except KeyError as error:
+            if error.args != (_IN_PROGRESS,):
+                raise
+
+    def abort(self) -> None:
+        """See `Communicator.abort`."""
+        self._communicator.abort()
+
+    def destroy(self) -> None:
+        """See `Communicator.destroy`. NCCL waits for the work on the streams, and for the other
+        ranks of this host.
+        """
+        self._communicator.destroy()
+
+
 class NcclTransport:
     """See `OrderedTransport`. A context has one communicator for each device."""
 
     def __init__(
         self,
-        nccl: Nccl,
-        unique_id: bytes,
+        make: Callable[[], Communicator],
         rank: int,
         size: int,
         timeout_s: float,
@@ -92,20 +157,20 @@ class NcclTransport:
         Blocks until all ranks have joined, at most `timeout_s`, then raises Stalled. Raises
         DeviceError with NCCL's message.
 
-        enter_device: makes this rank's device current in the calling thread. connect: exchanges
-        something with the `first_pairs` and waits for the messages.
+        make: joins the communicator; may block for ever. enter_device: makes this rank's device
+        current in the calling thread. connect: exchanges something with the `first_pairs` and waits
+        for the messages.
         """
         self.rank = rank
         self.size = size
         self.bytes_sent = 0
         self.bytes_received = 0
         self.entered_s: float | None = None
-        self._nccl = nccl
         # Held while a communicator is asked or taken away: a destroyed one must not be asked.
         self._ending = threading.Lock()
         self._enter_device = enter_device
-        self._communicator: Any = None
-        self._join(unique_id, timeout_s, connect)
+        self._communicator: Communicator | None = None
+        self._join(make, timeout_s, connect)
         self.bytes_sent = self.bytes_received = 0
 
     def exchange(
@@ -126,17 +191,9 @@ class NcclTransport:
             )
         self.entered_s = time.perf_counter()
         try:
-            self._nccl.groupStart()
-            try:
-                for buffer, peer in sends:
-                    communicator.send(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
-                    self.bytes_sent += buffer.numel()
-                for buffer, peer in recvs:
-                    communicator.recv(buffer.data_ptr(), buffer.numel(), _UINT8, peer, stream)
-                    self.bytes_received += buffer.numel()
-            finally:
-                # A group left open would swallow every later call.
-                self._nccl.groupEnd()
+            communicator.exchange(sends, recvs, stream)
+            self.bytes_sent += sum(buffer.numel() for buffer, _ in sends)
+            self.bytes_received += sum(buffer.numel() for buffer, _ in recvs)
         except _ERRORS as error:
             peers = sorted({peer for _, peer in (*sends, *recvs)})
             why = (
@@ -153,10 +210,8 @@ class NcclTransport:
             if self._communicator is None:
                 return
             try:
-                self._communicator.check_async_error()
+                self._communicator.check()
             except _ERRORS as error:
-                if isinstance(error, KeyError) and error.args == (_IN_PROGRESS,):
-                    return
                 why = f"rank {self.rank}: NCCL failed while moving data: {_said(error)}"
                 raise DeviceError(why, rank=self.rank) from error
 
@@ -165,10 +220,7 @@ class NcclTransport:
         self._end("abort")
 
     def close(self) -> None:
-        """See `OrderedTransport.close`. Blocks at most 5 s.
-
-        NCCL waits for the work on the streams, and for the other ranks of this host.
-        """
+        """See `OrderedTransport.close`. Blocks at most 5 s."""
         self._end("destroy")
 
     def _end(self, how: str) -> None:
@@ -189,7 +241,10 @@ class NcclTransport:
         thread.join(_CLOSE_DEADLINE_S)
 
     def _join(
-        self, unique_id: bytes, timeout_s: float, connect: Callable[[NcclTransport], None]
+        self,
+        make: Callable[[], Communicator],
+        timeout_s: float,
+        connect: Callable[[NcclTransport], None],
     ) -> None:
         failed: list[BaseException] = []
         given_up = False
@@ -197,7 +252,7 @@ class NcclTransport:
         def join() -> None:
             try:
                 self._enter_device()
-                communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
+                communicator = make()
                 if given_up:  # the caller has stopped waiting and does not know of it
                     communicator.abort()
                     return

@@ -12,6 +12,7 @@ nothing else. Second derivatives are refused.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -253,6 +254,7 @@ def _run_forward_op(
 def _fake_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _keep_out_of_cuda_graphs()
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=sum_dtype(q.dtype))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
@@ -322,8 +324,7 @@ def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
 # The ops are registered by hand. `torch.library.custom_op` would do the same, but it wraps the
 # function so that the first call imports the compiler, which costs a second on every rank.
 _library = torch.library.Library("burst_rt", "DEF")
-# A CUDA graph cannot hold a call: the graph replays launches only, while the host takes part in
-# every call (the ranks' agreement, events that the host waits for).
+# See `_keep_out_of_cuda_graphs`.
 _tags = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _TERMS = (
     "SymInt layout, SymInt kv_layout, SymInt mask, float? scale, float? softcap, str strategy, "
@@ -350,3 +351,18 @@ _register_effectful_op("burst_rt::attention_backward", EffectType.ORDERED)
 # These are the overloads themselves, so that no call has to look them up.
 forward_op = torch.ops.burst_rt.attention_forward.default
 _backward_op = torch.ops.burst_rt.attention_backward.default
+_NAMES = {op.name() for op in (forward_op, _backward_op)}
+
+
+def _keep_out_of_cuda_graphs() -> None:
+    """Makes inductor cut its programs at the ops, so that no CUDA graph is put around them.
+
+    A CUDA graph cannot hold a call: the graph replays launches only, while the host takes part in
+    every call (the ranks' agreement, events that the host waits for). The ops' tag says so, but
+    torch 2.13 overlooks the tags of effectful ops. Called while a program is traced; where inductor
+    is not loaded by then, it does not compile the program.
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    cut_at = getattr(config, "custom_should_partition_ops", None)  # not in every torch
+    if cut_at is not None and not set(cut_at) >= _NAMES:
+        config.custom_should_partition_ops = sorted({*cut_at, *_NAMES})

@@ -151,8 +151,7 @@ def _cells(piece: Piece, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, i
     for i in range(piece.q_start, piece.q_stop):
         for j in range(piece.kv_start, piece.kv_stop):
             row, column = i - piece.q_start, j - piece.kv_start
-            hidden = (piece.diagonal and column > row) or (piece.upper and column < row)
-            if not hidden and (not piece.masked or (i, j) in allowed):
+            if piece.shows(row, column) and (not piece.masked or (i, j) in allowed):
                 yield i, j
 
 

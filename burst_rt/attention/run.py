@@ -32,6 +32,7 @@ def run_forward(
     runtime = setup.runtime
     with _autocast_off(qkv.q.device.type):
         try:
+            _check_not_captured(runtime.device)
             if setup.check_finite:
                 check_values(qkv, terms)
             plan = call.forward_plan
@@ -44,6 +45,7 @@ def run_forward(
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),
         )  # fmt: skip
         runtime.machine.give_back(plan, run.slots, free)
+        run.forget()
         return run.out, run.lse
 
 
@@ -58,6 +60,7 @@ def run_backward(
     contract, runtime = call.backward_contract, call.setup.runtime
     with _autocast_off(qkv.q.device.type):
         try:
+            _check_not_captured(runtime.device)
             plan = call.backward_plan
         except InputError as error:
             runtime.refuse(contract.call, error)
@@ -68,10 +71,25 @@ def run_backward(
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),
         )  # fmt: skip
         runtime.machine.give_back(plan, run.slots, free)
+        run.forget()
         dsinks = run.dsinks
         if dsinks is not None and terms.sinks is not None:
             dsinks = dsinks.to(terms.sinks.dtype)
         return run.grads(), dsinks
+
+
+def _check_not_captured(device: torch.device) -> None:
+    """Raises InputError where the caller's stream is being captured into a CUDA graph.
+
+    The graph would replay this call's launches, without the other ranks' consent and without
+    whatever the host does.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            "burst_attention: a CUDA graph cannot hold a call, because the host takes part in "
+            "every call; capture what stands before it and after it (torch.compile with "
+            'mode="reduce-overhead" does so while torch._inductor.config.graph_partition is on)'
+        )
 
 
 def _autocast_off(device_type: str) -> AbstractContextManager[object]:

@@ -240,17 +240,28 @@ class SpreadLayer:
         strategy = "ring-kv" if self.tensor_parallel else self.strategy
         return choose(problem, strategy, forward=forward, ranks_per_node=self.ranks_per_node)
 
-    def graph(self, rank: int, *, forward: bool, lanes: tuple[Lane, ...] = HOST_LANES) -> Graph:
-        """One rank's graph of one direction."""
-        builder = _Builder(self, rank, lanes)
-        return builder.forward() if forward else builder.backward()
+    def graph(
+        self,
+        rank: int,
+        *,
+        forward: bool,
+        lanes: tuple[Lane, ...] = HOST_LANES,
+        attention: bool = True,
+    ) -> Graph:
+        """One rank's graph of one direction.
 
-    def schedules(self, *, forward: bool) -> list[Schedule | Rotated]:
-        """The schedules of all ranks, as `simulate` takes them.
+        attention: False for the forward as checkpointing computes it again where it has kept
+        attention's outputs: everything but attention.
+        """
+        builder = _Builder(self, rank, lanes)
+        return builder.forward(attention) if forward else builder.backward()
+
+    def schedules(self, *, forward: bool, attention: bool = True) -> list[Schedule | Rotated]:
+        """The schedules of all ranks, as `simulate` takes them; attention: as for `graph`.
 
         All ranks share one schedule where all ranks do the same.
         """
-        first = self.graph(0, forward=forward)
+        first = self.graph(0, forward=forward, attention=attention)
         # Under tensor parallelism attention is the same on all ranks; only messages may differ.
         sizes: dict[str, set[int]] = defaultdict(set)
         for part in first.parts:
@@ -261,18 +272,24 @@ class SpreadLayer:
             return [Rotated(schedule, rank) for rank in range(self.world_size)]
         return [
             schedule,
-            *(Schedule.of(self.graph(rank, forward=forward)) for rank in range(1, self.world_size)),
+            *(
+                Schedule.of(self.graph(rank, forward=forward, attention=attention))
+                for rank in range(1, self.world_size)
+            ),
         ]
 
     def seconds(self, hardware: Hardware, *, forward: bool) -> float:
         """Seconds that one direction takes on a machine: the end of a simulated run."""
         return self.simulated(hardware, forward=forward).end_s
 
-    def simulated(self, hardware: Hardware, *, forward: bool) -> Simulated:
-        """A simulated run of one direction of all ranks on a machine, without spans."""
+    def simulated(self, hardware: Hardware, *, forward: bool, attention: bool = True) -> Simulated:
+        """A simulated run of one direction of all ranks on a machine, without spans.
+
+        attention: as for `graph`.
+        """
         kernel = self.choice(forward=forward).kernel
         return simulate(
-            self.schedules(forward=forward),
+            self.schedules(forward=forward, attention=attention),
             hardware,
             seconds=lambda task: hardware.device.seconds(task, kernel),
         )
@@ -313,6 +330,17 @@ class SpreadLayer:
             max(whole, *(self._attention_bytes(rank, forward) for forward in (True, False))),
         )
 
+    def checkpointed_bytes(self, rank: int, *, attention: bool) -> int:
+        """What checkpointing keeps of this layer on one rank until the backward, in bytes.
+
+        That is the layer's input; with `attention` the output of attention and its lse, too.
+        """
+        size = self.own_rows(rank) * self.shape.dim * self.input_bytes
+        if attention:
+            row = self.shape.head_dim * self.input_bytes + max(4, self.input_bytes)
+            size += self.rows(rank) * (self.shape.num_heads // self.share) * row
+        return size
+
     def _attention_bytes(self, rank: int, forward: bool) -> int:
         choice = self.choice(forward=forward)
         rank %= choice.program.problem.world_size
@@ -330,8 +358,11 @@ class _Builder:
         self.agreed = self.g.buffer("agreed")
         self.g.compute("agree", AGREE, writes=[self.agreed], lane="control")
 
-    def forward(self) -> Graph:
-        """The graph of the forward: x becomes the layer's output."""
+    def forward(self, with_attention: bool) -> Graph:
+        """The graph of the forward: x becomes the layer's output.
+
+        Without attention, attention's outputs are there already.
+        """
         x = self.g.buffer("x", initialised=True)
         for half in HALVES:
             normed, wide = self._tokens(f"{half} normed"), self.g.buffer(f"{half} wide")
@@ -350,7 +381,8 @@ class _Builder:
                 self._element(
                     "rotate", "rotate", self._rotated(), reads=[wide], writes=attention.bound
                 )
-                attention.insert(self.agreed)
+                if with_attention:
+                    attention.insert(self.agreed)
                 narrow: list[Part] = attention.bound
             else:
                 narrow = [self.g.buffer("feed_forward narrow")[0]]

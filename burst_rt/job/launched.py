@@ -26,30 +26,38 @@ _LOCAL_RANK = (
     "MPI_LOCALRANKID",
     "SLURM_LOCALID",
     "PALS_LOCAL_RANKID",
+    "LOCAL_RANK",  # of programs that set torchrun's variables themselves
 )
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # These are the same for all ranks of one job, and differ between the jobs of a host.
 _JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 
+def _under_torchrun() -> bool:
+    """Whether torchrun started this process. Whatever started torchrun (srun, mpirun) has left its
+    variables in the environment, and they tell of torchrun's own process.
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def rank() -> int | None:
     """This process's number in its MPI job; None where no launcher started it."""
-    return _number(_RANK)
+    return None if _under_torchrun() else _number(_RANK)
 
 
 def mpi_ranks() -> int:
     """How many ranks the MPI launcher started; 1 where there is no launcher."""
-    return _number(_SIZE) or 1
+    return 1 if _under_torchrun() else _number(_SIZE) or 1
 
 
 def local_rank() -> int | None:
     """This rank's number among the ranks of its host; None where the launcher does not say."""
-    return _number(_LOCAL_RANK)
+    return _number(("LOCAL_RANK",) if _under_torchrun() else _LOCAL_RANK)
 
 
 def num_local_ranks() -> int | None:
     """How many ranks of the job are on this host; None where the launcher does not say."""
-    return _number(_LOCAL_SIZE)
+    return _number(("LOCAL_WORLD_SIZE",) if _under_torchrun() else _LOCAL_SIZE)
 
 
 def torchrun_ranks() -> int:

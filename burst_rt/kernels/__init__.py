@@ -1,14 +1,17 @@
 """Tile kernels and the registry that picks one.
 
 `naive` is the float64 spec, and `untiled` is the same computation in the type of the sums; both are
-taken only when asked for by name. `cpu` is torch's fused CPU attention. `triton` is the project's
-own kernels for NVIDIA GPUs. `cudnn` and `flash` are the vendors' kernels, through torch. Where
-several kernels can do the work, the one measured fastest on this machine is taken.
+taken only when asked for by name. `cpu` is torch's fused CPU attention, `cpu-bf16` the same in
+bfloat16. `triton` is the project's own kernels for NVIDIA GPUs. `cudnn` and `flash` are the
+vendors' kernels, through torch. Where several kernels can do the work, the one measured fastest on
+this machine is taken.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import torch
 
 from burst_rt.errors import InputError
 from burst_rt.kernels.base import (
@@ -26,6 +29,7 @@ from burst_rt.kernels.base import (
     sum_dtype,
 )
 from burst_rt.kernels.cpu import CpuKernel
+from burst_rt.kernels.cpu_bf16 import CpuBf16Kernel
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.kernels.speed import fastest_kernel
 from burst_rt.kernels.triton import TritonKernel
@@ -40,6 +44,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         CpuKernel(),
+        CpuBf16Kernel(),
         NaiveKernel(),
         UntiledKernel(),
         TritonKernel(),
@@ -48,8 +53,8 @@ KERNELS: dict[str, Kernel] = {
     )
 }
 
-# The kernels that "auto" chooses from, by kind of device; the project's own kernel comes first.
-_CANDIDATES = {"cpu": ("cpu",), "cuda": ("triton", "cudnn", "flash")}
+# The kernels that "auto" chooses from; the project's own kernel comes first.
+_ON_GPU, _ON_CPU, _ON_CPU_BF16 = ("triton", "cudnn", "flash"), ("cpu",), ("cpu", "cpu-bf16")
 
 
 class Picked(NamedTuple):
@@ -75,7 +80,8 @@ def pick(work: Work, name: str = "auto") -> Picked:
         return _picked(KERNELS[name], "asked for by name", work)
     able: list[Kernel] = []
     refusals: list[str] = []
-    for candidate in _CANDIDATES.get(work.device.type, ("cpu",)):
+    on_cpu = _ON_CPU_BF16 if work.dtype == torch.bfloat16 else _ON_CPU
+    for candidate in _ON_GPU if work.device.type == "cuda" else on_cpu:
         kernel = KERNELS[candidate]
         reason = kernel.refuses(work)
         if reason is None and not kernel.repeatable(work.forward):

@@ -203,13 +203,14 @@ class Tile(NamedTuple):
             seen: torch.Tensor = self.mask.seen_cells(Asked(runs, kv, queries.shape[0], heads))
             seen = seen.expand(*seen.shape[:-2], rows.stop - rows.start, len(kv))
             return seen[0, 0] if seen.shape[:-2] == (1, 1) else seen
-        if piece.diagonal or piece.upper:
-            q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
-            kv = torch.arange(
-                columns.start - piece.kv_start, columns.stop - piece.kv_start, device=device
-            )
-            return kv[None, :] <= q[:, None] if piece.diagonal else kv[None, :] >= q[:, None]
-        return None
+        if piece.whole:
+            return None
+        q = torch.arange(rows.start - piece.q_start, rows.stop - piece.q_start, device=device)
+        kv = torch.arange(
+            columns.start - piece.kv_start, columns.stop - piece.kv_start, device=device
+        )
+        shown: torch.Tensor = piece.shows(q[:, None], kv)
+        return shown
 
     def bias(self, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor | None:
         """What is added to scores of these rows and columns: `[batch, heads, q, kv]` or None."""
@@ -316,17 +317,27 @@ class Kernel(Protocol):
         """
 
 
-def fold(out: torch.Tensor, lse: torch.Tensor, state: State, rows: slice) -> None:
+def fold(
+    out: torch.Tensor, lse: torch.Tensor, state: State, rows: slice, *, first: bool = False
+) -> None:
     """Folds a normalised part into some rows of the running state, with weight exp(lse - m).
 
-    The part is out `[batch, rows, heads, d]` and lse `[batch, heads, rows]`.
+    The part is out `[batch, rows, heads, d]` and lse `[batch, heads, rows]`. first: it is the first
+    part of these rows, and what the state holds for them is overwritten.
     """
     acc, m, l = state.at(rows)  # noqa: E741
-    m_new = torch.maximum(m, lse)
+    if first:
+        acc.copy_(out)
+        m.copy_(lse)
+        l.copy_(m > -torch.inf)
+        return
+    # With heads last, as a CPU's lse lies in memory, and as acc takes its weights.
+    m, l, lse = (x.transpose(1, 2) for x in (m, l, lse))  # noqa: E741
+    m_new = torch.maximum(lse, m)
     # exp(-inf - -inf) would be NaN: such a row has seen no key.
-    safe = torch.where(m_new == -torch.inf, 0.0, m_new)
+    safe = m_new.clamp_min(torch.finfo(m_new.dtype).min)
     old, new = torch.exp(m - safe), torch.exp(lse - safe)
-    acc.mul_(_rows(old)).addcmul_(out, _rows(new))
+    acc.mul_(old.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
     l.mul_(old).add_(new)
     m.copy_(m_new)
 
@@ -334,11 +345,6 @@ def fold(out: torch.Tensor, lse: torch.Tensor, state: State, rows: slice) -> Non
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type that sums are kept in: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, S] -> [B, S, H, 1]."""
-    return x.transpose(1, 2).unsqueeze(-1)
 
 
 def some_of(runs: tuple[range, ...], rows: slice) -> list[range]:

@@ -21,17 +21,16 @@ called with one), and it gives a row that sees no key lse 0 instead of -inf.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
 from math import isqrt
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from burst_rt.kernels.base import (
+    DTYPES,
     QKV,
     Gradients,
     Kernel,
@@ -42,38 +41,37 @@ from burst_rt.kernels.base import (
     fold,
     sum_dtype,
 )
+from burst_rt.kernels.cuts import (
+    STRIP,
+    STRIP_COLUMNS,
+    Cut,
+    Part,
+    parts_of,
+    parts_under_the_mask,
+)
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
-from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.masks import Piece
 from burst_rt.planning.problem import TileShape
 
-__all__ = ["CpuKernel"]
+__all__ = ["CpuKernel", "cpu_capabilities"]
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class _Part(NamedTuple):
-    """The most of a tile that one call of the fused kernel does.
-
-    The kernel spreads heads over threads. More than one head for each thread gains nothing and lets
-    transfers move on less often: with all heads at once a call can take the better part of a
-    second.
-    """
-
-    q_len: int  # rows
-    kv_len: int  # columns
-    kv_heads: int  # for each thread
-
-
 # Large enough that adding up the parts costs about one percent.
-_PART = _Part(4096, 4096, 1)
+_PART = Part(4096, 4096, 1, edge=128, largest=1024)
 # For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
 # more heads.
-_SMALL_PART = _Part(1024, 1024, 4)
+_SMALL_PART = Part(1024, 1024, 4, edge=128, largest=1024)
+# A tile is one of small pieces where these have so many rows, or columns, on average.
+_SMALL_SIDE = 1536
+# In the backward more is won by taking triangles apart.
+_LARGEST_BACKWARD = 1536
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
 _MOST_MASKED = 1 << 24
 # Where each head has a matrix of scores or of distances of its own.
-_MATRIX_PART = _Part(512, 512, 1)
+_MATRIX_PART = Part(512, 512, 1)
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
@@ -88,32 +86,22 @@ _TINY, _HUGE = 1e-15, 1e15
 _naive, _untiled = NaiveKernel(), UntiledKernel()
 
 
-class _Cut(NamedTuple):
-    """One call of the fused kernel."""
-
-    rows: slice  # of the tile
-    columns: slice  # of the tile
-    triangle: bool = False  # whether row i sees only the columns j <= i
-    upper: bool = False  # whether row i sees only the columns j >= i
-    piece: Piece | None = None  # the piece whose mask hides cells, if there is one
-
-    def alone(self) -> Piece:
-        """The call as a piece of the tile."""
-        (a, b), (c, d) = ((x.start, x.stop) for x in (self.rows, self.columns))
-        return Piece(a, b, c, d, self.triangle, self.piece is not None, 0, self.upper)
-
-
 class CpuKernel(Kernel):
     """See `Kernel`. float64, float32, bfloat16, float16; any head_dim."""
 
     name = "cpu"
 
+    def work_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type that the fused kernel gets, for inputs of a type."""
+        return sum_dtype(dtype)
+
     def refuses(self, work: Work) -> str | None:
         """Refuses all but CPU tensors of a floating type."""
         if work.device.type != "cpu":
-            return f"the cpu kernel takes CPU tensors, got {work.device}"
-        if work.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            return f"the cpu kernel takes float64, float32, bfloat16 and float16, got {work.dtype}"
+            return f"the {self.name} kernel takes CPU tensors, got {work.device}"
+        if work.dtype not in DTYPES:
+            names = "float64, float32, bfloat16 and float16"
+            return f"the {self.name} kernel takes {names}, got {work.dtype}"
         return None
 
     def forward(self, qkv: QKV, tile: Tile, state: State) -> None:
@@ -121,19 +109,28 @@ class CpuKernel(Kernel):
         if _is_handful(qkv):
             _naive.forward(qkv, tile, state)
             return
-        if tile.first:
+        # Whether the first part of each row may be written where there is nothing yet.
+        fresh = tile.first and tile.terms.sinks is None and tile.terms.softcap is None
+        if tile.first and not (fresh and _in_every_row(tile.pieces, qkv.q.shape[1])):
             state.start(tile.terms.sinks)
-        part = _part_of(tile, qkv)
+        part, dtype = self.part_of(tile, qkv, forward=True), self.work_dtype(qkv.q.dtype)
+        together = qkv.q.shape[0] == 1 and part.edge > 0
         for heads, kv_heads in _some_heads(qkv, part):
             some = _of_heads(qkv, heads, kv_heads)
             some_state = state._replace(
                 acc=_cut(state.acc, 2, heads), m=_cut(state.m, 1, heads), l=_cut(state.l, 1, heads)
             )
             some_tile = _tile_of_heads(tile, heads)._replace(first=False, last=False)
-            for _, cuts in _parts(tile, part):
+            for _, cuts in _parts(tile, part, together):
                 for cut in cuts:
                     if tile.terms.softcap is None:
-                        _forward_part(some, some_tile, some_state, cut)
+                        _forward_part(
+                            some,
+                            some_tile,
+                            some_state,
+                            cut._replace(first=cut.first and fresh),
+                            dtype,
+                        )
                     else:
                         _untiled.forward(
                             some, some_tile._replace(pieces=(cut.alone(),)), some_state
@@ -147,7 +144,8 @@ class CpuKernel(Kernel):
         if _is_handful(qkv):
             _naive.backward(qkv, upstream, tile, grads)
             return
-        part = _part_of(tile, qkv)
+        part, dtype = self.part_of(tile, qkv, forward=False), self.work_dtype(qkv.q.dtype)
+        together = qkv.q.shape[0] == 1 and part.edge > 0
         for heads, kv_heads in _some_heads(qkv, part):
             some = _of_heads(qkv, heads, kv_heads)
             dout, (lse, delta) = (
@@ -158,9 +156,9 @@ class CpuKernel(Kernel):
             at = zip(grads, (heads, kv_heads, kv_heads), strict=True)
             sums = Gradients(*(None if x is None else _cut(x, 2, those) for x, those in at))
             some_tile = _tile_of_heads(tile, heads)
-            for rows, cuts in _parts(tile, part):
+            for rows, cuts in _parts(tile, part, together):
                 capped = tile.terms.softcap is not None
-                queries = None if capped else _Queries(some.q, some_upstream, rows)
+                queries = None if capped else _Queries(some.q, some_upstream, rows, dtype)
                 for cut in cuts:
                     if queries is None:
                         _untiled.backward(
@@ -170,11 +168,36 @@ class CpuKernel(Kernel):
                         _backward_part(queries, some, some_tile, cut, sums)
                     tile.progress()
 
+    def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> Part:
+        """The most of a tile that one call of the fused kernel does."""
+        part = self._size_of(tile, qkv)
+        if forward or not part.edge:
+            return part
+        return part._replace(largest=_LARGEST_BACKWARD, strips=False)
+
+    def _size_of(self, tile: Tile, qkv: QKV) -> Part:
+        if tile.terms.softcap is not None or tile.terms.alibi_slopes is not None:
+            return _MATRIX_PART
+        if any(piece.masked for piece in tile.pieces):
+            heads = min(qkv.k.shape[2], _SMALL_PART.kv_heads * torch.get_num_threads())
+            apart = tile.mask.num_apart(qkv.q.shape[0], heads * (qkv.q.shape[2] // qkv.k.shape[2]))
+            side = max(1, isqrt(_MOST_MASKED // apart))
+            part = _SMALL_PART
+            return part._replace(q_len=min(part.q_len, side), kv_len=min(part.kv_len, side))
+        # Bands are cut into strips anyway.
+        sides = [
+            min(piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start)
+            for piece in tile.pieces
+            if not piece.band
+        ]
+        small = sum(sides) <= _SMALL_SIDE * len(sides)
+        return _SMALL_PART if small else _PART
+
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`. The parts' sizes bound it.
 
-        It counts casts of the inputs, O', copies in reverse order, the fused kernel's results and
-        own buffers, the mask, twice, and matrices of scores or of distances.
+        It counts casts of the inputs, O', the fused kernel's results and own buffers, the mask,
+        twice, and matrices of scores or of distances.
         """
         size = sum_dtype(dtype).itemsize
         # One channel more, which some rows need (see `_Queries`).
@@ -185,7 +208,8 @@ class CpuKernel(Kernel):
             kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
             heads = kv_heads * (tile.num_heads // tile.num_kv_heads)
             q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)
-            kv_part = max(kv_part, min(tile.kv_len, part.kv_len) * kv_heads * channels)
+            columns = STRIP_COLUMNS if tile.banded else min(tile.kv_len, part.kv_len)
+            kv_part = max(kv_part, columns * kv_heads * channels)
             shape = tile._replace(
                 num_heads=heads,
                 q_len=min(tile.q_len, part.q_len),
@@ -193,36 +217,44 @@ class CpuKernel(Kernel):
             )
             matrix = _untiled.scratch_bytes(forward, dtype, shape) if of_heads else 0
         masked = min(tile.q_len, _SMALL_PART.q_len) * min(tile.kv_len, _SMALL_PART.kv_len)
-        mask = min(masked * tile.masked, _MOST_MASKED) * (size + _MASK_BYTES)
-        cast, turned = sum_dtype(dtype) != dtype, tile.flipped
-        if forward:
-            q_parts, kv_parts = 1 + cast + 2 * turned, 2 * (cast + turned)
-        else:
-            q_parts = kv_parts = 2 + 2 * cast + 4 * turned
+        masked = min(masked * tile.masked, _MOST_MASKED)
+        if tile.banded:
+            masked = max(masked, STRIP * min(tile.kv_len, STRIP_COLUMNS))
+        mask = masked * (size + _MASK_BYTES)
+        cast = sum_dtype(dtype) != dtype
+        q_parts, kv_parts = (1 + cast, 2 * cast) if forward else (2 + 2 * cast, 2 + 2 * cast)
         fused = _FUSED_BYTES if forward else 2 * _FUSED_BYTES
         return q_part * q_parts + kv_part * kv_parts + mask + matrix + fused
 
 
-def _part_of(tile: Tile, qkv: QKV) -> _Part:
-    if tile.terms.softcap is not None or tile.terms.alibi_slopes is not None:
-        return _MATRIX_PART
-    if any(piece.masked for piece in tile.pieces):
-        heads = min(qkv.k.shape[2], _SMALL_PART.kv_heads * torch.get_num_threads())
-        apart = tile.mask.num_apart(qkv.q.shape[0], heads * (qkv.q.shape[2] // qkv.k.shape[2]))
-        side = max(1, isqrt(_MOST_MASKED // apart))
-        q_len, kv_len, kv_heads = _SMALL_PART
-        return _Part(min(q_len, side), min(kv_len, side), kv_heads)
-    q_len = max((piece.q_stop - piece.q_start for piece in tile.pieces), default=0)
-    kv_len = max((piece.kv_stop - piece.kv_start for piece in tile.pieces), default=0)
-    small = q_len <= _SMALL_PART.q_len and kv_len <= _SMALL_PART.kv_len
-    return _SMALL_PART if small else _PART
+def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
+    """What torch (2.12 or newer, else it says nothing) tells of this CPU."""
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return found
 
 
 def _is_handful(qkv: QKV) -> bool:
     return qkv.q.shape[1] * qkv.k.shape[1] <= _HANDFUL
 
 
-def _some_heads(qkv: QKV, part: _Part) -> Iterator[tuple[slice, slice]]:
+def _in_every_row(pieces: tuple[Piece, ...], num_rows: int) -> bool:
+    """Whether every row certainly has a part. A piece under the mask may turn out empty."""
+    rows = 0  # that have
+    for piece in sorted(pieces, key=itemgetter(0)):
+        if piece.masked or piece.q_start > rows:
+            return False
+        rows = max(rows, piece.q_stop)
+    return rows == num_rows
+
+
+def _parts(tile: Tile, part: Part, together: bool) -> Iterable[tuple[slice, Iterable[Cut]]]:
+    """The tile in runs of rows of bounded size, each with its cuts."""
+    if any(piece.masked for piece in tile.pieces):
+        return parts_under_the_mask(tile, part, together)
+    return parts_of(tile.pieces, part, together)
+
+
+def _some_heads(qkv: QKV, part: Part) -> Iterator[tuple[slice, slice]]:
     """The heads of q, and of k and v, for each call."""
     num_kv_heads, step = qkv.k.shape[2], part.kv_heads * torch.get_num_threads()
     group = qkv.q.shape[2] // num_kv_heads
@@ -241,109 +273,46 @@ def _tile_of_heads(tile: Tile, heads: slice) -> Tile:
     return tile._replace(first_head=first_head, terms=tile.terms.of_heads(heads))
 
 
-def _parts(tile: Tile, part: _Part) -> Iterator[tuple[slice, Iterator[_Cut]]]:
-    """The tile in runs of rows of bounded size, each with its cuts."""
-    edges = sorted({edge for piece in tile.pieces for edge in (piece.q_start, piece.q_stop)})
-    pieces: list[Piece] = []
-    to_come = deque(sorted(tile.pieces, key=itemgetter(0)))  # by their first row
-    for top, bottom in pairwise(edges):
-        pieces = [piece for piece in pieces if bottom <= piece.q_stop]
-        while to_come and to_come[0].q_start == top:
-            pieces.append(to_come.popleft())
-        for a in range(top, bottom, part.q_len) if pieces else ():
-            rows = slice(a, min(a + part.q_len, bottom))
-            yield rows, _cuts(tile, pieces, rows, part.kv_len)
-
-
-def _cuts(tile: Tile, pieces: list[Piece], rows: slice, kv_part: int) -> Iterator[_Cut]:
-    """What some rows, all of which are in every piece, are to compute.
-
-    Full rectangles come first, joined where they touch.
-    """
-    full, rest = [], []
-    for piece in pieces:
-        if piece.masked:
-            for columns in _split(piece.kv_start, piece.kv_stop, kv_part):
-                relation = tile.relation(rows, columns)
-                if relation is Relation.FULL:
-                    full.append((columns.start, columns.stop))
-                elif relation is Relation.PARTIAL:
-                    rest.append(_Cut(rows, columns, piece=piece))
-            continue
-        # Where a triangle crosses these rows; a triangle of so many rows and columns is left of it.
-        # The triangle is not cut: the fused kernel by itself leaves out most of what is masked, and
-        # the larger the triangle, the larger that share.
-        left = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
-        right = min(left + rows.stop - rows.start, piece.kv_stop)
-        if piece.diagonal:
-            full.append((piece.kv_start, left))
-        elif piece.upper:
-            full.append((right, piece.kv_stop))
-        else:
-            full.append((piece.kv_start, piece.kv_stop))
-        if left < right and (piece.diagonal or piece.upper):
-            columns = slice(left, right)
-            rest.append(_Cut(rows, columns, triangle=piece.diagonal, upper=piece.upper))
-    for start, stop in _joined(full):
-        yield from (_Cut(rows, columns) for columns in _split(start, stop, kv_part))
-    yield from rest
-
-
-def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ranges that do not overlap. Ranges that touch become one; empty ranges are left out."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if start < stop:
-            joined.append(
-                (joined.pop()[0], stop) if joined and joined[-1][1] == start else (start, stop)
-            )
-    yield from joined
-
-
-def _split(start: int, stop: int, size: int) -> Iterator[slice]:
-    return (slice(c, min(c + size, stop)) for c in range(start, stop, size))
-
-
 # A part is a function of its own, so that a part's memory is free before the next part takes its
 # memory.
-def _forward_part(qkv: QKV, tile: Tile, state: State, cut: _Cut) -> None:
-    rows, columns = cut.rows, cut.columns
-    wide = state.acc.dtype
-    cut, seen, mask = _under_a_mask(qkv.q, tile, cut, wide)
-    q = _wide(_cut(qkv.q, 1, rows), wide)
-    k, v = (_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v))
+def _forward_part(qkv: QKV, tile: Tile, state: State, cut: Cut, dtype: torch.dtype) -> None:
+    causal, seen, mask = _hidden(qkv.q, tile, cut, state.acc.dtype)
+    q = _heads_first(_blocks(qkv.q, 1, cut.rows, cut), dtype)
+    k, v = (_keys(x, cut, dtype) for x in (qkv.k, qkv.v))
     head_dim = v.shape[3]
     q, k, v = _alike(q, k, v)
-    if cut.upper:
-        # Backwards in rows and columns, one triangle is the other.
-        q, k, v = (x.flip(2) for x in (q, k, v))
-    causal = cut.triangle or cut.upper
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=tile.scale)
-    if cut.upper:
-        out, lse = out.flip(2), lse.flip(2)
     if seen is not None:
         lse = lse.masked_fill(~seen.any(-1), -torch.inf)
-    fold(out[..., :head_dim].transpose(1, 2), lse, state, rows)
+    some = state._replace(
+        acc=_blocks(state.acc, 1, cut.rows, cut),
+        m=_blocks(state.m, 2, cut.rows, cut),
+        l=_blocks(state.l, 2, cut.rows, cut),
+    )
+    out = out[..., :head_dim].transpose(1, 2)
+    fold(out, lse, some, slice(0, out.shape[1]), first=cut.first)
 
 
-def _under_a_mask(
-    q: torch.Tensor, tile: Tile, cut: _Cut, dtype: torch.dtype
-) -> tuple[_Cut, torch.Tensor | None, torch.Tensor | None]:
-    """A cut as the fused kernel gets it, its cells that are seen, and the mask for its scores.
+def _hidden(
+    q: torch.Tensor, tile: Tile, cut: Cut, dtype: torch.dtype
+) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:
+    """How the fused kernel hides cells of a cut: whether it is to do so itself, as under a causal
+    mask; the cells that are seen; the mask for its scores.
 
-    With ALiBi, which takes a mask anyway, a triangle is in the mask and the cut is a rectangle.
+    The fused kernel knows lower triangles only. With ALiBi, which takes a mask anyway, these are
+    in the mask, too.
     """
     rows, columns = cut.rows, cut.columns
     bias = tile.bias(rows, columns, dtype)
-    if bias is None and cut.piece is None:
-        return cut, None, None
+    if bias is None and cut.piece is None and not cut.upper and not cut.band:
+        return cut.triangle, None, None
     seen = tile.visible(cut.alone(), rows, columns, q)
     if bias is None:
         assert seen is not None
-        return cut, seen, torch.where(seen, torch.zeros((), dtype=dtype), -torch.inf)
+        return False, seen, torch.where(seen, torch.zeros((), dtype=dtype), -torch.inf)
     if seen is not None:
         bias.masked_fill_(~seen, -torch.inf)
-    return _Cut(rows, columns), seen, bias
+    return False, seen, bias
 
 
 class _Queries:
@@ -355,40 +324,43 @@ class _Queries:
     alone).
     """
 
-    def __init__(self, q: torch.Tensor, upstream: Upstream, rows: slice) -> None:
-        wide = sum_dtype(q.dtype)
+    def __init__(
+        self, q: torch.Tensor, upstream: Upstream, rows: slice, dtype: torch.dtype
+    ) -> None:
         self.first = rows.start
-        self.q, self.dout = _alike(*(_wide(_cut(x, 1, rows), wide) for x in (q, upstream.dout)))
+        self.q, self.dout = _alike(
+            *(_heads_first(_cut(x, 1, rows), dtype) for x in (q, upstream.dout))
+        )
         self.lse, delta = (_cut(x, 2, rows) for x in (upstream.lse, upstream.delta))
-        stand_in = _stand_in(self.dout, delta)
+        stand_in = _stand_in(self.dout.to(delta.dtype), delta)
         self.extra = stand_in is None
         if stand_in is None:
             # The channel more is 1 in dout and delta in O', so that it carries delta whatever dout
             # is; in q, k and v it is 0.
             stand_in = pad(delta.unsqueeze(-1), (self.q.shape[3], 0))
             self.q, self.dout = pad(self.q, (0, 1)), pad(self.dout, (0, 1), value=1.0)
-        self.out = stand_in
+        self.out = stand_in.to(dtype)
 
 
-def _backward_part(queries: _Queries, qkv: QKV, tile: Tile, cut: _Cut, sums: Gradients) -> None:
-    rows, columns = cut.rows, cut.columns
-    here = slice(rows.start - queries.first, rows.stop - queries.first)
-    wide = queries.q.dtype
-    k, v = _alike(*(_wide(_cut(x, 1, columns), wide) for x in (qkv.k, qkv.v)))
+def _backward_part(queries: _Queries, qkv: QKV, tile: Tile, cut: Cut, sums: Gradients) -> None:
+    here = slice(cut.rows.start - queries.first, cut.rows.stop - queries.first)
+    dtype = queries.q.dtype
+    k, v = _alike(*(_keys(x, cut, dtype) for x in (qkv.k, qkv.v)))
     if queries.extra:
         k, v = pad(k, (0, 1)), pad(v, (0, 1))
-    cut, _, mask = _under_a_mask(qkv.q, tile, cut, wide)
+    causal, _, mask = _hidden(qkv.q, tile, cut, queries.lse.dtype)
     sides = (queries.dout, queries.q, queries.out, queries.lse)
-    dout, q, out, lse = (_cut(x, 2, here) for x in sides)
-    if cut.upper:
-        dout, q, k, v, out, lse = (x.flip(2) for x in (dout, q, k, v, out, lse))
-    causal = cut.triangle or cut.upper
+    dout, q, out, lse = (_blocks(x, 2, here, cut) for x in sides)
     grads = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=tile.scale)
-    if cut.upper:
-        grads = tuple(grad.flip(2) for grad in grads)
-    for total, at, grad in zip(sums, (rows, columns, columns), grads, strict=True):
-        if total is not None:
-            _cut(total, 1, at).add_(grad[..., : total.shape[3]].transpose(1, 2))
+    for total, at, grad in zip(sums, (cut.rows, cut.columns, cut.columns), grads, strict=True):
+        if total is None:
+            continue
+        grad = grad[..., : total.shape[3]].transpose(1, 2)
+        if at is cut.rows or not cut.overlaps:
+            _blocks(total, 1, at, cut).add_(grad)
+            continue
+        for one, block in zip(cut.apart(), grad.split(1), strict=True):
+            _cut(total, 1, one.columns).add_(block)
 
 
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
@@ -413,12 +385,35 @@ def _cut(x: torch.Tensor, dim: int, at: slice) -> torch.Tensor:
     return x if x.shape[dim] == length else x.narrow(dim, at.start, length)
 
 
+def _blocks(x: torch.Tensor, dim: int, at: slice, cut: Cut) -> torch.Tensor:
+    """The tokens (a dimension of x) of a cut's blocks: of one block as they are, of several blocks
+    each as a batch row.
+
+    at: those of the first block.
+    """
+    if cut.num_blocks == 1:
+        return _cut(x, dim, at)
+    size, strides = list(x.shape), list(x.stride())
+    size[0], size[dim] = cut.num_blocks, at.stop - at.start
+    strides[0] = cut.step * strides[dim]
+    return x.as_strided(size, strides, x.storage_offset() + at.start * strides[dim])
+
+
 def _alike(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with as many channels as the widest; channels of 0 are added."""
     widest = max(x.shape[3] for x in tensors)
     return (x if x.shape[3] == widest else pad(x, (0, widest - x.shape[3])) for x in tensors)
 
 
-def _wide(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, S, H, D] -> [B, H, S, D] in the sums' type; a view where x has that type."""
+def _keys(x: torch.Tensor, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+    """A cut's keys or values, heads first, in a type. What strips share is cast once."""
+    if x.dtype != dtype and cut.overlaps:
+        x = _cut(x, 1, cut.all_columns).to(dtype)
+        length = cut.columns.stop - cut.columns.start
+        return _blocks(x, 1, slice(0, length), cut).transpose(1, 2)
+    return _heads_first(_blocks(x, 1, cut.columns, cut), dtype)
+
+
+def _heads_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, S, H, D] -> [B, H, S, D] in a type; a view where x has that type."""
     return x.to(dtype).transpose(1, 2)

@@ -2,9 +2,10 @@
 
 Each kernel is timed once for a class of work, and the answer is kept. A class is chip and versions,
 input type, head size, direction, mask (Full or Causal, whichever the tiles are like), and whether a
-tile is the only tile of its call; one standard tile stands for the class. The first rank of a host
-that asks measures. The other ranks wait for its answer and take the same kernel, and so do later
-jobs: one kernel for all and always means results with the same bits from run to run.
+tile is the only tile of its call; on a CPU also the number of threads. One standard tile stands for
+the class. The first rank of a host that asks measures. The other ranks wait for its answer and take
+the same kernel, and so do later jobs: one kernel for all and always means results with the same
+bits from run to run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -20,6 +23,7 @@ import torch
 import torch.nn.attention
 
 from burst_rt.kernels.base import QKV, Gradients, Kernel, State, Tile, Upstream, Work, sum_dtype
+from burst_rt.kernels.cpu import cpu_capabilities
 from burst_rt.planning.masks import Causal, Full, Mask, Rule
 from burst_rt.remembered import alone, recall, remember
 
@@ -37,9 +41,10 @@ __all__ = [
 # The answers' name in `remembered`.
 KIND = "kernel-speed"
 
-_TOKENS = 4096
-_CHANNELS = 2048  # heads x head_dim
-_ROUNDS = 5
+# The standard tile. A CPU is near its full speed with far fewer rows, and a job should not wait.
+_TOKENS = {"cuda": 4096, "cpu": 1024}
+_CHANNELS = 2048  # heads x head_dim, on a GPU
+_ROUNDS = {"cuda": 5, "cpu": 3}
 # Compiling takes seconds a kernel. A rank that waits longer than this measures for itself.
 _DEADLINE_S = 120.0
 
@@ -57,9 +62,13 @@ class Timed(NamedTuple):
 class TileProblem:
     """A standard tile of a class of work, bound to memory, for kernels to be timed on."""
 
-    def __init__(self, work: Work, *, tokens: int = _TOKENS, alone: bool = True) -> None:
+    def __init__(self, work: Work, *, tokens: int | None = None, alone: bool = True) -> None:
         device, wide = work.device, sum_dtype(work.dtype)
-        heads = max(1, _CHANNELS // work.head_dim)
+        tokens = tokens or _TOKENS[device.type]
+        if device.type == "cpu":
+            heads = torch.get_num_threads()
+        else:
+            heads = max(1, _CHANNELS // work.head_dim)
         shape = (1, tokens, heads, work.head_dim)
         # Numbers of the usual size, the same in every run.
         generator = torch.Generator().manual_seed(0)
@@ -162,8 +171,9 @@ def fastest_kernel(
     figures = ", ".join(
         f"{name} {1e3 * x:.3f} ms" for name, x in sorted(times.items(), key=lambda item: item[1])
     )
+    tokens = _TOKENS[work.device.type]
     reason = (
-        f"the fastest of {figures} for a tile of {_TOKENS:,} x {_TOKENS:,} "
+        f"the fastest of {figures} for a tile of {tokens:,} x {tokens:,} "
         f"({whence}{'; ' + failed if failed else ''})"
     )
     return Timed(next(kernel for kernel in candidates if kernel.name == best), reason)
@@ -172,7 +182,7 @@ def fastest_kernel(
 def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | str]:
     """Median seconds of each kernel on a standard tile, or the kernel's error in words.
 
-    The kernels run in turn, timed by events of the device. Blocks until all are done.
+    The kernels run in turn. Blocks until all are done.
     """
     try:
         problem = TileProblem(work, alone=work.ring_size == 1)
@@ -180,26 +190,36 @@ def seconds_of(work: Work, candidates: Sequence[Kernel]) -> dict[str, float | st
         return {kernel.name: told(error) for kernel in candidates}
     found: dict[str, float | str] = {}
     times: dict[str, list[float]] = {kernel.name: [] for kernel in candidates}
-    with torch.cuda.device(work.device):
-        for i in range(_ROUNDS + 1):
-            for kernel in candidates:
-                if kernel.name in found:
-                    continue
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                try:
-                    start.record()
-                    problem.run(kernel)
-                    end.record()
-                    end.synchronize()
-                except failures() as error:
-                    # A kernel that fails is not taken, and `explain` says so.
-                    found[kernel.name] = told(error)
-                    continue
-                if i:  # the first round compiles
-                    times[kernel.name].append(start.elapsed_time(end) / 1e3)
+    for i in range(_ROUNDS[work.device.type] + 1):
+        for kernel in candidates:
+            if kernel.name in found:
+                continue
+            try:
+                took_s = _took_s(work.device, partial(problem.run, kernel))
+            except failures() as error:
+                # A kernel that fails is not taken, and `explain` says so.
+                found[kernel.name] = told(error)
+                continue
+            if i:  # the first round compiles
+                times[kernel.name].append(took_s)
     return found | {
         name: statistics.median(seen) for name, seen in times.items() if name not in found
     }
+
+
+def _took_s(device: torch.device, run: Callable[[], None]) -> float:
+    """Seconds that a function takes; on a GPU by events of the device."""
+    if device.type == "cpu":
+        started_s = time.perf_counter()
+        run()
+        return time.perf_counter() - started_s
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
 
 def _standard(work: Work) -> Mask:
@@ -218,8 +238,7 @@ def speed_key(work: Work) -> dict[str, str]:
     """Everything that a speed depends on."""
     from burst_rt.version import __version__
 
-    return {
-        "chip": torch.cuda.get_device_name(work.device),
+    return _chip(work.device) | {
         "torch": torch.__version__,
         "triton": _version("triton"),
         "burst_rt": __version__,
@@ -234,6 +253,16 @@ def speed_key(work: Work) -> dict[str, str]:
         "direction": "forward" if work.forward else "backward",
         "mask": repr(work.mask),
         "tile": "the only one" if work.ring_size == 1 else "one of several",
+    }
+
+
+def _chip(device: torch.device) -> dict[str, str]:
+    if device.type == "cuda":
+        return {"chip": torch.cuda.get_device_name(device)}
+    return {
+        "chip": str(cpu_capabilities().get("cpu_name")),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
     }
 
 

@@ -96,7 +96,7 @@ class _VendorKernel(Kernel):
                 f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most "
                 f"{self.most_head_dim}, got {work.head_dim}"
             )
-        if any(piece.masked or piece.upper for pieces in work.tiles for piece in pieces):
+        if not all(piece.whole or piece.diagonal for pieces in work.tiles for piece in pieces):
             return (
                 f"the {self.name} kernel computes rectangles and triangles only, and "
                 f"{work.mask!r} cuts this call's tiles into other shapes"
@@ -104,13 +104,7 @@ class _VendorKernel(Kernel):
         reason = self._short_columns(work.tiles) or self._missing(work.device)
         if reason:
             return reason
-        if work.partials == "exact" and not _whole(work):
-            return (
-                f"the {self.name} kernel rounds each partial result to {_bare(work.dtype)}, and "
-                f"here {'sinks' if _sunk(work) else 'several partial results'} are added up; "
-                "burst_rt.init(partials='16bit') allows that"
-            )
-        return None
+        return refuses_partials(self.name, work)
 
     def repeatable(self, forward: bool) -> bool:
         """See `Kernel.repeatable`: the forward only.
@@ -121,10 +115,7 @@ class _VendorKernel(Kernel):
 
     def remarks(self, work: Work) -> tuple[str, ...]:
         """See `Kernel.remarks`: whether partials are in 16 bits; whether results are repeatable."""
-        remarks: tuple[str, ...] = ()
-        if not _whole(work):
-            rounded = f"each partial result is rounded to {_bare(work.dtype)}"
-            remarks += (f"partials are 16-bit: {rounded}",)
+        remarks = remarks_on_partials(work)
         if not self.repeatable(work.forward):
             remarks += ("its sums differ in the last bits from run to run",)
         return remarks
@@ -320,6 +311,24 @@ def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
         )
         if rows.start + size < rows.stop:
             yield _Call(slice(rows.start + size, rows.stop), columns, causal=False)
+
+
+def refuses_partials(name: str, work: Work) -> str | None:
+    """Why a kernel that gives its results in 16 bits may not do this work, or None."""
+    if work.partials != "exact" or _whole(work):
+        return None
+    return (
+        f"the {name} kernel rounds each partial result to {_bare(work.dtype)}, and here "
+        f"{'sinks' if _sunk(work) else 'several partial results'} are added up; "
+        "burst_rt.init(partials='16bit') allows that"
+    )
+
+
+def remarks_on_partials(work: Work) -> tuple[str, ...]:
+    """What such a kernel remarks (`Kernel.remarks`) where it rounds partial results."""
+    if _whole(work):
+        return ()
+    return (f"partials are 16-bit: each partial result is rounded to {_bare(work.dtype)}",)
 
 
 def _whole(work: Work) -> bool:

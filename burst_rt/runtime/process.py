@@ -1,9 +1,11 @@
 """The runtimes of this process: which are open, which a thread has made, and how they end.
 
 A rank that leaves must say so, or the other ranks wait for it until their deadlines. So the exit
-hooks close every open runtime. The hooks end the job (MPI_Abort) if a runtime is broken or the
-program failed: messages that are under way cannot be recalled, and MPI_Finalize would wait for
-messages that never come. `burst_rt.init` installs the hooks; importing the package does not.
+hooks close every open runtime. The hooks end the job (by MPI_Abort, or by an exit code that
+torchrun sees) if a runtime is broken or the program failed: messages that are under way cannot be
+recalled, and MPI_Finalize would wait for messages that never come. A job that is ended so runs no
+exit hooks that were registered before these. `burst_rt.init` installs the hooks; importing the
+package does not.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from burst_rt.errors import PeerLost, Stalled
+from burst_rt.job import launched
 from burst_rt.job.ending import exit_code_of, in_words
 
 __all__ = ["Member", "Process", "process"]
@@ -110,22 +113,29 @@ class Process:
             self._uncaught[-1] if self._uncaught else None,
         )
         code = 0 if failure is None else exit_code_of(failure) or 1
-        mpi = sys.modules.get("mpi4py.MPI")
-        # If the program has finalized MPI itself, no other rank can be told anything.
-        running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-        for member in members if running else ():
+        for member in members:
             try:
                 member.close(code, in_words(failure))
             except Exception:  # noqa: BLE001  (whatever a library raises: the others are to hear of the end all the same)
                 _log.warning("rank %d: closing a context failed", member.rank, exc_info=True)
         for farewell in self._farewells:
             farewell(code, failure)
-        if failure is not None and mpi is not None and running and mpi.COMM_WORLD.size > 1:
+        if failure is None:
+            return
+        mpi = sys.modules.get("mpi4py.MPI")
+        running = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+        if mpi is not None and running and mpi.COMM_WORLD.size > 1:
             if members and not isinstance(failure, (PeerLost, Stalled)):
                 time.sleep(_HEARD_AFTER_S)
             sys.stdout.flush()
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(code)
+        elif members and launched.torchrun_ranks() > 1:
+            # torchrun ends the other ranks when it sees the exit code, whatever the program has
+            # caught.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 process = Process()

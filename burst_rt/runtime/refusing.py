@@ -24,7 +24,7 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
     Blocks until the other ranks have come to that call, at most `timeout_s`. Raises at once where
     no other rank can be waiting. The other ranks may wait in another group than this rank meant.
     runtime: where this rank was about to make the call; None where the runtime is not known, which
-    means the runtime that this thread made last.
+    means the runtime of several ranks that this thread made last.
     """
     # Runtimes that other threads made are left out, because they are in calls of those threads.
     made = [member for member in process.made_here() if isinstance(member, Runtime)]
@@ -32,8 +32,7 @@ def refuse(call: str, error: BurstError, runtime: Runtime | None = None) -> NoRe
     shared = [each for each in known if each.usable and each.world_size > 1]
     if not shared:
         raise error
-    # The last runtime in `made` was made last. Where it is not usable, any other is as good.
-    meant = next((each for each in (runtime, *made[-1:]) if each in shared), shared[0])
+    meant = runtime if runtime is not None and runtime in shared else shared[-1]
     if len(shared) == 1:
         meant.refuse(call, error)
     try:

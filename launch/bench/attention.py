@@ -85,8 +85,11 @@ class Bench:
         strategy: str = "auto",
         mask: Mask | None = None,
     ) -> Callable[[], object]:
-        """A function that runs forward and backward over the ranks."""
-        layout = self.ctx.layout(tokens, "zigzag" if causal or mask else "contiguous")
+        """A function that runs forward and backward over the ranks. Under a mask in the layout that
+        is even for it.
+        """
+        kind = "balanced" if mask else "zigzag" if causal else "contiguous"
+        layout = self.ctx.layout(tokens, kind, mask=mask)
         q, k, v, dout = self.inputs(layout.shard_len, heads, head_dim, dtype)
         for x in (q, k, v):
             x.requires_grad_()
@@ -131,7 +134,13 @@ class Bench:
     def speed(self, dtype: torch.dtype = torch.float32) -> Rows:
         """Forward + backward in `dtype` against torch's fused attention."""
         rows: Rows = []
-        for tokens, heads in ((8192, 8), (16384, 8), (32768, 2 * self.ctx.world_size // 2)):
+        for tokens, heads in (
+            (2048, 8),
+            (4096, 8),
+            (8192, 8),
+            (16384, 8),
+            (32768, self.ctx.world_size),
+        ):
             for causal in (False, True):
                 if tokens > self.max_tokens:
                     continue
@@ -155,8 +164,8 @@ class Bench:
     def masks(self) -> Rows:
         """Forward + backward under masks: time for each cell that is seen, relative to causal's.
 
-        Up to 16,384 tokens the table also compares with torch's fused attention under the mask as a
-        dense matrix, in one process.
+        Layouts are balanced for the mask. Up to 16,384 tokens the table also compares with torch's
+        fused attention under the mask as a dense matrix, in one process.
         """
         rows: Rows = []
         for tokens in (16384, 32768):

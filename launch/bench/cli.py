@@ -253,6 +253,29 @@ def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | 
 @command.command()
 @_WORLDS
 @_TOKENS
+@_REPEATS
+@_OUT
+def transports(
+    worlds: tuple[int, ...], tokens: tuple[int, ...], repeats: int, out: Path | None
+) -> None:
+    """MPI, a group of torch.distributed and threads, side by side: calls, messages, agreements.
+
+    Default: 2 ranks, 2K to 16K tokens.
+    """
+    from burst_rt.launch.run import launch
+
+    lengths = [str(each) for each in tokens or (2048, 4096, 8192, 16384)]
+    argv = ["-m", "burst_rt.launch.bench.transports", "--repeats", str(repeats)]
+    argv += ["--tokens", *lengths, *(["--out", str(out.absolute())] if out else [])]
+    for num_ranks in worlds or (2,):
+        code = launch(argv, num_ranks=num_ranks, threads=1)
+        if code:
+            sys.exit(code)
+
+
+@command.command()
+@_WORLDS
+@_TOKENS
 @click.option("--heads", default=2, show_default=True, type=click.IntRange(1), help="Query heads.")
 @machine_options
 @_REPEATS

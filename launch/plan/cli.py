@@ -20,6 +20,8 @@ from rich.table import Table
 from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.model import (
+    ACTIVATIONS,
+    Activations,
     Model,
     ModelForecast,
     Phase,
@@ -103,6 +105,16 @@ def _about(*, published: bool = False) -> Callable[[_F], _F]:
             help="Which rank holds which tokens. balanced: even under the mask. auto: for each "
             "strategy, the one with the best forecast.",
         ),
+        click.option(
+            "--activations",
+            "kept",
+            type=click.Choice(["auto", *(name.replace(" ", "-") for name in ACTIVATIONS)]),
+            default="auto",
+            show_default=True,
+            help="In training. kept: all of them. attention-kept: a layer's input and attention's "
+            "outputs, as burst_rt.checkpoint does; the rest is computed again. computed-again: all "
+            "but a layer's input. auto: for each strategy, the first that fits.",
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ]
 
@@ -133,6 +145,7 @@ def simulate(
     strategy: str,
     mask: str,
     layout: str,
+    kept: str,
 ) -> None:
     """Simulate a model on a machine that you need not have: time, communication and memory under
     one strategy.
@@ -146,8 +159,12 @@ def simulate(
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
     taken = published_mask(strategy) if mask == "published" else mask
     fitting_mask(taken, parse_tokens(seq_text), batch)
+    activations = _activations(kept, phase)
     sizes = (world, parse_tokens(seq_text), machine, phase)
-    found = forecast_model(model, strategy, *sizes, mask=taken, batch=batch, layout=layout)
+    found = forecast_model(
+        model, strategy, *sizes,
+        mask=taken, batch=batch, layout=layout, activations=activations,
+    )  # fmt: skip
     if as_json:
         print(json.dumps(_described(model, machine, world, seq_text, batch) | found.to_json()))
     else:
@@ -167,6 +184,7 @@ def plan(
     as_json: bool,
     mask: str,
     layout: str,
+    kept: str,
 ) -> None:
     """Compare all strategies for a model on a machine. Say which one to take, how many ranks the
     model needs, and how large the tiles are.
@@ -179,6 +197,7 @@ def plan(
         parse_tokens(seq_text),
     )
     fitting_mask(mask, seq_len, batch)
+    activations = _activations(kept, phase)
     found: list[ModelForecast] = []
     refused: dict[str, str] = {}
     with _progress(_STRATEGIES) as strategies:
@@ -186,16 +205,20 @@ def plan(
             try:
                 sizes = (world, seq_len, machine, phase)
                 found.append(
-                    forecast_model(model, strategy, *sizes, mask=mask, batch=batch, layout=layout)
-                )
+                    forecast_model(
+                        model, strategy, *sizes,
+                        mask=mask, batch=batch, layout=layout, activations=activations,
+                    )
+                )  # fmt: skip
             except InputError as error:
                 refused[strategy] = error.message
     found.sort(key=lambda f: (f.out_of_memory, f.time_s or 0.0, f.sent_bytes))
     best = found[0] if found and not found[0].out_of_memory else None
     taken, kind = (best.strategy, best.layout) if best else ("burst", "zigzag")
     fewest = fewest_ranks(
-        model, taken, seq_len, machine, phase, mask=mask, batch=batch, layout=kind
-    )
+        model, taken, seq_len, machine, phase,
+        mask=mask, batch=batch, layout=kind, activations=activations,
+    )  # fmt: skip
     tile = (
         tile_of(model, taken, world, seq_len, machine, mask=mask, batch=batch, layout=kind)
         if best
@@ -385,6 +408,15 @@ def _print_machine(found: Hardware) -> None:
     print(f"link: {link.latency_s * 1e6:.3g} us, {link.bytes_per_s / 1e9:.3g} GB/s each way")
 
 
+def _activations(word: str, phase: Phase) -> Activations | None:
+    """What --activations chooses; None for auto."""
+    if word != "auto" and phase != "train":
+        raise InputError(
+            f"--activations {word}: only training keeps any; leave it out, or use --phase train"
+        )
+    return next((name for name in ACTIVATIONS if name.replace(" ", "-") == word), None)
+
+
 def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:
     if nodes is None:
         return hardware
@@ -424,7 +456,6 @@ def _print(found: list[ModelForecast], title: str) -> None:
     for column in table.columns[3:7]:
         column.justify = "right"
     for f in found:
-        kept = "" if f.phase != "train" else "computed again" if f.recompute else "kept"
         time = "out of memory" if f.time_s is None else _seconds(f.time_s)
         table.add_row(
             f.strategy,
@@ -434,7 +465,7 @@ def _print(found: list[ModelForecast], title: str) -> None:
             _seconds(f.exposed_s),
             f"{f.sent_bytes / 1e9:,.1f}",
             f"{f.memory_bytes / 1e9:,.1f}",
-            kept,
+            f.activations or "",
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     print("time: one phase; idle, sent and memory: the worst rank")

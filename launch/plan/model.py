@@ -5,13 +5,16 @@ row of logits a sequence; their weights are counted), the sampler, and the optim
 
 Memory counts the weights of all layers and 16-bit activations. Training also holds gradients, and
 AdamW's 12 bytes a weight (float32 weight and two moments) spread over the ranks. ZeRO stage 1
-spreads them so, and sends no more bytes than the sum of gradients that is counted here.
+spreads them so, and sends no more bytes than the sum of gradients that is counted here. Activations
+that do not fit are computed again in the backward, layer by layer: all but attention, if its
+outputs fit (`burst_rt.checkpoint`), else all.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias
+from functools import partial
+from typing import Literal, TypeAlias, get_args
 
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
@@ -20,11 +23,15 @@ from burst_rt.planning.suited import LAYOUTS
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "MODELS", "Model", "ModelForecast", "Phase", "fewest_ranks", "forecast_model",
-    "parse_model", "published_mask", "tile_of",
+    "ACTIVATIONS", "MODELS", "Activations", "Model", "ModelForecast", "Phase", "fewest_ranks",
+    "forecast_model", "parse_model", "published_mask", "tile_of",
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
+# What becomes of activations in training: the fastest first, the smallest last. "attention kept":
+# of a layer its input, and attention's output and lse, are kept. "computed again": only its input.
+Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 _INPUT_BYTES = 2
 _ADAMW_BYTES = 12
 
@@ -101,7 +108,7 @@ class ModelForecast:
     sent_bytes: int
     memory_bytes: int
     out_of_memory: bool
-    recompute: bool  # a layer's activations are thrown away, and computed again in the backward
+    activations: Activations | None  # None but in training
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -127,32 +134,35 @@ def forecast_model(
     mask: str = "causal",
     batch: int = 1,
     layout: str = "zigzag",
+    activations: Activations | None = None,
 ) -> ModelForecast:
     """Simulates one layer, and multiplies by the number of layers.
 
     layout: one of LAYOUTS, or "auto" for the one with the best forecast. Tensor parallelism has
     the whole sequence, or contiguous parts of it.
+    activations: what becomes of them in training; None for the first of ACTIVATIONS that fits.
 
-    In training, activations are kept if all of them fit, else computed again. Raises InputError for
-    a strategy and sizes that do not go together.
+    Raises InputError for a strategy and sizes that do not go together.
     """
     if layout == "auto":
         kinds = LAYOUTS if strategy not in TENSOR_PARALLEL else LAYOUTS[:1]
         sizes = (model, strategy, world_size, seq_len, hardware, phase)
-        found = [forecast_model(*sizes, mask=mask, batch=batch, layout=kind) for kind in kinds]
+        found = [
+            forecast_model(*sizes, mask=mask, batch=batch, layout=kind, activations=activations)
+            for kind in kinds
+        ]
         return min(found, key=lambda each: (each.out_of_memory, each.time_s or 0.0))
     layer = _layer(model, strategy, world_size, seq_len, hardware, mask, batch, layout)
     limit = hardware.device.memory_bytes
-    memory, recompute = _need(model, layer, phase, limit)
-    time_s, idle_s, sent = _direction(layer, hardware, forward=True)
-    if phase == "train":
-        back_s, back_idle_s, back_sent = _direction(layer, hardware, forward=False)
-        times = 2 if recompute else 1
-        time_s, idle_s, sent = (
-            times * time_s + back_s,
-            times * idle_s + back_idle_s,
-            times * sent + back_sent,
-        )
+    memory, taken = _need(model, layer, phase, limit, activations)
+    passes = [_direction(layer, hardware, forward=True)]
+    if taken is not None:
+        passes.append(_direction(layer, hardware, forward=False))
+    if taken == "attention kept":
+        passes.append(_direction(layer, hardware, forward=True, attention=False))
+    elif taken == "computed again":
+        passes.append(passes[0])
+    time_s, idle_s, sent = map(sum, zip(*passes, strict=True))
     num = model.num_layers
     fits = memory <= limit
     return ModelForecast(
@@ -165,7 +175,7 @@ def forecast_model(
         num * sent,
         memory,
         not fits,
-        recompute,
+        taken,
     )
 
 
@@ -179,11 +189,12 @@ def fewest_ranks(
     mask: str = "causal",
     batch: int = 1,
     layout: str = "zigzag",
+    activations: Activations | None = None,
     up_to: int = 512,
 ) -> int | None:
     """The fewest ranks, of 1, 2, 4 and so on up to `up_to`, whose devices hold the model.
 
-    None where no such number is enough.
+    activations: as for `forecast_model`. None where no such number is enough.
     """
     if (
         strategy not in TENSOR_PARALLEL
@@ -196,10 +207,8 @@ def fewest_ranks(
         try:
             name = strategy.partition(":")[0]
             layer = _layer(model, name, world_size, seq_len, hardware, mask, batch, layout)
-            if (
-                _need(model, layer, phase, hardware.device.memory_bytes)[0]
-                <= hardware.device.memory_bytes
-            ):
+            limit = hardware.device.memory_bytes
+            if _need(model, layer, phase, limit, activations)[0] <= limit:
                 return world_size
         except InputError:
             pass  # the strategy cannot use so many ranks
@@ -249,31 +258,37 @@ def _layer(
     )
 
 
-def _need(model: Model, layer: SpreadLayer, phase: Phase, limit: int) -> tuple[int, bool]:
-    """Bytes of the worst rank, and whether activations must be computed again to fit."""
-    kept = _memory_bytes(model, layer, phase, recompute=False)
-    if phase == "train" and kept > limit:
-        return _memory_bytes(model, layer, phase, recompute=True), True
-    return kept, False
+def _need(
+    model: Model, layer: SpreadLayer, phase: Phase, limit: int, chosen: Activations | None
+) -> tuple[int, Activations | None]:
+    """Bytes of the worst rank, and what becomes of activations: what was chosen, or what fits."""
+    if phase != "train":
+        return _memory_bytes(model, layer, None), None
+    need = partial(_memory_bytes, model, layer)
+    *larger, smallest = ACTIVATIONS
+    taken = chosen or next((each for each in larger if need(each) <= limit), smallest)
+    return need(taken), taken
 
 
 def _direction(
-    layer: SpreadLayer, hardware: Hardware, *, forward: bool
+    layer: SpreadLayer, hardware: Hardware, *, forward: bool, attention: bool = True
 ) -> tuple[float, float, int]:
-    run = layer.simulated(hardware, forward=forward)
+    """Seconds, the longest idle seconds, the most bytes sent; attention: as for `layer.graph`."""
+    run = layer.simulated(hardware, forward=forward, attention=attention)
     idle_s = max(rank.idle_s for rank in run.ranks)
     sent_bytes = max(rank.sent_bytes for rank in run.ranks)
     return run.end_s, idle_s, sent_bytes
 
 
-def _memory_bytes(model: Model, layer: SpreadLayer, phase: Phase, *, recompute: bool) -> int:
+def _memory_bytes(model: Model, layer: SpreadLayer, activations: Activations | None) -> int:
+    """Bytes of the worst rank; activations: None for the first token."""
     rank = max(range(layer.world_size), key=layer.rows)
     held = layer.memory(rank)
     num_weights = (
         model.num_layers * held.weights // _INPUT_BYTES
         + 2 * model.vocab_size * model.layer.dim // layer.share
     )
-    if phase == "first-token":
+    if activations is None:
         # The cache of keys and values, and what goes from layer to layer.
         cached = (
             layer.rows(rank)
@@ -287,10 +302,9 @@ def _memory_bytes(model: Model, layer: SpreadLayer, phase: Phase, *, recompute: 
             num_weights * _INPUT_BYTES + model.num_layers * cached + held.activations + held.working
         )
     states = _ADAMW_BYTES * model.num_weights // layer.world_size
-    inputs = layer.own_rows(rank) * model.layer.dim * _INPUT_BYTES
-    kept = (
-        model.num_layers * inputs + held.activations
-        if recompute
-        else model.num_layers * held.activations
-    )
+    each = held.activations
+    if activations != "kept":
+        each = layer.checkpointed_bytes(rank, attention=activations == "attention kept")
+    # One layer's activations are all there while its backward runs.
+    kept = (model.num_layers - 1) * each + held.activations
     return 2 * num_weights * _INPUT_BYTES + states + kept + held.working

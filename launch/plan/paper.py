@@ -95,7 +95,7 @@ def main(out: Path | None) -> None:
             "sent GB": f.sent_bytes / 1e9,
             "less sent %": 100 * (1 - f.sent_bytes / base.sent_bytes),
             "memory GB": f.memory_bytes / 1e9,
-            "activations": "computed again" if f.recompute else "kept",
+            "activations": f.activations,
         }
         for f in trained
         if f.time_s is not None

@@ -54,8 +54,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("burst_rt.train")
 
-# Format 1 had no SHA256SUMS: nothing covered its manifest.
-FORMAT = 2
+# Format 1 had no SHA256SUMS: nothing covered its manifest. Format 2 is read: it had no
+# checkpoint_activations.
+FORMAT = 3
 _MANIFEST = "config.json"
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
@@ -230,7 +231,9 @@ def _read_manifest(folder: Path) -> Manifest:
             raise _damaged(folder, f"{', '.join(odd)} has changed since it was written")
         document = json.loads(_text(folder / _MANIFEST))
         wrote = document.pop("format")
-        if wrote != FORMAT:
+        if wrote == 2:
+            document["config"]["checkpoint_activations"] = False
+        elif wrote != FORMAT:
             raise ConfigError(
                 f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version of "
                 "burst_rt that wrote the checkpoint."

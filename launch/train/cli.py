@@ -78,8 +78,9 @@ def _config_options(command: _F) -> _F:
     """Adds an option for every field of TrainConfig."""
     types = {"data": _TEXT, "context_parallel": int}
     for entry in reversed(fields(TrainConfig)):
+        name = option_name(entry.name)
         add = click.option(
-            option_name(entry.name),
+            f"{name}/--no-{name[2:]}" if isinstance(entry.default, bool) else name,
             type=types.get(entry.name, type(entry.default)),
             default=entry.default,
             metavar="NAME" if isinstance(entry.default, str) else None,
@@ -250,7 +251,10 @@ def _relaunch(context: click.Context, num_ranks: int, extra: Sequence[str] = ())
         if parameter.name not in chosen or parameter.name == "num_ranks":
             continue
         value = chosen[parameter.name]
-        arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
+        if isinstance(value, bool):
+            arguments += (parameter.opts if value else parameter.secondary_opts)[:1]
+        else:
+            arguments += [parameter.opts[0], str(value)]
     code = launch(["-m", "burst_rt.launch.train", *arguments, *extra], num_ranks=num_ranks)
     if sys.stdout.isatty():
         # A rank that was killed has hidden the cursor for its progress bar.

@@ -148,6 +148,13 @@ class TrainConfig:
             f"Type of products and attention: {', '.join(DTYPES)}. Weights are float32."
         ),
     )
+    checkpoint_activations: bool = field(
+        default=False,
+        metadata=_option(
+            "Save memory: keep attention's outputs, compute other activations again in the "
+            "backward. Changes no loss."
+        ),
+    )
     eval_every: int = field(
         default=40,
         metadata=_not_negative("Steps between measurements on held-out text; 0: at the end only."),

@@ -153,7 +153,12 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.corpus = corpus
-        self._decoder = Decoder(config.model, seed=config.seed).to(mesh.world.device)
+        decoder = Decoder(
+            config.model,
+            seed=config.seed,
+            checkpoint_activations=config.checkpoint_activations,
+        )
+        self._decoder = decoder.to(mesh.world.device)
         self._model = ShardedDecoder(self._decoder, mesh.context, config)
         self._gradients = FlatGradients(self._decoder)
         self._optimizer = make_optimizer(self._decoder, weight_decay=config.weight_decay)

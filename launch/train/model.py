@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burst_rt import burst_attention
+from burst_rt import burst_attention, checkpoint
 from burst_rt.context import Context
 from burst_rt.launch.train.config import ModelConfig, TrainConfig
 from burst_rt.rotary import rotate, rotations
@@ -38,12 +39,16 @@ _FLOOR = 0.1
 class Decoder(nn.Module):
     """Bytes in, a score for every possible next byte out."""
 
-    def __init__(self, config: ModelConfig, *, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, *, seed: int, checkpoint_activations: bool = False
+    ) -> None:
         """Build the model on the CPU in fp32; the same seed gives the same weights everywhere, so
-        ranks need not exchange them.
+        ranks need not exchange them. `checkpoint_activations`: whether the activations of each
+        block but attention's outputs are computed again in the backward.
         """
         super().__init__()
         self.config = config
+        self._checkpoint_activations = checkpoint_activations
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -62,7 +67,8 @@ class Decoder(nn.Module):
         )
         x_BSD = self.embed(tokens_BS)
         for block in self.blocks:
-            x_BSD = block(x_BSD, cos_SF, sin_SF, attend)
+            run = partial(checkpoint, block) if self._checkpoint_activations else block
+            x_BSD = run(x_BSD, cos_SF, sin_SF, attend)
         scores: Tensor = self.head(self.norm(x_BSD))
         return scores
 
@@ -90,16 +96,16 @@ class Decoder(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.head_dim = config.head_dim
         self.query = nn.Linear(config.dim, config.dim, bias=False)
         self.key = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.value = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SF: Tensor, sin_SF: Tensor, attend: Attend) -> Tensor:
-        q_BSHE = self.query(x_BSD).unflatten(-1, (self.heads, self.head_dim))
-        k_BSGE = self.key(x_BSD).unflatten(-1, (self.kv_heads, self.head_dim))
-        v_BSGE = self.value(x_BSD).unflatten(-1, (self.kv_heads, self.head_dim))
+        q_BSHE = self.query(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSGE = self.key(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSGE = self.value(x_BSD).unflatten(-1, (-1, self.head_dim))
         o_BSHE = attend(rotate(q_BSHE, cos_SF, sin_SF), rotate(k_BSGE, cos_SF, sin_SF), v_BSGE)
         y_BSD: Tensor = self.out(o_BSHE.flatten(-2))
         return y_BSD

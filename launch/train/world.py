@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 import burst_rt
 from burst_rt.context import Context
 from burst_rt.errors import BurstError, ConfigError, InputError
+from burst_rt.job import launched
 from burst_rt.job.reports import say_resume
 from burst_rt.launch.stopping import LastWord, leave_word
 from burst_rt.launch.train.checkpoint import (
@@ -149,14 +150,37 @@ def open_mesh(world: Context, context_parallel: int | None) -> Iterator[Mesh]:
     if data_size == 1:
         yield Mesh(world, world, data_index=0, data_size=1)
         return
-    # Only a job of several ranks gets here, and only such a job needs an MPI library.
+    data_index = world.rank // context_size
+    with (
+        _neighbours(data_size, context_size, world.rank) as chosen,
+        burst_rt.init(**chosen) as context,
+    ):
+        yield Mesh(world, context, data_index=data_index, data_size=data_size)
+
+
+@contextmanager
+def _neighbours(data_size: int, context_size: int, rank: int) -> Iterator[dict[str, Any]]:
+    """This rank's group of neighbours, as `burst_rt.init` takes it, until the end of the block.
+
+    Collective over the job, whose ranks are processes of MPI or of torchrun.
+    """
+    # Only a job of several ranks gets here, and only such a job needs an MPI library, or a group.
+    if launched.mpi_ranks() == 1 and launched.torchrun_ranks() > 1:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        dist.init_process_group("gloo")
+        try:
+            shape, names = (data_size, context_size), ("data", "context")
+            yield {"group": init_device_mesh("cpu", shape, mesh_dim_names=names)["context"]}
+        finally:
+            dist.destroy_process_group()
+        return
     from mpi4py import MPI
 
-    data_index = world.rank // context_size
-    group = MPI.COMM_WORLD.Split(color=data_index, key=world.rank)
+    group = MPI.COMM_WORLD.Split(color=rank // context_size, key=rank)
     try:
-        with burst_rt.init(comm=group) as context:
-            yield Mesh(world, context, data_index=data_index, data_size=data_size)
+        yield {"comm": group}
     finally:
         group.Free()
 

@@ -17,6 +17,7 @@ from worlds import Case, attend, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal
+from burst_rt.errors import InputError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +98,29 @@ def test_a_stream_of_the_callers_own() -> None:
         again = burst_rt.burst_attention(late, late, late, causal=True, layout=layout)
         assert isinstance(again, torch.Tensor)
         assert torch.equal(got, again)
+
+
+def test_no_cuda_graph_holds_a_call() -> None:
+    """With "reduce-overhead" only what stands around the call is replayed."""
+    with burst_rt.init(device="cuda") as ctx, torch.no_grad():
+        layout = ctx.layout(256)
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            return burst_rt.burst_attention(2 * x, x, x, causal=True, layout=layout).sin()
+
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        x = torch.randn(1, 256, 2, 64, device="cuda")
+        for _ in range(4):  # to warm up, to record, to replay
+            x = x + 1
+            before = ctx.stats().calls
+            torch.testing.assert_close(compiled(x), model(x))
+            assert ctx.stats().calls == before + 2
+        with (
+            pytest.raises(InputError, match="CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            model(x)
+        model(x)
 
 
 def test_the_cpu_gives_the_same_within_rounding() -> None:

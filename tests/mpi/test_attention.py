@@ -5,6 +5,7 @@ several contexts in one job.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import run_job
+from jobs import Launcher, run_job
 from tolerances import ERROR, RATIO
 
 from burst_rt.errors import PeerLost
@@ -25,16 +26,22 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 @cache
 def _outcome(num_ranks: int, transport: str = "mpi") -> dict[str, Any]:  # JSON
     """What the ranks found out, one job a world and transport."""
+    by: Launcher = "torchrun" if transport == "torch" else "burst-rt run"
     with TemporaryDirectory() as folder:
         path = Path(folder) / "outcome.json"
-        job = run_job(_PROGRAMS / "attention_world.py", num_ranks, [str(path), transport])
+        job = run_job(_PROGRAMS / "attention_world.py", num_ranks, [str(path), transport], by=by)
         assert job.exit_code == 0, job.text
         outcome: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return outcome
 
 
 # Staged over host memory: what a GPU without an MPI that takes its memory does.
-_JOBS = [*((n, "mpi") for n in _WORLDS), (2, "staged"), (3, "staged")]
+_JOBS = [
+    *((n, "mpi") for n in _WORLDS),
+    *((n, "torch") for n in (1, 2, 4)),
+    (2, "staged"),
+    (3, "staged"),
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
@@ -75,19 +82,38 @@ def test_what_is_sent_is_what_the_plan_says(num_ranks: int, transport: str) -> N
         )
 
 
-@pytest.mark.parametrize("num_ranks", _WORLDS)
-def test_the_same_bits_in_twenty_runs(num_ranks: int) -> None:
-    assert _outcome(num_ranks)["repeats"] is True
+@pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
+def test_the_same_bits_in_twenty_runs(num_ranks: int, transport: str) -> None:
+    assert _outcome(num_ranks, transport)["repeats"] is True
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_compiled_over_ranks(num_ranks: int) -> None:
-    job = run_job(_PROGRAMS / "attention_compiled.py", num_ranks)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_same_bits_over_mpi_and_over_a_group(num_ranks: int) -> None:
+    over_mpi, over_group = (_outcome(num_ranks, each)["digests"] for each in ("mpi", "torch"))
+    assert len(over_mpi) == 11  # the cases with a named strategy
+    assert over_group == over_mpi
+
+
+@pytest.mark.parametrize(("num_ranks", "by"), [(2, "torchrun"), (3, "burst-rt run")])
+def test_compiled_over_ranks(num_ranks: int, by: Launcher) -> None:
+    job = run_job(_PROGRAMS / "attention_compiled.py", num_ranks, by=by)
+    assert job.exit_code == 0, job.text
+
+
+@pytest.mark.parametrize("num_ranks", [2])
+def test_compiled_over_ranks_of_a_group(num_ranks: int) -> None:
+    job = run_job(_PROGRAMS / "attention_compiled.py", num_ranks, by="torchrun")
     assert job.exit_code == 0, job.text
 
 
 def test_several_contexts_in_one_job(tmp_path: Path) -> None:
-    job = run_job(_PROGRAMS / "attention_contexts.py", 4, [str(tmp_path)], bare=True)
+    job = run_job(_PROGRAMS / "attention_contexts.py", 4, [str(tmp_path)], by="mpirun")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"], job.text
     # The rank that was left alone in a pair has a broken context, which ends the job when it exits.
     assert job.exit_code == PeerLost.exit_code, job.text
+
+
+def test_several_contexts_under_torchrun(tmp_path: Path) -> None:
+    job = run_job(_PROGRAMS / "attention_axes.py", 4, [str(tmp_path)], by="torchrun")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"], job.text
+    assert re.search(rf"rank +: 3 .*\n +exitcode +: {PeerLost.exit_code}", job.err), job.text

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 from bad_masks import DIFFERENT, MISFITS, UNMADE
-from jobs import run_job
+from jobs import Launcher, run_job
 
 _PROGRAM = Path(__file__).parent / "programs" / "attention_bad_input.py"
 # What is promised from one rank's bad call to the error on every rank.
 _DEADLINE_S = 5.0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, tmp_path: Path) -> None:
-    job = run_job(_PROGRAM, num_ranks, [str(tmp_path)])
+@pytest.mark.parametrize(
+    ("num_ranks", "by"),
+    [(2, "burst-rt run"), (4, "burst-rt run"), (2, "torchrun"), (4, "torchrun")],
+)
+def test_every_rank_gets_the_odd_ranks_error(num_ranks: int, by: Launcher, tmp_path: Path) -> None:
+    job = run_job(_PROGRAM, num_ranks, [str(tmp_path)], by=by)
     assert job.exit_code == 0, job.text
     by_rank = [
         json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))

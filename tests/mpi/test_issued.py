@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import Launcher, run_job
 
 _PROGRAM = Path(__file__).parent / "programs" / "issued_leave.py"
 _DEADLINE_S = 6.0
@@ -17,14 +17,14 @@ _WHY = (
 )
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["burst-rt run", "mpirun"])
-def test_a_peer_whose_program_goes_on(tmp_path: Path, bare: bool) -> None:
-    job = run_job(_PROGRAM, 2, ["goes on"], bare=bare, cwd=tmp_path, timeout_s=50)
+@pytest.mark.parametrize("by", ["burst-rt run", "mpirun"])
+def test_a_peer_whose_program_goes_on(tmp_path: Path, by: Launcher) -> None:
+    job = run_job(_PROGRAM, 2, ["goes on"], by=by, cwd=tmp_path, timeout_s=50)
     left_s = job.ended_at_s - float((tmp_path / "left_at").read_text(encoding="utf-8"))
     assert left_s < _DEADLINE_S, job.text
     assert job.exit_code == 74, job.text
     assert "the device has ended" not in job.out, job.text
-    if bare:
+    if by == "mpirun":
         assert re.search(rf"^burst-rt: DeviceError: {_WHY}", job.err, re.MULTILINE), job.text
     else:
         last_but_one, last = job.err.rstrip("\n").split("\n")[-2:]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs import Job, run_job
+from jobs import Job, Launcher, run_job
 
 from burst_rt.errors import PeerLost, Stalled
 
@@ -45,6 +45,15 @@ _UNDER_MPIRUN = [
     (4, 1, "exit-3", "wait"),
     (2, 0, "os-exit-3", "wait"),
     (2, 1, "sigkill", "wait"),
+]
+_UNDER_TORCHRUN = [
+    (2, 1, "exception", "wait"),
+    (4, 2, "exception", "inside"),
+    (4, 3, "exit-0", "before"),
+    (2, 1, "exit-0", "inside"),
+    (2, 0, "exit-3", "wait"),
+    (2, 1, "os-exit-0", "wait"),
+    (4, 1, "sigkill", "inside"),
 ]
 # What the launcher's last line must say of the rank that left.
 _LAST_LINE = {
@@ -83,12 +92,12 @@ def _ended_in_time(job: Job, folder: Path) -> None:
     )
 
 
-def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, bare: bool) -> Job:
+def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, by: Launcher) -> Job:
     job = run_job(
         _PROGRAMS / "attention_leave.py",
         num_ranks,
         [how, when, str(leaver)],
-        bare=bare,
+        by=by,
         cwd=folder,
         timeout_s=60,
     )
@@ -102,7 +111,7 @@ def _leave(folder: Path, num_ranks: int, leaver: int, how: str, when: str, *, ba
 def test_under_burst_rt_run(
     tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str
 ) -> None:
-    job = _leave(tmp_path, num_ranks, leaver, how, when, bare=False)
+    job = _leave(tmp_path, num_ranks, leaver, how, when, "burst-rt run")
     # Open MPI's abort leaves a NUL byte in the output.
     lines = job.err.replace("\0", "").rstrip("\n").split("\n")
     assert re.fullmatch(_LAST_LINE[how].format(rank=leaver) + _DOING[when], lines[-1]), job.text
@@ -117,7 +126,7 @@ def test_under_burst_rt_run(
 
 @pytest.mark.parametrize(("num_ranks", "leaver", "how", "when"), _UNDER_MPIRUN)
 def test_under_mpirun(tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str) -> None:
-    job = _leave(tmp_path, num_ranks, leaver, how, when, bare=True)
+    job = _leave(tmp_path, num_ranks, leaver, how, when, "mpirun")
     if how == "exception":
         assert "RuntimeError: the leaver's own error" in job.err, job.text
     elif how.startswith("exit") and when != "inside":
@@ -125,6 +134,40 @@ def test_under_mpirun(tmp_path: Path, num_ranks: int, leaver: int, how: str, whe
             f"rank {leaver} closed its context or ended normally, and cannot take part in this call"
             in job.err
         ), job.text
+
+
+@pytest.mark.parametrize(("num_ranks", "leaver", "how", "when"), _UNDER_TORCHRUN)
+def test_under_torchrun(tmp_path: Path, num_ranks: int, leaver: int, how: str, when: str) -> None:
+    job = _leave(tmp_path, num_ranks, leaver, how, when, "torchrun")
+    if how == "exception":
+        assert "RuntimeError: the leaver's own error" in job.err, job.text
+    elif how == "exit-0" and when != "inside":
+        assert f"rank {leaver} closed its context or ended normally" in job.err, job.text
+    elif how == "os-exit-0":
+        # torchrun takes this for success, and waits for the others, who notice.
+        assert re.search(rf"rank {leaver} failed .* its connection ended", job.err), job.text
+
+
+def test_torchrun_starts_again_what_a_lost_rank_has_ended(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, signal
+import torch
+import burst_rt
+ctx = burst_rt.init()
+x = torch.ones(1, 4, 1, 16)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for step in range(3):
+    if (attempt, step, ctx.rank) == (0, 1, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    burst_rt.burst_attention(x, x, x, layout=ctx.layout(4 * ctx.world_size), causal=True)
+pathlib.Path(f"done-{ctx.rank}-{attempt}").touch()
+"""
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+    job = run_job(
+        tmp_path / "program.py", 2, by="torchrun", cwd=tmp_path, timeout_s=60, max_restarts=1
+    )
+    assert job.exit_code == 0, job.text
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0-1", "done-1-1"]
 
 
 _JOINING = """
@@ -200,7 +243,12 @@ def test_under_mpirun_a_rank_that_never_joins_ends_the_job_after_join_s(
     monkeypatch.setenv("BURST_RT_JOIN_S", "2")
     (tmp_path / "program.py").write_text(_JOINING, encoding="utf-8")
     job = run_job(
-        tmp_path / "program.py", 2, [when, starter, "exit-0"], bare=True, cwd=tmp_path, timeout_s=60
+        tmp_path / "program.py",
+        2,
+        [when, starter, "exit-0"],
+        by="mpirun",
+        cwd=tmp_path,
+        timeout_s=60,
     )
     assert job.exit_code == Stalled.exit_code, job.text
     assert "Stalled: rank 0 of 2 waited 2 s in " in job.err, job.text
@@ -311,7 +359,7 @@ if ctx.rank == 1:
 burst_rt.burst_attention(x, x, x, layout=ctx.layout(8), causal=True)
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
+    job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
     _ended_in_time(job, tmp_path)
     expected = (
         "PeerLost: rank 0: rank 1 failed (exit code 1) with TypeError: burst_attention() "
@@ -386,8 +434,9 @@ call()
 print("all is well")
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    for bare in (True, False):
-        job = run_job(tmp_path / "program.py", 2, bare=bare, cwd=tmp_path, timeout_s=60)
+    by: Launcher
+    for by in ("mpirun", "burst-rt run"):
+        job = run_job(tmp_path / "program.py", 2, by=by, cwd=tmp_path, timeout_s=60)
         assert job.exit_code == 0, job.text
         assert job.out.count("all is well") == 2, job.text
         assert "ValueError: of the child" in job.err, job.text
@@ -414,7 +463,7 @@ except MPI.Exception:
     print("caught")
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
+    job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
     assert job.exit_code == 0, job.text
     assert sorted(job.out.split("\n")) == ["", "caught", "caught", "still there", "still there"], (
         job.text
@@ -433,7 +482,7 @@ with burst_rt.init() as ctx:
     time.sleep(40)
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
+    job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
     _ended_in_time(job, tmp_path)
     assert job.exit_code == 1, job.text
     assert "KeyError: 'only rank 1'" in job.err
@@ -459,7 +508,7 @@ part()
 gc.collect()
 """
     (tmp_path / "program.py").write_text(source, encoding="utf-8")
-    job = run_job(tmp_path / "program.py", 2, bare=True, cwd=tmp_path, timeout_s=60)
+    job = run_job(tmp_path / "program.py", 2, by="mpirun", cwd=tmp_path, timeout_s=60)
     assert (tmp_path / "told").exists(), job.text
     _ended_in_time(job, tmp_path)
     assert job.exit_code == PeerLost.exit_code, job.text

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +17,14 @@ import torch
 from spec import errors_of, reference
 from tolerances import ERROR
 from torch.library import opcheck
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from worlds import Case, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, ContextLayout, Documents, Mask, Relation
 from burst_rt.attention import autograd
+from burst_rt.attention import run as attention_run
 from burst_rt.attention.sharding import LAYOUTS
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import MASKS, Both
@@ -76,9 +78,34 @@ def test_both_ops_pass_opcheck(ctx: Context, needs: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", ["attention_forward", "attention_backward"])
-def test_no_cuda_graph_may_hold_a_call(name: str) -> None:
-    """torch.compile(mode="reduce-overhead") would capture it, waits of the host and all."""
+def test_the_ops_are_tagged_for_cuda_graphs(name: str) -> None:
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.burst_rt, name).default.tags
+
+
+def test_a_call_inside_a_capture_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed, its launches would go on without the other ranks' consent."""
+
+    def run(ctx: Context) -> None:
+        q, k, v = _qkv(ctx)
+        out = burst_rt.burst_attention(q, k, v, layout=ctx.layout(16))
+        ctx.all_reduce(torch.zeros(1))
+        if ctx.rank == 0:
+            capturing.add(threading.get_ident())
+        with pytest.raises(InputError, match="CUDA graph"):
+            burst_rt.burst_attention(q, k, v, layout=ctx.layout(16))
+        with pytest.raises(InputError, match="CUDA graph"):
+            out.sum().backward()
+        capturing.clear()
+        ctx.all_reduce(torch.zeros(1))
+        burst_rt.burst_attention(q, k, v, layout=ctx.layout(16)).sum().backward()
+
+    capturing: set[int] = set()
+    check, device = attention_run._check_not_captured, torch.device("cuda")
+    monkeypatch.setattr(attention_run, "_check_not_captured", lambda _: check(device))
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: threading.get_ident() in capturing
+    )
+    burst_rt.run_local(2, run)
 
 
 @pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
@@ -404,6 +431,73 @@ def test_another_layout_or_mask_is_another_input_and_no_other_program(ctx: Conte
 @pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_a_new_length_recompiles_no_more_than_torchs_own_attention(
+    ctx: Context, dynamic: bool | None
+) -> None:
+    def ours(qkv: list[torch.Tensor], layout: ContextLayout) -> torch.Tensor:
+        q, k, v = qkv
+        return burst_rt.burst_attention(2 * q, k, v, layout=layout, causal=True).sin()
+
+    def torchs(qkv: list[torch.Tensor], layout: ContextLayout) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            2 * q, k, v, is_causal=True, enable_gqa=True
+        )
+        return out.transpose(1, 2).sin()
+
+    programs = torch._dynamo.utils.counters["stats"]
+    lengths = (16, 24, 40, 1, 17)
+    counts: list[list[int]] = []
+    for function in (ours, torchs):
+        torch.compiler.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        before, after = programs["unique_graphs"], []
+        for length in lengths:
+            compiled(_qkv(ctx, length), ctx.layout(length)).sum().backward()
+            after.append(programs["unique_graphs"] - before)
+        counts.append(after)
+    assert all(mine <= theirs for mine, theirs in zip(*counts, strict=True)), counts
+    # The first, one for all lengths, and one for a single token.
+    assert counts[1][-1] == (3 if dynamic is None else len(lengths))
+
+
+@pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_no_cuda_graph_of_the_compilers_holds_a_call(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mode="reduce-overhead"` cuts a program at the ops; what is between may become a graph."""
+    from torch._inductor import config, scheduler
+
+    monkeypatch.setattr(config, "custom_should_partition_ops", ["mine::op"])
+    reasons: dict[str, str | None] = {}
+    should_partition = scheduler.Scheduler.should_partition
+
+    def spy(self: Any, node: Any) -> str | None:
+        reason = should_partition(self, node)
+        op = getattr(node.node, "op_overload", None)
+        reasons[op.name() if op else "other"] = reason
+        return reason
+
+    monkeypatch.setattr(scheduler.Scheduler, "should_partition", spy)
+    layout = ctx.layout(16)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return burst_rt.burst_attention(q, k, v, layout=layout)
+
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    compiled(*_qkv(ctx)).sum().backward()
+    for name in autograd._NAMES:
+        # On a CPU inductor cuts everywhere, but for another reason.
+        assert "custom partition op" in str(reasons[name]), reasons
+    assert config.custom_should_partition_ops[-1] == "mine::op"
+
+
+@pytest.mark.skipif(not _WHOLE, reason="before torch 2.13 the call is not compiled")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_program_may_make_its_mask(ctx: Context) -> None:
     layout = ctx.layout(16)
 
@@ -471,26 +565,23 @@ def test_a_call_that_was_made_for_other_tensors_is_refused_on_every_rank() -> No
     burst_rt.run_local(2, run)
 
 
-def test_selective_checkpointing_keeps_attention_and_runs_no_ring_twice() -> None:
-    """The mode sees the op; it would not see an autograd function."""
-    kept = [torch.ops.burst_rt.attention_forward.default]
+@pytest.mark.parametrize("strategy", ["burst", "ring-naive", "hybrid:2"])
+def test_a_call_lets_go_of_its_tensors_when_it_returns(strategy: str) -> None:
+    """Without waiting for Python to look for cycles."""
 
     def run(ctx: Context) -> None:
-        contexts = partial(create_selective_checkpoint_contexts, kept)
-        grads = []
-        for kept_too in (False, True):
-            q, k, v = _qkv(ctx)
-            before = ctx.stats().calls
-            out = (
-                checkpoint(_attend, q, k, v, ctx, use_reentrant=False, context_fn=contexts)
-                if kept_too
-                else _attend(q, k, v, ctx)
-            )
-            grads.append(torch.autograd.grad(out.sum(), (q, k, v)))
-            assert ctx.stats().calls - before == 2, "a forward and a backward"
-        assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+        q, k, v = _qkv(ctx)
+        out = _attend(q, k, v, ctx, strategy=strategy)
+        out.sum().backward()
+        seen = [StorageWeakRef(x.untyped_storage()) for x in (q, k, v, out)]
+        del q, k, v, out
+        assert [reference.expired() for reference in seen] == [True] * 4
 
-    burst_rt.run_local(2, run)
+    gc.disable()
+    try:
+        burst_rt.run_local(4, run)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

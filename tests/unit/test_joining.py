@@ -22,9 +22,9 @@ from burst_rt import Causal, Context
 from burst_rt.errors import BurstError, ConfigError, ContractMismatch, DeviceError
 from burst_rt.planning.machines import load_hardware, to_toml
 from burst_rt.runtime.calibrated import fitted
+from burst_rt.runtime.ends import LocalRank
 from burst_rt.runtime.joining import (
     Facts,
-    LocalRank,
     choose_transport,
     resolve_device,
 )
@@ -32,8 +32,9 @@ from burst_rt.runtime.machine import SlotPool, Slots
 from burst_rt.scheduler.simulator.network import Network
 from burst_rt.transport import LocalWorld, staged
 
-_CPU = Facts("a", "", 0, multi_rank=False, threads=False)
-_THREAD = replace(_CPU, threads=True)
+_CPU = Facts("a", "", 0, multi_rank=False, ranks="mpi")
+_THREAD = replace(_CPU, ranks="threads")
+_GROUP = replace(_CPU, ranks="group")
 _GPUS = [replace(_CPU, gpu=f"GPU-{i}", nccl=22907) for i in range(3)]
 _SHARED = [_GPUS[0]] * 2
 _NEW = [replace(rank, nccl=23000, multi_rank=True) for rank in _SHARED]
@@ -42,6 +43,9 @@ _NEW = [replace(rank, nccl=23000, multi_rank=True) for rank in _SHARED]
 _CHOICES = {
     "CPU ranks": ([_CPU] * 2, "auto", "mpi", "host memory"),
     "threads": ([_THREAD] * 2, "auto", "local", "threads"),
+    "a group": ([_GROUP] * 2, "auto", "torch", "host memory"),
+    "a group of one": ([_GROUP], "auto", "local", "threads"),
+    "a group, staged": ([_GROUP] * 2, "staged", "staged", "asked for"),
     "one rank": ([_CPU], "auto", "local", "threads"),
     "two ranks on a GPU, MPI takes it": (
         [replace(r, device_mpi=True) for r in _SHARED],
@@ -76,7 +80,31 @@ _CHOICES = {
         "nccl",
         "a GPU each",
     ),
-    "threads with a GPU": ([replace(_GPUS[0], threads=True)] * 2, "auto", "local", "threads"),
+    "threads with a GPU": ([replace(_GPUS[0], ranks="threads")] * 2, "auto", "local", "threads"),
+    "a group's GPUs": (
+        [replace(r, ranks="group", nccl=0, torch_nccl=22907) for r in _GPUS],
+        "auto",
+        "torch",
+        "a GPU each",
+    ),
+    "a group's GPUs, over CuPy": (
+        [replace(r, ranks="group") for r in _GPUS],
+        "nccl",
+        "nccl",
+        "asked for",
+    ),
+    "a group that shares a GPU": (
+        [replace(r, ranks="group", torch_nccl=22907) for r in _SHARED],
+        "auto",
+        "staged",
+        "2 ranks share GPU GPU-0 of a",
+    ),
+    "a group with a torch without NCCL": (
+        [replace(r, ranks="group") for r in _GPUS],
+        "auto",
+        "staged",
+        r"ranks \[0, 1, 2\] have a torch without NCCL",
+    ),
     "staged on CPUs": ([_CPU] * 2, "staged", "staged", "asked for"),
     "MPI on GPUs": (_GPUS, "mpi", "mpi", "asked for"),
 }
@@ -94,7 +122,7 @@ _REFUSED = {
     "NCCL on CPUs": ([_CPU] * 2, "nccl", "NCCL needs GPUs"),
     "NCCL, two ranks on a GPU": (_SHARED, "nccl", "2 ranks share GPU GPU-0 of a"),
     "NCCL among threads": (
-        [replace(_GPUS[0], threads=True)] * 2,
+        [replace(_GPUS[0], ranks="threads")] * 2,
         "nccl",
         "a process for each rank",
     ),
@@ -104,6 +132,13 @@ _REFUSED = {
         r"ranks \[0, 1, 2\] have no CuPy",
     ),
     "MPI among threads": ([_THREAD] * 2, "mpi", "threads of one process"),
+    "torch's NCCL, two ranks on a GPU": (
+        [replace(r, ranks="group", torch_nccl=22907) for r in _SHARED],
+        "torch",
+        "transport 'torch' was asked for, but 2 ranks share GPU GPU-0 of a",
+    ),
+    "MPI in a group": ([_GROUP] * 2, "mpi", "processes of a torch.distributed group; use 'torch'"),
+    "a group of an MPI job": ([_CPU] * 2, "torch", "processes of an MPI job; use 'mpi'"),
     "threads of an MPI job": ([_CPU] * 2, "local", "processes of an MPI job"),
     "some ranks without a GPU": (
         [_GPUS[0], _CPU, _GPUS[1]],
@@ -294,8 +329,8 @@ def test_a_transport_of_another_name() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"transport must be one of \['auto', 'local', 'mpi', 'nccl', 'staged'\], got 'smoke "
-            r"signals'"
+            r"transport must be one of \['auto', 'local', 'mpi', 'nccl', 'staged', 'torch'\], got "
+            r"'smoke signals'"
         ),
     ):
         burst_rt.init(transport="smoke signals")

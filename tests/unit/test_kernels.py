@@ -28,7 +28,7 @@ from burst_rt.kernels import (
     pick,
     sum_dtype,
 )
-from burst_rt.kernels.cpu import _Part
+from burst_rt.kernels.cuts import Part
 from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
 
@@ -91,8 +91,9 @@ class Block(NamedTuple):
         )
 
 
-# (q_start, q_stop, kv_start, kv_stop, diagonal, masked) of the pieces of a block of 100 x 130.
-PIECES = {
+# (q_start, q_stop, kv_start, kv_stop, diagonal, masked) of the pieces of a block of 100 x 130; then
+# upper and band.
+PIECES: dict[str, list[tuple[Any, ...]]] = {
     "all": [(0, 100, 0, 130, False, False)],
     "two halves": [(0, 100, 0, 57, False, False), (0, 100, 57, 130, False, False)],
     "a corner": [(31, 100, 17, 90, False, False)],
@@ -100,6 +101,9 @@ PIECES = {
     "a triangle with offsets": [(9, 80, 30, 101, True, False)],
     "a wide triangle": [(0, 90, 11, 52, True, False)],
     "causal": [(0, 100, 0, 30, False, False), (0, 100, 30, 130, True, False)],
+    "the other triangle": [(3, 100, 20, 117, False, False, True)],
+    "a band": [(2, 98, 4, 129, False, False, False, True)],
+    "a narrow band": [(0, 100, 10, 112, False, False, False, True)],
     "masked": [(0, 100, 0, 130, False, True)],
     "masked parts": [(0, 60, 0, 130, False, True), (60, 100, 40, 100, False, True)],
     "of everything": [
@@ -134,10 +138,11 @@ def make_block(
     random[:, 5] = False  # a key nobody sees
     seen = torch.zeros(100, 130, dtype=torch.bool)
     pieces = []
-    for a, b, c, d, diagonal, masked in PIECES[name]:
+    for a, b, c, d, diagonal, masked, *shapes in PIECES[name]:
         part = random[a:b, c:d] if masked else torch.ones(b - a, d - c, dtype=torch.bool)
-        seen[a:b, c:d] = part.tril() if diagonal else part
-        pieces.append(Piece(a, b, c, d, diagonal, masked, int(seen[a:b, c:d].sum())))
+        part = part.tril() if diagonal else part.triu() if any(shapes) else part
+        seen[a:b, c:d] = part.tril(d - c - b + a) if any(shapes[1:]) else part
+        pieces.append(Piece(a, b, c, d, diagonal, masked, int(seen[a:b, c:d].sum()), *shapes))
     return Block(q, k, v, dout, dlse, tuple(pieces), Table(seen))
 
 
@@ -217,8 +222,9 @@ def assert_right_in_tiles(kernel: Kernel, block: Block, *, split: bool) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every piece crosses them, and divides by none."""
-    monkeypatch.setattr("burst_rt.kernels.cpu._PART", _Part(32, 48, 1))
-    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", _Part(21, 21, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu._PART", Part(32, 48, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", Part(21, 21, 1))
+    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_SIDE", 21)
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -233,6 +239,19 @@ def test_pieces_add_up_to_the_spec(kernel: Kernel, dtype: torch.dtype, name: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_cut_into_parts_add_up_to_the_spec(dtype: torch.dtype, name: str) -> None:
     assert_right(KERNELS["cpu"], make_block(name, dtype))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
+    dtype: torch.dtype, name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to 4 rows; blocks alike are batch rows where there is one."""
+    for part in ("_PART", "_SMALL_PART"):
+        monkeypatch.setattr(f"burst_rt.kernels.cpu.{part}", Part(60, 48, 1, edge=4, largest=60))
+    monkeypatch.setattr("burst_rt.kernels.cuts.STRIP", 7)
+    assert_right(KERNELS["cpu"], make_block(name, dtype, batch=batch))
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -464,15 +483,15 @@ def test_which_kernel_is_taken() -> None:
     for dtype in _DTYPES:
         picked = pick(Work(cpu, dtype, 64, Full()))
         # Nothing is measured where there is nothing to choose.
-        assert (picked.kernel.name, picked.reason) == (
-            "cpu",
-            "the only kernel here that can compute this call",
-        )
+        assert picked.kernel.name == "cpu"
+        reason, *others = picked.reason.split("; the cpu-bf16 kernel")
+        assert reason == "the only kernel here that can compute this call"
+        assert len(others) == (dtype == torch.bfloat16)
     picked = pick(Work(cpu, torch.float32, 64, Full()), "naive")
     assert (picked.kernel.name, picked.reason) == ("naive", "asked for by name")
     with pytest.raises(
         InputError,
-        match=r"one of \['cpu', 'cudnn', 'flash', 'naive', 'triton', 'untiled'\], got 'flashier'",
+        match=r"one of \['cpu', 'cpu-bf16', 'cudnn', .*\], got 'flashier'",
     ):
         pick(Work(cpu, torch.float32, 64, Full()), "flashier")
     for name in ("auto", "cpu"):

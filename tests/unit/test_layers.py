@@ -32,6 +32,7 @@ def _machine(flops_per_s: float, bytes_per_s: float, masked: float | None = None
 @pytest.mark.parametrize("seq_len", [37, 64, 3])
 def test_graphs_of_all_ranks_fit(seq_len: int, world: int, strategy: str) -> None:
     layer = SpreadLayer(_SHAPE, seq_len, world, strategy)
+    check_world([layer.graph(rank, forward=True, attention=False) for rank in range(world)])
     for forward in (True, False):
         check_world([layer.graph(rank, forward=forward) for rank in range(world)])
         if strategy != "ring-naive":
@@ -76,6 +77,11 @@ def test_a_layer_takes_the_time_of_its_products_and_tiles(strategy: str) -> None
     slow = _machine(1e6, 1e30)
     for forward, flops in ((True, matrices + 4 * cells), (False, 2 * matrices + 10 * cells)):
         assert layer.seconds(slow, forward=forward) == pytest.approx(flops / world / 1e6, rel=1e-6)
+    again = layer.simulated(slow, forward=True, attention=False)
+    assert again.end_s == pytest.approx(matrices / world / 1e6, rel=1e-6)
+    # Tensor parallelism sends what it sends outside attention, and nothing inside.
+    sent = layer.sent_bytes(0, forward=True) if layer.tensor_parallel else 0
+    assert again.ranks[0].sent_bytes == sent
 
 
 @pytest.mark.parametrize("strategy", TENSOR_PARALLEL)
@@ -165,6 +171,12 @@ def test_memory_of_a_rank() -> None:
     ).program.footprint(0)
     assert ring.working > held.sums
     assert ring.total == sum(ring)
+    x, lse = seq_len * shape.dim * size, seq_len * 32 * 4
+    for strategy, inputs in (("tensor-parallel", x), ("burst", x // world)):
+        layer = SpreadLayer(shape, seq_len, world, strategy)
+        assert layer.checkpointed_bytes(0, attention=False) == inputs
+        outputs = (seq_len * 32 * 128 * size + lse) // world
+        assert layer.checkpointed_bytes(0, attention=True) == inputs + outputs
 
 
 @pytest.mark.parametrize(

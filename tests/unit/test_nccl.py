@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from burst_rt.errors import ConfigError, DeviceError, Stalled
 from burst_rt.runtime.joining import _connect, _cupy_nccl
-from burst_rt.transport.nccl import NcclTransport, first_pairs, unique_id_bytes
+from burst_rt.transport.nccl import CupyCommunicator, NcclTransport, first_pairs, unique_id_bytes
 
 # As long as NCCL's, with every bit set somewhere and zeros inside.
 _ID = bytes(range(0, 256, 2))
@@ -81,10 +82,14 @@ class Recorder:
         self._call("destroy")
 
 
+def over(nccl: Any, rank: int, size: int) -> Callable[[], CupyCommunicator]:
+    return partial(CupyCommunicator, nccl, unique_id_bytes(nccl), rank, size)
+
+
 def joined(nccl: Recorder, **options: Any) -> NcclTransport:  # NcclTransport's own
     options.setdefault("timeout_s", 20.0)
     options.setdefault("enter_device", lambda: None)
-    transport = NcclTransport(nccl, unique_id_bytes(nccl), 1, 3, **options)
+    transport = NcclTransport(over(nccl, 1, 3), 1, 3, **options)
     assert nccl.calls[:2] == [("get_unique_id",), ("join", 3, _ID, 1)]
     del nccl.calls[:2]
     return transport
@@ -131,7 +136,7 @@ def test_joining_has_a_deadline() -> None:
     nccl = Recorder()
     nccl.joining.clear()
     with pytest.raises(Stalled, match="all 3 ranks") as caught:
-        NcclTransport(nccl, unique_id_bytes(nccl), 1, 3, 0.2, lambda: None)
+        NcclTransport(over(nccl, 1, 3), 1, 3, 0.2, lambda: None)
     assert caught.value.rank == 1
     nccl.joining.set()
     while ("abort",) not in nccl.calls:  # a communicator that comes too late is not kept
@@ -198,15 +203,14 @@ def test_what_nccl_says_is_passed_on() -> None:
     nccl = Recorder()
     nccl.fail["join"] = RuntimeError("ncclUnhandledCudaError: invalid device")
     with pytest.raises(DeviceError, match="invalid device"):
-        NcclTransport(nccl, unique_id_bytes(nccl), 0, 2, 20.0, lambda: None)
+        NcclTransport(over(nccl, 0, 2), 0, 2, 20.0, lambda: None)
 
 
 def test_the_device_is_entered_in_the_thread_that_joins() -> None:
     nccl = Recorder()
     threads: list[str] = []
     NcclTransport(
-        nccl,
-        unique_id_bytes(nccl),
+        over(nccl, 0, 2),
         0,
         2,
         20.0,
@@ -297,7 +301,7 @@ def test_the_real_cupy_takes_the_arguments(real: Any, size: int) -> None:
     with pytest.raises(
         DeviceError, match="NCCL could not make a communicator: NCCL_ERROR_UNHANDLED_CUDA_ERROR"
     ) as caught:
-        NcclTransport(real, unique_id_bytes(real), 0, size, 20.0, lambda: None)
+        NcclTransport(over(real, 0, size), 0, size, 20.0, lambda: None)
     assert isinstance(caught.value.__cause__, real.NcclError)
 
 

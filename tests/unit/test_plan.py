@@ -15,6 +15,7 @@ from burst_rt.baselines.layers import LayerShape
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
 from burst_rt.launch.plan.model import (
+    ACTIVATIONS,
     MODELS,
     fewest_ranks,
     forecast_model,
@@ -62,9 +63,27 @@ def test_a_training_step_is_a_forward_and_a_backward_and_sums_gradients() -> Non
     assert step.time_s > 3 * first.time_s
     weights = _LLAMA.num_layers * _LLAMA.layer.num_weights() * 2
     assert step.sent_bytes - first.sent_bytes > 2 * 7 / 8 * weights
-    assert not step.recompute
-    # Longer sequences: activations no longer fit, and the forward is done again.
-    assert forecast_model(_LLAMA, "burst", 8, 131072, _A100, "train").recompute
+    assert (first.activations, step.activations) == (None, "kept")
+
+
+def test_activations_that_do_not_fit_are_computed_again_attention_last() -> None:
+    """The less is kept, the longer a step takes. Attention kept, nothing more is sent."""
+    kept, attention, again = (
+        forecast_model(_LLAMA, "burst", 8, 32768, _A100, "train", activations=each)
+        for each in ACTIVATIONS
+    )
+    first = forecast_model(_LLAMA, "burst", 8, 32768, _A100, "first-token")
+    times = [each.time_s or 0.0 for each in (kept, attention, again)]
+    assert 0 < times[0] < times[1] < times[2]
+    assert times[2] - times[0] == pytest.approx(first.time_s)
+    assert kept.sent_bytes == attention.sent_bytes == again.sent_bytes - first.sent_bytes
+    assert kept.memory_bytes > attention.memory_bytes > again.memory_bytes
+    # Of all layers but the one whose backward runs: 4096 tokens of out, and of lse for 32 heads.
+    outputs = 4096 * (4096 * 2 + 32 * 4)
+    assert attention.memory_bytes - again.memory_bytes == 31 * outputs
+    for tokens, taken in ((1 << 15, kept), (1 << 17, attention)):
+        chosen = forecast_model(_LLAMA, "burst", 8, tokens, _A100, "train")
+        assert chosen.activations == taken.activations
 
 
 def test_the_fewest_ranks_hold_the_model_and_half_as_many_do_not() -> None:
@@ -240,6 +259,17 @@ def test_plan_and_simulate_say_the_same_of_the_same() -> None:
     )
     (row,) = [row for row in planned["strategies"] if row["strategy"] == "burst"]
     assert {name: simulated[name] for name in row} == row
+
+
+def test_what_becomes_of_activations_may_be_chosen_for_training() -> None:
+    argv = "--hardware a100-pcie --world 4 --seq 16K --model layers=2,dim=768,heads=12,ffn=2048"
+    about = ["simulate", "--strategy", "burst", "--json", *argv.split(), "--activations"]
+    for word, taken in (("auto", "kept"), ("attention-kept", "attention kept")):
+        done = CliRunner().invoke(cli, [*about, word])
+        assert json.loads(done.stdout)["activations"] == taken
+    words = [*about, "kept", "--phase", "first-token"]
+    with pytest.raises(InputError, match="--activations kept: only training keeps any"):
+        CliRunner().invoke(cli, words, catch_exceptions=False)
 
 
 def test_plan_names_what_comes_to_the_same_once() -> None:

@@ -125,6 +125,8 @@ def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> torch.Tensor:
     elif piece.upper:
         assert shape[0] == shape[1]
         part = part.triu()
+    elif piece.band:
+        part = part.triu().tril(shape[1] - shape[0])
     elif piece.masked:
         rows, columns = (torch.tensor([*x]) for x in (q[piece.rows], kv[piece.columns]))
         part = mask.allows(rows[:, None], columns[None, :])
@@ -154,13 +156,12 @@ def test_pieces_are_what_is_seen_each_once(
 @pytest.mark.parametrize(
     ("mask", "kinds"),
     [
-        # A triangle on either side of a rectangle, for each run of rows as long as the window.
-        (SlidingWindow(99), {"diagonal": 11, "upper": 10, "whole": 10, "masked": 0}),
+        (SlidingWindow(99), {"diagonal": 1, "band": 1, "upper": 0, "whole": 0, "masked": 0}),
         (Causal() & Documents([300, 500, 200]), {"diagonal": 3, "upper": 0, "masked": 0}),
         (Prefix(400), {"diagonal": 1, "upper": 0, "whole": 2, "masked": 0}),
         (Causal() & Chunked(250), {"diagonal": 4, "upper": 0, "whole": 0, "masked": 0}),
         (Documents([10] * 100), {"diagonal": 0, "upper": 0, "whole": 0, "masked": 2}),
-        (SlidingWindow(20), {"diagonal": 1, "upper": 0, "whole": 0, "masked": 2}),
+        (SlidingWindow(20), {"diagonal": 1, "band": 1, "upper": 0, "whole": 0, "masked": 0}),
     ],
     ids=str,
 )
@@ -169,6 +170,13 @@ def test_masks_in_rectangles_and_triangles(mask: Mask, kinds: dict[str, int]) ->
     assert {kind: sum(getattr(piece, kind) for piece in found) for kind in kinds} == kinds, found
     seen = int(cells_of(mask, Sizes(1000, 1000, 1)).sum())
     assert sum(piece.num_cells for piece in found) == seen
+
+
+def test_wide_windows_are_triangles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On either side of a rectangle, for each run of rows as long as the window."""
+    monkeypatch.setattr(pieces, "_WIDEST_BAND", 90)
+    kinds = {"diagonal": 11, "upper": 10, "whole": 10, "band": 0, "masked": 0}
+    test_masks_in_rectangles_and_triangles(SlidingWindow(99), kinds)
 
 
 def test_streaming_llm_in_spans() -> None:

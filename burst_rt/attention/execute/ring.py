@@ -93,6 +93,14 @@ class Run:
             for slot in self.storage.values():
                 slot.fill_(255)  # all ones is NaN in every floating type
 
+    def forget(self) -> None:
+        """Lets go of the operations. To be called after the run.
+
+        They are the run's own methods, so with them its tensors would live on until Python looks
+        for cycles.
+        """
+        self.operations.clear()
+
     def place(self, plan: Plan) -> tuple[Ring, int]:
         """The ring, and this rank's number in it."""
         assert isinstance(plan.choice.program, Ring)

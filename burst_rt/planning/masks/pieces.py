@@ -1,14 +1,14 @@
-"""Pieces: the cells of a tile as rectangles and triangles, which kernels do fast.
+"""Pieces: the cells of a tile as rectangles, triangles and bands, which kernels do fast.
 
-A window is a lower triangle, a rectangle and an upper triangle for each run of rows; a causal
-document is a rectangle and a lower triangle.
+A causal document is a rectangle and a lower triangle. A window is a band; a wide one is a lower
+triangle, a rectangle and an upper triangle for each run of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,8 @@ __all__ = ["MOST_SPANS", "Piece", "cut"]
 # Fewer rows than this are not worth a call of a kernel: they go under the mask, many at a time.
 _FEW_ROWS = 64
 _MASKED_ROWS = 512
+# A wider band is worth triangles.
+_WIDEST_BAND = 2048
 # A tile whose rows see more spans than this goes under the mask as a whole.
 MOST_SPANS = 8
 # A tile of more runs than this goes under the mask as a whole.
@@ -29,7 +31,7 @@ class Piece(NamedTuple):
     """A part of a tile that a kernel can do in one go.
 
     Rows are counted from the start of the q-block, columns from the start of the kv-block. Without
-    diagonal, upper and masked, every cell is seen.
+    diagonal, upper, band and masked, every cell is seen.
     """
 
     q_start: int
@@ -41,6 +43,8 @@ class Piece(NamedTuple):
     # How many cells are seen; the mean where batch rows differ; without spans those in the outline.
     num_cells: int
     upper: bool = False  # row i of the piece sees columns j >= i; as many rows as columns
+    # row i of the piece sees columns i to i + columns - rows; at least as many columns as rows
+    band: bool = False
 
     @property
     def rows(self) -> slice:
@@ -55,7 +59,16 @@ class Piece(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether every cell of the piece is seen."""
-        return not (self.diagonal or self.upper or self.masked)
+        return not (self.diagonal or self.upper or self.band or self.masked)
+
+    def shows(self, row: Any, column: Any) -> Any:  # ints, or tensors that broadcast
+        """Whether the piece's shape leaves a cell seen; counted from the piece's corner."""
+        if self.diagonal:
+            return column <= row
+        if self.upper:
+            return column >= row
+        reach = self.kv_stop - self.kv_start - (self.q_stop - self.q_start)
+        return (column >= row) & (column <= row + reach) if self.band else True
 
 
 class _Run(NamedTuple):
@@ -161,11 +174,9 @@ def _pieces(run: _Run) -> Iterator[Piece]:
     width = run.end - run.first
     if not (run.leans and run.grows):
         yield from _corners(run)
-    elif width <= _FEW_ROWS:
-        # A band too narrow for triangles.
-        for some in _split(run, _MASKED_ROWS):
-            box = (some.start, some.stop, some.first, some.far_end)
-            yield Piece(*box, False, True, some.num_cells)
+    elif width <= _WIDEST_BAND:
+        box = (run.start, run.stop, run.first, run.far_end)
+        yield Piece(*box, False, False, run.num_cells, band=True)
     else:
         # So few rows at a time that the triangles on both sides stay apart.
         for some in _split(run, width - 1):

@@ -167,7 +167,7 @@ class Ring(Hops):
             for piece in self.pieces(owner, block, rank)
         ]
         masked = any(piece.masked for piece in pieces)
-        flipped = any(piece.upper for piece in pieces)
+        banded = any(piece.band for piece in pieces)
         tile = TileShape(
             problem.batch,
             problem.num_heads,
@@ -175,7 +175,7 @@ class Ring(Hops):
             max(problem.head_dim, problem.v_head_dim),
             *lengths,
             problem.mask.num_apart(problem.batch, problem.num_heads) if masked else 0,
-            flipped,
+            banded,
             problem.scores,
         )
         return Footprint(sums, copies if problem.batch > 1 else 0, tile)
@@ -428,8 +428,8 @@ class RingBuilder:
         columns = sum(p.kv_stop - p.kv_start for p in pieces)
         cells = sum(p.num_cells for p in pieces)
         masked = sum(p.num_cells for p in pieces if not p.whole)
-        triangles = (p for p in pieces if p.diagonal or p.upper)
-        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in triangles)
+        cut = (p for p in pieces if not p.whole and not p.masked)
+        edges = (min(p.q_stop - p.q_start, p.kv_stop - p.kv_start) for p in cut)
         edge = sum(length * min(length, _EDGE) for length in edges)
         kv = problem.k_token_bytes + problem.v_token_bytes
         moved = rows * problem.q_token_bytes + columns * kv + zeroed_bytes

@@ -13,19 +13,10 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
-from spec import errors_of, reference
-from tolerances import ERROR
-from worlds import Case, attend
+from worlds import check
 
 import burst_rt
-from burst_rt import Causal, Context
 from burst_rt.errors import ConfigError, ContractMismatch, InputError, PeerLost
-
-
-def check(ctx: Context, seed: int) -> None:
-    case = Case(60, mask=Causal(), seed=seed)
-    errors = errors_of(attend(ctx, case), reference(*case.inputs(), mask=case.mask))
-    assert max(errors.values()) < ERROR[torch.float32], errors
 
 
 def main() -> None:

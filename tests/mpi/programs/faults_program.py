@@ -19,7 +19,15 @@ from typing import Any
 
 how, phase, victim = sys.argv[1], sys.argv[2], int(sys.argv[3])
 timeout_s, stall_s = float(sys.argv[4]), float(sys.argv[5])
-own_rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def told(*names: str) -> int:
+    """What the launcher says in the first of these variables that it has set."""
+    return next((int(os.environ[name]) for name in names if name in os.environ), 1)
+
+
+own_rank = told("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 # How long the others take to do what the fault is to be before, or after.
 _AWHILE_S = 0.7
 # Longer than the launcher waits for a job to end in which a rank has failed.
@@ -90,7 +98,7 @@ import burst_rt.context  # noqa: E402  (starts no MPI)
 from burst_rt.kernels import KERNELS  # noqa: E402
 
 # Imports take long on a busy machine; what follows is to happen at the same time on all ranks.
-num_ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
+num_ranks = told("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 Path(f"imported-{own_rank}").touch()
 wait_for(*(f"imported-{rank}" for rank in range(num_ranks)))
 
@@ -103,9 +111,10 @@ if phase == "starting" and at_fault:
     time.sleep(_AWHILE_S)
     reach("starting")
 if phase == "started":
-    from mpi4py import MPI
+    if not under_torchrun:
+        from mpi4py import MPI
 
-    assert MPI.COMM_WORLD.size == num_ranks
+        assert MPI.COMM_WORLD.size == num_ranks
     reach("started")
 
 ctx = burst_rt.init(timeout_s=timeout_s, stall_s=stall_s)

@@ -14,7 +14,7 @@ import burst_rt
 from burst_rt.runtime.joining import join
 
 how = sys.argv[1]
-joined = join(None, "cpu", "auto", 60.0)
+joined = join(None, None, "cpu", "auto", 60.0)
 ctx, device, wire = context_of(joined.control, 60.0)
 device.held.add("network")
 pipeline = ctx.pipeline(lambda rank: exchange_graph(rank, ctx.world_size))

@@ -1,0 +1,73 @@
+"""torch's fused CPU attention in its own bfloat16, for CPUs that multiply bfloat16 in hardware.
+
+The fused kernel keeps scores and the forward's sums in float32, rounds probabilities to bfloat16
+and gives its result in bfloat16. So it is taken as the vendors' kernels are (`vendor.py`): where a
+single call is all there is, or where partials="16bit" allows roundings in between.
+
+Its backward adds up dq, dk and dv in bfloat16, 256 rows by 512 columns at a time. That is more than
+one rounding even where one call does all the work, so the backward is refused unless
+partials="16bit". Its parts are small, and their sum is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from burst_rt.kernels.base import QKV, Tile, Work
+from burst_rt.kernels.cpu import CpuKernel, cpu_capabilities
+from burst_rt.kernels.cuts import Part
+from burst_rt.kernels.vendor import refuses_partials, remarks_on_partials
+from burst_rt.planning.problem import TileShape
+
+__all__ = ["CpuBf16Kernel"]
+
+# What torch calls the instructions, on x86-64 and on ARM.
+_NATIVE = ("amx_bf16", "avx512_bf16", "bf16")
+# The most rows and columns of a call of the backward.
+_MOST = 1024
+
+
+class CpuBf16Kernel(CpuKernel):
+    """See `Kernel`. bfloat16 only; any mask, any head_dim; no softcap."""
+
+    name = "cpu-bf16"
+
+    def work_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See `CpuKernel.work_dtype`: the inputs' own."""
+        return dtype
+
+    def refuses(self, work: Work) -> str | None:
+        """See `Kernel.refuses`."""
+        reason = super().refuses(work)
+        if reason:
+            return reason
+        if work.dtype != torch.bfloat16:
+            return f"the {self.name} kernel takes bfloat16, got {work.dtype}"
+        if not any(cpu_capabilities().get(name) for name in _NATIVE):
+            return f"the {self.name} kernel needs a CPU that has instructions for bfloat16"
+        if work.scores.softcap:
+            return f"the {self.name} kernel has no softcap"
+        if not work.forward and work.partials == "exact":
+            return (
+                f"the {self.name} kernel's backward adds up gradients in bfloat16; "
+                "burst_rt.init(partials='16bit') allows that"
+            )
+        return refuses_partials(self.name, work)
+
+    def remarks(self, work: Work) -> tuple[str, ...]:
+        """See `Kernel.remarks`: whether partials are in 16 bits."""
+        return remarks_on_partials(work)
+
+    def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> Part:
+        """See `CpuKernel.part_of`. What a single call may do is not taken apart."""
+        part = super().part_of(tile, qkv, forward=forward)
+        if not forward:
+            return part._replace(q_len=min(part.q_len, _MOST), kv_len=min(part.kv_len, _MOST))
+        if tile.first and tile.last and len(tile.pieces) == 1 and not tile.pieces[0].masked:
+            return part._replace(q_len=qkv.q.shape[1], kv_len=qkv.k.shape[1])
+        return part
+
+    def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
+        """See `Kernel.scratch_bytes`. The forward's result grows with the tile."""
+        out = tile.batch * tile.num_heads * tile.q_len * tile.head_dim * dtype.itemsize
+        return super().scratch_bytes(forward, dtype, tile) + forward * out

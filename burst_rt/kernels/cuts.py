@@ -1,0 +1,274 @@
+"""A tile as calls of torch's fused CPU attention: which rows and columns each call gets.
+
+That kernel computes cells in blocks of up to 256 rows by 512 columns. Of a triangle of 512 rows or
+fewer it computes every cell, of one of 1,024 rows one and a half times as many as are seen. So a
+triangle of few rows is taken apart: into small triangles along its diagonal, and the squares that
+are left beside them, which have no hidden cells:
+
+    T
+    S T          one call for the four small triangles T, one for the two small squares S,
+    L L T        one for the large square L
+    L L S T
+
+Blocks that lie alike along a diagonal are one call: each is a batch row of it. A window (a band) is
+done in strips of a few rows, under a mask. In the backward each strip would add to all keys that it
+sees. There the band is an upper triangle, a rectangle and a lower triangle for each few rows:
+
+    U U
+      U R T      here for 2 rows at a time, and 4 keys a row
+        U U T
+          U R T
+
+Nothing is computed here; all is numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
+
+from burst_rt.kernels.base import Tile
+from burst_rt.planning.masks import Piece, Relation
+
+__all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "Part", "parts_of", "parts_under_the_mask"]
+
+# What the mask shows of some rows and columns of a tile.
+_Relation: TypeAlias = Callable[[slice, slice], Relation]
+
+# Rows of a strip: few, so that little is computed beside the band.
+STRIP = 64
+# The most columns of all strips of a call.
+STRIP_COLUMNS = 8192
+
+
+class Part(NamedTuple):
+    """The most of a tile that one call of the fused kernel does.
+
+    The kernel spreads heads over threads. More than one head for each thread gains nothing and lets
+    transfers move on less often: with all heads at once a call can take the better part of a
+    second.
+    """
+
+    q_len: int  # rows
+    kv_len: int  # columns
+    kv_heads: int  # for each thread
+    edge: int = 0  # rows of the small triangles; 0: none is taken apart, and bands are strips
+    # Rows of the largest triangle that is taken apart. Of a larger one the blocks waste a smaller
+    # share, and adding up its parts costs more.
+    largest: int = 0
+    strips: bool = True  # whether bands are strips, however wide they are
+
+
+class Cut(NamedTuple):
+    """One call of the fused kernel: a block of the tile, or several alike along a diagonal."""
+
+    rows: slice  # of the tile; those of the first block
+    columns: slice  # of the tile; those of the first block
+    triangle: bool = False  # whether row i sees only the columns j <= i
+    upper: bool = False  # whether row i sees only the columns j >= i
+    band: bool = False  # whether row i sees only the columns i to i + columns - rows
+    piece: Piece | None = None  # the piece whose mask hides cells, if there is one
+    num_blocks: int = 1
+    step: int = 0  # rows, and columns, from one block to the next
+    first: bool = False  # whether it comes before any other cut of its rows
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether blocks share columns."""
+        return self.num_blocks > 1 and self.columns.stop - self.columns.start > self.step
+
+    @property
+    def all_columns(self) -> slice:
+        """The columns from the first block's to the last block's."""
+        start, stop = self.columns.start, self.columns.stop
+        return slice(start, stop + (self.num_blocks - 1) * self.step)
+
+    def apart(self) -> Iterator[Cut]:
+        """Each block by itself."""
+        for number in range(self.num_blocks):
+            rows, columns = (_moved(x, number * self.step) for x in (self.rows, self.columns))
+            yield self._replace(rows=rows, columns=columns, num_blocks=1, step=0)
+
+    def alone(self) -> Piece:
+        """The first block as a piece of the tile."""
+        (a, b), (c, d) = ((x.start, x.stop) for x in (self.rows, self.columns))
+        return Piece(a, b, c, d, self.triangle, self.piece is not None, 0, self.upper, self.band)
+
+
+@lru_cache(maxsize=64)
+def parts_of(
+    pieces: tuple[Piece, ...], part: Part, together: bool
+) -> tuple[tuple[slice, tuple[Cut, ...]], ...]:
+    """The pieces of a tile in runs of rows of bounded size, each with its cuts.
+
+    pieces: none of them under the mask. together: whether a cut may have several blocks. These are
+    batch rows of its call, so that a tensor with batch rows of its own has no room for them. The
+    parts are kept, for calls that come again.
+    """
+    found = _parts(pieces, part, together, None)
+    return tuple((rows, tuple(cuts)) for rows, cuts in found)
+
+
+def parts_under_the_mask(
+    tile: Tile, part: Part, together: bool
+) -> Iterator[tuple[slice, Iterator[Cut]]]:
+    """What `parts_of` gives, for a tile that has pieces under the mask."""
+    return _parts(tile.pieces, part, together, tile.relation)
+
+
+def _parts(
+    all_pieces: tuple[Piece, ...], part: Part, together: bool, relation: _Relation | None
+) -> Iterator[tuple[slice, Iterator[Cut]]]:
+    edges = sorted({edge for piece in all_pieces for edge in (piece.q_start, piece.q_stop)})
+    pieces: list[Piece] = []
+    to_come = deque(sorted(all_pieces, key=itemgetter(0)))  # by their first row
+    for top, bottom in pairwise(edges):
+        pieces = [piece for piece in pieces if bottom <= piece.q_stop]
+        while to_come and to_come[0].q_start == top:
+            pieces.append(to_come.popleft())
+        for a in range(top, bottom, part.q_len) if pieces else ():
+            rows = slice(a, min(a + part.q_len, bottom))
+            cuts = _cuts(relation, pieces, rows, part)
+            yield rows, cuts if together else (one for cut in cuts for one in cut.apart())
+
+
+def _cuts(
+    relation: _Relation | None, pieces: list[Piece], rows: slice, part: Part
+) -> Iterator[Cut]:
+    """What some rows, all of which are in every piece, are to compute.
+
+    Full rectangles come first, joined where they touch.
+    """
+    full: list[tuple[int, int]] = []
+    rest: list[Iterator[Cut]] = []  # each begins with cuts that together have all rows once
+    for piece in pieces:
+        if piece.masked:
+            assert relation is not None
+            for columns in _split(piece.kv_start, piece.kv_stop, part.kv_len):
+                seen = relation(rows, columns)
+                if seen is Relation.FULL:
+                    full.append((columns.start, columns.stop))
+                elif seen is Relation.PARTIAL:
+                    rest.append(iter([Cut(rows, columns, piece=piece, first=True)]))
+            continue
+        # Where a triangle crosses these rows; a triangle of so many rows and columns is left of it.
+        left = min(piece.kv_start + rows.start - piece.q_start, piece.kv_stop)
+        if piece.band:
+            width = piece.kv_stop - piece.kv_start - (piece.q_stop - piece.q_start) + 1
+            rest.append(_band(rows, slice(left, left + width), part))
+            continue
+        right = min(left + rows.stop - rows.start, piece.kv_stop)
+        if piece.diagonal:
+            full.append((piece.kv_start, left))
+        elif piece.upper:
+            full.append((right, piece.kv_stop))
+        else:
+            full.append((piece.kv_start, piece.kv_stop))
+        if left < right and (piece.diagonal or piece.upper):
+            columns = slice(left, right)
+            cut = Cut(rows, columns, triangle=piece.diagonal, upper=piece.upper, first=True)
+            whole = piece.diagonal and right - left > part.largest
+            rest.append(iter([cut]) if whole else _taken_apart(cut, part.edge, right - left))
+    columns_of = (x for touching in _joined(full) for x in _split(*touching, part.kv_len))
+    first = True
+    for cuts in (*(iter([Cut(rows, columns, first=True)]) for columns in columns_of), *rest):
+        for cut in cuts:
+            yield cut._replace(first=first and cut.first)
+        first = False
+
+
+def _taken_apart(cut: Cut, edge: int, most: int) -> Iterator[Cut]:
+    """A triangle as small ones and the squares between them that have fewer than `most` rows."""
+    rows, columns = cut.rows, cut.columns
+    size = columns.stop - columns.start
+    if not 0 < edge < size:
+        yield cut
+        return
+    if rows.start + size < rows.stop:  # below a triangle of more rows than columns
+        yield Cut(slice(rows.start + size, rows.stop), columns, first=True)
+
+    def blocks(
+        like: Cut, at: tuple[int, int], lengths: tuple[int, int], many: int, step: int
+    ) -> Cut:
+        (a, c), (q_len, kv_len) = at, lengths
+        a, c = a + rows.start, c + columns.start
+        return like._replace(
+            rows=slice(a, a + q_len), columns=slice(c, c + kv_len), num_blocks=many, step=step
+        )
+
+    for start, length, many in _blocks_of(size, edge, edge):
+        yield blocks(cut, (start, start), (length, length), many, edge)
+    square = Cut(rows, columns)
+    while edge < min(size, most):
+        for start, length, many in _blocks_of(size - edge, edge, 2 * edge):
+            low = ((start + edge, start), (length, edge))
+            at, lengths = low if cut.triangle else (x[::-1] for x in low)
+            yield blocks(square, at, lengths, many, 2 * edge)
+        edge *= 2
+
+
+def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
+    """A band. window: what its first row sees."""
+    width, num_rows = window.stop - window.start, rows.stop - rows.start
+    if part.strips or not 0 < part.edge < width:
+        most = max(1, STRIP_COLUMNS // (width + STRIP))  # strips in a call
+        for start, length, many in _blocks_of(num_rows, STRIP, STRIP):
+            for number in range(0, many, most):
+                on = start + number * STRIP
+                some = _moved(slice(0, length), rows.start + on)
+                columns = _moved(slice(0, width + length - 1), window.start + on)
+                count = min(most, many - number)
+                yield Cut(some, columns, band=True, num_blocks=count, step=STRIP, first=True)
+        return
+    # Rows for which there are two triangles; the rectangles between them share no columns.
+    size = part.edge
+    while 2 * size < width:
+        size *= 2
+    left, right = (_moved(slice(0, num_rows), x) for x in (window.start, window.stop - 1))
+    yield from _taken_apart(Cut(rows, left, upper=True, first=True), part.edge, size)
+    for start, length, many in _blocks_of(num_rows, size, size):
+        columns = slice(left.start + start + length, right.start + start)
+        if columns.start < columns.stop:
+            yield Cut(
+                _moved(slice(start, start + length), rows.start),
+                columns,
+                num_blocks=many,
+                step=size,
+            )
+    lower = Cut(rows, right, triangle=True)
+    yield from _taken_apart(lower, part.edge, size)
+
+
+def _blocks_of(size: int, length: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """(start, length, number) of the blocks that begin at 0, step, ... before `size`.
+
+    The last block may be shorter, and then comes by itself.
+    """
+    many = max(0, size - length + step) // step
+    if many:
+        yield 0, length, many
+    if many * step < size:
+        yield many * step, size - many * step, 1
+
+
+def _moved(x: slice, by: int) -> slice:
+    return slice(x.start + by, x.stop + by)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges that do not overlap. Ranges that touch become one; empty ranges are left out."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if start < stop:
+            joined.append(
+                (joined.pop()[0], stop) if joined and joined[-1][1] == start else (start, stop)
+            )
+    yield from joined
+
+
+def _split(start: int, stop: int, size: int) -> Iterator[slice]:
+    return (slice(c, min(c + size, stop)) for c in range(start, stop, size))

@@ -1,0 +1,132 @@
+"""More jobs on several hosts, by `make test-all`: Slurm, torchrun's other ways to meet, hosts whose
+network has to be named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hosts import hosts
+from slurm import slurm
+
+from burst_rt.launch.train.checkpoint import find_checkpoint
+from burst_rt.telemetry.record import Record, replay
+
+_WAIT_S = 120.0
+_TRAIN = [
+    sys.executable, "-P", "-m", "burst_rt.launch.train", "--seq-len", "251", "--layers", "2",
+    "--dim", "32", "--heads", "4", "--kv-heads", "2", "--data", json.__file__,
+]  # fmt: skip
+# A job's script: what Slurm runs again when it has put the job back into the queue.
+_SCRIPT = """#!/bin/bash
+[ -d run/checkpoints ] && resume=--resume
+srun --kill-on-bad-exit=1 --mpi=pmix {train} --out run $resume
+"""
+
+
+def _steps(run: Path) -> int:
+    """How many steps a run has done."""
+    path = run / "metrics.jsonl"
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+
+
+def _wait_for_steps(run: Path, num_steps: int) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while _steps(run) < num_steps:
+        assert time.monotonic() < deadline_s, [
+            path.read_text(encoding="utf-8", errors="replace")
+            for path in (*run.parent.glob("slurm-*.out"), *run.parent.glob("slurm/*.log"))
+        ]
+        time.sleep(0.1)
+
+
+def test_slurm_starts_requeues_and_kills(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "slurm-1.out"
+    often = ["--steps", "1000000", "--checkpoint-every", "5", "--progress", "lines"]
+    script = _SCRIPT.format(train=" ".join([*_TRAIN, *often]))
+    (tmp_path / "job.sh").write_text(script, encoding="utf-8")
+    with hosts(2, tmp_path) as here:
+        batch = slurm(here)
+        batch.ask("sbatch", "--ntasks=4", "--requeue", "--open-mode=append", "job.sh")
+        _wait_for_steps(run, 6)
+        # Put back into the queue, it stops with a checkpoint, and goes on from there.
+        batch.ask("scontrol", "requeue", "1")
+        deadline_s = time.monotonic() + _WAIT_S
+        while batch.ask("squeue", "--noheader", "--format=%t") != "PD":
+            assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
+            time.sleep(0.1)
+        # Slurm would let it wait for two minutes.
+        batch.ask("scontrol", "update", "JobId=1", "StartTime=now")
+        while "resuming after step" not in out.read_text(encoding="utf-8"):
+            assert time.monotonic() < deadline_s, out.read_text(encoding="utf-8")
+            time.sleep(0.1)
+        stopped = re.search(r"stopped by SIGTERM after step (\d+)", out.read_text(encoding="utf-8"))
+        assert stopped, out.read_text(encoding="utf-8")
+        assert f"resuming after step {stopped[1]}:" in out.read_text(encoding="utf-8")
+        _wait_for_steps(run, int(stopped[1]) + 6)
+        # A step that is killed is gone, and so is its job; the run can be resumed.
+        batch.ask("scancel", "--signal=KILL", "1.0")
+        here.wait_until_empty(_WAIT_S, but=("slurm", "munged"))
+        while batch.ask("squeue", "--noheader"):
+            assert time.monotonic() < deadline_s + _WAIT_S
+            time.sleep(0.1)
+    manifest = find_checkpoint(run)[1].manifest
+    assert manifest.step >= int(stopped[1])
+
+
+def _commands(folder: Path) -> list[str]:
+    """The blocks of docs/hosts.md, which train a smaller model here."""
+    page = (Path(__file__).parents[1] / "docs" / "hosts.md").read_text(encoding="utf-8")
+    smaller = " ".join([*_TRAIN[4:], "--steps", "3", "--out"])
+    (folder / "runs").mkdir()
+    return [
+        block.replace("--out", smaller) for block in re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    ]
+
+
+def test_the_page_can_be_followed_word_for_word(tmp_path: Path) -> None:
+    by_mpirun, by_run, by_torchrun, by_slurm = _commands(tmp_path)
+    run, record = tmp_path / "runs" / "hosts", tmp_path / "runs" / "hosts.record"
+
+    def has_trained() -> None:
+        assert _steps(run) == 3
+        shutil.rmtree(run)
+
+    with hosts(2, tmp_path, "400mbit") as here:
+        for block in (by_mpirun, by_run):
+            job = here.start("login", ["bash", "-e", "-c", block])
+            assert job.wait(_WAIT_S) == 0, job.text
+            has_trained()
+        shown = replay(Record(record)).snapshot()
+        assert [rank.host for rank in shown.ranks] == ["node1", "node1", "node2", "node2"]
+        jobs = [
+            here.start(f"node{i + 1}", ["bash", "-c", line])
+            for i, line in enumerate(by_torchrun.splitlines())
+        ]
+        for job in jobs:
+            assert job.wait(_WAIT_S) == 0, job.text
+        has_trained()
+        (tmp_path / "job.sh").write_text(by_slurm, encoding="utf-8")
+        batch = slurm(here)
+        batch.ask("sbatch", "--wait", "job.sh", within_s=_WAIT_S)
+        has_trained()
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_torchrun_with_two_groups(tmp_path: Path, rendezvous: str) -> None:
+    """Two groups of two ranks, a sequence each: gloo has to be told of the network."""
+    options = ["--batch", "2", "--context-parallel", "2", "--steps", "3", "--out", "run"]
+    with hosts(2, tmp_path, "400mbit") as here:
+        how = ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29400"] if rendezvous == "c10d" else []
+        jobs = here.torchrun([*_TRAIN[2:], *options], {"GLOO_SOCKET_IFNAME": "eth0"}, how)
+        for job in jobs:
+            assert job.wait(_WAIT_S) == 0, job.text
+        here.wait_until_empty(10.0)
+    assert "ranks: 4 (2 data x 2 context)" in jobs[0].out, jobs[0].text
+    assert _steps(tmp_path / "run") == 3

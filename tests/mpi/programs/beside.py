@@ -1,0 +1,182 @@
+"""Rank program: attention beside the other ways to spread a training, a function each.
+
+`beside.py FOLDER COMPOSITION...` trains with each composition, and writes the losses to
+FOLDER/losses.json. docs/beside.md shows these lines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from small_training import (
+    STEPS,
+    TOKENS,
+    Stage,
+    adamw,
+    make_decoder,
+    sequences,
+    sgd,
+    train,
+)
+from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import burst_rt
+
+
+def fsdp2(folder: Path) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    everyone = mesh["dp", "cp"]._flatten("dp_cp")
+    mine = slice(mesh.get_local_rank("dp"), None, 2)
+    model = make_decoder()
+    for block in model.blocks:
+        fully_shard(block, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        return train(model, sgd(model.parameters()), ctx, everyone, mine)
+
+
+def hsdp(folder: Path) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mine = slice(mesh.get_local_rank("dp"), None, 2)
+    model = make_decoder()
+    fully_shard(model, mesh=mesh)
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        return train(model, sgd(model.parameters()), ctx, None, mine)
+
+
+def ddp(folder: Path) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mine = slice(mesh.get_local_rank("dp"), None, 2)
+    model = DistributedDataParallel(make_decoder())
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        return train(model, sgd(model.parameters()), ctx, None, mine)
+
+
+def tensor_parallel(folder: Path) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = make_decoder()
+    plan: dict[str, ParallelStyle] = {
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["cp"])
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        return train(model, sgd(model.parameters()), ctx, mesh["cp"])
+
+
+def pipeline(folder: Path) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    index = mesh.get_local_rank("pp")
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        layout = ctx.layout(TOKENS)
+        attend = partial(burst_rt.burst_attention, causal=True, layout=layout)
+        tokens, labels = (layout.shard(x) for x in sequences())
+        model = Stage(make_decoder(), index, 2, layout.positions(), attend)
+        fully_shard(model, mesh=mesh["cp"])
+
+        def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            scores, labels = scores.flatten(0, 1), labels.flatten()
+            losses = functional.cross_entropy(scores, labels, reduction="none")
+            return burst_rt.mean_over_ranks(losses, labels != -100, group=mesh["cp"])
+
+        stage = PipelineStage(model, index, 2, ctx.device, group=mesh.get_group("pp"))
+        schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=mean_loss)
+        optimizer = sgd(model.parameters())
+        found = []
+        for _ in range(STEPS):
+            losses: list[torch.Tensor] = []
+            if index == 0:
+                schedule.step(tokens)
+            else:
+                schedule.step(target=labels, losses=losses)
+                found.append(torch.stack(losses).mean().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+
+def zero(folder: Path) -> list[float]:
+    """The first half of the steps on any number of ranks, and then the second half on another."""
+    path = folder / "checkpoint"
+    resumed = path.exists()
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
+    everyone = mesh["dp", "cp"]._flatten("dp_cp")
+    mine = slice(mesh.get_local_rank("dp"), None, mesh.size(0))
+    model = make_decoder()
+    fully_shard(model, mesh=everyone)
+    optimizer = adamw(model.parameters())
+    if resumed:
+        weights, moments = get_state_dict(model, optimizer)
+        load({"model": weights, "optimizer": moments}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    with burst_rt.init(group=mesh["cp"]) as ctx:
+        losses = train(model, optimizer, ctx, everyone, mine, STEPS // 2)
+    if not resumed:
+        weights, moments = get_state_dict(model, optimizer)
+        save({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    return losses
+
+
+def check_mean_over_ranks() -> None:
+    """Value and gradient against one process's; ranks have different numbers of values."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5 * rank for rank in range(size)]  # rank 0 has none
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        values = torch.rand(sum(lengths), generator=generator).to(dtype).requires_grad_()
+        random = torch.rand(sum(lengths), generator=generator)
+        for weights in (None, random, random > 0.5):
+            mine = None if weights is None else weights.split(lengths)[rank]
+            mean = burst_rt.mean_over_ranks(values.split(lengths)[rank], mine)
+            (grad,) = torch.autograd.grad(3 * mean, values)
+            dist.all_reduce(grad)
+            w = (torch.ones_like(random) if weights is None else weights).double()
+            expected = (w * values).sum() / w.sum()
+            (wanted,) = torch.autograd.grad(3 * expected, values)
+            assert mean.dtype == torch.promote_types(dtype, torch.float32)
+            torch.testing.assert_close(mean, expected.to(mean.dtype))
+            # DDP and FSDP2 divide the sum of the ranks' gradients by their number.
+            torch.testing.assert_close(grad / size, wanted)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    check_mean_over_ranks()
+    found = {}
+    for name in names:
+        everyones: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyones, globals()[name](folder))
+        found[name] = everyones[-1]
+        # Every rank that has a loss has the same, bit for bit.
+        assert all(each in ([], everyones[-1]) for each in everyones), everyones
+    if dist.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+main(Path(sys.argv[1]), sys.argv[2:])

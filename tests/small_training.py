@@ -1,0 +1,126 @@
+"""A small training run: a decoder, four sequences, and the losses of its steps.
+
+On one process without burst_rt (`alone`), and on ranks (`train`), however the model is spread over
+them. The numbers of tokens divide by nothing, and tokens without a label are dealt unevenly, so
+sums that belong to somebody else show. Gradients that are too large or too small show too: nothing
+but AdamW hides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import burst_rt
+from burst_rt import Context
+from burst_rt.launch.train.config import ModelConfig
+from burst_rt.launch.train.model import Attend, Decoder
+from burst_rt.rotary import rotations
+from burst_rt.runtime.ends import Group
+
+__all__ = [
+    "STEPS", "TOKENS", "MakeOptimizer", "Stage", "adamw", "alone", "make_decoder", "sequences",
+    "sgd", "train",
+]  # fmt: skip
+
+STEPS = 20
+TOKENS = 75
+_SEQUENCES, _PROMPT = 4, 20
+_CONFIG = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+sgd: MakeOptimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+adamw: MakeOptimizer = partial(torch.optim.AdamW, lr=0.01)
+
+
+def make_decoder() -> Decoder:
+    """The decoder as all processes begin with it."""
+    return Decoder(_CONFIG, seed=3)
+
+
+def sequences(part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """Tokens and labels `[sequences, tokens]` of whole sequences; a prompt has no labels."""
+    generator = torch.Generator().manual_seed(4)
+    text = torch.randint(_CONFIG.vocab_size, (_SEQUENCES, TOKENS + 1), generator=generator)
+    tokens, labels = text[:, :-1], text[:, 1:].clone()
+    labels[:, :_PROMPT] = -100
+    return tokens[part], labels[part]
+
+
+@cache
+def alone(make_optimizer: MakeOptimizer) -> list[float]:
+    """The losses of one process, with torch's own attention and torch's own mean."""
+    model = make_decoder()
+    optimizer = make_optimizer(model.parameters())
+    tokens, labels = sequences()
+    losses = []
+    for _ in range(STEPS):
+        scores = model(tokens, torch.arange(TOKENS), _attend_alone)
+        loss = functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _attend_alone(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSGE, v_BSGE))
+    out_BHSE = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out_BHSE.transpose(1, 2)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ctx: Context,
+    group: Group | None,
+    part: slice = slice(None),
+    steps: int = STEPS,
+) -> list[float]:
+    """The losses of `steps` steps on a part of the sequences, their tokens spread over `ctx`.
+
+    group: the ranks that share all sequences and tokens.
+    """
+    layout = ctx.layout(TOKENS)
+    attend = partial(burst_rt.burst_attention, causal=True, layout=layout)
+    tokens, labels = (layout.shard(x) for x in sequences(part))
+    found = []
+    for _ in range(steps):
+        scores = model(tokens, layout.positions(), attend)
+        losses = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none")
+        loss = burst_rt.mean_over_ranks(losses, labels.flatten() != -100, group=group)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+class Stage(nn.Module):
+    """One of `num_stages` stages of a decoder with a block a stage, for tokens at `positions_S`."""
+
+    def __init__(
+        self, decoder: Decoder, index: int, num_stages: int, positions_S: Tensor, attend: Attend
+    ) -> None:
+        super().__init__()
+        first, last = index == 0, index == num_stages - 1
+        self.embed = decoder.embed if first else nn.Identity()
+        self.block = decoder.blocks[index]
+        self.norm = decoder.norm if last else nn.Identity()
+        self.head = decoder.head if last else nn.Identity()
+        config = decoder.config
+        self._turns = [
+            part.float() for part in rotations(positions_S, config.head_dim, config.rope_theta)
+        ]
+        self._attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = self.block(x, *self._turns, self._attend)
+        scores: Tensor = self.head(self.norm(x))
+        return scores

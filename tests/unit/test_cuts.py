@@ -1,0 +1,103 @@
+"""Which calls of the fused kernel a tile becomes: all that is seen, each cell once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_rt import Causal
+from burst_rt.kernels.cuts import Cut, Part, parts_of
+from burst_rt.planning.masks import Piece
+
+
+def _shape(kind: str, rows: int, columns: int) -> torch.Tensor:
+    whole = torch.ones(rows, columns, dtype=torch.bool)
+    if kind == "band":
+        return whole.triu().tril(columns - rows)
+    return {"whole": whole, "diagonal": whole.tril(), "upper": whole.triu()}[kind]
+
+
+@st.composite
+def _piece(draw: st.DrawFn) -> tuple[Piece, str]:
+    """A piece of any shape but the mask's own, at any place."""
+    kind = draw(st.sampled_from(["whole", "diagonal", "upper", "band"]))
+    rows, extra = draw(st.integers(1, 90)), draw(st.integers(0, 60))
+    columns = {"whole": extra + 1, "band": rows + extra, "upper": rows}.get(kind, rows)
+    if kind == "diagonal":
+        rows += extra
+    top, left = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    box = (top, top + rows, left, left + columns)
+    shapes = {"upper": kind == "upper", "band": kind == "band"}
+    return Piece(*box, kind == "diagonal", False, 0, **shapes), kind
+
+
+def _cells_of(cut: Cut) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    for one in cut.apart():
+        rows, columns = (x.stop - x.start for x in (one.rows, one.columns))
+        kinds = {"diagonal": one.triangle, "upper": one.upper, "band": one.band}
+        kind = next((name for name, is_it in kinds.items() if is_it), "whole")
+        yield one.rows, one.columns, _shape(kind, rows, columns)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    _piece(),
+    st.builds(
+        Part,
+        st.sampled_from([7, 32, 1000]),
+        st.sampled_from([5, 64, 1000]),
+        st.just(1),
+        edge=st.sampled_from([0, 1, 4, 8]),
+        largest=st.sampled_from([0, 40, 1000]),
+        strips=st.booleans(),
+    ),
+    st.booleans(),
+    st.sampled_from([3, 64]),
+)
+def test_cuts_are_what_is_seen_each_once(
+    drawn: tuple[Piece, str], part: Part, together: bool, strip: int
+) -> None:
+    piece, kind = drawn
+    truth = torch.zeros(200, 200, dtype=torch.int64)
+    truth[piece.rows, piece.columns] += _shape(
+        kind, piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start
+    )
+    found = torch.zeros_like(truth)
+    begun = torch.zeros(200, dtype=torch.bool)  # rows that a cut has had
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("burst_rt.kernels.cuts.STRIP", strip)
+        parts = parts_of.__wrapped__((piece,), part, together)  # kept ones may be of other strips
+        found_cuts = [(rows, cut) for rows, cuts in parts for cut in cuts]
+    for rows, cut in found_cuts:
+        assert together or cut.num_blocks == 1
+        blocks = [*_cells_of(cut)]
+        here = torch.zeros(200, dtype=torch.int64)
+        for some, columns, cells in blocks:
+            assert rows.start <= some.start < some.stop <= rows.stop
+            found[some, columns] += cells
+            here[some] += 1
+        # Blocks of a call share no rows, and columns only where the cut says so.
+        assert here.max() == 1
+        shared = torch.zeros(200, dtype=torch.int64)
+        for _, columns, _ in blocks:
+            shared[columns] += 1
+        assert cut.overlaps or shared.max() == 1
+        assert cut.all_columns == slice(blocks[0][1].start, blocks[-1][1].stop)
+        assert bool((begun[here > 0] != cut.first).all())
+        begun |= here > 0
+    assert found.equal(truth)
+    assert begun.equal(truth.any(1))
+
+
+def test_alike_blocks_are_one_call() -> None:
+    """The picture in the module's text, with 1 row a small triangle; and a causal document of 1,000
+    rows.
+    """
+    for size, edge, expected in ((4, 1, [4, 2, 1]), (1000, 128, [7, 1, 3, 1, 1, 1, 1])):
+        (piece,) = Causal().pieces(range(size), range(size))
+        ((_, cuts),) = parts_of((piece,), Part(4096, 4096, 1, edge, largest=1024), True)
+        assert [cut.num_blocks for cut in cuts] == expected
