@@ -60,6 +60,8 @@ _REPORT_POLL_S = 0.2
 # 1 s. On a busy machine it now and then misses the exit of a rank (seen with MPICH 5), and the
 # other ranks would wait for ever.
 _ENDING_DEADLINE_S = 3.0
+# How long the hub may take to hear how ranks on other hosts ended.
+_SETTLING_S = 3.0
 # How long a rank may seem to wait for a rank that has ended.
 _JOINED_GRACE_S = 1.0
 # How long ranks that offer to stop by themselves may take to stop: a step and a checkpoint.
@@ -261,12 +263,13 @@ def launch(
             if mpirun.returncode < 0:
                 ranks.kill()
             several = not one_host(mpi_args)
+            # Open MPI may say 0 where it has lost a host.
+            doubted = several and mpirun.returncode == 0
             lost = (
-                hub.first_lost()
+                hub.first_lost(_SETTLING_S if doubted else 0.0)
                 if hub is not None and (mpirun.returncode or several) and stop.received is None
                 else None
             )
-            # Open MPI may say 0 where it has lost a host.
             code = mpirun.returncode or (0 if lost is None else PeerLost.exit_code)
         sys.stdout.flush()
         word = read_word(job_dir)

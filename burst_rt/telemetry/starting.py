@@ -42,6 +42,7 @@ _END_DEADLINE_S = 3.0
 # The launcher asks while a person waits for the job to end. It waits so long to connect, and as
 # long again for the answer.
 _ASK_DEADLINE_S = 0.4
+_POLL_S = 0.05
 # Variables of Open MPI, PMIx, MPICH and Intel MPI, and those of batch systems that make a process
 # look like a rank.
 _MPI_PREFIXES = (
@@ -82,20 +83,28 @@ class RunningHub:
         with suppress(ConfigError, Stalled), self._viewer() as viewer:
             viewer.stopping(signal_name)
 
-    def first_lost(self) -> Lost | None:
+    def first_lost(self, settling_s: float = 0.0) -> Lost | None:
         """The rank that was lost, or failed, before all others, and what it was doing, as far as
         that is known. None where none was lost, or the hub is gone.
 
-        Waits at most 0.8 s. Ask before `release`, which ends the hub.
+        settling_s: how long ranks whose processes have ended may take to be heard of; a rank that
+        is not heard to leave within that time counts as lost. Waits that long, and at most 0.8 s
+        more, or twice that long where the hub does not answer. Ask before `release`, which ends
+        the hub.
         """
-        with suppress(ConfigError, Stalled), self._viewer() as viewer:
+        with suppress(ConfigError, Stalled), self._viewer(settling_s) as viewer:
+            deadline_s = time.monotonic() + settling_s
+            while settling_s and (staying := _staying(viewer)):
+                if time.monotonic() > deadline_s:
+                    return viewer.first_lost() or staying[0]
+                time.sleep(_POLL_S)
             return viewer.first_lost()
         return None
 
-    def _viewer(self) -> Viewer:
+    def _viewer(self, patience_s: float = 0.0) -> Viewer:
         from burst_rt.telemetry.viewer import Viewer
 
-        return Viewer(self.address, self.secret, _ASK_DEADLINE_S)
+        return Viewer(self.address, self.secret, _ASK_DEADLINE_S + patience_s)
 
     def release(self) -> None:
         """Lets a held hub end with its last rank. Waits at most 3 s for that, so that the record is
@@ -116,6 +125,26 @@ class RunningHub:
     def forget(self) -> None:
         """The hub outlives this process, which is not to wait for it."""
         self._process.returncode = 0
+
+
+def _staying(viewer: Viewer) -> list[Lost]:
+    """The ranks of which the hub does not know yet how they ended, as if they were lost now."""
+    from burst_rt.telemetry.views import Lost
+
+    return [
+        Lost(
+            rank=rank.rank,
+            at_s=time.time(),
+            call=rank.call,
+            task=rank.doing,
+            hop=rank.hop,
+            age_s=-1.0,
+            last_call=rank.last_call,
+            known="",
+        )
+        for rank in viewer.snapshot().ranks
+        if rank.status in ("live", "silent")
+    ]
 
 
 def scrubbed(environment: Iterable[tuple[str, str]]) -> dict[str, str]:

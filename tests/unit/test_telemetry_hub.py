@@ -10,6 +10,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -191,6 +192,28 @@ def test_the_launcher_asks_who_was_lost_first_and_what_it_did(hub: RunningHub) -
     assert lost.at_s == pytest.approx(killed_at_s, abs=1.0)
     assert 0.0 <= lost.age_s < 10.0
     assert "in call 932, hop 1 q1 kv0" in lost.known
+
+
+def test_the_launcher_waits_until_it_is_known_how_ranks_ended(hub: RunningHub) -> None:
+    """The launcher may see the end of a job before the hub does."""
+    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as good, _rank(hub, 1) as victim:
+        _wait_until(viewer, lambda s: len(s.ranks) == 2)
+        _say(good, Bye(0.0, 0, ""))
+        threading.Timer(0.3, victim.close).start()
+        asked_s = time.monotonic()
+        lost = hub.first_lost(settling_s=20.0)
+        assert time.monotonic() - asked_s < 10.0
+        assert lost is not None
+        assert (lost.rank, lost.exit_code) == (1, None)
+
+
+def test_a_rank_that_is_never_heard_to_leave_is_lost(hub: RunningHub) -> None:
+    with Viewer(hub.address, hub.secret) as viewer, _rank(hub, 0) as good, _rank(hub, 1):
+        _wait_until(viewer, lambda s: len(s.ranks) == 2)
+        _say(good, Bye(0.0, 0, ""))
+        lost = hub.first_lost(settling_s=0.3)
+        assert lost is not None
+        assert lost.rank == 1
 
 
 def test_ranks_that_end_because_the_job_is_stopped_are_not_lost(
