@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.checkpointing import checkpoint, keep_attention
     from burst_rt.attention.sharding import ContextLayout
+    from burst_rt.batches import ShardedBatch, cross_entropy, shard_batch
     from burst_rt.context import Context, init
     from burst_rt.local import run_local
     from burst_rt.planning.masks import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         Spans,
     )
     from burst_rt.runtime.ends import LocalRank
-    from burst_rt.runtime.mean import mean_over_ranks
+    from burst_rt.runtime.mean import average_gradients, mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
     from burst_rt.runtime.runtime import Stats
 
@@ -62,16 +63,20 @@ _HOME = {
     "Prefix": "planning.masks",
     "Relation": "planning.masks",
     "SlidingWindow": "planning.masks",
+    "ShardedBatch": "batches",
     "Spans": "planning.masks",
     "Stats": "runtime.runtime",
+    "average_gradients": "runtime.mean",
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",
+    "cross_entropy": "batches",
     "explain": "attention.api",
     "init": "context",
     "keep_attention": "attention.checkpointing",
     "make_call": "attention.call",
     "mean_over_ranks": "runtime.mean",
     "run_local": "local",
+    "shard_batch": "batches",
 }
 
 _MODULES = ("errors", "telemetry")
@@ -81,10 +86,10 @@ _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 __all__ = [
     "BlockSparse", "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Chunked",
     "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "LocalRank",
-    "Mask", "Pipeline", "Prefix", "Relation", "SlidingWindow", "Spans", "Stats",
-    "burst_attention", "checkpoint", "errors", "explain", "init", "keep_attention", "make_call",
-    "mean_over_ranks",
-    "run_local", "telemetry",
+    "Mask", "Pipeline", "Prefix", "Relation", "ShardedBatch", "SlidingWindow", "Spans", "Stats",
+    "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "errors", "explain",
+    "init", "keep_attention", "make_call", "mean_over_ranks", "run_local", "shard_batch",
+    "telemetry",
 ]  # fmt: skip
 
 

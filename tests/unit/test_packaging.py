@@ -235,7 +235,7 @@ _FLOORS = (
     ("attention",),
     ("telemetry", "baselines"),
     ("dashboard",),
-    ("context", "local", ""),
+    ("context", "batches", "hf", "local", ""),
     ("launch",),
 )
 _HEIGHT = {

@@ -1,0 +1,232 @@
+"""A training batch over the ranks of a context: cut it, and add up what the ranks find.
+
+A model of one's own needs three things beside `burst_attention`: this rank's part of the batch
+(`shard_batch`), the loss over all ranks' tokens (`cross_entropy`), and gradients that are the same
+on every rank (`average_gradients`, or DDP, or FSDP2). `burst_rt.hf` stands on the same three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from burst_rt.attention.sharding import ContextLayout
+from burst_rt.context import Context
+from burst_rt.errors import InputError
+from burst_rt.planning.masks import Causal, Documents, Mask
+from burst_rt.runtime.mean import RanksOrGroup, mean_over_ranks
+from burst_rt.runtime.refusing import refuse
+
+__all__ = ["IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
+
+_NAME = "shard_batch"
+# A label that counts for nothing, as in torch's cross_entropy.
+IGNORED_LABEL = -100
+# Of one number a token, `[batch, tokens]`.
+_PER_TOKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "token_type_ids")
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
+_KNOWN = (*_PER_TOKEN, "position_ids", "inputs_embeds", *_PACKING)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedBatch:
+    """This rank's part of a batch. Tensors are on the context's device, in the layout's order."""
+
+    layout: ContextLayout
+    # What packed documents and padding hide; None: nothing. Masks of models go on top:
+    # `Causal() & mask`.
+    mask: Mask | None
+    # What the batch held of input_ids, inputs_embeds, labels, attention_mask and token_type_ids.
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    # The tokens' positions, `[batch, tokens]`, or `[1, tokens]` where all rows have the same.
+    position_ids: torch.Tensor = field(repr=False)
+    # The labels of the tokens' successors, -100 where there is none; None without labels.
+    shift_labels: torch.Tensor | None = field(repr=False)
+    # The largest of the whole batch's position_ids on each rank.
+    largest_positions: tuple[int, ...] = field(repr=False)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        tensors: dict[str, torch.Tensor] = self.__dict__.get("tensors", {})
+        if name in tensors:
+            return tensors[name]
+        raise AttributeError(f"this batch has no {name!r}: it has {', '.join(tensors)}")
+
+
+def shard_batch(
+    batch: Mapping[str, torch.Tensor],
+    ctx: Context,
+    layout: str | ContextLayout = "auto",
+) -> ShardedBatch:
+    """Cuts a batch of whole sequences: this rank's tokens, their positions, labels and mask.
+
+    Every rank of the context gives the same batch. Local: nothing is sent, unless an argument is
+    wrong.
+
+    batch: names as transformers has them. Tensors `[batch, tokens]` on any device:
+        input_ids (or inputs_embeds `[batch, tokens, width]`);
+        labels: the token itself at each position, as transformers takes them: they are shifted
+            here, before the cut. Or shift_labels, shifted already. -100 counts for nothing;
+        attention_mask: 0 for padding, before or after the tokens of a row, 1 elsewhere;
+        position_ids: also `[1, tokens]` or `[tokens]`. A step other than 1 from one token that is
+            no padding to the next begins another document, which sees only itself, with or without
+            an attention_mask. None: 0, 1, 2 ... in every row;
+        cu_seq_lens_q, cu_seq_lens_k: `[documents + 1]`, equal: a packed batch of one row by its
+            documents' bounds;
+        token_type_ids.
+    layout: "auto" takes "zigzag", or "balanced" where documents or padding hide something. Or a
+        kind of `Context.layout`, or a layout of this length.
+
+    Raises InputError, on every rank that waits for this one, for names that are not known, shapes
+    that do not fit, and fewer tokens than ranks.
+    """
+    try:
+        return _cut(dict(batch), ctx, layout)
+    except InputError as error:
+        refuse(_NAME, error, ctx.runtime)
+
+
+def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayout) -> ShardedBatch:
+    rows, tokens = _shape(batch)
+    positions = _positions(batch.pop("position_ids", None), rows, tokens)
+    mask = _hidden(batch, positions.cpu().numpy(), tokens)
+    layout = _layout(ctx, tokens, mask, layout)
+    shift_labels = batch.pop("shift_labels", None)
+    if shift_labels is None and "labels" in batch:
+        shift_labels = functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+    elif shift_labels is not None and "labels" not in batch:
+        batch["labels"] = shift_labels
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        return layout.shard(x).to(ctx.device)
+
+    largest = tuple(
+        int(positions[:, layout.positions(rank).cpu()].max()) for rank in range(ctx.world_size)
+    )
+    return ShardedBatch(
+        layout=layout,
+        mask=mask,
+        tensors={name: mine(x) for name, x in batch.items()},
+        position_ids=mine(positions),
+        shift_labels=None if shift_labels is None else mine(shift_labels),
+        largest_positions=largest,
+    )
+
+
+def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Rows and tokens. Raises InputError for what is not known or does not fit."""
+    for name, x in batch.items():
+        if name not in _KNOWN:
+            _wrong(f"{name!r} is not known", f"some of {', '.join(_KNOWN)}", "leave it out")
+        if not isinstance(x, torch.Tensor):
+            _wrong(name, "a tensor", f"got {type(x).__name__}")
+    first = batch.get("input_ids", batch.get("inputs_embeds"))
+    if first is None or first.ndim < 2:
+        got = "neither" if first is None else f"shape {tuple(first.shape)}"
+        _wrong("input_ids or inputs_embeds", "[batch, tokens]", f"got {got}")
+    rows, tokens = first.shape[:2]
+    for name in set(_PER_TOKEN).intersection(batch):
+        if batch[name].shape != (rows, tokens):
+            hint = "; labels of whole sequences cannot be cut" if name == "labels" else ""
+            got = f"got {tuple(batch[name].shape)}{hint}"
+            _wrong(name, f"shape [batch, tokens] = {(rows, tokens)}", got)
+    return rows, tokens
+
+
+def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor:
+    """`[1 or batch, tokens]`, on the CPU."""
+    if given is None:
+        return torch.arange(tokens)[None]
+    found = given[None] if given.ndim == 1 else given
+    if found.ndim != 2 or found.shape[0] not in (1, rows) or found.shape[1] != tokens:
+        expected = f"shape [batch, tokens] = {(rows, tokens)}, [1, tokens] or [tokens]"
+        _wrong("position_ids", expected, f"got {tuple(given.shape)}")
+    return found.cpu()
+
+
+def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask | None:
+    """The mask of documents and padding; takes the bounds of documents out of the batch."""
+    bounds = [batch.pop(name) for name in _PACKING if name in batch]
+    padding = batch.get("attention_mask")
+    rows = (batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]).shape[0]
+    if bounds:
+        if rows != 1 or padding is not None or any(not torch.equal(bounds[0], x) for x in bounds):
+            expected = "one row without attention_mask, and both the same"
+            _wrong("cu_seq_lens_q and cu_seq_lens_k", expected, f"got {rows} rows")
+        packed = Documents(cu_seqlens=bounds[0])
+        reason = packed.refuses(tokens, tokens, 1)
+        if reason:
+            _wrong("cu_seq_lens_q", f"a last bound of {tokens} tokens", reason)
+        return packed if len(bounds[0]) > 2 else None
+    if padding is None:
+        ids = np.cumsum(np.diff(positions, prepend=positions[:, :1] - 1) != 1, axis=1)
+    else:
+        shown = padding.cpu().numpy()
+        if not np.isin(shown, (0, 1)).all():
+            _wrong("attention_mask", "0 for padding and 1 elsewhere", f"got up to {shown.max()}")
+        places = np.broadcast_to(positions, shown.shape)
+        ids = np.stack([_documents(*row) for row in zip(shown != 0, places, strict=True)])
+    return Documents(ids=ids) if ids.any() else None
+
+
+def _documents(shown: Any, positions: Any) -> Any:
+    """The number of each token's document in one row, -1 for padding."""
+    found = np.full(len(positions), -1)
+    at = np.flatnonzero(shown)
+    if len(at) and at[-1] - at[0] + 1 != len(at):
+        _wrong(
+            "attention_mask",
+            "padding before or after the tokens of a row",
+            "got padding among them",
+        )
+    found[at] = np.cumsum(np.diff(positions[at], prepend=positions[at][:1] - 1) != 1)
+    return found
+
+
+def _layout(
+    ctx: Context, tokens: int, mask: Mask | None, layout: str | ContextLayout
+) -> ContextLayout:
+    if tokens < ctx.world_size:
+        _wrong("input_ids", f"at least a token for each of {ctx.world_size} ranks", f"got {tokens}")
+    if isinstance(layout, ContextLayout):
+        if layout.runtime is not ctx.runtime or layout.seq_len != tokens:
+            got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"
+            _wrong("layout", f"one of this context, for {tokens} tokens", got)
+        return layout
+    if layout == "auto":
+        layout = "zigzag" if mask is None else "balanced"
+    return ctx.layout(tokens, layout, mask=None if mask is None else Causal() & mask)
+
+
+def _wrong(what: str, expected: str, got: str) -> NoReturn:
+    raise InputError(f"{_NAME}: {what}: expected {expected}; {got}")
+
+
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, *, group: RanksOrGroup | None = None
+) -> torch.Tensor:
+    """The mean cross-entropy, in nats, of all ranks' labelled tokens, on every rank.
+
+    logits: `[..., classes]`, computed on in float32. labels: `[...]`, int64, shifted already where
+    the model predicts the next token; -100 counts for nothing. group: as in `mean_over_ranks`,
+    which says how gradients come together.
+
+    Collective; blocks as `mean_over_ranks` does. Returns a float32 scalar, NaN where no rank has a
+    label.
+    """
+    losses = token_losses(logits, labels)
+    return mean_over_ranks(losses, labels.flatten() != IGNORED_LABEL, group=group)
+
+
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED_LABEL
+) -> torch.Tensor:
+    """Each token's cross-entropy, flattened, float32; 0 where the label counts for nothing."""
+    flat = logits.float().flatten(0, -2)
+    return functional.cross_entropy(
+        flat, labels.flatten().to(flat.device), ignore_index=ignore_index, reduction="none"
+    )

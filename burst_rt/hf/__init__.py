@@ -1,0 +1,25 @@
+"""Models of transformers over the ranks of a context.
+
+    import burst_rt.hf
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="burst_rt")
+    ctx = burst_rt.init()
+    part = burst_rt.hf.shard(batch, ctx)  # the same batch on every rank
+    loss = model(**part).loss  # the mean over all tokens of all ranks, on every rank
+    loss.backward()
+    burst_rt.average_gradients(model.parameters(), group=ctx)  # or DDP, or FSDP2
+
+Importing this registers "burst_rt" as an attention function and as a mask function of transformers,
+and two losses that add up over ranks where a call is sharded. Needs the extra `hf`.
+"""
+
+from __future__ import annotations
+
+from burst_rt.hf.attention import register
+from burst_rt.hf.loss import register_losses
+from burst_rt.hf.rotary import prepare
+from burst_rt.hf.shard import shard
+
+__all__ = ["prepare", "shard"]
+
+register()
+register_losses()

@@ -1,0 +1,192 @@
+"""The attention function and the mask function that transformers knows as "burst_rt"."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from burst_rt.attention.api import burst_attention
+from burst_rt.batches import ShardedBatch
+from burst_rt.errors import InputError
+from burst_rt.hf.masks import mask_of
+from burst_rt.hf.rotary import why_rotary_differs
+from burst_rt.hf.shard import KEYWORD, Part, combined
+from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
+from burst_rt.runtime.refusing import refuse
+
+__all__ = ["attend", "register"]
+
+_NAME = "attn_implementation='burst_rt'"
+
+
+def register() -> None:
+    """Makes "burst_rt" an attention implementation of transformers. Idempotent."""
+    AttentionInterface.register(KEYWORD, attend)
+    AttentionMaskInterface.register(KEYWORD, _make_mask)
+
+
+def _make_mask(
+    *, mask_function: Any, attention_mask: torch.Tensor | None = None, **others: Any
+) -> Mask:
+    """The mask of a kind of layers, for whole sequences. Arguments: as transformers names them.
+
+    attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
+    """
+    try:
+        return mask_of(mask_function)
+    except InputError as error:
+        refuse(_NAME, error)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: object = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer over the ranks of a context; called by the layers of transformers.
+
+    query, key, value: this rank's, `[batch, heads, tokens, head_dim]`, key and value with their own
+    number of heads. Returns (out `[batch, tokens, heads, head_dim]`, None). Collective; blocks and
+    raises as `burst_attention` does.
+
+    Raises InputError, on every rank that waits for this one, for a call without what `shard` gives,
+    with other positions, and for what is not done.
+    """
+    part = others.get(KEYWORD)
+    reason = _why_not(
+        module, part, attention_mask, others, dropout=dropout, position_bias=position_bias,
+        cache=cache,
+    )  # fmt: skip
+    if reason:
+        _refuse(reason, part)
+    assert isinstance(part, Part)
+    queries, keys = _sides(part, module, query.shape[2], key.shape[2])
+    structure = attention_mask
+    if not isinstance(structure, Mask):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        structure = Causal() if causal else Full()
+        if sliding_window is not None:
+            structure &= SlidingWindow(sliding_window - 1, 0 if causal else sliding_window - 1)
+    out = burst_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        layout=queries.layout, kv_layout=keys.layout, mask=combined(structure, keys),
+        scale=scaling, softcap=softcap, sinks=s_aux,
+    )  # fmt: skip
+    return out, None
+
+
+def _why_not(
+    module: torch.nn.Module,
+    part: object,
+    attention_mask: object,
+    others: dict[str, Any],
+    *,
+    dropout: float,
+    position_bias: object,
+    cache: object,
+) -> str | None:
+    """What keeps a layer from its attention, in words."""
+    if not isinstance(part, Part):
+        return (
+            f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part "
+            "of the sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole "
+            "batch"
+        )
+    if dropout:
+        return (
+            f"attention_dropout: expected 0, got {dropout}: attention is exact here; set "
+            "model.config.attention_dropout = 0.0 (before the model is made) or call model.eval()"
+        )
+    if position_bias is not None:
+        return "position_bias (T5's) is not done; expected none; use a model with rotary positions"
+    if cache is not None:
+        return "a paged cache is not done; expected none"
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
+        shape = tuple(getattr(attention_mask, "shape", ()))
+        return (
+            f"attention_mask: expected [batch, tokens] or none, got {type(attention_mask).__name__}"
+            f" of shape {shape}: a matrix for each row would be one rank's alone"
+        )
+    if part.ctx.world_size == 1:
+        return None
+    config = getattr(module, "config", None)
+    if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
+        return (
+            "output_router_logits: the router's loss needs all tokens, and is computed of one "
+            "rank's; expected False; set model.config.output_router_logits = False"
+        )
+    if not _takes_positions(type(module).__module__):
+        return (
+            f"{type(module).__module__}: a model there takes no position_ids, so its tokens would "
+            "count from 0 on every rank; use a model that takes them"
+        )
+    wrong = _wrong_positions(part, others.get("position_ids"))
+    return wrong or (None if part.told else why_rotary_differs(config, part.batch))
+
+
+def _wrong_positions(part: Part, given: torch.Tensor | None) -> str | None:
+    known = [part.batch, *([part.encoder] if part.encoder else [])]
+    if given is None or any(given is each.position_ids for each in known):
+        return None
+    if any(given.shape[-1] == each.layout.shard_len and _equal(given, each) for each in known):
+        return None
+    return (
+        f"position_ids: expected those of burst_rt.hf.shard, got others of shape "
+        f"{tuple(given.shape)}; pass on all that shard returns"
+    )
+
+
+def _equal(given: torch.Tensor, batch: ShardedBatch) -> bool:
+    expected = batch.position_ids
+    return given.shape[-1] == expected.shape[-1] and bool((given == expected).all())
+
+
+def _sides(
+    part: Part, module: torch.nn.Module, num_queries: int, num_keys: int
+) -> tuple[ShardedBatch, ShardedBatch]:
+    """Whose tokens the queries and keys of a layer are."""
+    if part.encoder is None:
+        return part.batch, part.batch
+    config = getattr(module, "config", None)
+    if not getattr(config, "is_decoder", False):
+        return part.encoder, part.encoder
+    if "cross" in type(module).__name__.lower():
+        return part.batch, part.encoder
+    return part.batch, part.batch
+
+
+@cache
+def _takes_positions(module: str) -> bool:
+    """Whether all models of tokens in this module of Python's take position_ids."""
+    models = [
+        each
+        for each in vars(sys.modules[module]).values()
+        if isinstance(each, type) and issubclass(each, PreTrainedModel)
+    ]
+    taken = [
+        inspect.signature(vars(model)["forward"]).parameters
+        for model in models
+        if model.__module__ == module and "forward" in vars(model)
+    ]
+    return all("position_ids" in names for names in taken if "input_ids" in names)
+
+
+def _refuse(reason: str, part: object) -> NoReturn:
+    runtime = part.ctx.runtime if isinstance(part, Part) else None
+    refuse(_NAME, InputError(f"{_NAME}: {reason}"), runtime)

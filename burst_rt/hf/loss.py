@@ -1,0 +1,99 @@
+"""Losses over the tokens of all ranks, for models of transformers.
+
+A model's loss function gets the keywords of its forward. Where `shard` is among them, the loss is
+the mean over all ranks' tokens; elsewhere it is transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from burst_rt.batches import IGNORED_LABEL, token_losses
+from burst_rt.errors import InputError
+from burst_rt.hf.shard import KEYWORD, Part
+from burst_rt.runtime.mean import mean_over_ranks, sum_over_ranks
+from burst_rt.runtime.refusing import refuse
+
+__all__ = ["register_losses"]
+
+_Loss = Callable[..., torch.Tensor]
+
+
+def register_losses() -> None:
+    """Puts sharded losses before transformers' own. Idempotent."""
+    for name, loss in LOSS_MAPPING.items():
+        if not hasattr(loss, KEYWORD):
+            LOSS_MAPPING[name] = _sharded(name, loss)
+
+
+def _sharded(name: str, own: _Loss) -> _Loss:
+    @wraps(own)
+    def loss(*args: Any, **options: Any) -> torch.Tensor:
+        part = options.get(KEYWORD)
+        if part is None:
+            return own(*args, **options)
+        compute = _LOSSES.get(name)
+        if compute is None:
+            error = InputError(
+                f"loss {name!r} is not done over ranks; expected one of {', '.join(_LOSSES)}; "
+                "compute it of the logits, with burst_rt.mean_over_ranks"
+            )
+            refuse("loss", error, part.ctx.runtime)
+        return compute(*args, **options)
+
+    setattr(loss, KEYWORD, True)
+    return loss
+
+
+def _mean(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: Part,
+    num_items_in_batch: torch.Tensor | int | None,
+    ignore_index: int,
+) -> torch.Tensor:
+    """The mean over all ranks' labelled tokens; or their sum, over a number that is given."""
+    losses = token_losses(logits, labels, ignore_index)
+    counted = labels.flatten().to(losses.device) != ignore_index
+    if num_items_in_batch is None:
+        return mean_over_ranks(losses, counted, group=part.group)
+    total = sum_over_ranks(losses.double().sum(), group=part.group)
+    return (total / num_items_in_batch).float()
+
+
+def _causal(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = IGNORED_LABEL,
+    shift_labels: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    part: Part = options[KEYWORD]
+    if shift_labels is None:
+        error = InputError(
+            "loss: expected shift_labels, as burst_rt.hf.shard gives them, as labels cannot be "
+            "shifted after the cut; got labels alone"
+        )
+        refuse("loss", error, part.ctx.runtime)
+    return _mean(logits, shift_labels, part, num_items_in_batch, ignore_index)
+
+
+def _masked(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = IGNORED_LABEL,
+    **options: Any,
+) -> torch.Tensor:
+    return _mean(logits, labels, options[KEYWORD], num_items_in_batch, ignore_index)
+
+
+_LOSSES: dict[str, _Loss] = {"ForCausalLM": _causal, "ForMaskedLM": _masked}

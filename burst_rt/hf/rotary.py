@@ -1,0 +1,105 @@
+"""Rotary embeddings that look at the largest position of a call.
+
+"longrope" and "dynamic" choose their frequencies by the largest of the position_ids that they are
+given (`transformers.modeling_rope_utils.dynamic_rope_update`). One rank's tokens may end before the
+length at which the choice changes while another rank's end behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from burst_rt.batches import ShardedBatch
+from burst_rt.hf.shard import KEYWORD, Part
+
+__all__ = ["prepare", "why_rotary_differs"]
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
+
+def prepare(model: _Model) -> _Model:
+    """Lets the model's rotary embeddings know the largest position of all ranks; returns the model.
+
+    Needed for "longrope" and "dynamic" scaling where the ranks' largest positions fall on both
+    sides of the original length; a call that needs it and has not got it is refused. Wrap the model
+    (DDP, FSDP2) after it. Does not block.
+    """
+    hooks = _Hooks()
+    model.register_forward_pre_hook(hooks.before_model, with_kwargs=True)
+    for module in model.modules():
+        if _kinds(getattr(module, "rope_type", None)):
+            module.register_forward_pre_hook(hooks.before_rotary, with_kwargs=True)
+            module.register_forward_hook(hooks.after_rotary)
+    return model
+
+
+class _Hooks:
+    """One more token, at the largest position of all, in front of a rotary embedding."""
+
+    def __init__(self) -> None:
+        self._part: Part | None = None
+
+    def before_model(
+        self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        self._part = options.get(KEYWORD)
+        if self._part is not None:
+            self._part.told = True
+
+    def before_rotary(
+        self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._part is None:
+            return None
+        if "position_ids" in options:
+            return args, {**options, "position_ids": self._longer(options["position_ids"])}
+        x, positions, *others = args
+        return (x, self._longer(positions), *others), options
+
+    def _longer(self, positions: torch.Tensor) -> torch.Tensor:
+        assert self._part is not None
+        largest = max(self._part.batch.largest_positions)
+        return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), largest)], -1)
+
+    def after_rotary(
+        self, module: torch.nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        return None if self._part is None else tuple(x[..., :-1, :] for x in output)
+
+
+def why_rotary_differs(config: object, batch: ShardedBatch) -> str | None:
+    """Whether ranks would choose other frequencies than one process does, in words."""
+    lengths = [largest + 1 for largest in batch.largest_positions]
+    for kind, original in _scalings(config):
+        same = max(lengths) <= original or (kind == "longrope" and min(lengths) > original)
+        if not same:
+            return (
+                f"rotary scaling {kind!r} looks at the largest position, and ranks have "
+                f"{min(lengths) - 1} to {max(lengths) - 1}, on both sides of {original}; call "
+                "burst_rt.hf.prepare(model) once, before the model is wrapped"
+            )
+    return None
+
+
+def _scalings(config: object) -> list[tuple[str, int]]:
+    """The scalings that look at lengths, and the length up to which each changes nothing."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    longest = getattr(config, "max_position_embeddings", 0)
+    return [
+        (kind, int(found.get("original_max_position_embeddings") or longest))
+        for found in each
+        for kind in _kinds(found.get("rope_type"))
+    ]
+
+
+def _kinds(rope_type: object) -> list[str]:
+    """Of one kind, or of one for each type of layers, those that look at lengths."""
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return [kind for kind in kinds if isinstance(kind, str) and _looks(kind)]
+
+
+def _looks(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind
