@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from burst_rt.attention.sharding import ContextLayout
+from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Causal, Documents, Mask
@@ -78,8 +78,8 @@ def shard_batch(
         cu_seq_lens_q, cu_seq_lens_k: `[documents + 1]`, equal: a packed batch of one row by its
             documents' bounds;
         token_type_ids.
-    layout: "auto" takes "zigzag", or "balanced" where documents or padding hide something. Or a
-        kind of `Context.layout`, or a layout of this length.
+    layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
+        hide something. Or a kind of `Context.layout`, or a layout of this length.
 
     Raises InputError, on every rank that waits for this one, for names that are not known, shapes
     that do not fit, and fewer tokens than ranks.
@@ -199,7 +199,11 @@ def _layout(
         return layout
     if layout == "auto":
         layout = "zigzag" if mask is None else "balanced"
-    return ctx.layout(tokens, layout, mask=None if mask is None else Causal() & mask)
+    shown = Causal() if mask is None else Causal() & mask
+    followed = shown if layout == "balanced" else None
+    return ContextLayout(
+        ctx.setup, choose_layout(ctx.setup, tokens, layout, followed, None, None, None)
+    )
 
 
 def _wrong(what: str, expected: str, got: str) -> NoReturn:

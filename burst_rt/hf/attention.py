@@ -15,7 +15,7 @@ from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
 from burst_rt.hf.masks import mask_of
 from burst_rt.hf.rotary import why_rotary_differs
-from burst_rt.hf.shard import KEYWORD, Part, combined
+from burst_rt.hf.shard import KEYWORD, Part
 from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
 
@@ -76,7 +76,7 @@ def attend(
     if reason:
         _refuse(reason, part)
     assert isinstance(part, Part)
-    queries, keys = _sides(part, module, query.shape[2], key.shape[2])
+    queries, keys, hidden = _sides(part, module)
     structure = attention_mask
     if not isinstance(structure, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -85,7 +85,8 @@ def attend(
             structure &= SlidingWindow(sliding_window - 1, 0 if causal else sliding_window - 1)
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        layout=queries.layout, kv_layout=keys.layout, mask=combined(structure, keys),
+        layout=queries.layout, kv_layout=keys.layout,
+        mask=structure if hidden is None else structure & hidden,
         scale=scaling, softcap=softcap, sinks=s_aux,
     )  # fmt: skip
     return out, None
@@ -157,18 +158,15 @@ def _equal(given: torch.Tensor, batch: ShardedBatch) -> bool:
     return given.shape[-1] == expected.shape[-1] and bool((given == expected).all())
 
 
-def _sides(
-    part: Part, module: torch.nn.Module, num_queries: int, num_keys: int
-) -> tuple[ShardedBatch, ShardedBatch]:
-    """Whose tokens the queries and keys of a layer are."""
+def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask | None]:
+    """Whose tokens the queries and the keys of a layer are; what documents and padding show."""
     if part.encoder is None:
-        return part.batch, part.batch
-    config = getattr(module, "config", None)
-    if not getattr(config, "is_decoder", False):
-        return part.encoder, part.encoder
-    if "cross" in type(module).__name__.lower():
-        return part.batch, part.encoder
-    return part.batch, part.batch
+        return part.batch, part.batch, part.batch.mask
+    if not getattr(module.config, "is_decoder", False):
+        return part.encoder, part.encoder, part.encoder.mask
+    if "Cross" in type(module).__name__:
+        return part.batch, part.encoder, part.unpadded
+    return part.batch, part.batch, part.batch.mask
 
 
 @cache

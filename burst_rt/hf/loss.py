@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from burst_rt.batches import IGNORED_LABEL, token_losses
 from burst_rt.errors import InputError
-from burst_rt.hf.shard import KEYWORD, Part
+from burst_rt.hf.shard import KEYWORD, Part, part_of
 from burst_rt.runtime.mean import mean_over_ranks, sum_over_ranks
 from burst_rt.runtime.refusing import refuse
 
@@ -34,7 +34,8 @@ def register_losses() -> None:
 def _sharded(name: str, own: _Loss) -> _Loss:
     @wraps(own)
     def loss(*args: Any, **options: Any) -> torch.Tensor:
-        part = options.get(KEYWORD)
+        labels = options.get("labels", args[1] if len(args) > 1 else None)
+        part = options.get(KEYWORD) or part_of(labels)
         if part is None:
             return own(*args, **options)
         compute = _LOSSES.get(name)
@@ -44,7 +45,7 @@ def _sharded(name: str, own: _Loss) -> _Loss:
                 "compute it of the logits, with burst_rt.mean_over_ranks"
             )
             refuse("loss", error, part.ctx.runtime)
-        return compute(*args, **options)
+        return compute(*args, **{**options, KEYWORD: part})
 
     setattr(loss, KEYWORD, True)
     return loss
@@ -85,10 +86,10 @@ def _causal(
     return _mean(logits, shift_labels, part, num_items_in_batch, ignore_index)
 
 
-def _masked(
+def _as_labelled(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    vocab_size: int,
+    vocab_size: object = None,  # token classifiers: their configuration
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = IGNORED_LABEL,
     **options: Any,
@@ -96,4 +97,8 @@ def _masked(
     return _mean(logits, labels, options[KEYWORD], num_items_in_batch, ignore_index)
 
 
-_LOSSES: dict[str, _Loss] = {"ForCausalLM": _causal, "ForMaskedLM": _masked}
+_LOSSES: dict[str, _Loss] = {
+    "ForCausalLM": _causal,
+    "ForMaskedLM": _as_labelled,
+    "ForTokenClassification": _as_labelled,
+}

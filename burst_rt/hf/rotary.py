@@ -60,7 +60,9 @@ class _Hooks:
 
     def _longer(self, positions: torch.Tensor) -> torch.Tensor:
         assert self._part is not None
-        largest = max(self._part.batch.largest_positions)
+        batches = [self._part.batch, *([self._part.encoder] if self._part.encoder else [])]
+        own = next((each for each in batches if positions is each.position_ids), batches[0])
+        largest = max(own.largest_positions)
         return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), largest)], -1)
 
     def after_rotary(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.batches import ShardedBatch, shard_batch
 from burst_rt.context import Context
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Mask
+from burst_rt.planning.masks import Documents, Mask
 from burst_rt.runtime.mean import RanksOrGroup
 from burst_rt.runtime.refusing import refuse
 
@@ -23,6 +24,8 @@ KEYWORD = "burst_rt"
 # Arguments of kernels that are not used here; a packed batch brings them along.
 _OF_KERNELS = ("max_length_q", "max_length_k", "seq_idx")
 _DECODER = "decoder_"
+# An attribute of label tensors.
+_TAG = "_burst_rt_part"
 
 
 @dataclass(eq=False)
@@ -31,9 +34,10 @@ class Part:
 
     ctx: Context
     batch: ShardedBatch
-    # What a decoder attends to beside itself: its encoder's batch.
-    encoder: ShardedBatch | None
     group: RanksOrGroup  # whose tokens the loss is a mean of
+    # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
+    encoder: ShardedBatch | None = None
+    unpadded: Mask | None = None
     # Whether rotary embeddings were told the largest position of all ranks (`prepare`).
     told: bool = False
 
@@ -55,8 +59,8 @@ def shard(
 
     batch: what `burst_rt.shard_batch` takes. What is no tensor, and tensors of no dimension
         (num_items_in_batch), pass unchanged. For encoder-decoders: input_ids and attention_mask of
-        the encoder, decoder_input_ids, decoder_attention_mask, and labels of the decoder, which
-        are the decoder's and not shifted.
+        the encoder, decoder_input_ids, decoder_attention_mask, and labels, which are the
+        decoder's and not shifted.
     layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only.
     group: the ranks whose tokens the loss is a mean of: all over which gradients are averaged. As
         in `burst_rt.mean_over_ranks`. None: the context's.
@@ -68,49 +72,84 @@ def shard(
 
     Raises InputError, on every rank that waits for this one.
     """
-    tensors = {
-        name: x
-        for name, x in batch.items()
-        if name not in _OF_KERNELS and isinstance(x, torch.Tensor) and x.ndim
-    }
-    others = {
-        name: x for name, x in batch.items() if name not in tensors and name not in _OF_KERNELS
-    }
-    decoder = {
-        name.removeprefix(_DECODER): tensors.pop(name)
-        for name in list(tensors)
-        if name.startswith(_DECODER)
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, x in batch.items():
+        if name not in _OF_KERNELS:
+            (tensors if isinstance(x, torch.Tensor) and x.ndim else others)[name] = x
     ranks = ctx if group is None else group
-    if not decoder:
-        part = shard_batch(tensors, ctx, layout)
-        found = {**others, **part.tensors, "position_ids": part.position_ids}
-        if part.shift_labels is not None:
-            found["shift_labels"] = part.shift_labels
-        return {**found, KEYWORD: Part(ctx, part, None, ranks)}
-    if "labels" in tensors:
-        decoder["shift_labels"] = tensors.pop("labels")
-    if isinstance(layout, ContextLayout):
+    if any(name.startswith(_DECODER) for name in tensors):
+        return {**others, **_shard_both(tensors, ctx, layout, ranks)}
+    cut = shard_batch(tensors, ctx, layout)
+    return {**others, **_named(cut), KEYWORD: _tagged(Part(ctx, cut, ranks))}
+
+
+def part_of(labels: object) -> Part | None:
+    """How the batch was cut that these labels are from: some models do not hand the keyword on."""
+    tag: Callable[[], Part | None] = getattr(labels, _TAG, lambda: None)
+    return tag()
+
+
+def _tagged(part: Part) -> Part:
+    for labels in (part.batch.tensors.get("labels"), part.batch.shift_labels):
+        if labels is not None:
+            setattr(labels, _TAG, weakref.ref(part))
+    return part
+
+
+def _named(part: ShardedBatch) -> dict[str, torch.Tensor]:
+    found = {**part.tensors, "position_ids": part.position_ids}
+    return found if part.shift_labels is None else {**found, "shift_labels": part.shift_labels}
+
+
+def _shard_both(
+    tensors: dict[str, torch.Tensor],
+    ctx: Context,
+    layout: str | ContextLayout,
+    ranks: RanksOrGroup,
+) -> dict[str, Any]:
+    """The two sequences of an encoder-decoder."""
+    wrong = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
+    if wrong or isinstance(layout, ContextLayout):
+        got = f"{wrong[0]}: got packed documents" if wrong else "layout: got a layout object"
         error = InputError(
-            "hf.shard: layout: expected a kind for a model with an encoder, whose two sequences "
-            "may differ in length; got a layout object"
+            f"hf.shard: {got}, for a model with an encoder, whose two sequences differ; expected "
+            "none, with padding by attention_mask and decoder_attention_mask, and a kind of layout"
         )
         refuse("hf.shard", error, ctx.runtime)
-    encoded = shard_batch(tensors, ctx, layout)
-    part = shard_batch(decoder, ctx, layout)
-    own = {f"{_DECODER}{name}": x for name, x in part.tensors.items() if name != "labels"}
-    own[f"{_DECODER}position_ids"] = part.position_ids
-    if part.shift_labels is not None:
-        own["labels"] = part.shift_labels
+    # The decoder's labels are not shifted: the decoder's inputs are.
+    own = {name.removeprefix(_DECODER): x for name, x in tensors.items() if _DECODER in name}
+    if "labels" in tensors:
+        own["shift_labels"] = tensors["labels"]
+    encoder = shard_batch(
+        {name: x for name, x in tensors.items() if _DECODER not in name and name != "labels"},
+        ctx,
+        layout,
+    )
+    decoder = shard_batch(own, ctx, layout)
+    found = {f"{_DECODER}{name}": x for name, x in _named(decoder).items() if "labels" not in name}
+    if decoder.shift_labels is not None:
+        found["labels"] = decoder.shift_labels
+    padding = tensors.get("attention_mask")
+    unpadded = None
+    if encoder.mask is not None and padding is not None:
+        unpadded = _unpadded(padding, decoder.layout.seq_len)
     return {
-        **others,
-        **encoded.tensors,
-        "position_ids": encoded.position_ids,
-        **own,
-        KEYWORD: Part(ctx, part, encoded, ranks),
+        **_named(encoder),
+        **found,
+        KEYWORD: _tagged(Part(ctx, decoder, ranks, encoder=encoder, unpadded=unpadded)),
     }
 
 
-def combined(structure: Mask, batch: ShardedBatch) -> Mask:
-    """What a layer's own mask and the batch's documents and padding show together."""
-    return structure if batch.mask is None else structure & batch.mask
+def _unpadded(padding: torch.Tensor, num_queries: int) -> Mask:
+    """What any query sees of an encoder's tokens: those of each row that are no padding."""
+    shown = padding.cpu() != 0
+    before = (shown.cumsum(1) == 0).sum(1).tolist()
+    counts = shown.sum(1).tolist()
+    return Documents(
+        q_lengths=[[0, num_queries, 0] for _ in counts],
+        kv_lengths=[
+            [first, count, shown.shape[1] - first - count]
+            for first, count in zip(before, counts, strict=True)
+        ],
+    )

@@ -1,0 +1,263 @@
+"""`shard_batch` and its kin: what each rank gets of a batch, and what is refused on every rank."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import burst_rt
+from burst_rt import Causal, Documents
+from burst_rt.errors import InputError
+
+_TOKENS = 23
+_IDS = torch.arange(2 * _TOKENS).view(2, _TOKENS)
+# The second row has two documents of 10 and 13 tokens.
+_PACKED = torch.stack([torch.arange(_TOKENS), torch.arange(_TOKENS) % 10])
+_PACKED[1, 10:] = torch.arange(13)
+
+
+def _shards(world_size: int, batch: dict[str, Any], layout: str = "auto") -> list[Any]:
+    return burst_rt.run_local(
+        world_size, lambda ctx: burst_rt.shard_batch(batch, ctx, layout), timeout_s=60
+    )
+
+
+@pytest.mark.parametrize("layout", ["auto", "contiguous", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_token_is_on_one_rank_with_its_successors_label(world_size: int, layout: str) -> None:
+    labels = _IDS.clone()
+    labels[0, :4] = -100
+    batch = {"input_ids": _IDS, "labels": labels, "token_type_ids": _IDS % 2}
+    shards = _shards(world_size, batch, layout)
+    successors = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    places = []
+    for rank, shard in enumerate(shards):
+        at = shard.layout.positions(rank)
+        places.append(at)
+        assert torch.equal(shard.position_ids, at[None])
+        assert torch.equal(shard.input_ids, _IDS[:, at])
+        assert torch.equal(shard.labels, labels[:, at])
+        assert torch.equal(shard.token_type_ids, (_IDS % 2)[:, at])
+        assert torch.equal(shard.shift_labels, successors[:, at])
+        assert shard.mask is None
+        assert shard.largest_positions[rank] == at.max()
+    assert torch.cat(places).sort().values.tolist() == list(range(_TOKENS))
+
+
+def test_labels_that_are_shifted_already_are_cut_as_they_are() -> None:
+    (shard,) = _shards(1, {"input_ids": _IDS, "shift_labels": _IDS})
+    assert torch.equal(shard.shift_labels, _IDS)
+
+
+_LEFT = torch.ones(2, _TOKENS, dtype=torch.int64)
+_LEFT[0, :5] = 0
+_RIGHT = _LEFT.flip(1)
+_SAME = torch.zeros(_TOKENS, dtype=torch.int64)
+
+
+def _ids(*rows: tuple[tuple[int, int], ...]) -> list[list[int]]:
+    """Rows of documents, as (number, tokens)."""
+    return [[number for number, count in row for _ in range(count)] for row in rows]
+
+
+MASKS: dict[str, tuple[dict[str, Any], Documents | None]] = {
+    "no mask": ({}, None),
+    "all tokens shown": ({"attention_mask": torch.ones(2, _TOKENS)}, None),
+    "padding before": (
+        {"attention_mask": _LEFT},
+        Documents(ids=_ids(((-1, 5), (0, 18)), ((0, 23),))),
+    ),
+    "padding behind": (
+        {"attention_mask": _RIGHT.bool()},
+        Documents(ids=_ids(((0, 18), (-1, 5)), ((0, 23),))),
+    ),
+    "positions that restart": (
+        {"position_ids": _PACKED},
+        Documents(ids=_ids(((0, 23),), ((0, 10), (1, 13)))),
+    ),
+    "positions that restart, and a mask": (
+        {"position_ids": _PACKED, "attention_mask": torch.ones(2, _TOKENS)},
+        Documents(ids=_ids(((0, 23),), ((0, 10), (1, 13)))),
+    ),
+    "positions that count from the first token": (
+        # As generation has them: padding is at 1.
+        {"position_ids": (_LEFT.cumsum(1) - 1).masked_fill(_LEFT == 0, 1), "attention_mask": _LEFT},
+        Documents(ids=_ids(((-1, 5), (0, 18)), ((0, 23),))),
+    ),
+    "a row of padding": (
+        {"attention_mask": torch.stack([_SAME, _SAME + 1])},
+        Documents(ids=_ids(((-1, 23),), ((0, 23),))),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_documents_and_padding_become_a_mask(case: str) -> None:
+    given, expected = MASKS[case]
+    for shard in _shards(2, {"input_ids": _IDS, **given}):
+        assert shard.mask == expected
+        assert shard.layout.kind == ("zigzag" if expected is None else "balanced")
+
+
+def test_bounds_of_documents_become_a_mask() -> None:
+    bounds = torch.tensor([0, 10, 23], dtype=torch.int32)
+    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": _PACKED[1]}
+    for shard in _shards(2, {"input_ids": _IDS[:1], **given}):
+        assert shard.mask == Documents(cu_seqlens=bounds)
+        assert not hasattr(shard, "cu_seq_lens_q")
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no tokens": ({"input_ids": None}, {}, "input_ids or inputs_embeds: expected"),
+    "a vector": ({"input_ids": _IDS[0]}, {}, r"got shape \(23,\)"),
+    "a name": ({"pixel_values": _IDS}, {}, "'pixel_values' is not known"),
+    "a list": ({"labels": [1]}, {}, "labels: expected a tensor; got list"),
+    "labels of rows": (
+        {"labels": torch.tensor([0, 1])},
+        {},
+        r"labels: expected shape \[batch, tokens\] = \(2, 23\); got \(2,\); labels of whole",
+    ),
+    "a matrix for a mask": (
+        {"attention_mask": torch.ones(2, 1, _TOKENS, _TOKENS)},
+        {},
+        r"attention_mask: expected shape .*\(2, 23\); got \(2, 1, 23, 23\)",
+    ),
+    "numbers of documents for a mask": (
+        {"attention_mask": torch.full((2, _TOKENS), 2)},
+        {},
+        "attention_mask: expected 0 for padding and 1 elsewhere; got up to 2",
+    ),
+    "padding among tokens": (
+        {"attention_mask": (torch.arange(_TOKENS) != 7).expand(2, -1)},
+        {},
+        "attention_mask: expected padding before or after",
+    ),
+    "positions of other rows": (
+        {"position_ids": torch.zeros(3, _TOKENS, dtype=torch.int64)},
+        {},
+        r"position_ids: expected shape .*; got \(3, 23\)",
+    ),
+    "bounds of two rows": (
+        {"cu_seq_lens_q": torch.tensor([0, 23])},
+        {},
+        "cu_seq_lens_q and cu_seq_lens_k: expected one row",
+    ),
+    "bounds that end early": (
+        {"input_ids": _IDS[:1], "cu_seq_lens_q": torch.tensor([0, 10, 22])},
+        {},
+        "cu_seq_lens_q: expected a last bound of 23 tokens",
+    ),
+    "fewer tokens than ranks": ({"input_ids": _IDS[:, :1]}, {}, "for each of 2 ranks; got 1"),
+    "a layout's name": ({}, {"layout": "spiral"}, "'spiral'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_wrong_batch_is_refused_on_every_rank(case: str, alone: bool) -> None:
+    """alone: only rank 1 gives it; the other rank waits in a call."""
+    changed, options, message = WRONG[case]
+    batch = {name: x for name, x in {"input_ids": _IDS, **changed}.items() if x is not None}
+
+    def call(ctx: burst_rt.Context) -> None:
+        if alone and ctx.rank == 0:
+            ctx.all_reduce(torch.zeros(1))
+        else:
+            burst_rt.shard_batch(batch, ctx, **options)
+
+    def run(ctx: burst_rt.Context) -> str:
+        with pytest.raises(InputError, match=message) as caught:
+            call(ctx)
+        total = ctx.all_reduce(torch.ones(1))  # the context is usable
+        assert total.item() == 2
+        return re.sub(r"^(rank \d: )*", "", str(caught.value))
+
+    first, second = burst_rt.run_local(2, run, timeout_s=60)
+    assert first == second
+
+
+def test_a_layout_of_another_length_is_refused() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match="got 24 tokens over 2 ranks"):
+            burst_rt.shard_batch({"input_ids": _IDS}, ctx, ctx.layout(24))
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def _step(model: torch.nn.Module, ctx: burst_rt.Context, batch: dict[str, torch.Tensor]) -> float:
+    shard = burst_rt.shard_batch(batch, ctx)
+    scores = model(functional.one_hot(shard.input_ids % 7, 7).double())
+    assert shard.shift_labels is not None
+    loss = burst_rt.cross_entropy(scores, shard.shift_labels, group=ctx)
+    loss.backward()
+    burst_rt.average_gradients(model.parameters(), group=ctx)
+    return loss.item()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_loss_and_gradients_are_those_of_one_rank(world_size: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 7).double()
+    labels = _IDS % 7
+    labels[0, :9] = -100  # ranks have different numbers of labels
+
+    def run(ctx: burst_rt.Context) -> tuple[float, list[Any]]:
+        mine = deepcopy(model)
+        loss = _step(mine, ctx, {"input_ids": _IDS, "labels": labels})
+        return loss, [p.grad for p in mine.parameters()]
+
+    ((loss, expected),) = burst_rt.run_local(1, run, timeout_s=60)
+    for found, grads in burst_rt.run_local(world_size, run, timeout_s=60):
+        assert found == pytest.approx(loss, rel=1e-6)
+        for grad, other in zip(grads, expected, strict=True):
+            # The loss is computed in float32.
+            torch.testing.assert_close(grad, other, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_that_some_ranks_lack_count_as_zero() -> None:
+    def run(ctx: burst_rt.Context) -> list[Any]:
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        parameters[0].grad = torch.full((2,), 2.0 + ctx.rank)
+        if ctx.rank == 1:
+            parameters[1].grad = torch.full((2,), 4.0)
+        half = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        half.grad = torch.full((3,), 1.0 + ctx.rank, dtype=torch.bfloat16)
+        burst_rt.average_gradients([*parameters, half], group=ctx)
+        return [p.grad for p in (*parameters, half)]
+
+    for first, second, none, half in burst_rt.run_local(2, run, timeout_s=60):
+        assert none is None
+        assert torch.equal(first, torch.tensor([2.5, 2.5]))
+        assert torch.equal(second, torch.tensor([2.0, 2.0]))
+        assert torch.equal(half, torch.tensor([1.5] * 3, dtype=torch.bfloat16))
+
+
+def test_the_mask_of_a_packed_batch_goes_with_a_models_own() -> None:
+    """Rows that differ in their documents, in one call."""
+    heads = (2, _TOKENS, 2, 8)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(heads, generator=generator) for _ in range(3))
+    batch = {"input_ids": _IDS, "position_ids": _PACKED}
+
+    def run(ctx: burst_rt.Context) -> torch.Tensor:
+        shard = burst_rt.shard_batch(batch, ctx)
+        assert shard.mask is not None
+        mine = [shard.layout.shard(x) for x in (q, k, v)]
+        mask = Causal() & shard.mask
+        out = burst_rt.burst_attention(*mine, layout=shard.layout, mask=mask)
+        return shard.layout.unshard(out)
+
+    ids = torch.tensor(_ids(((0, 23),), ((0, 10), (1, 13))))
+    shown = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril() & (
+        ids[:, None, :, None] == ids[:, None, None, :]
+    )
+    expected = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=shown
+    ).transpose(1, 2)
+    for found in burst_rt.run_local(3, run, timeout_s=60):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,317 @@
+"""`burst_rt.hf`: what it reads of transformers' masks, and what it refuses on every rank. That
+models are right over ranks is tested in tests/mpi/test_models.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_models import make_batch, make_model
+from transformers import masking_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+import burst_rt
+import burst_rt.hf
+from burst_rt import Causal, Chunked, Full, Mask, SlidingWindow
+from burst_rt.errors import InputError
+from burst_rt.hf.masks import mask_of
+
+_NO_PADDING = torch.zeros(2, dtype=torch.int64)
+_POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2)
+
+MASKS: dict[str, tuple[Callable[..., Any], Mask]] = {
+    "causal": (masking_utils.causal_mask_function, Causal()),
+    "full": (masking_utils.bidirectional_mask_function, Full()),
+    "window": (
+        masking_utils.sliding_window_causal_mask_function(4),
+        Causal() & SlidingWindow(3),
+    ),
+    "window both ways": (
+        masking_utils.sliding_window_bidirectional_mask_function(4),
+        SlidingWindow(4, 4),
+    ),
+    "chunks": (masking_utils.chunked_causal_mask_function(4, _NO_PADDING), Causal() & Chunked(4)),
+    "either": (
+        masking_utils.or_masks(
+            masking_utils.sliding_window_bidirectional_mask_function(2),
+            masking_utils.causal_mask_function,
+        ),
+        SlidingWindow(2, 2) | Causal(),
+    ),
+}
+
+
+def _cells(mask: Mask, tokens: int) -> torch.Tensor:
+    """Which key each query sees, by spans."""
+    import numpy as np
+
+    spans = mask.bound(tokens, tokens).spans(np.arange(tokens))
+    starts, stops = (torch.from_numpy(x.copy()) for x in (spans.starts, spans.stops))
+    keys = torch.arange(tokens)
+    return ((keys >= starts[..., None]) & (keys < stops[..., None])).any(-2).reshape(tokens, tokens)
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_a_mask_function_is_read(case: str) -> None:
+    """By the cells that the function itself shows."""
+    function, expected = MASKS[case]
+    places = torch.arange(12)
+    shown = function(0, 0, places[:, None], places)
+    found = mask_of(function)
+    assert torch.equal(_cells(found, 12), torch.broadcast_to(shown, (12, 12)))
+    assert torch.equal(_cells(found, 12), _cells(expected, 12))
+
+
+def test_documents_are_left_to_shard() -> None:
+    packed = masking_utils.find_packed_sequence_indices(_POSITIONS)
+    function = masking_utils.packed_sequence_compatibility_function(
+        masking_utils.causal_mask_function, _POSITIONS, packed
+    )
+    assert mask_of(function) == Causal()
+
+
+def _own(batch: int, head: int, q: int, kv: int) -> bool:
+    return kv <= q
+
+
+UNREADABLE: dict[str, tuple[Callable[..., Any], str]] = {
+    "the user's own": (masking_utils.and_masks(_own), "mask function .*_own"),
+    "image tokens": (
+        masking_utils.blockwise_overlay(torch.zeros(1, 4)),
+        "mask function .*blockwise_overlay",
+    ),
+    "chunks behind padding": (
+        masking_utils.chunked_causal_mask_function(4, _NO_PADDING + 1),
+        "expected rows without padding before their tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_mask_function_that_is_not_known_is_refused(case: str) -> None:
+    function, message = UNREADABLE[case]
+    with pytest.raises(InputError, match=message):
+        mask_of(function)
+
+
+def test_other_models_losses_stay_as_they_are() -> None:
+    logits, labels = torch.randn(1, 5, 7), torch.tensor([[1, 2, 3, -100, 4]])
+    loss = LOSS_MAPPING["ForCausalLM"](logits=logits, labels=labels, vocab_size=7)
+    expected = transformers.loss.loss_utils.ForCausalLMLoss(logits, labels, 7)
+    assert torch.equal(loss, expected)
+
+
+def _over_ranks(
+    model: Any, call: Callable[[Any, dict[str, Any], burst_rt.Context], object], kind: str = "plain"
+) -> list[str]:
+    """What each of two ranks refuses a call with."""
+    model.set_attn_implementation("burst_rt")
+    name = "T5Gemma" if model.config.is_encoder_decoder else "Llama"
+
+    def run(ctx: burst_rt.Context) -> str:
+        with pytest.raises(InputError) as caught:
+            call(deepcopy(model), burst_rt.hf.shard(make_batch(name, kind), ctx), ctx)
+        assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
+        return re.sub(r"^(rank \d: )*", "", str(caught.value))
+
+    return burst_rt.run_local(2, run, timeout_s=60)
+
+
+def _naive(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return model(input_ids=part["input_ids"], labels=part["input_ids"])
+
+
+def _one_rank_naive(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return model(**part) if ctx.rank == 0 else _naive(model, part, ctx)
+
+
+def _local_positions(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    positions = torch.arange(part["input_ids"].shape[1])[None]
+    return model(**{**part, "position_ids": positions})
+
+
+def _without_positions(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return model(**{name: x for name, x in part.items() if name != "position_ids"})
+
+
+def _as_it_is(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return model(**part)
+
+
+def _with_a_matrix(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    tokens = part["input_ids"].shape[1]
+    return model(**part, attention_mask=torch.ones(2, 1, tokens, tokens))
+
+
+def _with_router(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return model(**part, output_router_logits=True)
+
+
+def _without_shifted_labels(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return model(**{name: x for name, x in part.items() if name != "shift_labels"})
+
+
+def _small(kind: str, model: str, **options: Any) -> Callable[[], Any]:
+    config = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "pad_token_id": 0, "use_cache": False, **options,
+    }  # fmt: skip
+
+    def make() -> Any:
+        return getattr(transformers, model)(getattr(transformers, kind)(**config)).train()
+
+    return make
+
+
+def _mixtral() -> Any:
+    model = make_model("Mixtral")
+    model.config.output_router_logits = True
+    return model
+
+
+def _bart() -> Any:
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0,
+        max_position_embeddings=128, is_encoder_decoder=False,
+    )  # fmt: skip
+    return transformers.BartForCausalLM(config).eval()
+
+
+def _t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0
+    )
+    return transformers.T5EncoderModel(config).eval()
+
+
+def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return model(input_ids=part["input_ids"], burst_rt=part["burst_rt"])
+
+
+_DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+# Of two ranks that share 75 tokens in zigzag, one ends at 56.
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4, "original_max_position_embeddings": 60,
+}  # fmt: skip
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "a shard without the keyword": (
+        lambda: make_model("Llama"), _naive, "expected the keyword 'burst_rt', got none",
+    ),
+    "a shard without the keyword, on one rank": (
+        lambda: make_model("Llama"), _one_rank_naive, "expected the keyword 'burst_rt', got none",
+    ),
+    "positions that count on this rank": (
+        lambda: make_model("Llama"), _local_positions, "position_ids: expected those of",
+    ),
+    "no positions": (
+        lambda: make_model("Llama"), _without_positions, "position_ids: expected those of",
+    ),
+    "labels that are not shifted": (
+        lambda: make_model("Llama"), _without_shifted_labels, "expected shift_labels",
+    ),
+    "dropout": (
+        _small("LlamaConfig", "LlamaForCausalLM", attention_dropout=0.1), _as_it_is,
+        "attention_dropout: expected 0, got 0.1",
+    ),
+    "a mask of its own for each row": (
+        lambda: make_model("Llama"), _with_a_matrix,
+        r"attention_mask: expected .*, got Tensor of shape \(2, 1,",
+    ),
+    "a router's loss": (_mixtral, _as_it_is, "output_router_logits"),
+    "a router's loss in the call": (
+        lambda: make_model("Mixtral"), _with_router, "output_router_logits",
+    ),
+    "positions that a model does not take": (_bart, _as_it_is, "takes no position_ids"),
+    "a bias of positions": (_t5, _call_encoder, r"position_bias \(T5's\) is not done"),
+    "longrope across its boundary": (
+        _small(
+            "Phi3Config", "Phi3ForCausalLM", rope_parameters=_LONG,
+            original_max_position_embeddings=60,
+        ),
+        _as_it_is,
+        "'longrope' looks at the largest position, and ranks have 56 to 74, on both sides of 60",
+    ),
+    "dynamic rotary scaling": (
+        _small(
+            "LlamaConfig", "LlamaForCausalLM", rope_parameters=_DYNAMIC,
+            max_position_embeddings=40,
+        ),
+        _as_it_is,
+        "'dynamic' looks at the largest position",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_call_that_would_be_wrong_is_refused_on_every_rank(case: str) -> None:
+    make, call, message = REFUSED[case]
+    first, second = _over_ranks(make(), call)
+    assert re.search(message, first), first
+    assert re.search(message, second), second
+
+
+def test_labels_of_rows_are_refused() -> None:
+    batch = {"input_ids": make_batch("Llama", "plain")["input_ids"], "labels": torch.zeros(2)}
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match="labels of whole sequences cannot be cut"):
+            burst_rt.hf.shard(batch, ctx)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_a_loss_whose_model_keeps_the_keyword_to_itself() -> None:
+    """Token classifiers call their loss without the keywords of their forward."""
+    model = _small("LlamaConfig", "LlamaForTokenClassification", classifier_dropout=0.0)()
+    batch = make_batch("Llama", "plain")
+    batch["labels"] %= 2
+    batch["labels"][0, :30] = -100
+    expected = deepcopy(model)(**batch).loss.item()
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> float:
+        part = burst_rt.hf.shard(batch, ctx)
+        return float(deepcopy(model)(**part).loss.item())
+
+    assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def test_dynamic_rotary_scaling_once_it_is_prepared() -> None:
+    make = _small(
+        "LlamaConfig", "LlamaForCausalLM", rope_parameters=_DYNAMIC, max_position_embeddings=40
+    )
+    torch.manual_seed(0)
+    model, batch = make(), make_batch("Llama", "plain")
+    expected = deepcopy(model)(**batch).logits
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> torch.Tensor:
+        mine = burst_rt.hf.prepare(deepcopy(model))
+        part = burst_rt.hf.shard(batch, ctx)
+        layout: burst_rt.ContextLayout = part["burst_rt"].batch.layout
+        return layout.unshard(mine(**part).logits.detach())
+
+    for found in burst_rt.run_local(3, run, timeout_s=60):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sum_of_losses_over_a_number_that_is_given() -> None:
+    """As transformers' Trainer asks for it with gradient accumulation."""
+    model, batch = make_model("Llama"), make_batch("Llama", "plain")
+    expected = model(**batch, num_items_in_batch=torch.tensor(500)).loss.item()
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> float:
+        part = burst_rt.hf.shard({**batch, "num_items_in_batch": torch.tensor(500)}, ctx)
+        return float(deepcopy(model)(**part).loss.item())
+
+    assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
