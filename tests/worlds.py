@@ -142,7 +142,8 @@ def attend(ctx: Context, case: Case, inputs: Inputs | None = None) -> Attention:
         None if x.grad is None else side.unshard(x.grad.cpu())
         for side, x in zip(sides, (q, k, v), strict=True)
     ]
-    grads.append(None if sinks is None or sinks.grad is None else sinks.grad.cpu())
+    # A rank has its own share of the gradient of what all ranks hold.
+    grads.append(None if sinks is None or sinks.grad is None else ctx.all_reduce(sinks.grad.cpu()))
     return Attention(
         layout.unshard(out.detach().cpu()),
         layout.unshard(lse.detach().cpu(), dim=2),

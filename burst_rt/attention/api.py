@@ -93,8 +93,9 @@ def burst_attention(
         Computed on in lse's dtype; they must not require grad.
     sinks: `[heads]`, any float dtype: the score of one more key of each head, which every query
         sees and whose value is 0, as gpt-oss has them. Neither scaled nor capped. lse counts it:
-        a query that sees no key has lse = sink. Differentiable: the gradient is the sum over all
-        ranks, on every rank. Slopes and sinks must hold the same values on every rank.
+        a query that sees no key has lse = sink. Differentiable: the gradient is this rank's
+        share, as for any parameter that all ranks hold; DDP, FSDP2 or an all-reduce adds the
+        shares up. Slopes and sinks must hold the same values on every rank.
     dropout_p: 0. Dropout is refused: attention is exact here.
     strategy: "ring-kv", "burst", "bidirectional", "two-level[:N]", "direct", "all-to-all",
         "hybrid[:N]" (see `planning.strategies`), or "auto". Where `burst-rt calibrate` has measured

@@ -52,10 +52,9 @@ def run_forward(
 def run_backward(
     call: Call, qkv: QKV, results: Results, terms: ScoreTerms = _NONE
 ) -> tuple[Gradients, torch.Tensor | None]:
-    """The gradients of this rank's tokens, and of the sinks; None for one that is not needed.
+    """The gradients of this rank's tokens, and its share of the sinks'; None for one not needed.
 
-    The gradient of the sinks is the sum over all ranks, on every rank. Collective; blocks and
-    raises as `burst_attention` does.
+    Collective; blocks and raises as `burst_attention` does.
     """
     contract, runtime = call.backward_contract, call.setup.runtime
     with _autocast_off(qkv.q.device.type):

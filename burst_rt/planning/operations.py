@@ -20,7 +20,6 @@ __all__ = [
     "Delta",
     "Finish",
     "ForwardTile",
-    "SumSinks",
     "Tensors",
     "TileOperation",
 ]
@@ -67,14 +66,6 @@ class Delta:
 
     part: int  # index of the part of the rows
     name: ClassVar[str] = "delta"
-
-
-@dataclass(frozen=True)
-class SumSinks:
-    """Adds up all ranks' shares of the gradient of the sinks, in the place of the rank's own."""
-
-    shares: tuple[int, ...]  # number of the part of each rank's share
-    name: ClassVar[str] = "sum sinks"
 
 
 @dataclass(frozen=True)

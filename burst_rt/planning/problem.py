@@ -158,5 +158,5 @@ class Problem:
 
     @property
     def sink_bytes(self) -> int:
-        """Bytes of one rank's share of the sinks' gradient: float64. 0 where it is not needed."""
+        """Bytes of a rank's share of the sinks' gradient: float64. 0 where it is not needed."""
         return 8 * self.num_heads * self.scores.sinks_need_grad

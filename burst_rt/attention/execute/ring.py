@@ -30,7 +30,6 @@ from burst_rt.planning.operations import (
     Delta,
     Finish,
     ForwardTile,
-    SumSinks,
     Tensors,
     TileOperation,
 )
@@ -156,8 +155,8 @@ class Run:
         """
         part = self.part_id(role, index)
         if part in self.plan.program_graph.sent:
-            # Tensors of tokens travel with their tokens first.
-            of_tokens = role not in (Role.ROWS, Role.DSINKS)
+            # All but lse and delta travel with their tokens first.
+            of_tokens = role is not Role.ROWS
             wire = (block.transpose(0, 1) if of_tokens else block).contiguous()
             block = wire.transpose(0, 1) if of_tokens else wire
             if self.plan.chunks:
@@ -284,7 +283,7 @@ class ForwardRun(Run):
 class BackwardRun(Run):
     """One backward call. After the run `grads()` returns dq, dk and dv.
 
-    dsinks: the sum over all ranks, float64 `[heads]`; None where it is not needed.
+    dsinks: the sum over this rank's queries, float64 `[heads]`; None where it is not needed.
     """
 
     def __init__(self, binding: Binding) -> None:
@@ -309,11 +308,9 @@ class BackwardRun(Run):
         if self.plan.key.problem.scores.sinks_need_grad:
             assert self._sinks is not None
             self.dsinks = torch.zeros_like(self._sinks, dtype=torch.float64)
-            self.bind_part(Role.DSINKS, 0, self.dsinks)
         self.operations |= {
             BackwardTile: self._backward,
             Delta: self.make_delta,
-            SumSinks: self._sum_sinks,
             Add: self._add,
         }
 
@@ -358,15 +355,6 @@ class BackwardRun(Run):
             top, delta = rows
             share = torch.exp(self._sinks[:, None] - top).mul_(delta)
             self.dsinks.sub_(share.sum((0, 2), dtype=torch.float64))
-
-    def _sum_sinks(self, op: SumSinks) -> None:
-        """Adds the shares in the order of the ranks, which is the same on every rank."""
-        assert self.dsinks is not None
-        total = torch.zeros_like(self.dsinks)
-        for part in op.shares:
-            own = self.tensors.get(part)
-            total += self.storage[part].view(torch.float64) if own is None else own
-        self.dsinks.copy_(total)
 
     def _add(self, op: Add) -> None:
         total = self.tensors[op.own]

@@ -106,6 +106,10 @@ def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: in
     name, number = check_name(strategy)
     if name == "burst-untiled":
         return choose(problem, "burst", forward=forward)._replace(strategy=name, kernel="untiled")
+    if not forward and not any(problem.needs_grad):
+        # Sinks alone need a gradient. It follows from lse and delta: whatever the strategy, there
+        # are no tiles and no messages.
+        return Choice(backward_ring(problem, queries_travel=False), "ring-kv", {"ring-kv": 0})
     programs = dict(_programs(problem, name, number, forward, ranks_per_node))
     candidates = {label: program.wire_bytes() for label, program in programs.items()}
     taken = name if name in programs else min(candidates, key=candidates.__getitem__)

@@ -34,8 +34,13 @@ from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.hops import blocks_of
 from burst_rt.planning.strategies.program import Footprint
-from burst_rt.planning.strategies.ring import Ring, RingBuilder, backward_ring, forward_ring
-from burst_rt.planning.strategies.sinks import own_share, share_bytes_sent, sum_shares
+from burst_rt.planning.strategies.ring import (
+    Ring,
+    RingBuilder,
+    backward_ring,
+    dsinks,
+    forward_ring,
+)
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
 __all__ = ["Hybrid", "Keep", "Pack", "Unpack", "backward_hybrid", "forward_hybrid"]
@@ -181,8 +186,7 @@ class Hybrid:
             for role in (*self.gathered, *self.returned)
             for rank in range(self.problem.world_size)
         )
-        shares = 0 if self.forward else share_bytes_sent(self.problem)
-        return shares + spread + self.group_size * self.ring.wire_bytes()
+        return spread + self.group_size * self.ring.wire_bytes()
 
     def footprint(self, rank: int) -> Footprint:
         """See `Program.footprint`. Copies are gathered tensors, and results before they go back."""
@@ -237,14 +241,12 @@ class _HybridBuilder:
         return self.g.build()
 
     def _delta(self) -> None:
-        """Adds lse and delta of the rank's own queries, and the gradient of the sinks."""
+        """Adds lse and delta of the rank's own queries, from which the sinks' gradient follows."""
         problem, rows = self.hybrid.problem, self.hybrid.shard_len(Role.ROWS, self.rank)
-        share = own_share(self.g, problem)
         if rows:
             cost = Cost(0, 2 * rows * problem.out_token_bytes)
-            adds: list[Buffer | Part] = [self.local[Role.ROWS], *share]
+            adds: list[Buffer | Part] = [self.local[Role.ROWS], *dsinks(self.g, problem)]
             self.g.compute("delta", Delta(0), accumulates=adds, cost=cost)
-        sum_shares(self.g, problem, self.inner.agreed, self.inner.end_tag)
 
     def _spread(self, roles: tuple[Role, ...], *, gather: bool) -> None:
         """One exchange of everything between the members.

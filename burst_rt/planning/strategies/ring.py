@@ -44,10 +44,9 @@ from burst_rt.planning.roles import GRADIENTS, Role
 from burst_rt.planning.strategies.hops import Hops, num_blocks, num_tokens
 from burst_rt.planning.strategies.program import AGREE, Footprint
 from burst_rt.planning.strategies.routes import OneRing, Route
-from burst_rt.planning.strategies.sinks import own_share, share_bytes_sent, sum_shares
 from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, Lane, Part
 
-__all__ = ["Ring", "RingBuilder", "backward_ring", "forward_ring", "travels_whole"]
+__all__ = ["Ring", "RingBuilder", "backward_ring", "dsinks", "forward_ring", "travels_whole"]
 
 # The most tokens of a shard that travels as one block: with so few, a tile takes less time than the
 # overhead of a task.
@@ -91,11 +90,24 @@ class Ring(Hops):
         return self.problem.world_size
 
     def __str__(self) -> str:
+        if not self.adds:
+            return "nothing travels"
         return ", ".join(_roles((*self.bundle, *self.sums))) + " travel"
 
     @property
     def forward(self) -> bool:
         return self.operation is ForwardTile
+
+    @property
+    def adds(self) -> bool:
+        """Whether tiles add to anything. Where sinks alone need a gradient, there are no tiles."""
+        return bool(self.sums or self.home_sums)
+
+    @cached_property
+    def needed(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+        """See `Hops.needed`."""
+        nothing = ((),) * self.problem.world_size
+        return super().needed if self.adds else self._by_block(lambda owner, block: nothing)
 
     @cached_property
     def way(self) -> Hashable:
@@ -109,7 +121,7 @@ class Ring(Hops):
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
         sums = sum(size for _, size in self.sums)
-        sent = share_bytes_sent(self.problem) if self.operation is BackwardTile else 0
+        sent = 0
         for owner, blocks in enumerate(self.travelling):
             for block in range(len(blocks)):
                 sent += sum(
@@ -157,15 +169,15 @@ class Ring(Hops):
             for block in blocks
             if any(self.bundles[rank][block])
         )
-        everywhere = [(owner, b) for owner in range(problem.world_size) for b in blocks]
-        longest = max(self.block_len(*block) for block in everywhere)
-        lengths = (longest, kv_len) if self.queries_travel else (q_len, longest)
-        pieces = [
-            piece
-            for owner, block in everywhere
+        here = [
+            (owner, block)
+            for owner in range(problem.world_size)
+            for block in blocks
             if self.needed[owner][block][rank]
-            for piece in self.pieces(owner, block, rank)
         ]
+        longest = max((self.block_len(*block) for block in here), default=0)
+        lengths = (longest, kv_len) if self.queries_travel else (q_len, longest)
+        pieces = [piece for block in here for piece in self.pieces(*block, rank)]
         masked = any(piece.masked for piece in pieces)
         banded = any(piece.band for piece in pieces)
         tile = TileShape(
@@ -256,9 +268,9 @@ class RingBuilder:
     def deltas(self) -> None:
         """Adds delta = rowsum(dO * O) of the rank's own queries, once, before anything uses it.
 
-        Adds the gradient of the sinks too, which follows from delta.
+        The gradient of the sinks follows from lse and delta.
         """
-        share = own_share(self.g, self.ring.problem)
+        sinks = dsinks(self.g, self.ring.problem)
         travel = self.ring.queries_travel
         rows = self.own[Role.ROWS] if travel else self.home[Role.ROWS]
         lengths = (
@@ -270,10 +282,8 @@ class RingBuilder:
             if length:
                 cost = Cost(0, 2 * length * self.ring.problem.out_token_bytes)
                 self.g.compute(
-                    f"delta {part}", Delta(part), accumulates=[rows[part], *share], cost=cost
+                    f"delta {part}", Delta(part), accumulates=[rows[part], *sinks], cost=cost
                 )
-        # No exchange of a ring has the first tag: bundles and sums belong to hops from 1 on.
-        sum_shares(self.g, self.ring.problem, self.agreed, self.first_tag)
 
     def go_round(self) -> None:
         """Adds all hops, and brings the sums home."""
@@ -516,6 +526,13 @@ def backward_ring(
         route=route or _plain(problem, whole),
         whole=whole,
     )
+
+
+def dsinks(g: GraphBuilder, problem: Problem) -> list[Part]:
+    """The part that the deltas of a rank's queries add to; none where no gradient is needed."""
+    if not problem.scores.sinks_need_grad:
+        return []
+    return list(g.buffer(Role.DSINKS, initialised=True).parts)
 
 
 def travels_whole(problem: Problem) -> bool:

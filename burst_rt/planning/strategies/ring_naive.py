@@ -26,7 +26,6 @@ from burst_rt.planning.strategies.hops import num_blocks
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import Ring, RingBuilder, forward_ring
 from burst_rt.planning.strategies.routes import OneRing
-from burst_rt.planning.strategies.sinks import share_bytes_sent
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
 
 __all__ = [
@@ -150,8 +149,7 @@ class RingNaive:
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
-        shares = 0 if self.forward else share_bytes_sent(self.problem)
-        return shares + sum(ring.wire_bytes() for ring in self.rounds)
+        return sum(ring.wire_bytes() for ring in self.rounds)
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
