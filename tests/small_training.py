@@ -1,4 +1,4 @@
-"""A small training run: a decoder, four sequences, and the losses of its steps.
+"""A small training run: a decoder with learned sinks, four sequences, and its steps' losses.
 
 On one process without burst_rt (`alone`), and on ranks (`train`), however the model is spread over
 them. The numbers of tokens divide by nothing, and tokens without a label are dealt unevenly, so
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import burst_rt
@@ -39,7 +41,21 @@ adamw: MakeOptimizer = partial(torch.optim.AdamW, lr=0.01)
 
 def make_decoder() -> Decoder:
     """The decoder as all processes begin with it."""
-    return Decoder(_CONFIG, seed=3)
+    decoder = Decoder(_CONFIG, seed=3)
+    for block in decoder.blocks:
+        # Sinks that take most of the weight: with gradients of twice the size losses are off by
+        # 1e-3.
+        attention = block.get_submodule("attention")
+        attention.sinks = nn.Parameter(torch.full((_CONFIG.heads,), 4.0))
+        attention.register_forward_pre_hook(_give_sinks)
+    return decoder
+
+
+def _give_sinks(attention: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an attention's forward, the last of which attends."""
+    *others, attend = args
+    sinks = attention.sinks.to_local() if isinstance(attention.sinks, DTensor) else attention.sinks
+    return (*others, partial(attend, sinks=sinks))
 
 
 def sequences(part: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -68,10 +84,14 @@ def alone(make_optimizer: MakeOptimizer) -> list[float]:
     return losses
 
 
-def _attend_alone(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:
+def _attend_alone(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor, sinks: Tensor) -> Tensor:
+    """A sink is one more key for every query: its score is the sink, its value is 0."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSGE, v_BSGE))
-    out_BHSE = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out_BHSE.transpose(1, 2)
+    k, v = (functional.pad(x, (0, 0, 1, 0)) for x in (k, v))
+    later_HSS = torch.full((TOKENS, TOKENS), -torch.inf).triu(1).expand(len(sinks), -1, -1)
+    bias_HST = torch.cat((sinks[:, None, None].expand(-1, TOKENS, 1), later_HSS), -1)
+    attend = functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=bias_HST, enable_gqa=True).transpose(1, 2)
 
 
 def train(

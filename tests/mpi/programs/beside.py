@@ -23,11 +23,13 @@ from small_training import (
     sgd,
     train,
 )
+from torch import nn
 from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -83,6 +85,9 @@ def tensor_parallel(folder: Path) -> list[float]:
     }
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], plan)
+        attention = block.get_submodule("attention")
+        sinks = distribute_tensor(attention.get_parameter("sinks"), mesh["tp"], [Shard(0)])
+        attention.sinks = nn.Parameter(sinks)
     fully_shard(model, mesh=mesh["cp"])
     with burst_rt.init(group=mesh["cp"]) as ctx:
         return train(model, sgd(model.parameters()), ctx, mesh["cp"])
