@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from burst_rt.attention.call import Call, check_values
-from burst_rt.attention.execute import RUNS, Binding
+from burst_rt.attention.execute import Binding, run_types
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import DeviceError, InputError
@@ -39,7 +39,7 @@ def run_forward(
         except InputError as error:
             runtime.refuse(contract.call, error)
         with _bound(call, contract, plan, qkv, terms) as binding:
-            run = RUNS[type(plan.choice.program)].forward(binding)
+            run = run_types(type(plan.choice.program)).forward(binding)
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),
@@ -64,7 +64,7 @@ def run_backward(
         except InputError as error:
             runtime.refuse(contract.call, error)
         with _bound(call, contract, plan, qkv, terms, results) as binding:
-            run = RUNS[type(plan.choice.program)].backward(binding)
+            run = run_types(type(plan.choice.program)).backward(binding)
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),

@@ -18,10 +18,12 @@ from worlds import Case, attend, attend_over_threads
 
 import burst_rt
 from burst_rt import Causal, Context, Full, Mask
-from burst_rt.errors import InputError
+from burst_rt.attention.execute import run_types
+from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import sum_dtype
 from burst_rt.planning.layouts import KINDS
 from burst_rt.planning.masks import Relation
+from burst_rt.planning.strategies import Hybrid, Program, Ring, RingNaive
 from burst_rt.runtime.machine import Slots
 
 _WORLDS = (1, 2, 3, 4, 5, 8)
@@ -549,3 +551,16 @@ def test_a_custom_spec_goes_through_the_function() -> None:
         assert torch.equal(lse, expected[1])
 
     burst_rt.run_local(2, run)
+
+
+def test_the_module_that_runs_a_program_is_found_by_the_name_of_the_one_that_makes_it() -> None:
+    programs: tuple[type[Program], ...] = (Ring, Hybrid, RingNaive)
+    for program in programs:
+        for run in run_types(program):
+            assert run.__module__.rpartition(".")[2] == program.__module__.rpartition(".")[2]
+
+    class Unheard(Ring):
+        __module__ = "burst_rt.planning.strategies.unheard"
+
+    with pytest.raises(InternalError, match=r"expected burst_rt\.attention\.execute\.unheard with"):
+        run_types(Unheard)

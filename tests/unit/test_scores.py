@@ -159,10 +159,13 @@ def test_a_backward_that_sinks_alone_need_has_no_messages_and_no_tiles(strategy:
         shares = []
         for needed in (False, True):
             sinks = given.detach().requires_grad_()
-            out = burst_rt.burst_attention(
-                q.detach().requires_grad_(needed), k, v, mask=case.mask, layout=layout,
-                sinks=sinks, strategy=strategy,
-            )  # fmt: skip
+            options: dict[str, Any] = {
+                "mask": case.mask, "layout": layout, "sinks": sinks, "strategy": strategy,
+            }  # fmt: skip
+            queries = q.detach().requires_grad_(needed)
+            out = burst_rt.burst_attention(queries, k, v, **options)
+            told = burst_rt.explain(queries, k, v, **options)
+            assert ("nothing travels" in str(told)) != needed
             before = ctx.stats().bytes_sent
             out.backward(dout)
             assert (ctx.stats().bytes_sent > before) == needed

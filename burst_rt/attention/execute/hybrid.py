@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, dense
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, RunTypes, dense
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels import Gradients, ScoreTerms
 from burst_rt.planning.operations import Delta
@@ -20,7 +20,7 @@ from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Hybrid, Ring
 from burst_rt.planning.strategies.hybrid import Keep, Pack, Unpack
 
-__all__ = ["HybridBackwardRun", "HybridForwardRun"]
+__all__ = ["RUNS"]
 
 # The dimensions of tokens and heads, for tensors that are not [batch, tokens, heads, head_dim],
 # where tokens are dimension 1 and heads dimension 2.
@@ -177,3 +177,6 @@ class HybridBackwardRun(_Spread, BackwardRun):
         """Writes lse and delta of the rank's own queries and all heads, before the gathering."""
         rows = self.local[Role.ROWS]
         self.delta(0, rows.shape[3], rows)
+
+
+RUNS = RunTypes(HybridForwardRun, HybridBackwardRun)

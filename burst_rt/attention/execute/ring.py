@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -39,7 +40,7 @@ from burst_rt.planning.strategies import Ring
 from burst_rt.runtime.machine import Machine, Slots
 from burst_rt.transport.staged import ToDevice, ToHost
 
-__all__ = ["BackwardRun", "Binding", "ForwardRun", "Run", "dense"]
+__all__ = ["RUNS", "BackwardRun", "Binding", "ForwardRun", "Run", "RunTypes", "dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +362,16 @@ class BackwardRun(Run):
         arrived = self._view(op.role, op.arrived, self.rank, op.block)
         for start, stop in op.rows:
             total[:, start:stop] += arrived[:, start:stop]
+
+
+class RunTypes(NamedTuple):
+    """The two classes that run one kind of program."""
+
+    forward: type[ForwardRun]
+    backward: type[BackwardRun]
+
+
+RUNS = RunTypes(ForwardRun, BackwardRun)
 
 
 def _head_dim(problem: Problem, role: Role) -> int:

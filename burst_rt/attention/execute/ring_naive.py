@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run
+from burst_rt.attention.execute.ring import BackwardRun, Binding, ForwardRun, Run, RunTypes
 from burst_rt.attention.planner import Plan
 from burst_rt.kernels.naive import dense_scores, per_group, per_head
 from burst_rt.planning.operations import Finish, TileOperation
@@ -25,7 +25,7 @@ from burst_rt.planning.strategies.ring_naive import (
     Weigh,
 )
 
-__all__ = ["RingNaiveBackwardRun", "RingNaiveForwardRun"]
+__all__ = ["RUNS"]
 
 
 class _Rows(Run):
@@ -150,3 +150,6 @@ class RingNaiveBackwardRun(_Rows, BackwardRun):
                 sums[Role.DQ][:, rows] += (ds @ k[:, :, columns]).transpose(1, 2)
             if Role.DK in sums:
                 sums[Role.DK][:, columns] += per_group(ds.mT @ q[:, :, rows], kv_heads)
+
+
+RUNS = RunTypes(RingNaiveForwardRun, RingNaiveBackwardRun)
