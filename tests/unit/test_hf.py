@@ -197,7 +197,7 @@ def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> ob
 
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-# Of two ranks that share 75 tokens in zigzag, one ends at 56.
+# Of two ranks that share 75 tokens in zigzag, one ends at 55.
 _LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
     "long_factor": [2.0] * 4, "original_max_position_embeddings": 60,
@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
             original_max_position_embeddings=60,
         ),
         _as_it_is,
-        "'longrope' looks at the largest position, and ranks have 56 to 74, on both sides of 60",
+        "'longrope' looks at the largest position, and ranks have 55 to 74, on both sides of 60",
     ),
     "dynamic rotary scaling": (
         _small(
