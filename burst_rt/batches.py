@@ -18,7 +18,7 @@ from torch.nn import functional
 from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Causal, Documents, Mask
+from burst_rt.planning.masks import Causal, Documents, Full, Mask
 from burst_rt.runtime.mean import RanksOrGroup, mean_over_ranks
 from burst_rt.runtime.refusing import refuse
 
@@ -38,9 +38,8 @@ class ShardedBatch:
     """This rank's part of a batch. Tensors are on the context's device, in the layout's order."""
 
     layout: ContextLayout
-    # What packed documents and padding hide; None: nothing. Masks of models go on top:
-    # `Causal() & mask`.
-    mask: Mask | None
+    # What packed documents and padding show, to go with a model's own: `Causal() & mask`.
+    mask: Mask
     # What the batch held of input_ids, inputs_embeds, labels, attention_mask and token_type_ids.
     tensors: dict[str, torch.Tensor] = field(repr=False)
     # The tokens' positions, `[batch, tokens]`, or `[1, tokens]` where all rows have the same.
@@ -148,7 +147,7 @@ def _positions(given: torch.Tensor | None, rows: int, tokens: int) -> torch.Tens
     return found.cpu()
 
 
-def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask | None:
+def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask:
     """The mask of documents and padding; takes the bounds of documents out of the batch."""
     bounds = [batch.pop(name) for name in _PACKING if name in batch]
     padding = batch.get("attention_mask")
@@ -161,7 +160,7 @@ def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask
         reason = packed.refuses(tokens, tokens, 1)
         if reason:
             _wrong("cu_seq_lens_q", f"a last bound of {tokens} tokens", reason)
-        return packed if len(bounds[0]) > 2 else None
+        return packed if len(bounds[0]) > 2 else Full()
     if padding is None:
         ids = np.cumsum(np.diff(positions, prepend=positions[:, :1] - 1) != 1, axis=1)
     else:
@@ -170,7 +169,7 @@ def _hidden(batch: dict[str, torch.Tensor], positions: Any, tokens: int) -> Mask
             _wrong("attention_mask", "0 for padding and 1 elsewhere", f"got up to {shown.max()}")
         places = np.broadcast_to(positions, shown.shape)
         ids = np.stack([_documents(*row) for row in zip(shown != 0, places, strict=True)])
-    return Documents(ids=ids) if ids.any() else None
+    return Documents(ids=ids) if ids.any() else Full()
 
 
 def _documents(shown: Any, positions: Any) -> Any:
@@ -187,9 +186,7 @@ def _documents(shown: Any, positions: Any) -> Any:
     return found
 
 
-def _layout(
-    ctx: Context, tokens: int, mask: Mask | None, layout: str | ContextLayout
-) -> ContextLayout:
+def _layout(ctx: Context, tokens: int, mask: Mask, layout: str | ContextLayout) -> ContextLayout:
     if tokens < ctx.world_size:
         _wrong("input_ids", f"at least a token for each of {ctx.world_size} ranks", f"got {tokens}")
     if isinstance(layout, ContextLayout):
@@ -198,9 +195,8 @@ def _layout(
             _wrong("layout", f"one of this context, for {tokens} tokens", got)
         return layout
     if layout == "auto":
-        layout = "zigzag" if mask is None else "balanced"
-    shown = Causal() if mask is None else Causal() & mask
-    followed = shown if layout == "balanced" else None
+        layout = "zigzag" if mask == Full() else "balanced"
+    followed = Causal() & mask if layout == "balanced" else None
     return ContextLayout(
         ctx.setup, choose_layout(ctx.setup, tokens, layout, followed, None, None, None)
     )

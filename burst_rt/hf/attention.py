@@ -76,7 +76,7 @@ def attend(
     if reason:
         _refuse(reason, part)
     assert isinstance(part, Part)
-    queries, keys, hidden = _sides(part, module)
+    queries, keys, shown = _sides(part, module)
     structure = attention_mask
     if not isinstance(structure, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -86,7 +86,7 @@ def attend(
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         layout=queries.layout, kv_layout=keys.layout,
-        mask=structure if hidden is None else structure & hidden,
+        mask=structure & shown,
         scale=scaling, softcap=softcap, sinks=s_aux,
     )  # fmt: skip
     return out, None
@@ -158,7 +158,7 @@ def _equal(given: torch.Tensor, batch: ShardedBatch) -> bool:
     return given.shape[-1] == expected.shape[-1] and bool((given == expected).all())
 
 
-def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask | None]:
+def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBatch, Mask]:
     """Whose tokens the queries and the keys of a layer are; what documents and padding show."""
     if part.encoder is None:
         return part.batch, part.batch, part.batch.mask

@@ -13,7 +13,7 @@ from burst_rt.attention.sharding import ContextLayout
 from burst_rt.batches import ShardedBatch, shard_batch
 from burst_rt.context import Context
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Documents, Mask
+from burst_rt.planning.masks import Documents, Full, Mask
 from burst_rt.runtime.mean import RanksOrGroup
 from burst_rt.runtime.refusing import refuse
 
@@ -37,7 +37,7 @@ class Part:
     group: RanksOrGroup  # whose tokens the loss is a mean of
     # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
     encoder: ShardedBatch | None = None
-    unpadded: Mask | None = None
+    unpadded: Mask = Full()
     # Whether rotary embeddings were told the largest position of all ranks (`prepare`).
     told: bool = False
 
@@ -131,9 +131,7 @@ def _shard_both(
     if decoder.shift_labels is not None:
         found["labels"] = decoder.shift_labels
     padding = tensors.get("attention_mask")
-    unpadded = None
-    if encoder.mask is not None and padding is not None:
-        unpadded = _unpadded(padding, decoder.layout.seq_len)
+    unpadded = Full() if padding is None else _unpadded(padding, decoder.layout.seq_len)
     return {
         **_named(encoder),
         **found,

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 import burst_rt
-from burst_rt import Causal, Documents
+from burst_rt import Causal, Documents, Full, Mask
 from burst_rt.errors import InputError
 
 _TOKENS = 23
@@ -44,7 +44,7 @@ def test_every_token_is_on_one_rank_with_its_successors_label(world_size: int, l
         assert torch.equal(shard.labels, labels[:, at])
         assert torch.equal(shard.token_type_ids, (_IDS % 2)[:, at])
         assert torch.equal(shard.shift_labels, successors[:, at])
-        assert shard.mask is None
+        assert shard.mask == Full()
         assert shard.largest_positions[rank] == at.max()
     assert torch.cat(places).sort().values.tolist() == list(range(_TOKENS))
 
@@ -65,9 +65,9 @@ def _ids(*rows: tuple[tuple[int, int], ...]) -> list[list[int]]:
     return [[number for number, count in row for _ in range(count)] for row in rows]
 
 
-MASKS: dict[str, tuple[dict[str, Any], Documents | None]] = {
-    "no mask": ({}, None),
-    "all tokens shown": ({"attention_mask": torch.ones(2, _TOKENS)}, None),
+MASKS: dict[str, tuple[dict[str, Any], Mask]] = {
+    "no mask": ({}, Full()),
+    "all tokens shown": ({"attention_mask": torch.ones(2, _TOKENS)}, Full()),
     "padding before": (
         {"attention_mask": _LEFT},
         Documents(ids=_ids(((-1, 5), (0, 18)), ((0, 23),))),
@@ -101,7 +101,7 @@ def test_documents_and_padding_become_a_mask(case: str) -> None:
     given, expected = MASKS[case]
     for shard in _shards(2, {"input_ids": _IDS, **given}):
         assert shard.mask == expected
-        assert shard.layout.kind == ("zigzag" if expected is None else "balanced")
+        assert shard.layout.kind == ("zigzag" if expected == Full() else "balanced")
 
 
 def test_bounds_of_documents_become_a_mask() -> None:
@@ -246,7 +246,6 @@ def test_the_mask_of_a_packed_batch_goes_with_a_models_own() -> None:
 
     def run(ctx: burst_rt.Context) -> torch.Tensor:
         shard = burst_rt.shard_batch(batch, ctx)
-        assert shard.mask is not None
         mine = [shard.layout.shard(x) for x in (q, k, v)]
         mask = Causal() & shard.mask
         out = burst_rt.burst_attention(*mine, layout=shard.layout, mask=mask)

@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,3 +317,38 @@ def test_the_sum_of_losses_over_a_number_that_is_given() -> None:
         return float(deepcopy(model)(**part).loss.item())
 
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
+
+
+_PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+
+
+class _Own(torch.nn.Module):
+    """A model of one's own: positions are added to what tokens are, then attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 16)
+        self.head = torch.nn.Linear(16, 64)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        x = self.embed(tokens) + positions[..., None] / 100
+        x = attend(*[x.unflatten(-1, (2, 8))] * 3).flatten(-2)
+        return torch.as_tensor(self.head(x))
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    """Its step with a model of transformers, and its step with a model of one's own."""
+    make_model("Llama").save_pretrained(tmp_path)
+    shown = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {
+        "path": tmp_path, "batches": [make_batch("Llama", "packed")] * 3, "partial": partial,
+    }  # fmt: skip
+    exec(next(block for block in shown if "from_pretrained" in block), names)
+    assert 0 < names["loss"].item() < 5
+    names |= {"batch": names["batches"][0], "model": _Own()}
+    exec(next(block for block in shown if "shard_batch" in block), names)
+    assert 0 < names["loss"].item() < 5
+    assert all(p.grad is not None for p in names["model"].parameters())
+    names["ctx"].close()
