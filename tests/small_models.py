@@ -145,10 +145,12 @@ def truth(name: str, kind: str) -> Truth:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name, whole where FSDP2 has sharded them."""
+    """By the name in the model itself, whole where FSDP2 has sharded them."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {
-        name.removeprefix("module."): grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        name.removeprefix("module.").removeprefix("_orig_mod."): grad.full_tensor()
+        if hasattr(grad, "full_tensor")
+        else grad
         for name, grad in found.items()
     }
 

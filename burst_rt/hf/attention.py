@@ -25,9 +25,12 @@ _NAME = "attn_implementation='burst_rt'"
 
 
 def register() -> None:
-    """Makes "burst_rt" an attention implementation of transformers. Idempotent."""
-    AttentionInterface.register(KEYWORD, attend)
-    AttentionMaskInterface.register(KEYWORD, _make_mask)
+    """Makes "burst_rt" an attention implementation of transformers. Idempotent.
+
+    Compiled models are cut there: masks cannot be made inside a compiled function.
+    """
+    AttentionInterface.register(KEYWORD, torch.compiler.disable(attend))
+    AttentionMaskInterface.register(KEYWORD, torch.compiler.disable(_make_mask))
 
 
 def _make_mask(

@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from burst_rt.batches import IGNORED_LABEL, token_losses
 from burst_rt.errors import InputError
-from burst_rt.hf.shard import KEYWORD, Part, part_of
+from burst_rt.hf.shard import KEYWORD, Part, is_of_part, part_of
 from burst_rt.runtime.mean import mean_over_ranks, sum_over_ranks
 from burst_rt.runtime.refusing import refuse
 
@@ -35,20 +35,28 @@ def _sharded(name: str, own: _Loss) -> _Loss:
     @wraps(own)
     def loss(*args: Any, **options: Any) -> torch.Tensor:
         labels = options.get("labels", args[1] if len(args) > 1 else None)
-        part = options.get(KEYWORD) or part_of(labels)
-        if part is None:
+        if options.get(KEYWORD) is None and not is_of_part(labels):
             return own(*args, **options)
-        compute = _LOSSES.get(name)
-        if compute is None:
-            error = InputError(
-                f"loss {name!r} is not done over ranks; expected one of {', '.join(_LOSSES)}; "
-                "compute it of the logits, with burst_rt.mean_over_ranks"
-            )
-            refuse("loss", error, part.ctx.runtime)
-        return compute(*args, **{**options, KEYWORD: part})
+        found: torch.Tensor = _over_ranks(name, labels, args, options)
+        return found
 
     setattr(loss, KEYWORD, True)
     return loss
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks meet
+def _over_ranks(
+    name: str, labels: object, args: tuple[Any, ...], options: dict[str, Any]
+) -> torch.Tensor:
+    part: Part = options.get(KEYWORD) or part_of(labels)
+    compute = _LOSSES.get(name)
+    if compute is None:
+        error = InputError(
+            f"loss {name!r} is not done over ranks; expected one of {', '.join(_LOSSES)}; "
+            "compute it of the logits, with burst_rt.mean_over_ranks"
+        )
+        refuse("loss", error, part.ctx.runtime)
+    return compute(*args, **{**options, KEYWORD: part})
 
 
 def _mean(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from burst_rt.attention.call import FULL
 from burst_rt.attention.sharding import ContextLayout
 from burst_rt.batches import ShardedBatch, shard_batch
 from burst_rt.context import Context
 from burst_rt.errors import InputError
-from burst_rt.planning.masks import Documents, Full, Mask
+from burst_rt.planning.masks import Documents, Mask
 from burst_rt.runtime.mean import RanksOrGroup
 from burst_rt.runtime.refusing import refuse
 
@@ -37,7 +38,7 @@ class Part:
     group: RanksOrGroup  # whose tokens the loss is a mean of
     # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
     encoder: ShardedBatch | None = None
-    unpadded: Mask = Full()
+    unpadded: Mask = FULL
     # Whether rotary embeddings were told the largest position of all ranks (`prepare`).
     told: bool = False
 
@@ -84,10 +85,20 @@ def shard(
     return {**others, **_named(cut), KEYWORD: _tagged(Part(ctx, cut, ranks))}
 
 
-def part_of(labels: object) -> Part | None:
-    """How the batch was cut that these labels are from: some models do not hand the keyword on."""
-    tag: Callable[[], Part | None] = getattr(labels, _TAG, lambda: None)
-    return tag()
+def is_of_part(labels: object) -> bool:
+    """Whether labels were cut by `shard`: some models do not hand the keyword on to their loss."""
+    return hasattr(labels, _TAG)
+
+
+def part_of(labels: object) -> Part:
+    """How the batch was cut that these labels are from."""
+    part: Part | None = getattr(labels, _TAG)()
+    if part is None:
+        raise InputError(
+            "loss: labels: expected those of the part that the model was called with; got labels "
+            "of a part that is gone; keep what burst_rt.hf.shard returns until the loss is known"
+        )
+    return part
 
 
 def _tagged(part: Part) -> Part:
@@ -131,7 +142,7 @@ def _shard_both(
     if decoder.shift_labels is not None:
         found["labels"] = decoder.shift_labels
     padding = tensors.get("attention_mask")
-    unpadded = Full() if padding is None else _unpadded(padding, decoder.layout.seq_len)
+    unpadded = FULL if padding is None else _unpadded(padding, decoder.layout.seq_len)
     return {
         **_named(encoder),
         **found,

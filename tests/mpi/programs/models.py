@@ -46,6 +46,11 @@ def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Any]]) -> dict[str, 
                 case = f"{name} packed {wrap.__name__}"
                 found[case] = _differences(ctx, name, "packed", truth, wrap=wrap)
         dist.destroy_process_group()
+    if ctx.world_size == 2:
+        truth, compiled = truths["Gemma3"]["packed"], partial(torch.compile, backend="aot_eager")
+        found["Gemma3 packed compiled"] = _differences(
+            ctx, "Gemma3", "packed", truth, wrap=compiled, after=average
+        )
     return found
 
 
