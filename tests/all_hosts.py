@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from dashboards import installed
 from hosts import hosts
 from slurm import slurm
 
+from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.checkpoint import find_checkpoint
 from burst_rt.telemetry.record import Record, replay
 
@@ -27,6 +29,18 @@ _TRAIN = [
 _SCRIPT = """#!/bin/bash
 [ -d run/checkpoints ] && resume=--resume
 srun --kill-on-bad-exit=1 --mpi=pmix {train} --out run $resume
+"""
+
+# Waits until the page shows four live ranks, and prints what it shows.
+_LOOK = """
+import sys
+from playwright.sync_api import expect, sync_playwright
+with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=sys.argv[1], args=["--no-sandbox"])
+    page = browser.new_page()
+    page.goto(sys.argv[2])
+    expect(page.get_by_text("node2").nth(1)).to_be_visible(timeout=30_000)
+    print(page.inner_text("body"))
 """
 
 
@@ -116,6 +130,32 @@ def test_the_page_can_be_followed_word_for_word(tmp_path: Path) -> None:
         batch = slurm(here)
         batch.ask("sbatch", "--wait", "job.sh", within_s=_WAIT_S)
         has_trained()
+
+
+def test_the_dashboard_shows_ranks_of_all_hosts(tmp_path: Path) -> None:
+    """In a browser on the login node, of a job whose ranks are elsewhere."""
+    browser = installed("chromium-headless-shell", "chromium", package="chromium-headless-shell")
+    program = str(Path(__file__).parent / "mpi" / "programs" / "host_trouble.py")
+    with hosts(2, tmp_path, "400mbit") as here:
+        command = [sys.executable, "-P", "-m", "burst_rt.launch.main", "run", "-n", "4"]
+        command += ["--dashboard", "--mpi-arg=--hostfile", f"--mpi-arg={here.hostfile()}", program]
+        job = here.start("login", command)
+        assert job.process.stderr is not None
+        link = next(
+            found[0] for line in job.process.stderr if (found := re.search(r"http://\S+", line))
+        )
+        deadline_s = time.monotonic() + _WAIT_S
+        while len(list(tmp_path.glob("begun-*"))) < 4:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        look = [sys.executable, "-P", "-c", _LOOK, browser, link]
+        page = here.start("login", look)
+        assert page.wait(_WAIT_S) == 0, page.text
+        kill_job(job.process)
+        here.wait_until_empty(_WAIT_S)
+    for rank in range(4):
+        place = f"rank {rank}\n● live\nnode{rank // 2 + 1} · cpu\n"
+        assert place in page.out, page.text
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
