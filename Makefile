@@ -28,8 +28,8 @@ run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 
 # What needs no MPI job of its own runs a test on each core.
 PARALLEL := -n logical --maxprocesses 8
-# MPI jobs of up to 5 ranks: half their time goes by waiting.
-JOBS := -n 2 --dist loadfile
+# MPI jobs of up to 5 ranks: half their time goes by waiting. Tests that share jobs are one group (xdist_group), the largest group first.
+JOBS := -n 2 --dist loadgroup
 
 test: $(ALL) ## all tests
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
