@@ -223,10 +223,14 @@ class AdamW:
                 for name, parameter in self._parameters.items()
                 if (parameter.dim() >= 2) == decays
             }
+            averages, squares = (
+                [self.moments[f"{moment}.{name}"] for name in group] for moment in _MOMENTS
+            )
             adamw(
                 list(group.values()),
                 [parameter.grad for parameter in group.values() if parameter.grad is not None],
-                *([self.moments[f"{moment}.{name}"] for name in group] for moment in _MOMENTS),
+                averages,
+                squares,
                 [],
                 [self._steps[name] for name in group],
                 amsgrad=False,
