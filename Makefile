@@ -26,10 +26,10 @@ help: ## this list
 run: $(RUN) ## train a small model on 2 ranks (under 3 minutes)
 	$(BIN)/burst-rt train -n 2
 
-# What needs no MPI job of its own runs a test on each core.
-PARALLEL := -n logical --maxprocesses 8
-# MPI jobs of up to 5 ranks: half their time goes by waiting.
-JOBS := -n 2 --dist loadfile
+# What needs no MPI job of its own runs a test on each core; a core that has none left takes over some of another's.
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+# MPI jobs of up to 5 ranks: half their time goes by waiting. Tests that share jobs are one group (xdist_group), the largest group first.
+JOBS := -n 2 --dist loadgroup
 
 test: $(ALL) ## all tests
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
@@ -53,12 +53,12 @@ lint: $(ALL) ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 # mypy cannot follow package_dir in the work tree, so it reads an installed copy; and it must not see the work tree's burst_rt at all,
-# which is why it is started elsewhere.
+# which is why it is started elsewhere. The second time it has read torch and the package already.
 types: $(ALL) ## mypy, strict, on the package and on the tests
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
-	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache/package -p burst_rt
-	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache/tests ../../tests
+	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt
+	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests
 
 unit: $(ALL) ## the tests that need no MPI job
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim

@@ -129,7 +129,7 @@ def single_process(
         )
     if visible is not None:
         lse = lse.masked_fill(~visible.any(-1), -torch.inf)
-    return Attention(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
+    return Attention(out.detach(), lse, *torch.autograd.grad((out * dout).sum(), (q, k, v)))
 
 
 def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:

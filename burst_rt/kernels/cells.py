@@ -84,7 +84,8 @@ def ask(mask: Function, *cells: torch.Tensor) -> torch.Tensor:
     Raises InputError where the function raises, or where the answer is not a tensor of booleans on
     their device that broadcasts to their shape.
     """
-    shape = torch.broadcast_shapes(*(x.shape for x in cells))
+    # torch's own broadcast_shapes loads sympy, half a second at the first call.
+    shape = np.broadcast_shapes(*(x.shape for x in cells))
     try:
         answer = mask.function(*cells)
     except Exception as error:

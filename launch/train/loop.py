@@ -31,12 +31,11 @@ from burst_rt.launch.train.data import (
     training_starts,
 )
 from burst_rt.launch.train.model import (
-    MOMENTS,
+    AdamW,
     Decoder,
     FlatGradients,
     ShardedDecoder,
     learning_rate,
-    make_optimizer,
 )
 from burst_rt.launch.train.report import LAST_STEPS, Evaluation, Report, StepRecord, Summary
 from burst_rt.launch.train.world import (
@@ -161,7 +160,7 @@ class Trainer:
         self._decoder = decoder.to(mesh.world.device)
         self._model = ShardedDecoder(self._decoder, mesh.context, config)
         self._gradients = FlatGradients(self._decoder)
-        self._optimizer = make_optimizer(self._decoder, weight_decay=config.weight_decay)
+        self._optimizer = AdamW(self._decoder, weight_decay=config.weight_decay)
 
     @property
     def num_parameters(self) -> int:
@@ -185,9 +184,7 @@ class Trainer:
         mesh.world.all_reduce(self._gradients.flat)
         grad_norm = self._gradients.clip(config.clip).item()
         lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self._optimizer.step(lr)
 
         after = mesh.context.stats()
         waited_s, sent = after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent
@@ -241,14 +238,9 @@ class Trainer:
         """The state after `step` steps. Its tensors are the live ones, to be written before the
         next step.
         """
-        named = list(self._decoder.named_parameters())
-        weights = {name: parameter.detach() for name, parameter in named}
-        moments = {
-            f"{moment}.{name}": self._optimizer.state[parameter][moment]
-            for name, parameter in named
-            for moment in MOMENTS
-        }
-        return Checkpoint(Manifest(step, self.config, self.corpus.fingerprint), weights, moments)
+        weights = {name: parameter.detach() for name, parameter in self._decoder.named_parameters()}
+        manifest = Manifest(step, self.config, self.corpus.fingerprint)
+        return Checkpoint(manifest, weights, self._optimizer.moments)
 
     def restore(self, shared: SharedCheckpoint) -> None:
         """Continue from a checkpoint. Collective; raises ConfigError on every rank when its tensors
@@ -257,8 +249,7 @@ class Trainer:
         step = shared.manifest.step
         live = self.checkpoint(step)
         shared.fill(self.mesh.world, live.weights, live.optimizer)
-        for state in self._optimizer.state.values():
-            state["step"].fill_(step)
+        self._optimizer.resume(step)
 
 
 @dataclass(frozen=True)

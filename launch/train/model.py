@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.adamw import adamw
 
 from burst_rt import burst_attention, checkpoint
 from burst_rt.context import Context
@@ -23,15 +24,14 @@ from burst_rt.launch.train.config import ModelConfig, TrainConfig
 from burst_rt.rotary import rotate, rotations
 
 __all__ = [
-    "MOMENTS", "Attend", "Decoder", "FlatGradients", "ShardedDecoder", "learning_rate",
-    "make_optimizer",
+    "AdamW", "Attend", "Decoder", "FlatGradients", "ShardedDecoder", "learning_rate",
 ]  # fmt: skip
 
 # Takes q, k, v as [batch, tokens, heads, head_dim] (k and v may have fewer heads), returns the
 # output in q's shape.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # The tensors of AdamW's state: one of each for every parameter.
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 # The learning rate ends at this part of its peak.
 _FLOOR = 0.1
 
@@ -190,21 +190,57 @@ def learning_rate(step: int, *, peak: float, warmup: int, steps: int) -> float:
     return peak * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: nn.Module, *, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (0.9, 0.95). Only matrices decay; each step sets its own learning rate."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
-    # The state is made now, not at the first step, so that every rank has tensors to receive a
-    # checkpoint into.
-    for parameter in (*matrices, *vectors):
-        moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-    return optimizer
+class AdamW:
+    """AdamW (0.9, 0.95) of a model whose gradients are there. Only matrices decay.
+
+    torch's update, without `torch.optim.AdamW` around it: to make one loads torch's compiler, a
+    second of CPU on every rank.
+    """
+
+    def __init__(self, model: nn.Module, *, weight_decay: float) -> None:
+        self._weight_decay = weight_decay
+        self._parameters = dict(model.named_parameters())
+        # Made now, not at the first step, so that every rank has tensors to receive a checkpoint
+        # into.
+        self.moments = {
+            f"{moment}.{name}": torch.zeros_like(parameter, requires_grad=False)
+            for name, parameter in self._parameters.items()
+            for moment in _MOMENTS
+        }
+        self._steps = {name: torch.tensor(0.0) for name in self._parameters}
+
+    def resume(self, step: int) -> None:
+        """Goes on after `step` steps, whose moments are there."""
+        for count in self._steps.values():
+            count.fill_(step)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Moves the weights."""
+        for decays in (True, False):
+            group = {
+                name: parameter
+                for name, parameter in self._parameters.items()
+                if (parameter.dim() >= 2) == decays
+            }
+            averages, squares = (
+                [self.moments[f"{moment}.{name}"] for name in group] for moment in _MOMENTS
+            )
+            adamw(
+                list(group.values()),
+                [parameter.grad for parameter in group.values() if parameter.grad is not None],
+                averages,
+                squares,
+                [],
+                [self._steps[name] for name in group],
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.95,
+                lr=lr,
+                weight_decay=self._weight_decay if decays else 0.0,
+                eps=1e-8,
+                maximize=False,
+            )
 
 
 class FlatGradients:

@@ -9,6 +9,7 @@ order.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -304,6 +305,9 @@ def job_world() -> Iterator[Context]:
     The block's Stopped, ConfigError or InputError, which all ranks raise alike, is said once and
     ends the job. So does a ConfigError of `init`.
     """
+    # What torch has loaded is never garbage. A collection would walk over all of it, on one rank
+    # while the others wait for it, and again and again at the end of the process.
+    gc.freeze()
     try:
         world = burst_rt.init()
     except ConfigError as error:

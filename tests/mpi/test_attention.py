@@ -18,13 +18,15 @@ from tolerances import ERROR, RATIO
 
 from burst_rt.errors import PeerLost
 
+# A world's job runs once.
+pytestmark = pytest.mark.xdist_group("attention")
 _PROGRAMS = Path(__file__).parent / "programs"
 _WORLDS = (1, 2, 3, 4, 5)
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @cache
-def _outcome(num_ranks: int, transport: str = "mpi") -> dict[str, Any]:  # JSON
+def _outcome(num_ranks: int, transport: str) -> dict[str, Any]:  # JSON
     """What the ranks found out, one job a world and transport."""
     by: Launcher = "torchrun" if transport == "torch" else "burst-rt run"
     with TemporaryDirectory() as folder:
@@ -62,7 +64,7 @@ def test_errors_are_those_of_one_process(num_ranks: int, transport: str) -> None
 def test_errors_do_not_grow_with_the_world() -> None:
     for case in ("full", "causal"):
         for field in ("out", "lse", "dq", "dk", "dv"):
-            by_world = [_outcome(n)["errors"][case][field][0] for n in _WORLDS]
+            by_world = [_outcome(n, "mpi")["errors"][case][field][0] for n in _WORLDS]
             assert max(by_world) <= RATIO * by_world[0], (case, field, by_world)
 
 
@@ -97,12 +99,6 @@ def test_the_same_bits_over_mpi_and_over_a_group(num_ranks: int) -> None:
 @pytest.mark.parametrize(("num_ranks", "by"), [(2, "torchrun"), (3, "burst-rt run")])
 def test_compiled_over_ranks(num_ranks: int, by: Launcher) -> None:
     job = run_job(_PROGRAMS / "attention_compiled.py", num_ranks, by=by)
-    assert job.exit_code == 0, job.text
-
-
-@pytest.mark.parametrize("num_ranks", [2])
-def test_compiled_over_ranks_of_a_group(num_ranks: int) -> None:
-    job = run_job(_PROGRAMS / "attention_compiled.py", num_ranks, by="torchrun")
     assert job.exit_code == 0, job.text
 
 

@@ -21,6 +21,7 @@ from burst_rt.telemetry.messages import Bye
 from burst_rt.telemetry.record import Record, replay
 from burst_rt.telemetry.views import Snapshot
 
+pytestmark = pytest.mark.xdist_group("telemetry")
 _TESTS = Path(__file__).parents[1]
 _PROGRAM = Path(__file__).parent / "programs" / "watched.py"
 _DEADLINE_S = 60.0

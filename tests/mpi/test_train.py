@@ -33,6 +33,7 @@ from burst_rt.launch.train.config import RunOptions, TrainConfig
 from burst_rt.launch.train.loop import train
 from burst_rt.telemetry.starting import HUB_MODULE
 
+pytestmark = pytest.mark.xdist_group("train")
 _JOB_DEADLINE_S = 90.0
 _STEPS = 50
 # 251 is prime: no world divides it.
@@ -363,60 +364,64 @@ def _assert_stopped(job: _Job, run: Path, signal_name: str, resume: str) -> None
     assert "Traceback" not in job.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def _wait_for_a_step(run: Path, done: int, process: subprocess.Popen[str]) -> None:
+    """Blocks until the run has taken more than `done` steps."""
+    _wait_for(run / "metrics.jsonl", process)
+    deadline_s = time.monotonic() + _JOB_DEADLINE_S
+    while (run / "metrics.jsonl").read_bytes().count(b"\n") <= done:
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
 def test_a_process_that_is_stopped_keeps_its_last_step(
-    runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals
+    runs: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    command = _burst_rt(
-        "train", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0"
-    )
-    process = _start(command, tmp_path)
-    _wait_for(run / "metrics.jsonl", process)
-    process.send_signal(number)
-    # Who asks twice at once (a terminal and a launcher) asks once.
-    process.send_signal(number)
-    job = _finish(process)
-    assert job.exit_code == 128 + number
-    _assert_stopped(job, run, number.name, "train")
-    assert job.err.count("\n") == 1, job.err
-    job = _run(tmp_path, "train", "--resume", "--out", str(run))
+    words = ["train", *_RUN, "--data", str(text), "--out", str(run), "--checkpoint-every", "0"]
+    done = 0
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        process = _start(_burst_rt(*words), tmp_path)
+        _wait_for_a_step(run, done, process)
+        process.send_signal(number)
+        # Who asks twice at once (a terminal and a launcher) asks once.
+        process.send_signal(number)
+        job = _finish(process)
+        assert job.exit_code == 128 + number
+        _assert_stopped(job, run, number.name, "train")
+        assert job.err.count("\n") == 1, job.err
+        done = len(_losses(run))
+        words = ["train", "--resume", "--out", str(run)]
+    job = _run(tmp_path, *words)
     assert job.exit_code == 0, job.err
     assert _losses(run) == _losses(runs["1"]), "bit for bit"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_job_that_is_stopped_keeps_its_last_step_and_says_how_to_go_on(
-    runs: dict[str, Path], text: Path, tmp_path: Path, number: signal.Signals
+    runs: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "a run"
-    process = _start(
-        _burst_rt(
-            "train",
-            "-n",
-            "2",
-            *_RUN,
-            "--data",
-            str(text),
-            "--out",
-            str(run),
-            "--checkpoint-every",
-            "0",
-        ),
-        tmp_path,
-    )
-    _wait_for(run / "metrics.jsonl", process)
-    process.send_signal(number)
-    job = _finish(process)
-    assert job.exit_code == 128 + number
-    last = int(_metrics(run)[-1]["step"])
-    *earlier, last_line = job.err.splitlines()
-    said, _, command = last_line.partition("; resume with: ")
-    assert said == f"burst-rt: stopped by {number.name} after step {last}"
-    assert [line.partition(",")[0] for line in earlier] == ["burst-rt: stopping after this step"]
-    assert shlex.split(command) == ["burst-rt", "train", "-n", "2", "--resume", "--out", str(run)]
-
-    job = _run(tmp_path, *shlex.split(command)[1:])
+    words = ["train", "-n", "2", *_RUN, "--data", str(text), "--out", str(run)]
+    words += ["--checkpoint-every", "0"]
+    done = 0
+    for number in (signal.SIGINT, signal.SIGHUP):
+        process = _start(_burst_rt(*words), tmp_path)
+        _wait_for_a_step(run, done, process)
+        process.send_signal(number)
+        job = _finish(process)
+        assert job.exit_code == 128 + number
+        done = int(_metrics(run)[-1]["step"])
+        *earlier, last_line = job.err.splitlines()
+        said, _, command = last_line.partition("; resume with: ")
+        assert said == f"burst-rt: stopped by {number.name} after step {done}"
+        assert [line.partition(",")[0] for line in earlier] == [
+            "burst-rt: stopping after this step"
+        ]
+        program, *words = shlex.split(command)
+        assert [program, *words] == [
+            "burst-rt", "train", "-n", "2", "--resume", "--out", str(run)
+        ]  # fmt: skip
+    job = _run(tmp_path, *words)
     assert job.exit_code == 0, job.err
     assert _losses(run) == _losses(runs["2"]), "bit for bit"
     assert (run / "checkpoints" / f"step-{_STEPS:08}" / "model.safetensors").read_bytes() == (

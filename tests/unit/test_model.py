@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,11 +18,11 @@ from torch.nn import functional
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import ModelConfig, TrainConfig, mesh_shape
 from burst_rt.launch.train.model import (
+    AdamW,
     Attend,
     Decoder,
     FlatGradients,
     learning_rate,
-    make_optimizer,
 )
 
 _CONFIG = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
@@ -181,12 +183,53 @@ def test_the_learning_rate_climbs_then_falls_to_a_tenth() -> None:
 def test_only_matrices_decay() -> None:
     decoder = Decoder(_CONFIG, seed=0)
     FlatGradients(decoder)
-    optimizer = make_optimizer(decoder, weight_decay=0.5)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.1
+    optimizer = AdamW(decoder, weight_decay=0.5)
     before = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
-    optimizer.step()
+    optimizer.step(0.1)
     for name, parameter in decoder.named_parameters():
         torch.testing.assert_close(
             parameter.detach(), before[name] * (0.95 if parameter.dim() >= 2 else 1.0)
         )
+
+
+def test_weights_move_as_torchs_own_optimizer_moves_them() -> None:
+    """Bit for bit; also after a resume in the middle."""
+    ours, theirs = (Decoder(_CONFIG, seed=0) for _ in range(2))
+    optimizer = AdamW(ours, weight_decay=0.5)
+    groups = [
+        {"params": [x for x in theirs.parameters() if (x.dim() >= 2) == decays], "weight_decay": d}
+        for decays, d in ((True, 0.5), (False, 0.0))
+    ]
+    expected = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        if step == 3:
+            moments = optimizer.moments
+            optimizer = AdamW(ours, weight_decay=0.5)
+            for name, moment in moments.items():
+                optimizer.moments[name].copy_(moment)
+            optimizer.resume(step)
+        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+            x.grad = torch.randn(x.shape, generator=generator)
+            y.grad = x.grad.clone()
+        lr = 0.1 / (step + 1)
+        for group in expected.param_groups:
+            group["lr"] = lr
+        optimizer.step(lr)
+        expected.step()
+        for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_training_does_not_load_torchs_compiler() -> None:
+    """It takes a second of every rank's start."""
+    source = """
+import sys
+from burst_rt.launch.train.config import ModelConfig
+from burst_rt.launch.train.model import AdamW, Decoder, FlatGradients
+decoder = Decoder(ModelConfig(layers=1, dim=8, heads=1, kv_heads=1), seed=0)
+FlatGradients(decoder)
+AdamW(decoder, weight_decay=0.1).step(0.1)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-P", "-c", source], check=False).returncode == 0
