@@ -37,8 +37,9 @@ test: $(ALL) ## all tests
 	$(BIN)/pytest --ignore tests/unit --ignore tests/sim --ignore tests/mpi
 
 # What takes longer than CI may take; Slurm (Debian: slurmd slurmctld slurm-client munge libpmix-dev) is skipped where it is missing.
-test-all: test ## all tests, and more of them on several hosts: Slurm, the commands of docs/hosts.md
+test-all: test ## all tests, and more: on several hosts (Slurm, the commands of docs/hosts.md), 200 mixes of documents
 	$(BIN)/pytest tests/all_hosts.py
+	$(BIN)/pytest $(PARALLEL) tests/all_mixes.py
 
 ONLY ?= test
 

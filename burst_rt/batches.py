@@ -104,7 +104,8 @@ def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayo
         return layout.shard(x).to(ctx.device)
 
     largest = tuple(
-        int(positions[:, layout.positions(rank).cpu()].max()) for rank in range(ctx.world_size)
+        max(int(positions[:, run.start : run.stop : run.step].max()) for run in runs if run)
+        for runs in layout.map.runs
     )
     return ShardedBatch(
         layout=layout,
@@ -187,19 +188,19 @@ def _documents(shown: Any, positions: Any) -> Any:
 
 
 def _layout(ctx: Context, tokens: int, mask: Mask, layout: str | ContextLayout) -> ContextLayout:
-    if tokens < ctx.world_size:
-        _wrong("input_ids", f"at least a token for each of {ctx.world_size} ranks", f"got {tokens}")
-    if isinstance(layout, ContextLayout):
-        if layout.runtime is not ctx.runtime or layout.seq_len != tokens:
-            got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"
-            _wrong("layout", f"one of this context, for {tokens} tokens", got)
-        return layout
     if layout == "auto":
         layout = "zigzag" if mask == Full() else "balanced"
-    followed = Causal() & mask if layout == "balanced" else None
-    return ContextLayout(
-        ctx.setup, choose_layout(ctx.setup, tokens, layout, followed, None, None, None)
-    )
+    if not isinstance(layout, ContextLayout):
+        followed = Causal() & mask if layout == "balanced" else None
+        layout = ContextLayout(
+            ctx.setup, choose_layout(ctx.setup, tokens, layout, followed, None, None, None)
+        )
+    elif layout.runtime is not ctx.runtime or layout.seq_len != tokens:
+        got = f"got {layout.seq_len} tokens over {layout.runtime.world_size} ranks"
+        _wrong("layout", f"one of this context, for {tokens} tokens", got)
+    if not all(any(runs) for runs in layout.map.runs):
+        _wrong("input_ids", f"at least a token for each of {ctx.world_size} ranks", f"got {tokens}")
+    return layout
 
 
 def _wrong(what: str, expected: str, got: str) -> NoReturn:

@@ -1,14 +1,24 @@
-"""Seeded mixes of documents, windows and prefixes, over worlds of all sizes."""
+"""Seeded mixes of documents, windows and prefixes, over worlds of all sizes; whether the layout
+that is taken for one is the fastest.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from graphs import problem
 
 from burst_rt import Causal, Documents, Mask, Prefix, SlidingWindow
+from burst_rt.errors import InputError
+from burst_rt.planning.forecast import CANDIDATES, forecast
+from burst_rt.planning.layouts import KINDS, make_layout
+from burst_rt.planning.machines import load_hardware
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.suited import LAYOUTS, fastest_layout
 
-__all__ = ["Mix", "mix"]
+__all__ = ["Mix", "check_fastest_layout", "mix", "packed_problem"]
 
 _WORLDS = (2, 3, 4, 5, 8, 12, 16, 24, 32, 64)
 _LENGTHS = (2000, 4096, 10007, 16384, 65536, 131072)
@@ -43,3 +53,44 @@ def mix(seed: int, *, longest: int = _LENGTHS[-1], largest: int = _WORLDS[-1]) -
     masks = [Causal() & documents, documents, window & documents, prefix & documents]
     masks += [window, prefix, Causal() & (window | documents)]
     return Mix(masks[rng.integers(len(masks))], seq_len, world_size)
+
+
+def packed_problem(world_size: int, seq_len: int, mask: Mask, kv_heads: int = 2) -> Problem:
+    """Attention in 16 bits, in the layout that `problem` takes."""
+    return problem(
+        seq_len, seq_len, world_size, mask=mask, heads=(8, kv_heads), head_dim=64, input_bytes=2
+    )
+
+
+def check_fastest_layout(drawn: Mix) -> None:
+    """That the layout that is taken has the least forecast of all, on H100s, forward and backward,
+    and that the forecasts are those of the best strategies.
+    """
+    mask, seq_len, world_size = drawn
+    given, hardware = packed_problem(world_size, seq_len, mask), load_hardware("h100-sxm")
+    taken, seconds = fastest_layout(given, hardware, ranks_per_node=world_size)
+    assert tuple(seconds) == LAYOUTS
+    kind = taken.q_layout.kind
+    assert taken.kv_layout is taken.q_layout
+    assert seconds[kind] == min(seconds.values())
+    for plain in KINDS:
+        layout = make_layout(plain, seq_len, world_size)
+        spread = replace(given, q_layout=layout, kv_layout=layout)
+        best_s = sum(min(_forecasts(spread, forward=forward)) for forward in (True, False))
+        # Of strategies within 2 percent the one that sends least is taken.
+        assert best_s <= seconds[plain] <= 1.02 * best_s
+
+
+def _forecasts(given: Problem, *, forward: bool) -> list[float]:
+    """What each strategy is forecast to take."""
+    hardware, times = load_hardware("h100-sxm"), []
+    for strategy in CANDIDATES:
+        try:
+            times.append(
+                forecast(
+                    given, strategy, hardware, forward=forward, ranks_per_node=given.world_size
+                ).time_s
+            )
+        except InputError:
+            continue  # too many ranks for the heads
+    return times

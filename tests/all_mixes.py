@@ -1,0 +1,11 @@
+"""The layout that is taken for packed batches, by `make test-all`: 200 seeded mixes."""
+
+from __future__ import annotations
+
+import pytest
+from mixes import check_fastest_layout, mix
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_fastest_layout_is_no_slower_than_a_plain_one(seed: int) -> None:
+    check_fastest_layout(mix(seed, longest=65536, largest=16))
