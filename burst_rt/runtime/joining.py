@@ -311,7 +311,8 @@ def choose_transport(asked: str, ranks: Sequence[Facts]) -> Taken:
     why = "asked for"
     if asked == "auto":
         if not all(gpus) or threads:
-            return Taken(host, "ranks are threads of this process" if threads else "host memory")
+            kind = "one rank" if len(ranks) == 1 else "ranks are threads of this process"
+            return Taken(host, kind if threads else "host memory")
         mine = "torch" if host == "torch" else "nccl"  # where torch has met, so has its NCCL
         refusal = _no_nccl(ranks, mine)
         if refusal is None:
