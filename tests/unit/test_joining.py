@@ -44,9 +44,9 @@ _CHOICES = {
     "CPU ranks": ([_CPU] * 2, "auto", "mpi", "host memory"),
     "threads": ([_THREAD] * 2, "auto", "local", "threads"),
     "a group": ([_GROUP] * 2, "auto", "torch", "host memory"),
-    "a group of one": ([_GROUP], "auto", "local", "threads"),
+    "a group of one": ([_GROUP], "auto", "local", "one rank"),
     "a group, staged": ([_GROUP] * 2, "staged", "staged", "asked for"),
-    "one rank": ([_CPU], "auto", "local", "threads"),
+    "one rank": ([_CPU], "auto", "local", "one rank"),
     "two ranks on a GPU, MPI takes it": (
         [replace(r, device_mpi=True) for r in _SHARED],
         "auto",
