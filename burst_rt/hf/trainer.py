@@ -52,6 +52,11 @@ class _Alone:
         return x
 
 
+def _named(device: torch.device) -> str:
+    """accelerate calls the CPU cpu:0."""
+    return f"{device.type}:{device.index or 0}"
+
+
 class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     """Goes before `transformers.Trainer`, or a trainer that derives from it, among the bases.
 
@@ -158,7 +163,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "train_sampling_strategy: expected another than 'batch_rebalance', which deals out "
                 "rows to each process"
             )
-        if args.device != self.context.device:
+        if _named(args.device) != _named(self.context.device):
             return (
                 f"the context's device is {self.context.device} and that of the arguments is "
                 f"{args.device}; expected one; give burst_rt.init(device=...), or use_cpu=True"

@@ -192,6 +192,23 @@ def by_chance(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return batch
 
 
+def without_labels(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    del batch["labels"]
+    return batch
+
+
+def uneven(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """Contexts of one and of three ranks."""
+    groups = [dist.new_group(ranks) for ranks in ([0], [1, 2, 3])]
+    with burst_rt.init(group=groups[min(dist.get_rank(), 1)]) as other:
+        try:
+            make(folder / "uneven", other, 2)
+        except InputError as error:
+            return {"said": str(error).partition("; ")[2]}
+    return {}
+
+
 def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
     """What each wrong argument is answered with."""
     said = {}
@@ -222,8 +239,11 @@ def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
     with refusal("predict"):
         trainer.predict(make_rows(4, seed=9))
     trainer = new(prediction_loss_only=True)
+    trainer.data_collator = without_labels
     with refusal("labels"):
-        trainer.predict(make_rows(4, seed=9).remove_columns("labels"))
+        trainer.predict(make_rows(4, seed=9))
+    with refusal("labels of a step"):
+        trainer.train()
     trainer.data_collator = by_chance
     with refusal("batch"):
         trainer.train()
