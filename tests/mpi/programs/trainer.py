@@ -96,6 +96,7 @@ def options(folder: Path, num_contexts: int, **others: Any) -> dict[str, Any]:
         "disable_tqdm": True, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "linear",
         "max_steps": STEPS, "logging_steps": 1, "logging_nan_inf_filter": False,
         "gradient_accumulation_steps": 2, "save_strategy": "no", "bf16": False,
+        "ddp_find_unused_parameters": False,
         "per_device_train_batch_size": _BATCH // 2 // num_contexts,
         "per_device_eval_batch_size": _BATCH // num_contexts,
         "include_num_input_tokens_seen": "non_padding", **others,
@@ -154,7 +155,7 @@ def loaded(folder: Path, context: Context | None, num_contexts: int) -> Found:
 
 
 def bf16(folder: Path, context: Context | None, num_contexts: int) -> Found:
-    return trained(make(folder / "bf16", context, num_contexts, bf16=True))
+    return trained(make(folder / "bf16", context, num_contexts, max_steps=6, bf16=True))
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
@@ -165,12 +166,13 @@ class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
 
 
 def streamed(folder: Path, context: Context | None, num_contexts: int) -> Found:
-    trainer = make(folder / "streamed", context, num_contexts, max_steps=6)
+    trainer = make(folder / "streamed", context, num_contexts, max_steps=4)
     trainer.train_dataset = Stream()
     return trained(trainer)
 
 
 def tuned(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
+    others = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": _BATCH, **others}
     arguments = trl.SFTConfig(**options(folder / "tuned", num_contexts, max_length=100, **others))
     trainer = Tuning(
         model=make_model(), args=arguments, train_dataset=make_rows(_ROWS, seed=2),
@@ -182,7 +184,13 @@ def tuned(folder: Path, context: Context | None, num_contexts: int, **others: An
     return {**found, "eval": {name: metrics[name] for name in wanted}}
 
 
-packed: Run = partial(tuned, packing=True, dataloader_drop_last=True)
+def packed(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """Rows of several documents, in micro-batches of different numbers of labels."""
+    rows = _BATCH // 2 // num_contexts
+    return tuned(
+        folder, context, num_contexts, packing=True, dataloader_drop_last=True,
+        gradient_accumulation_steps=2, per_device_train_batch_size=rows,
+    )  # fmt: skip
 
 
 def by_chance(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -205,8 +213,13 @@ def uneven(folder: Path, context: Context | None, num_contexts: int) -> Found:
         try:
             make(folder / "uneven", other, 2)
         except InputError as error:
-            return {"said": str(error).partition("; ")[2]}
-    return {}
+            said = str(error)
+        else:
+            said = ""
+    everyones: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, said)
+    assert all("expected contexts of one size" in each for each in everyones), everyones
+    return {"said": everyones[0]}
 
 
 def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
@@ -225,6 +238,7 @@ def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
         "label_smoothing_factor": 0.1,
         "average_tokens_across_devices": False,
         "neftune_noise_alpha": 5,
+        "use_liger_kernel": True,
         "auto_find_batch_size": True,
         "train_sampling_strategy": "batch_rebalance",
         "accelerator_config": {"dispatch_batches": True},
