@@ -120,9 +120,9 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         leader = self.context.all_reduce(torch.tensor([first], dtype=torch.int64))
         everyones = self.accelerator.gather(leader.to(self.accelerator.device)).tolist()
         sizes = Counter(everyones)
-        if set(sizes.values()) != {self.context.world_size}:
-            self._refuse(
-                f"context: expected contexts of one size that share all "
+        if set(sizes.values()) != {self.context.world_size}:  # as every rank sees
+            raise InputError(
+                f"{_NAME}: context: expected contexts of one size that share all "
                 f"{self.accelerator.num_processes} processes of torch.distributed, got "
                 f"{self.context.world_size} ranks here and {list(sizes.values())} processes by "
                 "context; start the job by torchrun or burst-rt run, and call burst_rt.init() or "
@@ -224,11 +224,11 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         sums = torch.zeros(self.context.world_size, dtype=torch.int64)
         sums[self.context.rank] = found
         everyones = self.context.all_reduce(sums).tolist()
-        if len(set(everyones)) > 1:
-            self._refuse(
-                "expected the same batch on all ranks of a context, got others (checksums by rank: "
-                f"{everyones}); chance in a collator or in a dataset must have a generator of its "
-                "own, with the same seed on every rank"
+        if len(set(everyones)) > 1:  # as every rank of the context sees
+            raise InputError(
+                f"{_NAME}: expected the same batch on all ranks of a context, got others "
+                f"(checksums by rank: {everyones}); chance in a collator or in a dataset must have "
+                "a generator of its own, with the same seed on every rank"
             )
 
     # Losses and counts.

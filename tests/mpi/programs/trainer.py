@@ -33,7 +33,7 @@ from burst_rt.errors import InputError
 
 STEPS = 20
 _VOCABULARY = 64
-_ROWS = 32  # of 30 to 93 tokens, of which a prompt has no labels
+_ROWS = 34  # of 30 to 93 tokens; two are left for the last step of an epoch
 _BATCH = 4  # rows a step, in two parts
 
 Found = dict[str, Any]
@@ -59,13 +59,13 @@ def make_model() -> Any:
 
 
 def make_rows(number: int, seed: int) -> datasets.Dataset:
-    """Numbers that grow by one step in each row; the first fifth of a row has no labels."""
+    """Numbers that grow by one step in each row; in some, the first fifth has no labels."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(number):
         length, first, step = torch.randint(30, 94, (3,), generator=generator).tolist()
         ids = [1 + (first + step * i) % (_VOCABULARY - 1) for i in range(length)]
-        prompt = length // 5
+        prompt = length // 5 * (first % 2)
         rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
     return datasets.Dataset.from_list(rows)
 
@@ -136,6 +136,8 @@ def make(folder: Path, context: Context | None, num_contexts: int, **others: Any
 
 def plain(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
     trainer = make(folder / "checkpoints", context, num_contexts, **others)
+    # burst_rt.hf puts losses of its own before transformers', which Trainer must still know.
+    assert trainer._loss_shifts_labels
     return trained(trainer) | {"eval": evaluated(trainer, num_contexts=num_contexts)}
 
 
@@ -174,10 +176,10 @@ def streamed(folder: Path, context: Context | None, num_contexts: int) -> Found:
 def tuned(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
     others = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": _BATCH, **others}
     arguments = trl.SFTConfig(**options(folder / "tuned", num_contexts, max_length=100, **others))
+    rows = {"train_dataset": make_rows(_ROWS, seed=2), "eval_dataset": make_rows(14, seed=9)}
     trainer = Tuning(
-        model=make_model(), args=arguments, train_dataset=make_rows(_ROWS, seed=2),
-        eval_dataset=make_rows(3 * _BATCH, seed=9), processing_class=tokenizer(), context=context,
-    )  # fmt: skip
+        model=make_model(), args=arguments, processing_class=tokenizer(), context=context, **rows
+    )
     found = trained(trainer)
     metrics = trainer.evaluate()
     wanted = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens")
@@ -216,10 +218,10 @@ def uneven(folder: Path, context: Context | None, num_contexts: int) -> Found:
             said = str(error)
         else:
             said = ""
+    # By rank. The next context is made where every rank has left this one.
     everyones: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(everyones, said)
-    assert all("expected contexts of one size" in each for each in everyones), everyones
-    return {"said": everyones[0]}
+    return {"said": everyones}
 
 
 def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
