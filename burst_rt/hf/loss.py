@@ -33,9 +33,9 @@ def register_losses() -> None:
     for name, loss in LOSS_MAPPING.items():
         LOSS_MAPPING[name] = sharded.get(loss, loss)
     # Trainer asks whether a model's loss `is` this one, and counts shifted labels where it is.
-    for module in (loss_utils, sys.modules.get("transformers.trainer")):
-        if module is not None:
-            module.ForCausalLMLoss = LOSS_MAPPING["ForCausalLM"]
+    for name in (loss_utils.__name__, "transformers.trainer"):
+        if name in sys.modules:
+            vars(sys.modules[name])["ForCausalLMLoss"] = LOSS_MAPPING["ForCausalLM"]
 
 
 def _sharded(name: str, own: _Loss) -> _Loss:

@@ -52,6 +52,10 @@ class _Alone:
         return x
 
 
+def _bytes_of(x: torch.Tensor) -> memoryview:
+    return x.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 def _named(device: torch.device) -> str:
     """accelerate calls the CPU cpu:0."""
     return f"{device.type}:{device.index or 0}"
@@ -220,7 +224,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
         for name, x in sorted(inputs.items()):
             if isinstance(x, torch.Tensor):
                 found = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), found)
-                found = zlib.crc32(x.cpu().contiguous().flatten().view(torch.uint8).numpy(), found)
+                found = zlib.crc32(_bytes_of(x), found)
         sums = torch.zeros(self.context.world_size, dtype=torch.int64)
         sums[self.context.rank] = found
         everyones = self.context.all_reduce(sums).tolist()
@@ -262,7 +266,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """One rank's share; Trainer adds up all processes'."""
-        return super().floating_point_ops(inputs) / self.get_cp_size()
+        share: float = super().floating_point_ops(inputs) / self.get_cp_size()
+        return share
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
@@ -300,7 +305,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     def _gather_samples(self, x: torch.Tensor) -> torch.Tensor:
         """All contexts' samples, each once, without those that only fill the last batch up."""
         everyones = self.accelerator.gather(x).unflatten(0, (-1, len(x)))
-        found = everyones[self._leaders].flatten(0, 1)
+        found: torch.Tensor = everyones[self._leaders].flatten(0, 1)
         state = self.accelerator.gradient_state
         left = state.remainder if state.end_of_dataloader else 0
         return found[:left] if left > 0 else found
