@@ -18,8 +18,9 @@ from burst_rt.hf.attention import register
 from burst_rt.hf.loss import register_losses
 from burst_rt.hf.rotary import prepare
 from burst_rt.hf.shard import shard
+from burst_rt.hf.trainer import Trainer
 
-__all__ = ["prepare", "shard"]
+__all__ = ["Trainer", "prepare", "shard"]
 
 register()
 register_losses()

@@ -86,6 +86,10 @@ def attend(
         structure = Causal() if causal else Full()
         if sliding_window is not None:
             structure &= SlidingWindow(sliding_window - 1, 0 if causal else sliding_window - 1)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        # As for torch's own attention. Rotary embeddings have left q and k in float32.
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         layout=queries.layout, kv_layout=keys.layout,

@@ -6,11 +6,13 @@ the mean over all ranks' tokens; elsewhere it is transformers' own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
+from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from burst_rt.batches import IGNORED_LABEL, token_losses
@@ -26,9 +28,14 @@ _Loss = Callable[..., torch.Tensor]
 
 def register_losses() -> None:
     """Puts sharded losses before transformers' own. Idempotent."""
+    own = {loss for loss in LOSS_MAPPING.values() if not hasattr(loss, KEYWORD)}
+    sharded = {loss: _sharded(loss.__name__.removesuffix("Loss"), loss) for loss in own}
     for name, loss in LOSS_MAPPING.items():
-        if not hasattr(loss, KEYWORD):
-            LOSS_MAPPING[name] = _sharded(name, loss)
+        LOSS_MAPPING[name] = sharded.get(loss, loss)
+    # Trainer asks whether a model's loss `is` this one, and counts shifted labels where it is.
+    for name in (loss_utils.__name__, "transformers.trainer"):
+        if name in sys.modules:
+            vars(sys.modules[name])["ForCausalLMLoss"] = LOSS_MAPPING["ForCausalLM"]
 
 
 def _sharded(name: str, own: _Loss) -> _Loss:

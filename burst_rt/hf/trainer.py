@@ -1,0 +1,311 @@
+"""transformers' Trainer, and TRL's that derive from it, over the ranks of contexts.
+
+    class Mine(burst_rt.hf.Trainer, transformers.Trainer): ...     # or trl.SFTTrainer
+    Mine(model=model, args=args, train_dataset=dataset, context=ctx).train()
+
+All ranks of a context get the same batch and each computes with its own part. Contexts beside each
+other are data parallel. A rank's loss is its part's sum over the number of labelled tokens of the
+whole step, times the number of processes: transformers' own convention. So the mean over processes,
+which DDP makes of the gradients and Trainer of the logged loss, is the mean over all tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from accelerate.data_loader import get_sampler, prepare_data_loader
+
+from burst_rt.context import Context
+from burst_rt.errors import InputError
+from burst_rt.hf.rotary import prepare
+from burst_rt.hf.shard import KEYWORD, shard
+from burst_rt.runtime.refusing import refuse
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+__all__ = ["Trainer"]
+
+_NAME = "hf.Trainer"
+# Training arguments that need more than one rank's tokens: what is expected, and what to do.
+_EXPECTED: dict[str, tuple[object, str]] = {
+    "average_tokens_across_devices": (True, "the loss is the mean over all ranks' tokens"),
+    "label_smoothing_factor": (0, "its loss shifts labels after the cut"),
+    "neftune_noise_alpha": (None, "its noise depends on how many tokens a rank has"),
+    "use_liger_kernel": (False, "its losses have not been tried over ranks"),
+    "auto_find_batch_size": (False, "ranks that run out of memory leave the others waiting"),
+}
+
+
+class _Alone:
+    """This rank as a group: the loss of its own tokens. What ranks add up, Trainer adds up."""
+
+    world_size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _bytes_of(x: torch.Tensor) -> memoryview:
+    return x.cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _named(device: torch.device) -> str:
+    """accelerate calls the CPU cpu:0."""
+    return f"{device.type}:{device.index or 0}"
+
+
+class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
+    """Goes before `transformers.Trainer`, or a trainer that derives from it, among the bases.
+
+    Takes the arguments of that trainer, and these:
+
+    context: the ranks that share each batch, made by `burst_rt.init`. All processes of
+        torch.distributed are in such contexts, all of one size; each context trains on other
+        batches. None: the trainer is as it is without this class.
+    layout: a kind of layout, as `burst_rt.hf.shard` takes it.
+
+    `per_device_train_batch_size` counts rows of a context's batch. The model is made to use
+    attn_implementation="burst_rt", and `burst_rt.hf.prepare` is called for it. `train` and
+    `evaluate` are collective over all processes; they block as their collectives do, in attention
+    at most `timeout_s` for each call. Losses are the means over all tokens of all ranks.
+
+    Raises InputError, on every rank that waits for this one, for what is not done (docs/
+    transformers.md has the list), and where the ranks of a context get different batches.
+    """
+
+    def __init__(
+        self, *args: Any, context: Context | None = None, layout: str = "auto", **options: Any
+    ) -> None:
+        self.context = context
+        self.layout = layout
+        super().__init__(*args, **options)
+        if context is None:
+            return
+        if not self.model_accepts_loss_kwargs:
+            self._refuse(
+                "model: expected one whose forward takes num_items_in_batch and other keywords, "
+                f"got {type(self.model).__name__}"
+            )
+        if self.compute_loss_func is not None:
+            self._refuse(
+                "compute_loss_func: expected None, as it would get one rank's logits; override "
+                "compute_loss, and give num_items_in_batch to its super()"
+            )
+        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+            self._refuse(
+                "compute_metrics: expected None, as a rank has the logits of its own tokens alone; "
+                "leave it out, or set prediction_loss_only=True"
+            )
+        if self.model_init is None:
+            self._make_ready(self.model)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        runtime = self.context.runtime if self.context else None
+        refuse(_NAME, InputError(f"{_NAME}: {reason}"), runtime)
+
+    # Where this rank stands, and what is not done.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.context is None:
+            return
+        reason = self._why_not()
+        if reason:
+            self._refuse(reason)
+        # A context is known by the number that its first rank has among all processes.
+        first = self.accelerator.process_index if self.context.rank == 0 else 0
+        leader = self.context.all_reduce(torch.tensor([first], dtype=torch.int64))
+        everyones = self.accelerator.gather(leader.to(self.accelerator.device)).tolist()
+        sizes = Counter(everyones)
+        if set(sizes.values()) != {self.context.world_size}:  # as every rank sees
+            raise InputError(
+                f"{_NAME}: context: expected contexts of one size that share all "
+                f"{self.accelerator.num_processes} processes of torch.distributed, got "
+                f"{self.context.world_size} ranks here and {list(sizes.values())} processes by "
+                "context; start the job by torchrun or burst-rt run, and call burst_rt.init() or "
+                "burst_rt.init(group=mesh['cp']) on every rank"
+            )
+        self._leaders = sorted(sizes)
+        self._place = self._leaders.index(leader.item())
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+
+    def _why_not(self) -> str | None:
+        """What of the arguments is not done, in words."""
+        assert self.context is not None
+        args = self.args
+        for name, (expected, why) in _EXPECTED.items():
+            if (got := getattr(args, name)) != expected:
+                return f"{name}: expected {expected}, got {got}: {why}"
+        if args.n_gpu > 1:
+            return (
+                f"expected one GPU a process, got {args.n_gpu} (DataParallel); start a process for "
+                "each GPU by torchrun or burst-rt run"
+            )
+        if self.is_deepspeed_enabled:
+            return "deepspeed is not done; expected none; use DDP or FSDP2 (fsdp=...)"
+        degrees = getattr(self.accelerator, "parallelism_config", None)
+        if degrees is not None and (degrees.cp_size, degrees.sp_size, degrees.tp_size) != (1, 1, 1):
+            return (
+                f"parallelism_config: expected cp, sp and tp of 1, got {degrees.cp_size}, "
+                f"{degrees.sp_size} and {degrees.tp_size}: the context cuts sequences itself; "
+                "leave it out"
+            )
+        if args.accelerator_config.dispatch_batches:
+            return (
+                "dispatch_batches: expected None or False, got True, which deals the rows of a "
+                "batch out to the ranks of a context"
+            )
+        if args.train_sampling_strategy == "batch_rebalance":
+            return (
+                "train_sampling_strategy: expected another than 'batch_rebalance', which deals out "
+                "rows to each process"
+            )
+        if _named(args.device) != _named(self.context.device):
+            return (
+                f"the context's device is {self.context.device} and that of the arguments is "
+                f"{args.device}; expected one; give burst_rt.init(device=...), or use_cpu=True"
+            )
+        return None
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        return model if self.context is None else self._make_ready(model)
+
+    def _make_ready(self, model: Any) -> Any:
+        if model.config._attn_implementation != KEYWORD:
+            model.set_attn_implementation(KEYWORD)
+        if (got := model.config._attn_implementation) != KEYWORD:
+            self._refuse(
+                f"model: {type(model).__name__} keeps attn_implementation={got!r}; expected a "
+                "model of transformers whose attention can be chosen"
+            )
+        return prepare(model)
+
+    # Batches: the same for all ranks of a context.
+
+    def _prepare_data_loader(self, loader: Any, *_: Any, **__: Any) -> Any:
+        """What `Accelerator.prepare_data_loader` does, dealing to contexts instead of processes."""
+        given = self.accelerator
+        sampler = get_sampler(loader)
+        seedable = given.use_seedable_sampler and isinstance(
+            sampler, torch.utils.data.RandomSampler
+        )
+        if not seedable and getattr(sampler, "generator", self) is None:
+            # One that draws from the process's own chance would draw something else on each rank.
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler.generator = torch.Generator().manual_seed(seed)
+        return prepare_data_loader(
+            loader,
+            given.device,
+            num_processes=len(self._leaders),
+            process_index=self._place,
+            split_batches=given.split_batches,
+            put_on_device=given.device_placement,
+            rng_types=given.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=given.even_batches,
+            use_seedable_sampler=given.use_seedable_sampler,
+            data_seed=given.dataloader_config.data_seed,
+            non_blocking=given.non_blocking,
+            use_stateful_dataloader=given.use_stateful_dataloader,
+        )
+
+    def _check_same(self, inputs: Mapping[str, Any]) -> None:
+        """Collective over the context. Raises InputError where its ranks have other batches."""
+        assert self.context is not None
+        found = 0
+        for name, x in sorted(inputs.items()):
+            if isinstance(x, torch.Tensor):
+                found = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), found)
+                found = zlib.crc32(_bytes_of(x), found)
+        sums = torch.zeros(self.context.world_size, dtype=torch.int64)
+        sums[self.context.rank] = found
+        everyones = self.context.all_reduce(sums).tolist()
+        if len(set(everyones)) > 1:  # as every rank of the context sees
+            raise InputError(
+                f"{_NAME}: expected the same batch on all ranks of a context, got others "
+                f"(checksums by rank: {everyones}); chance in a collator or in a dataset must have "
+                "a generator of its own, with the same seed on every rank"
+            )
+
+    # Losses and counts.
+
+    def get_cp_size(self) -> int:
+        """How many ranks count each token of a batch, and one row of the global batch."""
+        return super().get_cp_size() if self.context is None else self.context.world_size
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if self.context is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is None:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        if num_items_in_batch is None:
+            self._refuse(f"expected labels in a batch, got {', '.join(inputs)}")
+        self._check_same(inputs)
+        part = shard(inputs, self.context, self.layout, group=_Alone())
+        # TRL adds up what ranks have counted in their tokens. `gather_for_metrics` would leave
+        # ranks out where the last batch has fewer rows than there are ranks.
+        self.accelerator.gather_for_metrics = self.accelerator.gather
+        try:
+            return super().compute_loss(model, part, return_outputs, num_items_in_batch)
+        finally:
+            del self.accelerator.gather_for_metrics
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """One rank's share; Trainer adds up all processes'."""
+        share: float = super().floating_point_ops(inputs) / self.get_cp_size()
+        return share
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        if self.context is not None:
+            counted = self.state.num_input_tokens_seen - before
+            self.state.num_input_tokens_seen = before + counted // self.context.world_size
+
+    # Evaluation: the loss alone.
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        if self.context is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+        if not prediction_loss_only:
+            self._refuse(
+                "predictions are not done, as a rank has the logits of its own tokens alone; "
+                "expected prediction_loss_only=True"
+            )
+        if any(inputs.get(name) is None for name in self.label_names):
+            self._refuse(f"expected {', '.join(self.label_names)} in a batch, got none")
+        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        return self.accelerator.reduce(loss, "mean"), None, None
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        if self.context is not None:
+            self.gather_function = self._gather_samples
+        return super().evaluation_loop(*args, **options)
+
+    def _gather_samples(self, x: torch.Tensor) -> torch.Tensor:
+        """All contexts' samples, each once, without those that only fill the last batch up."""
+        everyones = self.accelerator.gather(x).unflatten(0, (-1, len(x)))
+        found: torch.Tensor = everyones[self._leaders].flatten(0, 1)
+        state = self.accelerator.gradient_state
+        left = state.remainder if state.end_of_dataloader else 0
+        return found[:left] if left > 0 else found

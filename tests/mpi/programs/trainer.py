@@ -1,0 +1,296 @@
+"""Rank program: transformers' Trainer and TRL's SFTTrainer, on one process and over ranks.
+
+`trainer.py FOLDER CONTEXTS:RUN...` does each run, a function each, on so many contexts, and writes
+what it found to FOLDER/RANKS-CONTEXTS-RUN.json. On one process the trainers are the libraries' own,
+with torch's attention.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import transformers
+import trl
+from tokenizers import Tokenizer, models
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils.rnn import pad_sequence
+
+import burst_rt
+import burst_rt.hf
+from burst_rt import Context
+from burst_rt.errors import InputError
+
+STEPS = 20
+_VOCABULARY = 64
+_ROWS = 34  # of 30 to 93 tokens; two are left for the last step of an epoch
+_BATCH = 4  # rows a step, in two parts
+
+Found = dict[str, Any]
+
+
+class Plain(burst_rt.hf.Trainer, transformers.Trainer):  # type: ignore[misc]  # Any
+    """transformers' own over ranks."""
+
+
+class Tuning(burst_rt.hf.Trainer, trl.SFTTrainer):  # type: ignore[misc]  # Any
+    """TRL's over ranks."""
+
+
+def make_model() -> Any:
+    transformers.set_seed(1)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=_VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def make_rows(number: int, seed: int) -> datasets.Dataset:
+    """Numbers that grow by one step in each row; in some, the first fifth has no labels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(number):
+        length, first, step = torch.randint(30, 94, (3,), generator=generator).tolist()
+        ids = [1 + (first + step * i) % (_VOCABULARY - 1) for i in range(length)]
+        prompt = length // 5 * (first % 2)
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return datasets.Dataset.from_list(rows)
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Padded behind."""
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    labels = [torch.tensor(row["labels"]) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+    }
+
+
+def tokenizer() -> Any:
+    words = {"<pad>": 0, **{f"w{i}": i for i in range(1, _VOCABULARY)}}
+    model = models.WordLevel(words, unk_token="<pad>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model), pad_token="<pad>", eos_token="w1"
+    )
+
+
+def options(folder: Path, num_contexts: int, **others: Any) -> dict[str, Any]:
+    """Training arguments: rows a step are the same for any number of contexts."""
+    return {
+        "output_dir": str(folder), "use_cpu": True, "seed": 5, "report_to": "none",
+        "disable_tqdm": True, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "linear",
+        "max_steps": STEPS, "logging_steps": 1, "logging_nan_inf_filter": False,
+        "gradient_accumulation_steps": 2, "save_strategy": "no", "bf16": False,
+        "ddp_find_unused_parameters": False,
+        "per_device_train_batch_size": _BATCH // 2 // num_contexts,
+        "per_device_eval_batch_size": _BATCH // num_contexts,
+        "include_num_input_tokens_seen": "non_padding", **others,
+    }  # fmt: skip
+
+
+def trained(trainer: Any, **others: Any) -> Found:
+    """What is logged in each step."""
+    result = trainer.train(**others)
+    steps = [each for each in trainer.state.log_history if "loss" in each]
+    assert result.metrics["train_loss"] == trainer.state.log_history[-1]["train_loss"]
+    wanted = ("loss", "grad_norm", "num_input_tokens_seen", "mean_token_accuracy", "entropy")
+    found = {name: [step[name] for step in steps] for name in wanted if name in steps[0]}
+    return {**found, "flops": trainer.state.total_flos}
+
+
+def evaluated(trainer: Any, *, num_contexts: int) -> Found:
+    """Losses of whole batches, and on one context also with two rows in the last batch."""
+    rows = make_rows(3 * _BATCH + 2, seed=9)
+    found = {"whole": trainer.evaluate(rows.select(range(3 * _BATCH)))["eval_loss"]}
+    if num_contexts == 1:
+        found["part"] = trainer.evaluate(rows)["eval_loss"]
+    return found
+
+
+Run = Callable[[Path, Context | None, int], Found]
+
+
+def make(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Any:
+    """transformers' Trainer."""
+    arguments = transformers.TrainingArguments(**options(folder, num_contexts, **others))
+    return Plain(
+        model=make_model(), args=arguments, data_collator=collate, context=context,
+        train_dataset=make_rows(_ROWS, seed=2),
+    )  # fmt: skip
+
+
+def plain(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
+    trainer = make(folder / "checkpoints", context, num_contexts, **others)
+    # burst_rt.hf puts losses of its own before transformers', which Trainer must still know.
+    assert trainer._loss_shifts_labels
+    return trained(trainer) | {"eval": evaluated(trainer, num_contexts=num_contexts)}
+
+
+saved: Run = partial(plain, save_strategy="steps", save_steps=10)
+
+
+def resumed(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    trainer = make(folder / "resumed", context, num_contexts)
+    return trained(trainer, resume_from_checkpoint=str(folder / "checkpoints" / "checkpoint-10"))
+
+
+def loaded(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    trainer = make(folder / "loaded", context, num_contexts)
+    path = folder / "checkpoints" / f"checkpoint-{STEPS}"
+    trainer.model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    return {"eval": evaluated(trainer, num_contexts=num_contexts)}
+
+
+def bf16(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    return trained(make(folder / "bf16", context, num_contexts, max_steps=6, bf16=True))
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """Rows one after another, of no known length."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from make_rows(_ROWS, seed=2)
+
+
+def streamed(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    trainer = make(folder / "streamed", context, num_contexts, max_steps=4)
+    trainer.train_dataset = Stream()
+    return trained(trainer)
+
+
+def tuned(folder: Path, context: Context | None, num_contexts: int, **others: Any) -> Found:
+    others = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": _BATCH, **others}
+    arguments = trl.SFTConfig(**options(folder / "tuned", num_contexts, max_length=100, **others))
+    rows = {"train_dataset": make_rows(_ROWS, seed=2), "eval_dataset": make_rows(14, seed=9)}
+    trainer = Tuning(
+        model=make_model(), args=arguments, processing_class=tokenizer(), context=context, **rows
+    )
+    found = trained(trainer)
+    metrics = trainer.evaluate()
+    wanted = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens")
+    return {**found, "eval": {name: metrics[name] for name in wanted}}
+
+
+def packed(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """Rows of several documents, in micro-batches of different numbers of labels."""
+    rows = _BATCH // 2 // num_contexts
+    return tuned(
+        folder, context, num_contexts, packing=True, dataloader_drop_last=True,
+        gradient_accumulation_steps=2, per_device_train_batch_size=rows,
+    )  # fmt: skip
+
+
+def by_chance(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Other tokens on each rank."""
+    batch = collate(rows)
+    batch["input_ids"][0, 0] = 1 + int(os.environ["RANK"])
+    return batch
+
+
+def without_labels(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    del batch["labels"]
+    return batch
+
+
+def uneven(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """Contexts of one and of three ranks."""
+    groups = [dist.new_group(ranks) for ranks in ([0], [1, 2, 3])]
+    with burst_rt.init(group=groups[min(dist.get_rank(), 1)]) as other:
+        try:
+            make(folder / "uneven", other, 2)
+        except InputError as error:
+            said = str(error)
+        else:
+            said = ""
+    # By rank. The next context is made where every rank has left this one.
+    everyones: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyones, said)
+    return {"said": everyones}
+
+
+def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
+    """What each wrong argument is answered with."""
+    said = {}
+
+    @contextmanager
+    def refusal(name: str) -> Iterator[None]:
+        try:
+            yield
+        except InputError as error:
+            said[name] = str(error)
+
+    new = partial(make, folder / "refused", context, num_contexts)
+    for name, value in {
+        "label_smoothing_factor": 0.1,
+        "average_tokens_across_devices": False,
+        "neftune_noise_alpha": 5,
+        "use_liger_kernel": True,
+        "auto_find_batch_size": True,
+        "train_sampling_strategy": "batch_rebalance",
+        "accelerator_config": {"dispatch_batches": True},
+    }.items():
+        with refusal(name):
+            new(**{name: value})
+    arguments = transformers.TrainingArguments(**options(folder / "refused", num_contexts))
+    with refusal("compute_loss_func"):
+        Plain(model=make_model(), args=arguments, context=context, compute_loss_func=print)
+    with refusal("compute_metrics"):
+        Plain(model=make_model(), args=arguments, context=context, compute_metrics=print)
+    trainer = new()
+    with refusal("predict"):
+        trainer.predict(make_rows(4, seed=9))
+    trainer = new(prediction_loss_only=True)
+    trainer.data_collator = without_labels
+    with refusal("labels"):
+        trainer.predict(make_rows(4, seed=9))
+    with refusal("labels of a step"):
+        trainer.train()
+    trainer.data_collator = by_chance
+    with refusal("batch"):
+        trainer.train()
+    # Nothing was broken.
+    trainer = new(max_steps=2, train_sampling_strategy="group_by_length")
+    return {"said": said, "loss": trained(trainer)["loss"]}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    contexts: dict[int, Context | None] = {1: burst_rt.init() if ranks > 1 else None}
+    if ranks == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        contexts[2] = burst_rt.init(group=mesh["cp"])
+    for each in names:
+        num_contexts, _, name = each.partition(":")
+        run: Run = globals()[name]
+        found = run(folder, contexts[int(num_contexts)], int(num_contexts))
+        if ranks > 1:
+            everyones: list[Found] = [{} for _ in range(ranks)]
+            dist.all_gather_object(everyones, found)
+            # Every rank has logged the same, bit for bit.
+            assert all(other == found for other in everyones), everyones
+        if os.environ.get("RANK", "0") == "0":
+            (folder / f"{ranks}-{num_contexts}-{name}.json").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+main(Path(sys.argv[1]), sys.argv[2:])

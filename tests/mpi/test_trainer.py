@@ -1,0 +1,88 @@
+"""transformers' Trainer and TRL's SFTTrainer over ranks do what they do on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Launcher, run_job
+from tolerances import LOSSES_16BIT, LOSSES_OF_TRAINERS
+
+_PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
+# What the message of each refusal says.
+_SAID = {
+    "label_smoothing_factor": "expected 0, got 0.1",
+    "average_tokens_across_devices": "expected True, got False",
+    "neftune_noise_alpha": "expected None, got 5",
+    "use_liger_kernel": "expected False, got True",
+    "auto_find_batch_size": "expected False, got True",
+    "train_sampling_strategy": "expected another than 'batch_rebalance'",
+    "accelerator_config": "dispatch_batches: expected None or False, got True",
+    "compute_loss_func": "override compute_loss",
+    "compute_metrics": "prediction_loss_only=True",
+    "predict": "prediction_loss_only=True",
+    "labels": "expected labels in a batch, got none",
+    "labels of a step": "expected labels in a batch, got input_ids, attention_mask",
+    "batch": "expected the same batch on all ranks of a context",
+}
+
+Found = dict[str, Any]
+
+
+def _run(folder: Path, num_ranks: int, *names: str, by: Launcher = "torchrun") -> dict[str, Found]:
+    job = run_job(_PROGRAM, num_ranks, [str(folder), *names], by=by, timeout_s=300.0)
+    assert job.exit_code == 0, job.text
+    files = [folder / f"{num_ranks}-{name.replace(':', '-')}.json" for name in names]
+    return {name: json.loads(file.read_text()) for name, file in zip(names, files, strict=True)}
+
+
+def _check(found: Found, expected: Found, tolerance: float = LOSSES_OF_TRAINERS) -> None:
+    """Losses, gradient norms, counts and metrics of all steps, and those of evaluations."""
+    assert found.keys() <= expected.keys()
+    for name, values in found.items():
+        if name == "eval":
+            for metric, value in values.items():
+                assert value == pytest.approx(expected["eval"][metric], rel=tolerance), metric
+        elif name == "num_input_tokens_seen":
+            assert values == expected[name]
+        else:
+            assert values == pytest.approx(expected[name], rel=tolerance), name
+
+
+def test_trainers_do_what_they_do_on_one_process(tmp_path: Path) -> None:
+    four = _run(tmp_path, 4, "2:saved", "2:resumed", "2:packed", "1:tuned", "2:uneven")
+    # Beside torch.distributed, which Trainer starts by itself, the ranks of a context are MPI's.
+    two = _run(
+        tmp_path, 2, "1:plain", "1:resumed", "1:bf16", "1:streamed", "1:refused",
+        by="burst-rt run",
+    )  # fmt: skip
+    alone = _run(
+        tmp_path, 1, "1:plain", "1:packed", "1:tuned", "1:bf16", "1:streamed", "1:loaded",
+        by="burst-rt run",
+    )  # fmt: skip
+    plain = alone["1:plain"]
+    assert plain["loss"][-1] < 0.95 * plain["loss"][0], "a training that learns little hides errors"
+    for name in ("2:saved", "2:resumed"):
+        flops = four[name].pop("flops")  # batches of fewer rows have less padding
+        assert 0.5 * plain["flops"] < flops < plain["flops"]
+    _check(four["2:saved"], plain)
+    # Steps 11 to 20 from what four ranks have saved: bit for bit those of the same ranks.
+    assert four["2:resumed"]["loss"] == four["2:saved"]["loss"]
+    two["1:resumed"].pop("flops")
+    _check(two["1:resumed"], plain)
+    assert alone["1:loaded"]["eval"] == pytest.approx(plain["eval"], rel=LOSSES_OF_TRAINERS)
+    _check(two["1:plain"], plain)
+    _check(two["1:streamed"], alone["1:streamed"])
+    _check(two["1:bf16"], alone["1:bf16"], LOSSES_16BIT)
+    _check(four["1:tuned"], alone["1:tuned"])
+    _check(four["2:packed"], alone["1:packed"])
+    for rank, said in enumerate(four["2:uneven"]["said"]):
+        got = f"got {3 if rank else 1} ranks here and [1, 3] processes by context"
+        assert got in said
+    said = two["1:refused"]["said"]
+    assert said.keys() == _SAID.keys()
+    for name, words in _SAID.items():
+        assert words in said[name], said[name]
+    assert len(two["1:refused"]["loss"]) == 2  # two steps after all of these
