@@ -21,9 +21,16 @@ _COMMANDS = {
     "run": ("burst_rt.launch.run:command", "Run a Python program on several ranks under MPI."),
     "train": (
         "burst_rt.launch.train.cli:train_command",
-        "Train a byte-level language model with the sequence split over ranks.",
+        "Train a language model with the sequence split over ranks.",
     ),
-    "eval": ("burst_rt.launch.train.cli:eval_command", "Measure the perplexity of a checkpoint."),
+    "eval": (
+        "burst_rt.launch.train.cli:eval_command",
+        "Measure the perplexity of a checkpoint, or of a model of transformers.",
+    ),
+    "export": (
+        "burst_rt.launch.train.cli:export_command",
+        "Write a trained model as a folder that transformers loads.",
+    ),
     "draw": (
         "burst_rt.launch.draw:command",
         "Draw the ring and a timeline of this machine's ranks.",

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from burst_rt.launch.run import find_launcher, kill_job
 
-__all__ = ["Job", "Launcher", "run_job"]
+__all__ = ["Job", "Launcher", "run_command", "run_job"]
 
 Launcher: TypeAlias = Literal["burst-rt run", "mpirun", "torchrun"]
 
@@ -79,6 +79,14 @@ def run_job(
                 *args,
             ]
         return _run(command, environment, cwd, timeout_s, f"{program.name} on {num_ranks} ranks")
+
+
+def run_command(
+    arguments: Sequence[str], *, cwd: Path | None = None, timeout_s: float = 120.0
+) -> Job:
+    """Runs `burst-rt` with these arguments; blocks and raises as `run_job` does."""
+    command = [sys.executable, "-P", "-m", "burst_rt.launch.main", *arguments]
+    return _run(command, dict(os.environ), cwd, timeout_s, f"burst-rt {arguments[0]}")
 
 
 def _run(

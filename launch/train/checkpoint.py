@@ -47,16 +47,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint", "Claim", "Manifest", "claim", "copy_tensors", "find_checkpoint", "find_manifest",
-    "load_checkpoint", "look", "save_checkpoint",
+    "load_checkpoint", "look", "save_checkpoint", "save_folder",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
 _log = logging.getLogger("burst_rt.train")
 
-# Format 1 had no SHA256SUMS: nothing covered its manifest. Format 2 is read: it had no
-# checkpoint_activations.
-FORMAT = 3
+# Format 1 had no SHA256SUMS: nothing covered its manifest. Formats 2 and 3 are read: they had no
+# model and source, format 2 no checkpoint_activations.
+FORMAT = 4
 _MANIFEST = "config.json"
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
@@ -80,6 +80,9 @@ class Manifest:
     config: TrainConfig
     # Fingerprint of the text it was trained on.
     corpus: str
+    # Fingerprint of the configuration of the folder that --model names; "" for the byte-level
+    # model.
+    source: str = ""
 
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
         """The run's configuration with the options that were chosen anew. Raises ConfigError for
@@ -149,6 +152,24 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     _sync(parent)
     _prune(parent, newest=checkpoint.manifest.step, keep=keep)
     return final
+
+
+def save_folder(final: Path, save: Callable[[Path], object]) -> None:
+    """Let `save` write a folder, which is whole where it is there; one of that name is replaced.
+    Raises OSError.
+    """
+    temporary = final.parent / f".writing-{final.name}"
+    _remove(temporary)
+    try:
+        save(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{final} could not be written: {error}") from error
+    _remove(final)
+    os.replace(temporary, final)
+    _sync(final.parent)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -233,6 +254,8 @@ def _read_manifest(folder: Path) -> Manifest:
         wrote = document.pop("format")
         if wrote == 2:
             document["config"]["checkpoint_activations"] = False
+        if wrote in (2, 3):
+            document["config"]["model"], document["source"] = None, ""
         elif wrote != FORMAT:
             raise ConfigError(
                 f"checkpoint {folder}: expected format {FORMAT}, got {wrote}; use the version of "

@@ -1,4 +1,5 @@
-"""`burst-rt train` and `burst-rt eval`: their options, and how they start themselves on ranks.
+"""`burst-rt train`, `eval` and `export`: their options, and how the first two start themselves on
+ranks.
 
 With `-n` a command launches itself on that many ranks, unless it can be seen without them that it
 cannot run: ranks take seconds to start, and check everything again, together. Without `-n` a
@@ -32,11 +33,13 @@ from burst_rt.launch.train.config import (
     RunOptions,
     TrainConfig,
     option_name,
+    require_model,
     require_text,
+    require_transformers,
 )
 from burst_rt.launch.where import VARIABLES, machine_options, telemetry_options
 
-__all__ = ["before_ranks", "eval_command", "train_command"]
+__all__ = ["before_ranks", "eval_command", "export_command", "train_command"]
 
 _TRAIN_EPILOG = """\b
 Examples:
@@ -45,11 +48,13 @@ Examples:
                                                 two groups of two ranks, a sequence each
   burst-rt train -n 2 --data book.txt --seq-len 16384 --out runs/book
   burst-rt train -n 2 --out runs/book --resume  continue it where its last checkpoint is
+  burst-rt train -n 2 --model llama --data book.txt --seq-len 16384 --checkpoint-activations
+                                                fine-tune a model of transformers, a local folder
   mpirun -n 4 burst-rt train --out runs/four    under an MPI launcher of your own; srun likewise
 
 Ranks see the same files (their content is compared). Rank 0 writes DIR/metrics.jsonl (a line a
-step), DIR/loss.png and DIR/checkpoints/step-N/ (safetensors and JSON). Measure a checkpoint with
-`burst-rt eval --checkpoint DIR`."""
+step), DIR/loss.png and DIR/checkpoints/step-N/ (safetensors and JSON); with --model also DIR/model/
+at the end, which transformers loads. Measure a checkpoint with `burst-rt eval --checkpoint DIR`."""
 
 _EVAL_EPILOG = """\b
 Examples:
@@ -57,14 +62,24 @@ Examples:
   burst-rt eval --checkpoint runs/book -n 4 --eval-sequences 0
                                                         on all of its held-out text, on four ranks
   burst-rt eval --checkpoint runs/book/checkpoints/step-00000060 --seq-len 65536 -n 2
-  mpirun -n 4 burst-rt eval --checkpoint runs/book      under an MPI launcher, srun likewise"""
+  burst-rt eval --model llama --data c4.txt -n 4 --eval-sequences 0
+                                                        a model of transformers, a local folder
+  mpirun -n 4 burst-rt eval --checkpoint runs/book      under an MPI launcher, srun likewise
+
+--model measures a folder of transformers. Beside --checkpoint it says where the folder is now that
+the checkpoint was fine-tuned from."""
+
+_EXPORT_EPILOG = """\b
+Examples:
+  burst-rt export runs/book book-model                  the run's newest checkpoint
+  burst-rt eval --model book-model --data book.txt      then it is a model like others"""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _SHOW_CURSOR = "\x1b[?25h"
 # How both commands show their help.
 _SHOWN = {"show_default": True, "max_content_width": 120}
-_TEXT = click.Path(path_type=str, resolve_path=True)
+_PATH = click.Path(path_type=str, resolve_path=True)
 _num_ranks_option = click.option(
     "-n",
     "num_ranks",
@@ -76,7 +91,7 @@ _num_ranks_option = click.option(
 
 def _config_options(command: _F) -> _F:
     """Adds an option for every field of TrainConfig."""
-    types = {"data": _TEXT, "context_parallel": int}
+    types = {"data": _PATH, "model": _PATH, "context_parallel": int}
     for entry in reversed(fields(TrainConfig)):
         name = option_name(entry.name)
         add = click.option(
@@ -124,10 +139,11 @@ def train_command(
     as_json: bool,
     **values: object,
 ) -> None:
-    """Train a small byte-level language model, its sequences split over MPI ranks.
+    """Train a language model, its sequences split over MPI ranks.
 
-    A Llama-style decoder whose attention is burst_attention. Every rank holds a part of each
-    sequence, and the losses equal the losses of one process that holds whole sequences.
+    A small byte-level, Llama-style decoder, or with --model a model of transformers. Every rank
+    holds a part of each sequence, and the losses equal the losses of one process that holds whole
+    sequences.
     """
     options = RunOptions(out=out, resume=resume, progress="none" if as_json else progress)
     options.validate()
@@ -137,9 +153,12 @@ def train_command(
         with before_ranks():
             if out is not None:
                 look(out, resume=resume)
-            begun = find_manifest(out).resumed(chosen) if resume and out is not None else config
-            begun.validate(num_ranks)
-            require_text(begun.data_path)
+            begun = (
+                find_manifest(out).resumed(chosen)
+                if resume and out is not None
+                else config.begun(chosen)
+            )
+            _check_before_ranks(begun, num_ranks)
         shown = "bar" if sys.stdout.isatty() else "lines"
         extra = ["--progress", shown] if progress == "auto" else []
         sys.exit(_relaunch(context, num_ranks, extra))
@@ -155,21 +174,27 @@ def train_command(
 @click.command("eval", epilog=_EVAL_EPILOG, context_settings=_SHOWN)
 @click.option(
     "--checkpoint",
-    required=True,
     type=click.Path(path_type=Path),
     help="Folder of a run (its newest checkpoint) or of one checkpoint.",
+)
+@click.option(
+    "--model",
+    type=_PATH,
+    help="Folder of a model of transformers (config.json, safetensors, tokenizer).",
 )
 @_num_ranks_option
 @click.option(
     "--data",
-    type=_TEXT,
+    type=_PATH,
     help="Text file or folder, split as for training. [default: the text of training]",
 )
-@click.option("--seq-len", type=int, help="Bytes of a sequence. [default: as in training]")
+@click.option(
+    "--seq-len", type=int, help="Bytes or tokens of a sequence. [default: as in training, or 2048]"
+)
 @click.option(
     "--eval-sequences",
     type=int,
-    help="Held-out sequences to measure on; 0: all. [default: as in training]",
+    help="Held-out sequences to measure on; 0: all. [default: as in training, or 8]",
 )
 @click.option(
     "--context-parallel",
@@ -184,21 +209,25 @@ def train_command(
 def eval_command(
     context: click.Context,
     /,
-    checkpoint: Path,
+    checkpoint: Path | None,
     num_ranks: int | None,
     as_json: bool,
     **values: object,
 ) -> None:
-    """Measure the perplexity of a checkpoint on held-out text.
+    """Measure the perplexity of a checkpoint, or of a model of transformers, on held-out text.
 
     The number of ranks may differ from the number in training: the perplexity is the same up to
     rounding.
     """
+    if checkpoint is None and values["model"] is None:
+        raise click.UsageError("Missing option '--checkpoint' or '--model'", context)
     chosen = {name: value for name, value in _chosen_options(context).items() if name in values}
     if num_ranks is not None:
         with before_ranks():
-            config = find_manifest(checkpoint).config.evaluated(chosen, num_ranks)
-            require_text(config.data_path)
+            begun = TrainConfig(model=str(values["model"]))
+            if checkpoint is not None:
+                begun = find_manifest(checkpoint).config
+            _check_before_ranks(begun.evaluated(chosen, num_ranks), num_ranks)
         sys.exit(_relaunch(context, num_ranks))
     from burst_rt.launch.train.loop import evaluate
     from burst_rt.launch.train.report import show_evaluation
@@ -212,6 +241,31 @@ def eval_command(
         print(json.dumps(asdict(evaluation)), flush=True)
     else:
         show_evaluation(evaluation)
+
+
+@click.command("export", epilog=_EXPORT_EPILOG, context_settings=_SHOWN)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+def export_command(run: Path, folder: Path) -> None:
+    """Write the model of RUN as FOLDER, which transformers loads.
+
+    RUN is the folder of a run of `burst-rt train` (its newest checkpoint) or of one checkpoint. The
+    byte-level model becomes a Llama, its tokens bytes. FOLDER must not be there yet.
+    """
+    with before_ranks():
+        find_manifest(run)
+        require_transformers("burst-rt export")
+        from burst_rt.launch.train.export import export
+
+        export(run, folder)
+    click.echo(f"{folder}: AutoModelForCausalLM and AutoTokenizer of transformers load it")
+
+
+def _check_before_ranks(config: TrainConfig, num_ranks: int) -> None:
+    config.validate(num_ranks)
+    if config.model is not None:
+        require_model(Path(config.model))
+    require_text(config.data_path)
 
 
 def _chosen_options(context: click.Context) -> dict[str, object]:

@@ -7,6 +7,7 @@ quick.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +23,8 @@ from burst_rt.planning.strategies import STRATEGIES, check_name, choose
 
 __all__ = [
     "CHECKPOINT_NAME", "DTYPES", "LAYOUTS", "ModelConfig", "ProgressMode", "RunOptions",
-    "TrainConfig", "mesh_shape", "option_name", "require_text",
+    "TrainConfig", "mesh_shape", "option_name", "require_model", "require_text",
+    "require_transformers",
 ]  # fmt: skip
 
 DTYPES = ("float32", "bfloat16")
@@ -31,6 +33,26 @@ LAYOUTS = tuple(sorted(KINDS))
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
 ProgressMode = Literal["auto", "bar", "lines", "none"]
+
+# Options of the byte-level model: a folder of transformers says them itself, and its attention
+# takes no strategy.
+_BYTE_LEVEL = ("layers", "dim", "heads", "kv_heads", "strategy")
+# What a folder of transformers holds, as which files, and what to do where they are missing.
+_FILES = (
+    ("a configuration", ("config.json",), "model.save_pretrained writes it"),
+    (
+        "safetensors",
+        ("*.safetensors",),
+        "weights of another format are not read: load them with transformers, and save_pretrained",
+    ),
+    (
+        "a tokenizer",
+        ("tokenizer*", "vocab*", "*.model"),
+        "tokenizer.save_pretrained writes it",
+    ),
+)
+# A model that is trained already moves in smaller steps.
+_FINE_TUNING_LR = 2e-5
 
 # What the value of an option must, and how that is checked. NaN passes neither check.
 _LIMITS: dict[str, Callable[[float], bool]] = {
@@ -102,23 +124,35 @@ class TrainConfig:
     and what its value must. The defaults are the job that the command shows itself with.
     """
 
+    model: str | None = field(
+        default=None,
+        metadata=_option(
+            "Folder of a model of transformers (config.json, safetensors, tokenizer) to fine-tune; "
+            "nothing is downloaded. [default: a new byte-level model]"
+        ),
+    )
     data: str | None = field(
         default=None,
         metadata=_option("Text file, or folder of text files. [default: Python's own library]"),
     )
     seq_len: int = field(
         default=2048,
-        metadata=_positive("Bytes of a sequence, split over the ranks of a context group."),
+        metadata=_positive(
+            "Bytes (with --model: tokens) of a sequence, split over the ranks of a context group."
+        ),
     )
     steps: int = field(default=320, metadata=_positive("Optimizer steps of the whole run."))
     batch: int = field(default=1, metadata=_positive("Sequences of a step, all ranks together."))
-    layers: int = field(default=4, metadata=_option("Layers of the model."))
-    dim: int = field(default=128, metadata=_option("Width of the model."))
+    layers: int = field(default=4, metadata=_option("Layers of the byte-level model."))
+    dim: int = field(default=128, metadata=_option("Width of the byte-level model."))
     heads: int = field(default=4, metadata=_option("Attention heads; must divide --dim."))
     kv_heads: int = field(default=2, metadata=_option("Key/value heads; must divide --heads."))
     lr: float = field(
         default=3e-3,
-        metadata=_positive("Peak learning rate (AdamW); the last is a tenth of the peak."),
+        metadata=_positive(
+            "Peak learning rate (AdamW); the last is a tenth of the peak. With --model: "
+            f"{_FINE_TUNING_LR:g}, unless given."
+        ),
     )
     warmup: int = field(
         default=20, metadata=_not_negative("Steps of linear warm-up before the cosine decay.")
@@ -168,7 +202,10 @@ class TrainConfig:
     keep_checkpoints: int = field(default=2, metadata=_positive("Checkpoints to keep."))
 
     @property
-    def model(self) -> ModelConfig:
+    def architecture(self) -> ModelConfig | None:
+        """Of the byte-level model; None where a folder of transformers says it."""
+        if self.model is not None:
+            return None
         return ModelConfig(
             layers=self.layers, dim=self.dim, heads=self.heads, kv_heads=self.kv_heads
         )
@@ -197,17 +234,18 @@ class TrainConfig:
             strategy, number = check_name(self.strategy)
         except InputError as error:
             raise ConfigError(f"--strategy: {error.message}") from error
-        self.model.validate()
+        if self.architecture is not None:
+            self.architecture.validate()
         data_size, context_size = mesh_shape(world_size, self.context_parallel)
         if self.batch % data_size:
             raise ConfigError(
                 f"--batch: {self.batch} sequences cannot be shared by {data_size} data-parallel "
                 f"groups; choose a multiple of {data_size}, or a larger --context-parallel."
             )
-        if strategy == "all-to-all" or number is not None:
-            self._check_division(context_size)
+        if self.architecture and (strategy == "all-to-all" or number is not None):
+            self._check_division(self.architecture, context_size)
 
-    def _check_division(self, context_size: int) -> None:
+    def _check_division(self, model: ModelConfig, context_size: int) -> None:
         """Raise ConfigError where heads or ranks do not divide as the strategy wants."""
         layout = make_layout(self.layout, self.seq_len, context_size)
         problem = Problem(
@@ -215,9 +253,9 @@ class TrainConfig:
             kv_layout=layout,
             mask=Causal(),
             batch=1,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.model.head_dim,
+            num_heads=model.heads,
+            num_kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
             input_bytes=4,
             sum_bytes=4,
             needs_grad=(True, True, True),
@@ -227,24 +265,44 @@ class TrainConfig:
         except InputError as error:
             raise ConfigError(f"--strategy: {error.message}") from error
 
+    def begun(self, chosen: Mapping[str, object]) -> TrainConfig:
+        """This configuration for a new run, of which the user has `chosen` some options. Raises
+        ConfigError for those that do not go with --model.
+        """
+        if self.model is None:
+            return self
+        odd = [option_name(name) for name in _BYTE_LEVEL if name in chosen]
+        if odd:
+            raise ConfigError(
+                f"{', '.join(odd)}: of the byte-level model alone; expected none beside --model "
+                f"({self.model}), whose own configuration decides; leave it out."
+            )
+        return self if "lr" in chosen else replace(self, lr=_FINE_TUNING_LR)
+
     def resumed(self, chosen: Mapping[str, object]) -> TrainConfig:
         """This run with the options that were chosen anew. Raises ConfigError when the model would
         be another one.
         """
         after = replace(self, **chosen)  # type: ignore[arg-type]  # typed by the command line
-        if after.model != self.model:
+        if after.architecture != self.architecture:
+            expected, got = self._model_in_words(), after._model_in_words()
+            option = "--resume" if after.model == self.model else "--model"
             raise ConfigError(
-                f"--resume: the checkpoint holds another model; expected {self.model}, got "
-                f"{after.model}. Leave the model's options out, or start a new run."
+                f"{option}: the checkpoint holds another model; expected {expected}, got {got}. "
+                "Leave the model's options out, or start a new run."
             )
-        return after
+        # The rate of learning is the run's own.
+        return after.begun({**chosen, "lr": after.lr})
+
+    def _model_in_words(self) -> str:
+        return str(self.architecture) if self.model is None else f"the one of {self.model}"
 
     def evaluated(self, chosen: Mapping[str, object], world_size: int) -> TrainConfig:
         """What a checkpoint of this run is measured with on `world_size` ranks. Raises ConfigError
         for what cannot be.
         """
         # What suited the ranks of the training need not suit these ranks.
-        config = self.resumed({"context_parallel": None, "strategy": "auto", **chosen})
+        config = replace(self, context_parallel=None, strategy="auto").resumed(chosen)
         # Training's batch has no meaning here: every group takes whole sequences one by one.
         config = replace(config, batch=world_size)
         config.validate(world_size)
@@ -281,6 +339,32 @@ def require_text(path: Path | None) -> None:
     if path is not None and not path.exists():
         raise ConfigError(
             f"--data: {path} does not exist; give a text file or a folder of text files."
+        )
+
+
+def require_model(path: Path) -> None:
+    """Raise ConfigError for a --model whose folder cannot hold a model, or where transformers is
+    missing. Loads nothing.
+    """
+    require_transformers("--model")
+    if not path.is_dir():
+        raise ConfigError(
+            f"--model: expected the folder of a model of transformers, and {path} is none; nothing "
+            "is downloaded: give a folder that save_pretrained has written."
+        )
+    for what, patterns, hint in _FILES:
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            raise ConfigError(
+                f"--model: expected {what} ({' or '.join(patterns)}) in {path}, found none; {hint}."
+            )
+
+
+def require_transformers(what: str) -> None:
+    """Raise ConfigError where transformers, which `what` needs, is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"{what} needs transformers, which is not installed; in the clone of burst_rt say: "
+            "pip install '.[hf]'"
         )
 
 

@@ -1,8 +1,9 @@
 """Text: read documents, hold some out, cut sequences. All of it is a pure function of files and
 numbers.
 
-A token is a byte, and byte 0 separates documents. Every rank holds the whole text in memory and
-picks its sequences by arithmetic, so no rank ever tells another what to read.
+A token is a byte and byte 0 separates documents, or a tokenizer says what a token is (`Encoding`).
+Every rank holds the whole text in memory and picks its sequences by arithmetic, so no rank ever
+tells another what to read.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,10 @@ from torch import Tensor
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.config import require_text
 
-__all__ = ["Corpus", "heldout_starts", "load_corpus", "sequences_at", "training_starts"]
+__all__ = [
+    "BYTES", "Corpus", "Encoding", "Stream", "heldout_starts", "load_corpus", "sequences_at",
+    "training_starts",
+]  # fmt: skip
 
 SEPARATOR = b"\0"
 HELDOUT_PERCENT = 5
@@ -36,44 +41,79 @@ _NOT_SOURCES = frozenset(
     {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
 
-Bytes = NDArray[np.uint8]
+Stream = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How documents become tokens."""
+
+    # What a token is called.
+    unit: str
+    # The token between two documents.
+    separator: int
+    # The tokens of each of some texts in UTF-8.
+    encode: Callable[[Sequence[bytes]], list[Stream]]
+
+    def stream(self, texts: Sequence[bytes]) -> Stream:
+        """All texts as one stream, with a separator between two of them."""
+        pieces: list[Stream] = []
+        for tokens in self.encode(texts):
+            pieces += [tokens, np.array([self.separator], dtype=tokens.dtype)]
+        return np.concatenate(pieces[:-1])
+
+
+BYTES = Encoding(
+    unit="byte",
+    separator=SEPARATOR[0],
+    encode=lambda texts: [np.frombuffer(text, dtype=np.uint8) for text in texts],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Text split into a training and a held-out stream."""
+    """Text split into a training and a held-out stream of tokens."""
 
     name: str
     num_documents: int
-    train: Bytes
-    heldout: Bytes
+    train: Stream
+    heldout: Stream
+    # Of the text of both streams, with a byte between documents.
+    train_bytes: int
+    heldout_bytes: int
+    # What a token is called.
+    unit: str
     # Tells two different corpora apart.
     fingerprint: str
 
     @property
     def size_bytes(self) -> int:
-        return len(self.train) + len(self.heldout)
+        return self.train_bytes + self.heldout_bytes
+
+    @property
+    def heldout_bytes_per_token(self) -> float:
+        return self.heldout_bytes / len(self.heldout)
 
     def check_length(self, seq_len: int) -> None:
-        """Raise ConfigError when a sequence of `seq_len` tokens and the byte after it do not fit
+        """Raise ConfigError when a sequence of `seq_len` tokens and the token after it do not fit
         into both streams.
         """
         for kind, stream in (("training", self.train), ("held-out", self.heldout)):
             if len(stream) <= seq_len:
                 raise ConfigError(
-                    f"--seq-len: a sequence needs {seq_len + 1} bytes, but the {kind} text has "
-                    f"{len(stream)}; choose a smaller --seq-len or add text."
+                    f"--seq-len: a sequence needs {seq_len + 1} {self.unit}s, but the {kind} text "
+                    f"has {len(stream)}; choose a smaller --seq-len or add text."
                 )
 
 
-def load_corpus(path: Path | None) -> Corpus:
+def load_corpus(path: Path | None, encoding: Encoding = BYTES) -> Corpus:
     """Read a text file, a folder of them, or (None) the Python standard library's own source files.
 
     In a folder every regular file counts, in sorted order, except hidden ones and those that are
     not UTF-8 text. Of 20 documents or more, those whose path hashes below 5 % are held out. Of
     fewer documents, and where those held out are less than 2 % or more than 20 % of the bytes, the
-    last 5 % of each document are held out. Raises ConfigError when there is nothing to read,
-    OSError as the file system says it.
+    last 5 % of each document are held out, from the beginning of a character on. Raises
+    ConfigError when there is nothing to read, OSError as the file system says it.
     """
     require_text(path)
     if path is None:
@@ -85,7 +125,7 @@ def load_corpus(path: Path | None) -> Corpus:
     train = [text for relative, text in documents if not _is_heldout(relative)]
     share = sum(map(len, heldout)) / max(1, sum(len(text) for _, text in documents))
     if len(documents) < _FEW_DOCUMENTS or not _LEAST_HELDOUT <= share <= _MOST_HELDOUT:
-        cuts = [(text, len(text) - len(text) * HELDOUT_PERCENT // 100) for _, text in documents]
+        cuts = [(text, _cut(text)) for _, text in documents]
         train = [text[:cut] for text, cut in cuts]
         heldout = [text[cut:] for text, cut in cuts]
     if not any(train) or not any(heldout):
@@ -93,22 +133,24 @@ def load_corpus(path: Path | None) -> Corpus:
             f"--data: found too little UTF-8 text in {name} ({len(documents)} documents) to train "
             "and to hold some out; add text."
         )
-    streams = [SEPARATOR.join(train), SEPARATOR.join(heldout)]
+    streams = [encoding.stream(texts) for texts in (train, heldout)]
     fingerprint = hashlib.sha256(
-        b"".join(hashlib.sha256(stream).digest() for stream in streams)
+        b"".join(hashlib.sha256(stream.tobytes()).digest() for stream in streams)
     ).hexdigest()
-    train_bytes, heldout_bytes = (np.frombuffer(stream, dtype=np.uint8) for stream in streams)
     return Corpus(
         name=name,
         num_documents=len(documents),
-        train=train_bytes,
-        heldout=heldout_bytes,
+        train=streams[0],
+        heldout=streams[1],
+        train_bytes=len(SEPARATOR.join(train)),
+        heldout_bytes=len(SEPARATOR.join(heldout)),
+        unit=encoding.unit,
         fingerprint=fingerprint,
     )
 
 
 def training_starts(
-    stream: Bytes, seq_len: int, *, seed: int, step: int, indices: Sequence[int]
+    stream: Stream, seq_len: int, *, seed: int, step: int, indices: Sequence[int]
 ) -> list[int]:
     """Where the sequences numbered `indices` of a step's global batch start: the same whichever
     rank asks, whatever the world size.
@@ -116,7 +158,7 @@ def training_starts(
     return [_number(f"{seed}:{step}:{index}") % (len(stream) - seq_len) for index in indices]
 
 
-def heldout_starts(stream: Bytes, seq_len: int, limit: int) -> list[int]:
+def heldout_starts(stream: Stream, seq_len: int, limit: int) -> list[int]:
     """Starts of at most `limit` (0: all) sequences of the held-out text that do not overlap, spread
     evenly over it.
     """
@@ -125,9 +167,9 @@ def heldout_starts(stream: Bytes, seq_len: int, limit: int) -> list[int]:
     return [(index * num_windows // chosen) * seq_len for index in range(chosen)]
 
 
-def sequences_at(stream: Bytes, starts: Sequence[int], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, int64 [len(starts), seq_len] each, on the CPU; a label is the byte after
-    its token.
+def sequences_at(stream: Stream, starts: Sequence[int], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, int64 [len(starts), seq_len] each, on the CPU; a label is the token
+    after its token.
     """
     rows = [stream[start : start + seq_len + 1] for start in starts]
     # The shape is given for the sake of no rows at all.
@@ -159,6 +201,14 @@ def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def _cut(text: bytes) -> int:
+    """Where the held-out end of a document begins."""
+    place = len(text) - len(text) * HELDOUT_PERCENT // 100
+    while place and place < len(text) and text[place] & 0xC0 == 0x80:
+        place -= 1
+    return place
 
 
 def _is_text(content: bytes) -> bool:

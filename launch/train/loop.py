@@ -12,7 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,9 +23,9 @@ from burst_rt.context import Context
 from burst_rt.errors import ConfigError
 from burst_rt.launch.stopping import StopRequests
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest
-from burst_rt.launch.train.config import RunOptions, TrainConfig
+from burst_rt.launch.train.config import RunOptions, TrainConfig, require_model
 from burst_rt.launch.train.data import (
-    Bytes,
+    BYTES,
     Corpus,
     heldout_starts,
     load_corpus,
@@ -35,6 +37,7 @@ from burst_rt.launch.train.model import (
     Decoder,
     FlatGradients,
     ShardedDecoder,
+    ShardedModel,
     learning_rate,
 )
 from burst_rt.launch.train.report import LAST_STEPS, Evaluation, Report, StepRecord, Summary
@@ -48,6 +51,9 @@ from burst_rt.launch.train.world import (
     same_everywhere,
     together,
 )
+
+if TYPE_CHECKING:
+    from burst_rt.launch.train.pretrained import ModelFolder
 
 __all__ = ["evaluate", "train"]
 
@@ -69,7 +75,7 @@ def train(
             return held.enter_context(RunFolder(world, options.out, resume=options.resume))
 
         def resolve() -> TrainConfig:
-            resolved = shared.manifest.resumed(chosen) if shared else config
+            resolved = shared.manifest.resumed(chosen) if shared else config.begun(chosen)
             resolved.validate(world.world_size)
             return resolved
 
@@ -78,7 +84,8 @@ def train(
         resumed = take_folder() if options.resume else None
         shared = read_shared(world, resumed.path) if resumed else None
         config = together(world, resolve)
-        corpus = _load_same_corpus(world, config)
+        source = _open_same_folder(world, config, shared)
+        corpus = _load_same_corpus(world, config, source)
         if shared is not None and shared.manifest.corpus != corpus.fingerprint:
             raise ConfigError(
                 f"--resume: {corpus.name} is not the text that {shared.folder} was trained on; "
@@ -92,7 +99,7 @@ def train(
         report = held.enter_context(
             Report(mode, steps=config.steps, done=done, world_size=world.world_size)
         )
-        trainer = Trainer(config, mesh, corpus)
+        trainer = Trainer(config, mesh, corpus, source)
         if shared is not None:
             trainer.restore(shared)
         folder.open_metrics(after_step=done)
@@ -101,9 +108,12 @@ def train(
             for step in range(done + 1, config.steps + 1):
                 _advance(step, trainer, folder, report, requests)
         folder.plot(
-            f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} bytes a "
-            f"sequence, {world.world_size} ranks"
+            f"{trainer.num_parameters / 1e6:.2f} M parameters, {config.seq_len:,} {corpus.unit}s a "
+            f"sequence, {world.world_size} ranks",
+            corpus.unit,
         )
+        if source is not None:
+            folder.save_model(partial(source.save, trainer.module))
         if world.rank != 0:
             return None
         summary = _summarise(trainer, folder, done, time.monotonic() - started_s)
@@ -111,35 +121,38 @@ def train(
         return summary
 
 
-def evaluate(world: Context, path: Path, chosen: Mapping[str, object]) -> Evaluation | None:
+def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) -> Evaluation | None:
     """Measure the checkpoint that `path` means, its configuration changed by the options that were
-    `chosen`; the result on rank 0, None elsewhere.
+    `chosen`, or (None) the model that is among them; the result on rank 0, None elsewhere.
 
     Collective. Raises ConfigError or InputError, the same on every rank.
     """
     started_s = time.monotonic()
-    shared = read_shared(world, path)
-    config = together(world, lambda: shared.manifest.config.evaluated(chosen, world.world_size))
-    corpus = _load_same_corpus(world, config)
+    shared = read_shared(world, path) if path else None
+    trained = shared.manifest.config if shared else TrainConfig(model=str(chosen["model"]))
+    config = together(world, lambda: trained.evaluated(chosen, world.world_size))
+    source = _open_same_folder(world, config, shared)
+    corpus = _load_same_corpus(world, config, source)
     with open_mesh(world, config.context_parallel) as mesh:
-        decoder = Decoder(config.model, seed=config.seed).to(world.device)
-        weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-        shared.fill(world, weights)
-        model = ShardedDecoder(decoder, mesh.context, config)
-        heldout = _measure_heldout(model, mesh, corpus.heldout, config)
+        model = _make_model(config, mesh, source)
+        if shared is not None:
+            shared.fill(world, {n: p.detach() for n, p in model.module.named_parameters()})
+        heldout = _measure_heldout(model, mesh, corpus, config)
     if world.rank != 0:
         return None
     return Evaluation(
-        checkpoint=str(shared.folder),
-        step=shared.manifest.step,
+        checkpoint=str(shared.folder) if shared else None,
+        model=config.model,
+        step=shared.manifest.step if shared else None,
         world_size=world.world_size,
         data=corpus.name,
-        same_text=corpus.fingerprint == shared.manifest.corpus,
+        same_text=corpus.fingerprint == shared.manifest.corpus if shared else None,
         seq_len=config.seq_len,
+        unit=corpus.unit,
         num_tokens=heldout.num_tokens,
         loss=heldout.loss,
         perplexity=heldout.perplexity,
-        bits_per_byte=heldout.loss / math.log(2),
+        bits_per_byte=heldout.loss / math.log(2) / corpus.heldout_bytes_per_token,
         elapsed_s=time.monotonic() - started_s,
     )
 
@@ -147,28 +160,25 @@ def evaluate(world: Context, path: Path, chosen: Mapping[str, object]) -> Evalua
 class Trainer:
     """Model, optimizer and gradients of one rank: takes steps, and holds a checkpoint's state."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, corpus: Corpus) -> None:
-        """Build the state of step 0."""
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, corpus: Corpus, source: ModelFolder | None
+    ) -> None:
+        """Build the state of step 0. Collective; raises ConfigError on every rank."""
         self.config = config
         self.mesh = mesh
         self.corpus = corpus
-        decoder = Decoder(
-            config.model,
-            seed=config.seed,
-            checkpoint_activations=config.checkpoint_activations,
-        )
-        self._decoder = decoder.to(mesh.world.device)
-        self._model = ShardedDecoder(self._decoder, mesh.context, config)
-        self._gradients = FlatGradients(self._decoder)
-        self._optimizer = AdamW(self._decoder, weight_decay=config.weight_decay)
+        self.source = source
+        self._model = _make_model(config, mesh, source)
+        self.module = self._model.module
+        self._gradients = FlatGradients(self.module)
+        self._optimizer = AdamW(self.module, weight_decay=config.weight_decay)
 
     @property
     def num_parameters(self) -> int:
-        return self._decoder.num_parameters()
+        return self._model.num_parameters()
 
     def run_step(self, step: int, votes: Sequence[float]) -> tuple[StepRecord, list[float]]:
-        """Take step `step` (from 1); return its record, and the sum of all ranks' `votes`, which
-        travels with the loss.
+        """Take step `step` (from 1); return its record, and the sum of all ranks' `votes`.
 
         Collective; raises ConfigError on every rank when the loss is no longer finite.
         """
@@ -178,24 +188,24 @@ class Trainer:
         indices = mesh.share_of(config.batch)
         starts = training_starts(text, config.seq_len, seed=config.seed, step=step, indices=indices)
         self._gradients.zero()
-        local_loss = self._model(*sequences_at(text, starts, config.seq_len))
-        num_tokens = config.batch * config.seq_len
-        (local_loss / num_tokens).backward()
-        mesh.world.all_reduce(self._gradients.flat)
+        mean = self._model(*sequences_at(text, starts, config.seq_len), group=mesh.world)
+        mean.backward()
+        self._gradients.average(mesh.world)
         grad_norm = self._gradients.clip(config.clip).item()
         lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
         self._optimizer.step(lr)
 
         after = mesh.context.stats()
         waited_s, sent = after.wait_s - before.wait_s, after.bytes_sent - before.bytes_sent
-        local = [local_loss.item(), waited_s, sent, *votes]
+        local = [waited_s, sent, *votes]
         sums = torch.tensor(local, dtype=torch.float64, device=mesh.world.device)
         mesh.world.all_reduce(sums)
-        loss_sum, wait_s, bytes_sent, *voted = sums.tolist()
-        loss = loss_sum / num_tokens
-        if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
+        wait_s, bytes_sent, *voted = sums.tolist()
+        loss = mean.item()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise _diverged(step, f"loss {loss}, gradients {grad_norm}")
         step_s = time.monotonic() - started_s
+        num_tokens = config.batch * config.seq_len
         record = StepRecord(
             step=step,
             loss=loss,
@@ -220,7 +230,7 @@ class Trainer:
         """Loss on the held-out text after a step. Collective; raises ConfigError on every rank when
         the loss is no number to show.
         """
-        found = _measure_heldout(self._model, self.mesh, self.corpus.heldout, self.config)
+        found = _measure_heldout(self._model, self.mesh, self.corpus, self.config)
         if not math.isfinite(found.perplexity):
             raise _diverged(step, f"held-out loss {found.loss}")
         if self.mesh.world.rank == 0:
@@ -231,15 +241,16 @@ class Trainer:
         """Raise ConfigError, on every rank, when the weights after a step are no longer finite. The
         loss would tell only a step later.
         """
-        if not all(bool(torch.isfinite(weight).all()) for weight in self._decoder.parameters()):
+        if not all(bool(torch.isfinite(weight).all()) for weight in self.module.parameters()):
             raise _diverged(step, "weights that are not finite")
 
     def checkpoint(self, step: int) -> Checkpoint:
         """The state after `step` steps. Its tensors are the live ones, to be written before the
         next step.
         """
-        weights = {name: parameter.detach() for name, parameter in self._decoder.named_parameters()}
-        manifest = Manifest(step, self.config, self.corpus.fingerprint)
+        weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        source = self.source.fingerprint if self.source else ""
+        manifest = Manifest(step, self.config, self.corpus.fingerprint, source)
         return Checkpoint(manifest, weights, self._optimizer.moments)
 
     def restore(self, shared: SharedCheckpoint) -> None:
@@ -254,7 +265,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class HeldoutLoss:
-    """Mean cross-entropy of a byte, in nats, over `num_tokens` bytes."""
+    """Mean cross-entropy of a token, in nats, over `num_tokens` tokens."""
 
     loss: float
     num_tokens: int
@@ -269,23 +280,75 @@ class HeldoutLoss:
 
 @torch.no_grad()
 def _measure_heldout(
-    model: ShardedDecoder, mesh: Mesh, stream: Bytes, config: TrainConfig
+    model: ShardedModel, mesh: Mesh, corpus: Corpus, config: TrainConfig
 ) -> HeldoutLoss:
     """Loss over at most `config.eval_sequences` (0: all) sequences of the held-out stream, which
     holds at least one. Collective over the mesh's world.
     """
-    starts = heldout_starts(stream, config.seq_len, config.eval_sequences)
+    starts = heldout_starts(corpus.heldout, config.seq_len, config.eval_sequences)
     total = torch.zeros(1, dtype=torch.float64, device=mesh.world.device)
     for index in mesh.share_of(len(starts)):
-        total += model(*sequences_at(stream, [starts[index]], config.seq_len))
+        sequence = sequences_at(corpus.heldout, [starts[index]], config.seq_len)
+        total += model(*sequence, group=mesh.context)
+    # Every rank of a group has the mean of the group's sequences.
     mesh.world.all_reduce(total)
-    num_tokens = len(starts) * config.seq_len
-    return HeldoutLoss(total.item() / num_tokens, num_tokens)
+    loss = total.item() / mesh.context.world_size / len(starts)
+    return HeldoutLoss(loss, len(starts) * config.seq_len)
 
 
-def _load_same_corpus(world: Context, config: TrainConfig) -> Corpus:
+def _make_model(config: TrainConfig, mesh: Mesh, source: ModelFolder | None) -> ShardedModel:
+    """The byte-level model, or the one of `source`, with its first weights. Collective."""
+    if config.architecture is not None:
+        decoder = Decoder(
+            config.architecture,
+            seed=config.seed,
+            checkpoint_activations=config.checkpoint_activations,
+        )
+        return ShardedDecoder(decoder, mesh.context, config)
+    from burst_rt.launch.train.pretrained import ShardedPretrained
+
+    assert source is not None
+    module = together(mesh.world, source.load)
+    model = ShardedPretrained(module, mesh.context, config)
+    together(mesh.world, model.check)
+    return model
+
+
+def _open_same_folder(
+    world: Context, config: TrainConfig, shared: SharedCheckpoint | None
+) -> ModelFolder | None:
+    """The folder of `config`'s model, the same on every rank and as the checkpoint knows it; None
+    for the byte-level model. Collective.
+    """
+    if config.model is None:
+        return None
+    folder = Path(config.model)
+
+    def look() -> ModelFolder:
+        # transformers may be missing, and takes seconds to load.
+        require_model(folder)
+        from burst_rt.launch.train.pretrained import open_folder
+
+        return open_folder(folder, config.seq_len)
+
+    source = together(world, look)
+    for what, value in (
+        ("configuration", source.fingerprint),
+        ("weights", source.weights_fingerprint if world.world_size > 1 else ""),
+    ):
+        same_everywhere(world, f"the {what} of the model that --model names", value)
+    if shared is not None and shared.manifest.source != source.fingerprint:
+        raise ConfigError(
+            f"--model: {folder}/config.json is not that of the model that {shared.folder} was "
+            "trained from; point --model at the same model."
+        )
+    return source
+
+
+def _load_same_corpus(world: Context, config: TrainConfig, source: ModelFolder | None) -> Corpus:
     """The text of `config`, which is long enough and the same on every rank."""
-    corpus = together(world, lambda: load_corpus(config.data_path))
+    encoding = source.encoding if source else BYTES
+    corpus = together(world, lambda: load_corpus(config.data_path, encoding))
     same_everywhere(world, "the text that --data names", corpus.fingerprint)
     corpus.check_length(config.seq_len)
     return corpus
@@ -325,11 +388,12 @@ def _heading(trainer: Trainer, folder: RunFolder, done: int) -> str:
     return (
         f"{f'resuming after step {done}' if done else 'training'}: "
         f"{trainer.num_parameters / 1e6:.2f} M parameters, "
-        f"{config.batch} x {config.seq_len:,} bytes a step, {config.dtype}\n"
+        f"{config.batch} x {config.seq_len:,} {corpus.unit}s a step, {config.dtype}\n"
         f"ranks: {mesh.world.world_size} ({mesh.data_size} data x {mesh.context.world_size} "
         f"context), layout {config.layout}, on {mesh.world.device}\n"
         f"text: {corpus.name}, {corpus.num_documents:,} documents, {corpus.size_bytes / 1e6:.1f} "
         f"MB, of which {len(corpus.heldout) / 1e6:.1f} MB held out\n"
+        f"{f'model: {config.model}{chr(10)}' if config.model else ''}"
         f"out: {folder.path}"
     )
 
@@ -349,6 +413,7 @@ def _summarise(trainer: Trainer, folder: RunFolder, done: int, elapsed_s: float)
         data_parallel=mesh.data_size,
         context_parallel=mesh.context.world_size,
         num_parameters=trainer.num_parameters,
+        unit=trainer.corpus.unit,
         steps=last.step,
         resumed_after=done,
         loss_first=records[0].loss,

@@ -3,13 +3,15 @@
 The model has the shape of Llama: RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
 `Decoder` is a plain torch module that knows nothing of ranks. It takes attention as a function and
 positions as global positions, so the same module runs on a whole sequence or on any rank's part of
-one. `ShardedDecoder` joins it to a layout and `burst_attention`. Every rank holds all weights and
-updates them alike; there is no sharded optimizer state, and no cache of keys and values.
+one. `ShardedModel` is any model over ranks, `ShardedDecoder` this one, by burst_rt's public parts,
+as a program of one's own would do it. Every rank holds all weights and updates them alike; there is
+no sharded optimizer state, and no cache of keys and values.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -18,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.adamw import adamw
 
-from burst_rt import burst_attention, checkpoint
+from burst_rt import burst_attention, checkpoint, cross_entropy, shard_batch
 from burst_rt.context import Context
 from burst_rt.launch.train.config import ModelConfig, TrainConfig
 from burst_rt.rotary import rotate, rotations
 
 __all__ = [
-    "AdamW", "Attend", "Decoder", "FlatGradients", "ShardedDecoder", "learning_rate",
+    "AdamW", "Attend", "Decoder", "FlatGradients", "ShardedDecoder", "ShardedModel",
+    "learning_rate",
 ]  # fmt: skip
 
 # Takes q, k, v as [batch, tokens, heads, head_dim] (k and v may have fewer heads), returns the
@@ -71,9 +74,6 @@ class Decoder(nn.Module):
             x_BSD = run(x_BSD, cos_SF, sin_SF, attend)
         scores: Tensor = self.head(self.norm(x_BSD))
         return scores
-
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
@@ -137,39 +137,46 @@ class _Block(nn.Module):
         return y_BSD
 
 
-class ShardedDecoder(nn.Module):
-    """A decoder over the ranks of `context`; each rank holds all weights and a part of each
+class ShardedModel(nn.Module, ABC):
+    """A model over the ranks of `context`; each rank holds all weights and a part of each
     sequence.
     """
 
-    def __init__(self, decoder: Decoder, context: Context, config: TrainConfig) -> None:
-        """Lay sequences of `config.seq_len` tokens over the ranks."""
+    def __init__(self, module: nn.Module, context: Context, config: TrainConfig) -> None:
+        """Lay sequences of `config.seq_len` tokens over the ranks. `module` has the weights."""
         super().__init__()
-        self.decoder = decoder
+        self.module = module.to(context.device)
         self._context = context
         self._config = config
         self._layout = context.layout(config.seq_len, kind=config.layout)
-        self._positions = self._layout.positions().to(context.device)
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        """Sum (fp64 scalar, differentiable) of the cross-entropies of this rank's tokens, in nats.
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor, group: Context) -> Tensor:
+        """Mean cross-entropy (fp32 scalar, summed in fp64) of the tokens of all ranks of `group`,
+        in nats, on every rank; gradients are as `burst_rt.cross_entropy` says.
 
-        Takes whole sequences on the CPU, int64, the same on every rank of the context. Labels are
-        already shifted, which must happen before the sequence is split. Blocks as `burst_attention`
-        does, and raises what `burst_attention` raises.
+        Takes whole sequences, int64, the same on every rank of the context. Labels are already
+        shifted. Collective over `group`; blocks and raises as `burst_attention` does.
         """
-        device = self._context.device
-        tokens = self._layout.shard(tokens_BS, dim=1).to(device)
-        labels = self._layout.shard(labels_BS, dim=1).to(device)
-        with torch.autocast(
-            device.type, dtype=torch.bfloat16, enabled=self._config.dtype == "bfloat16"
-        ):
-            scores_BSV = self.decoder(tokens, self._positions, self._attend)
-        losses = functional.cross_entropy(
-            scores_BSV.float().flatten(0, 1), labels.flatten(), reduction="none"
-        )
-        # Summed in fp64, so that the loss does not show how ranks share the tokens.
-        return losses.double().sum()
+        batch = {"input_ids": tokens_BS, "shift_labels": labels_BS}
+        device = self._context.device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
+            return self._loss(batch, group)
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @abstractmethod
+    def _loss(self, batch: dict[str, Tensor], group: Context) -> Tensor: ...
+
+
+class ShardedDecoder(ShardedModel):
+    """A decoder over the ranks of a context."""
+
+    def _loss(self, batch: dict[str, Tensor], group: Context) -> Tensor:
+        part = shard_batch(batch, self._context, self._layout)
+        assert part.shift_labels is not None  # the batch has them
+        scores_BSV = self.module(part.input_ids, part.position_ids[0], self._attend)
+        return cross_entropy(scores_BSV, part.shift_labels, group=group)
 
     def _attend(self, q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:
         out_BSHE = burst_attention(
@@ -247,7 +254,8 @@ class FlatGradients:
     """All gradients of a model as one fp32 tensor, `flat`, so that one reduction carries them.
 
     Each parameter's `.grad` is a view into `flat`, and backward adds to it in place. So never set a
-    gradient to None; call `zero()`.
+    gradient to None; call `zero()`. `burst_rt.average_gradients` gives the same for any gradients;
+    it copies them to send them, which takes longer and more memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -262,6 +270,10 @@ class FlatGradients:
 
     def zero(self) -> None:
         self.flat.zero_()
+
+    def average(self, group: Context) -> None:
+        """Give every rank of `group` the mean of all ranks' gradients. Collective; blocks."""
+        group.all_reduce(self.flat).div_(group.world_size)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""

@@ -47,7 +47,7 @@ class StepRecord:
 
     # From 1.
     step: int
-    # Nats a byte, over the global batch.
+    # Nats a token (of the byte-level model: a byte), over the global batch.
     loss: float
     lr: float
     grad_norm: float
@@ -102,7 +102,7 @@ def _read(path: Path) -> list[StepRecord]:
         ) from error
 
 
-def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str) -> None:
+def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str, unit: str) -> None:
     """Write training and held-out loss over steps as a PNG. Raises OSError; needs no display."""
     # matplotlib takes a while to load, and only the rank that draws needs it.
     from matplotlib.figure import Figure
@@ -121,7 +121,7 @@ def plot_loss(records: Sequence[StepRecord], path: Path, *, title: str) -> None:
         axes.plot(*points, "o-", color=_HELDOUT, linewidth=1, markersize=6, label="held-out")
     axes.set_title(title, loc="left", fontsize=11, color=_TEXT)
     axes.set_xlabel("step", color=_TEXT)
-    axes.set_ylabel("loss (nats per byte)", color=_TEXT)
+    axes.set_ylabel(f"loss (nats per {unit})", color=_TEXT)
     axes.tick_params(colors=_TEXT)
     axes.grid(axis="y", color="#e6e6e6")
     axes.set_axisbelow(True)
@@ -142,12 +142,14 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A finished run, as the table and `--json` tell it. Losses are in nats a byte."""
+    """A finished run, as the table and `--json` tell it. Losses are in nats a token."""
 
     world_size: int
     data_parallel: int
     context_parallel: int
     num_parameters: int
+    # What a token is called.
+    unit: str
     steps: int
     # The step after which the run was continued, 0 where it was not. Speed, communication and time
     # are counted since then.
@@ -167,35 +169,48 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A checkpoint measured on held-out text, as the table and `--json` tell it."""
+    """A model measured on held-out text, as the table and `--json` tell it."""
 
-    checkpoint: str
-    step: int
+    # None where a model was measured that is no checkpoint of a run.
+    checkpoint: str | None
+    step: int | None
+    # The folder of transformers; None for the byte-level model.
+    model: str | None
     world_size: int
     data: str
-    # Whether training held out the very same text.
-    same_text: bool
+    # Whether training held out the very same text; None without a checkpoint.
+    same_text: bool | None
     seq_len: int
+    # What a token is called.
+    unit: str
     num_tokens: int
-    # Nats a byte.
+    # Nats a token.
     loss: float
+    # A token.
     perplexity: float
+    # By the mean length of a token over the held-out text.
     bits_per_byte: float
     elapsed_s: float
 
 
 def show_evaluation(evaluation: Evaluation) -> None:
     """Print the table of a measurement."""
-    note = "" if evaluation.same_text else "; not the text that the model was trained on"
+    note = "; not the text that the model was trained on" if evaluation.same_text is False else ""
+    measured = {"model": str(evaluation.model)}
+    if evaluation.checkpoint:
+        measured = {"checkpoint": f"{evaluation.checkpoint} (step {evaluation.step})"}
     rows = {
-        "checkpoint": f"{evaluation.checkpoint} (step {evaluation.step})",
+        **measured,
         "text": f"{evaluation.data}{note}",
         "measured": (
-            f"{evaluation.num_tokens:,} bytes in sequences of {evaluation.seq_len:,}, on "
-            f"{evaluation.world_size} ranks"
+            f"{evaluation.num_tokens:,} {evaluation.unit}s in sequences of {evaluation.seq_len:,}, "
+            f"on {evaluation.world_size} ranks"
         ),
-        "loss": f"{evaluation.loss:.6f} nats per byte ({evaluation.bits_per_byte:.4f} bits)",
-        "perplexity": f"{evaluation.perplexity:.5f}",
+        "loss": (
+            f"{evaluation.loss:.6f} nats per {evaluation.unit}, {evaluation.bits_per_byte:.4f} "
+            "bits per byte"
+        ),
+        "perplexity": f"{evaluation.perplexity:.5f} per {evaluation.unit}",
         "time": f"{evaluation.elapsed_s:.1f} s",
     }
     # Under mpirun stdout looks like a terminal even where it is a file, so no colours.
@@ -285,7 +300,7 @@ class Report:
                 f"last {LAST_STEPS}"
             ),
             "held-out": (
-                f"loss {summary.heldout_loss:.4f} nats per byte, perplexity "
+                f"loss {summary.heldout_loss:.4f} nats per {summary.unit}, perplexity "
                 f"{summary.heldout_perplexity:.3f}"
             ),
             f"speed{since}": f"{summary.tokens_per_s:,.0f} tokens/s",
@@ -294,7 +309,10 @@ class Report:
                 f"{summary.wait_fraction:.2%} of the time"
             ),
             f"time{since}": f"{summary.elapsed_s:.1f} s",
-            "written": f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/)",
+            "written": (
+                f"{summary.out}/ (metrics.jsonl, loss.png, checkpoints/"
+                f"{', model/' if summary.unit == 'token' else ''})"
+            ),
         }
         self._bar.stop()
         self._console.print(_table("training finished", rows))

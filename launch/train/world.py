@@ -39,6 +39,7 @@ from burst_rt.launch.train.checkpoint import (
     copy_tensors,
     find_checkpoint,
     save_checkpoint,
+    save_folder,
 )
 from burst_rt.launch.train.config import mesh_shape
 from burst_rt.launch.train.report import MetricsFile, StepRecord, plot_loss
@@ -230,8 +231,8 @@ def read_shared(world: Context, path: Path) -> SharedCheckpoint:
 
 
 class RunFolder:
-    """A run's folder: `metrics.jsonl`, `loss.png`, `checkpoints/`. A context manager: until its end
-    no other run gets the folder.
+    """A run's folder: `metrics.jsonl`, `loss.png`, `checkpoints/`, `model/`. A context manager:
+    until its end no other run gets the folder.
 
     Every method but `append` is collective. Only rank 0 touches the disk; its failure is a
     ConfigError on every rank.
@@ -267,9 +268,16 @@ class RunFolder:
 
         on_first(self._world, save)
 
-    def plot(self, title: str) -> None:
-        """Draw the loss curve."""
-        on_first(self._world, lambda: plot_loss(self.history, self.path / "loss.png", title=title))
+    def save_model(self, save: Callable[[Path], object]) -> None:
+        """Let `save` write the folder of the trained model."""
+        on_first(self._world, lambda: save_folder(self.path / "model", save))
+
+    def plot(self, title: str, unit: str) -> None:
+        """Draw the loss curve, in nats a `unit`."""
+        on_first(
+            self._world,
+            lambda: plot_loss(self.history, self.path / "loss.png", title=title, unit=unit),
+        )
 
     @property
     def history(self) -> list[StepRecord]:

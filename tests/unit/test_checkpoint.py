@@ -446,7 +446,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, _checkpoint(5), keep=2)
     _change(folder, {"format": 99}, cover=True)
     with pytest.raises(
-        ConfigError, match="expected format 3, got 99; use the version of burst_rt that wrote"
+        ConfigError, match="expected format 4, got 99; use the version of burst_rt that wrote"
     ):
         load_checkpoint(folder)
     # As format 1 was.
@@ -462,12 +462,15 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         load_checkpoint(folder)
 
 
-def test_a_checkpoint_of_format_2_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrote", [2, 3])
+def test_a_checkpoint_of_an_older_format_is_read(tmp_path: Path, wrote: int) -> None:
     saved = _checkpoint(5)
     folder = save_checkpoint(tmp_path, saved, keep=2)
     document = json.loads((folder / "config.json").read_text())
-    del document["config"]["checkpoint_activations"]
-    _write_manifest(folder, json.dumps(document | {"format": 2}), cover=True)
+    del document["config"]["model"], document["source"]
+    if wrote == 2:
+        del document["config"]["checkpoint_activations"]
+    _write_manifest(folder, json.dumps(document | {"format": wrote}), cover=True)
     assert _same(load_checkpoint(folder), saved)
 
 

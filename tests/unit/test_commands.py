@@ -62,6 +62,10 @@ def test_every_option_has_help() -> None:
             "burst-rt: Invalid value for '--repeats': 0 is not in the range x>=1; see",
         ),
         ("plan --world 8", "burst-rt: Missing option '--hardware'; see burst-rt plan --help"),
+        (
+            "eval -n 2",
+            "burst-rt: Missing option '--checkpoint' or '--model'; see burst-rt eval --help",
+        ),
     ],
 )
 def test_usage_errors_are_one_line(words: str, said: str) -> None:

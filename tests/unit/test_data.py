@@ -11,14 +11,14 @@ import pytest
 
 from burst_rt.errors import ConfigError
 from burst_rt.launch.train.data import (
-    Bytes,
+    Stream,
     heldout_starts,
     load_corpus,
     sequences_at,
     training_starts,
 )
 
-_STREAM: Bytes = np.arange(1000, dtype=np.int64).astype(np.uint8)
+_STREAM: Stream = np.arange(1000, dtype=np.int64).astype(np.uint8)
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> Path:
@@ -96,6 +96,12 @@ def test_one_file_is_split_at_its_end(tmp_path: Path) -> None:
     corpus = load_corpus(_write(tmp_path, {"book.txt": bytes(range(32, 127)) * 20}) / "book.txt")
     assert len(corpus.train) == 1805
     assert corpus.train.tobytes() + corpus.heldout.tobytes() == bytes(range(32, 127)) * 20
+
+
+def test_no_character_is_split(tmp_path: Path) -> None:
+    content = ("é" * 30).encode()
+    corpus = load_corpus(_write(tmp_path, {"book.txt": content}) / "book.txt")
+    assert (corpus.train.tobytes(), corpus.heldout.tobytes()) == (content[:56], content[56:])
 
 
 @pytest.mark.parametrize("files", [{}, {"image": b"\xff\xfe\xfd"}, {"short.txt": b"too short"}])

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from burst_rt.errors import ConfigError
+from burst_rt.launch.main import cli
 from burst_rt.launch.train.checkpoint import Checkpoint, Manifest, save_checkpoint
 from burst_rt.launch.train.cli import before_ranks
 from burst_rt.launch.train.config import TrainConfig
@@ -28,7 +29,8 @@ _DEADLINE_S = 30.0
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of 5 steps of 9 (`run`), one that is done (`done`), a damaged one, one
-    that is held, and a text.
+    that is held, one of a model of transformers (`tuned`), a text, and folders of models: `model`,
+    and some that lack a file.
     """
     place = tmp_path_factory.mktemp("place")
     tensors = {"head.weight": torch.zeros(2)}
@@ -37,6 +39,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_checkpoint(
             place / name, Checkpoint(Manifest(5, config, "fingerprint"), tensors, tensors), keep=1
         )
+    tuned = TrainConfig(steps=9, model=str(place / "model"))
+    save_checkpoint(
+        place / "tuned", Checkpoint(Manifest(5, tuned, "text", "model"), tensors, tensors), keep=1
+    )
+    files = ["config.json", "model.safetensors", "tokenizer.json"]
+    for name, lacking in (("model", -1), ("unknown", 0), ("empty", 1), ("mute", 2)):
+        (place / name).mkdir()
+        for number, file in enumerate(files):
+            if number != lacking:
+                (place / name / file).touch()
+    (place / "empty" / "pytorch_model.bin").touch()
     (place / "damaged" / "checkpoints" / "step-00000005" / "config.json").write_text("{")
     (place / "held" / ".lock").write_text("process 123 on somewhere\n")
     (place / "text").write_text("some text " * 999)
@@ -91,6 +104,16 @@ _TRAIN: list[tuple[str, list[str]]] = [
         ["--strategy", "4 must divide the number of kv heads, got 1"],
     ),
     ("--strategy circle", ["--strategy", "circle"]),
+    ("--model nowhere", ["--model: expected the folder", "nowhere is none", "downloaded"]),
+    ("--model text", ["--model: expected the folder", "text is none"]),
+    ("--model unknown", ["--model: expected a configuration (config.json) in", "unknown, found"]),
+    ("--model empty", ["--model: expected safetensors (*.safetensors) in", "empty, found none"]),
+    ("--model mute", ["--model: expected a tokenizer (tokenizer", "mute, found none"]),
+    ("--model model --data nowhere", ["--data", "nowhere does not exist"]),
+    ("--model model --seq-len 0", ["--seq-len must be positive"]),
+    ("--model model --layers 4 --strategy burst", ["--layers, --strategy: of the byte-level"]),
+    ("--resume --out tuned --dim 64", ["--dim: of the byte-level"]),
+    ("--resume --out run --model model", ["--model: the checkpoint holds another model"]),
 ]
 _EVAL: list[tuple[str, list[str]]] = [
     ("--checkpoint nothing", ["expected a complete checkpoint in nothing/checkpoints"]),
@@ -103,6 +126,10 @@ _EVAL: list[tuple[str, list[str]]] = [
     ("--checkpoint run --eval-sequences -1", ["--eval-sequences must not be negative"]),
     ("--checkpoint run --layout diagonal", ["--layout must be one of"]),
     ("--checkpoint run --dtype int8", ["--dtype must be one of"]),
+    ("--checkpoint run --model model", ["--model: the checkpoint holds another model"]),
+    ("--checkpoint tuned --model nowhere", ["--model: expected the folder", "nowhere is none"]),
+    ("--model mute", ["--model: expected a tokenizer", "found none"]),
+    ("--model model --context-parallel 3", ["--context-parallel: 4 ranks"]),
 ]
 
 
@@ -164,3 +191,13 @@ def test_a_device_that_is_there_is_taken(
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with before_ranks():
         pass  # on another host there may be more
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_missing_transformers_is_told_with_what_to_do(
+    place: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = [command, "-n", "2", "--model", str(place / "model")]
+    with pytest.raises(ConfigError, match=r"--model needs transformers.* pip install '\.\[hf\]'"):
+        cli(words, standalone_mode=False)

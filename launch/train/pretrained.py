@@ -1,0 +1,229 @@
+"""A model of transformers from a folder of this machine, as a run trains and measures it.
+
+Needs the extra `hf`, so it is imported only where --model is given. Nothing is downloaded, and no
+code of the folder's own is run. Weights are float32. Dropout is off, in training too: so a run does
+not depend on how ranks share the tokens, and a resumed run goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import burst_rt.hf
+from burst_rt.context import Context
+from burst_rt.errors import ConfigError
+from burst_rt.launch.train.config import TrainConfig, require_model
+from burst_rt.launch.train.data import Encoding, Stream
+from burst_rt.launch.train.model import ShardedModel
+
+__all__ = ["ModelFolder", "ShardedPretrained", "open_folder", "save_pretrained"]
+
+_R = TypeVar("_R")
+
+# What transformers raises for a folder that it cannot read.
+_UNREADABLE = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError,
+    SafetensorError,
+)  # fmt: skip
+# Ranks compute what one process computes up to rounding: up to this part of the largest score. The
+# tokens of other ranks weigh far more.
+_ROUNDING = 1e-4
+# From one token of that check to the next: any that differ will do.
+_STRIDE = 7919
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder of transformers, without its weights."""
+
+    path: Path
+    # transformers' own types, which change with its version.
+    config: Any
+    tokenizer: Any
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the configuration, by which a resumed run knows its model."""
+        return hashlib.sha256((self.path / "config.json").read_bytes()).hexdigest()
+
+    @cached_property
+    def weights_fingerprint(self) -> str:
+        digests = []
+        for path in sorted(self.path.glob("*.safetensors")):
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").digest())
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+    @property
+    def encoding(self) -> Encoding:
+        """The tokenizer's, without what it would add to a text; EOS stands between documents."""
+        return Encoding(unit="token", separator=self.tokenizer.eos_token_id, encode=self._encode)
+
+    def load(self) -> torch.nn.Module:
+        """The model with its weights, on the CPU. Raises ConfigError."""
+        model, found = self._read(
+            transformers.AutoModelForCausalLM.from_pretrained,
+            dtype=torch.float32,
+            attn_implementation="burst_rt",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are told below
+            output_loading_info=True,
+        )
+        odd = sorted([*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])])
+        if odd:
+            raise ConfigError(
+                f"--model: the weights in {self.path} are not those of its config.json: "
+                f"{', '.join(odd[:3])}{' ...' if len(odd) > 3 else ''} missing or of another "
+                "shape; save the model again with save_pretrained."
+            )
+        loaded: torch.nn.Module = model.eval()
+        return loaded
+
+    def save(self, model: torch.nn.Module, folder: Path) -> None:
+        """Write a folder of transformers like this one, with the weights of `model`."""
+        save_pretrained(model, self.tokenizer, folder)
+
+    def _encode(self, texts: Sequence[bytes]) -> list[Stream]:
+        tokens: list[Stream] = [
+            np.array(
+                self.tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"],
+                dtype=np.int32,
+            )
+            for text in texts
+        ]
+        num_tokens = self.config.get_text_config().vocab_size
+        largest = max(self.tokenizer.eos_token_id, *(int(x.max()) for x in tokens if x.size))
+        if largest >= num_tokens:
+            raise ConfigError(
+                f"--model: the tokenizer in {self.path} is another model's: it gives token "
+                f"{largest}, and the model knows {num_tokens} (vocab_size); use the tokenizer that "
+                "came with the model."
+            )
+        return tokens
+
+    def _read(self, read: Callable[..., _R], **options: Any) -> _R:
+        return _read(self.path, read, **options)
+
+
+def open_folder(path: Path, seq_len: int) -> ModelFolder:
+    """Read configuration and tokenizer. Raises ConfigError for what sequences of `seq_len` tokens
+    cannot be made with.
+    """
+    require_model(path)
+    _hush()
+    config: Any = _read(path, transformers.AutoConfig.from_pretrained)
+    tokenizer: Any = _read(path, transformers.AutoTokenizer.from_pretrained)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"--model: the tokenizer in {path} has no EOS token, which stands between documents; "
+            "set eos_token in its tokenizer_config.json."
+        )
+    # XLNet's -1 means that there is no limit.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+    if 0 < longest < seq_len:
+        raise ConfigError(
+            f"--seq-len: expected at most the model's max_position_embeddings, {longest}, got "
+            f"{seq_len}; choose a smaller --seq-len, or raise it in {path}/config.json, with "
+            "rope_parameters that suit the length."
+        )
+    return ModelFolder(path, config, tokenizer)
+
+
+def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model and a tokenizer of transformers as `folder`."""
+    _hush()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        # They are this user's alone; whoever may read the rest may read them too.
+        shutil.copymode(folder / "config.json", path)
+
+
+def _hush() -> None:
+    """What goes wrong is told by an error, once."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _read(path: Path, read: Callable[..., _R], **options: Any) -> _R:
+    try:
+        return read(str(path), local_files_only=True, trust_remote_code=False, **options)
+    except _UNREADABLE as error:
+        if "burst_rt" in str(error):
+            raise _without_attention(f"the model in {path}", error) from error
+        raise ConfigError(
+            f"--model: transformers {transformers.__version__} cannot read {path}: "
+            f"{_one_line(error)}; save the model and its tokenizer there with save_pretrained."
+        ) from error
+
+
+class ShardedPretrained(ShardedModel):
+    """A model of transformers over the ranks of a context."""
+
+    def __init__(self, module: torch.nn.Module, context: Context, config: TrainConfig) -> None:
+        super().__init__(burst_rt.hf.prepare(module), context, config)
+        if config.checkpoint_activations:
+            for layer in module.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.forward = partial(burst_rt.checkpoint, layer.forward)
+
+    def _loss(self, batch: dict[str, Tensor], group: Context) -> Tensor:
+        part = burst_rt.hf.shard(batch, self._context, self._layout, group=group)
+        loss: Tensor = self.module(**part, use_cache=False).loss
+        return loss
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise ConfigError where ranks do not compute what one process computes: where tokens see
+        each other past attention (state spaces, convolutions), or through a model's own attention.
+
+        Collective over the context; a short sequence, once on all ranks and once on each.
+        """
+        model: Any = self.module
+        name = type(model).__name__
+        num_tokens = 8 * self._context.world_size
+        vocab_size = model.get_input_embeddings().num_embeddings
+        tokens = torch.arange(num_tokens)[None] * _STRIDE % vocab_size
+        layout = self._context.layout(num_tokens, kind=self._config.layout)
+        part = burst_rt.hf.shard({"input_ids": tokens}, self._context, layout)
+        try:
+            scores = model(**part, use_cache=False).logits
+        except (TypeError, ValueError, AttributeError) as error:
+            raise _without_attention(name, error) from error
+        model.set_attn_implementation("eager")
+        whole = model(tokens.to(scores.device), use_cache=False).logits
+        model.set_attn_implementation("burst_rt")
+        off = (scores - layout.shard(whole)).abs().max().item() / whole.abs().max().item()
+        if not off <= _ROUNDING:
+            raise ConfigError(
+                f"--model: {name} over {self._context.world_size} ranks is not what it is on one "
+                f"process (scores differ by {off:.1e} of the largest): its tokens see each other "
+                "by other ways than attention of transformers; give each sequence one rank "
+                "(--context-parallel 1)."
+            )
+
+
+def _without_attention(name: str, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"--model: {name} cannot take its attention from burst_rt ({type(error).__name__}: "
+        f"{_one_line(error)}); use a model whose layers ask transformers for their attention, such "
+        "as Llama, Qwen, Mistral or Gemma."
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    """The beginning of what it says."""
+    return " ".join(str(error).split("\n\n")[0].split()).rstrip(".") or type(error).__name__
