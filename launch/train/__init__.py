@@ -1,3 +1,3 @@
-"""The demonstration job: train a small language model on real text with the sequence split over
-ranks, and measure a checkpoint.
+"""Language models on real text with the sequence split over ranks: train a small one, or fine-tune
+one of transformers; measure; export.
 """

@@ -151,26 +151,28 @@ def _loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def alone(llama: Path, text: Path) -> list[float]:
-    """The losses of one process without burst_rt's attention, its losses or its gradients."""
+def alone(llama: Path, text: Path) -> tuple[list[float], list[float]]:
+    """The losses and norms of gradients of one process without burst_rt's attention, losses or
+    gradients.
+    """
     model, stream = _load(llama), _corpus(llama, text).train
     groups = [
         {"params": [x for x in model.parameters() if (x.dim() >= 2) == decays], "weight_decay": d}
         for decays, d in ((True, 0.1), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
-    losses = []
+    losses, norms = [], []
     for step in range(1, _STEPS + 1):
         starts = training_starts(stream, _SEQ_LEN, seed=0, step=step, indices=range(_BATCH))
         loss = _loss(model, *sequences_at(stream, starts, _SEQ_LEN))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step - 1, peak=_LR, warmup=2, steps=_STEPS)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, norms
 
 
 def test_documents_become_tokens_with_eos_between_them(llama: Path, text: Path) -> None:
@@ -189,9 +191,12 @@ def test_documents_become_tokens_with_eos_between_them(llama: Path, text: Path) 
 
 
 def test_fine_tuning_gives_the_losses_of_one_process(
-    tuned: Path, alone: list[float], llama: Path, text: Path, tmp_path: Path
+    tuned: Path,
+    alone: tuple[list[float], list[float]],
+    llama: Path,
+    text: Path,
+    tmp_path: Path,
 ) -> None:
-    assert [record["loss"] for record in _records(tuned)] == pytest.approx(alone, rel=LOSSES)
     # Two groups of one rank, a sequence each.
     summary = _read(
         _job(
@@ -199,8 +204,10 @@ def test_fine_tuning_gives_the_losses_of_one_process(
             *_TRAIN, "--data", str(text), "--out", "two", "--json",
         )
     )  # fmt: skip
-    found = [record["loss"] for record in _records(tmp_path / "two")]
-    assert found == pytest.approx(alone, rel=LOSSES)
+    for run in (tuned, tmp_path / "two"):
+        for name, expected in zip(("loss", "grad_norm"), alone, strict=True):
+            found = [record[name] for record in _records(run)]
+            assert found == pytest.approx(expected, rel=LOSSES), (run, name)
     assert (summary["unit"], summary["bytes_sent"]) == ("token", 0)
     assert summary["heldout_loss"] == pytest.approx(_records(tuned)[-1]["heldout_loss"], rel=LOSSES)
 
