@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from burst_rt.hf.attention import register
 from burst_rt.hf.loss import register_losses
-from burst_rt.hf.rotary import prepare
+from burst_rt.hf.prepare import prepare
 from burst_rt.hf.shard import shard
 from burst_rt.hf.trainer import Trainer
 

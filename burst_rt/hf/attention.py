@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
 from burst_rt.hf.masks import mask_of
+from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import why_rotary_differs
 from burst_rt.hf.shard import KEYWORD, Part
 from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
@@ -79,6 +77,7 @@ def attend(
     if reason:
         _refuse(reason, part)
     assert isinstance(part, Part)
+    part.attended = True
     queries, keys, shown = _sides(part, module)
     structure = attention_mask
     if not isinstance(structure, Mask):
@@ -139,10 +138,11 @@ def _why_not(
             "output_router_logits: the router's loss needs all tokens, and is computed of one "
             "rank's; expected False; set model.config.output_router_logits = False"
         )
-    if not _takes_positions(type(module).__module__):
+    if not is_prepared(module):
         return (
-            f"{type(module).__module__}: a model there takes no position_ids, so its tokens would "
-            "count from 0 on every rank; use a model that takes them"
+            f"{type(module).__module__} has not been tried over ranks; expected a model that was "
+            "compared with one process; call burst_rt.hf.prepare(model, ctx) once, before the "
+            "model is wrapped"
         )
     wrong = _wrong_positions(part, others.get("position_ids"))
     return wrong or (None if part.told else why_rotary_differs(config, part.batch))
@@ -174,22 +174,6 @@ def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBa
     if "Cross" in type(module).__name__:
         return part.batch, part.encoder, part.unpadded
     return part.batch, part.batch, part.batch.mask
-
-
-@cache
-def _takes_positions(module: str) -> bool:
-    """Whether all models of tokens in this module of Python's take position_ids."""
-    models = [
-        each
-        for each in vars(sys.modules[module]).values()
-        if isinstance(each, type) and issubclass(each, PreTrainedModel)
-    ]
-    taken = [
-        inspect.signature(vars(model)["forward"]).parameters
-        for model in models
-        if model.__module__ == module and "forward" in vars(model)
-    ]
-    return all("position_ids" in names for names in taken if "input_ids" in names)
 
 
 def _refuse(reason: str, part: object) -> NoReturn:

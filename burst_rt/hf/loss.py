@@ -56,6 +56,13 @@ def _over_ranks(
     name: str, labels: object, args: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.Tensor:
     part: Part = options.get(KEYWORD) or part_of(labels)
+    if not part.attended:
+        error = InputError(
+            "loss: expected attention over ranks, got a model none of whose layers has asked "
+            "burst_rt for it; load it with attn_implementation='burst_rt', or give each sequence "
+            "one rank"
+        )
+        refuse("loss", error, part.ctx.runtime)
     compute = _LOSSES.get(name)
     if compute is None:
         error = InputError(

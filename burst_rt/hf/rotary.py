@@ -7,32 +7,24 @@ length at which the choice changes while another rank's end behind it.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from burst_rt.batches import ShardedBatch
 from burst_rt.hf.shard import KEYWORD, Part
 
-__all__ = ["prepare", "why_rotary_differs"]
-
-_Model = TypeVar("_Model", bound=torch.nn.Module)
+__all__ = ["watch_positions", "why_rotary_differs"]
 
 
-def prepare(model: _Model) -> _Model:
-    """Lets the model's rotary embeddings know the largest position of all ranks; returns the model.
-
-    Needed for "longrope" and "dynamic" scaling where the ranks' largest positions fall on both
-    sides of the original length; a call that needs it and has not got it is refused. Wrap the model
-    (DDP, FSDP2) after it. Does not block.
-    """
+def watch_positions(model: torch.nn.Module) -> None:
+    """Lets a model's rotary embeddings know the largest position of all ranks."""
     hooks = _Hooks()
     model.register_forward_pre_hook(hooks.before_model, with_kwargs=True)
     for module in model.modules():
         if _kinds(getattr(module, "rope_type", None)):
             module.register_forward_pre_hook(hooks.before_rotary, with_kwargs=True)
             module.register_forward_hook(hooks.after_rotary)
-    return model
 
 
 class _Hooks:
@@ -80,7 +72,7 @@ def why_rotary_differs(config: object, batch: ShardedBatch) -> str | None:
             return (
                 f"rotary scaling {kind!r} looks at the largest position, and ranks have "
                 f"{min(lengths) - 1} to {max(lengths) - 1}, on both sides of {original}; call "
-                "burst_rt.hf.prepare(model) once, before the model is wrapped"
+                "burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
             )
     return None
 

@@ -41,6 +41,7 @@ class Part:
     unpadded: Mask = FULL
     # Whether rotary embeddings were told the largest position of all ranks (`prepare`).
     told: bool = False
+    attended: bool = False  # whether any layer has attended by it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         return self  # wrappers copy a model's arguments

@@ -21,7 +21,7 @@ from accelerate.data_loader import get_sampler, prepare_data_loader
 
 from burst_rt.context import Context
 from burst_rt.errors import InputError
-from burst_rt.hf.rotary import prepare
+from burst_rt.hf.prepare import prepare
 from burst_rt.hf.shard import KEYWORD, shard
 from burst_rt.runtime.refusing import refuse
 
@@ -186,7 +186,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 f"model: {type(model).__name__} keeps attn_implementation={got!r}; expected a "
                 "model of transformers whose attention can be chosen"
             )
-        return prepare(model)
+        assert self.context is not None
+        return prepare(model, self.context)
 
     # Batches: the same for all ranks of a context.
 

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import burst_rt.hf
 from burst_rt.context import Context
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.train.config import TrainConfig, require_model
 from burst_rt.launch.train.data import Encoding, Stream
 from burst_rt.launch.train.model import ShardedModel
@@ -38,11 +38,6 @@ _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError,
     SafetensorError,
 )  # fmt: skip
-# Ranks compute what one process computes up to rounding: up to this part of the largest score. The
-# tokens of other ranks weigh far more.
-_ROUNDING = 1e-4
-# From one token of that check to the next: any that differ will do.
-_STRIDE = 7919
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,11 @@ def _read(path: Path, read: Callable[..., _R], **options: Any) -> _R:
         return read(str(path), local_files_only=True, trust_remote_code=False, **options)
     except _UNREADABLE as error:
         if "burst_rt" in str(error):
-            raise _without_attention(f"the model in {path}", error) from error
+            raise ConfigError(
+                f"--model: the model in {path} cannot take its attention from burst_rt "
+                f"({type(error).__name__}: {_one_line(error)}); use a model whose layers ask "
+                "transformers for their attention, such as Llama, Qwen, Mistral or Gemma."
+            ) from error
         raise ConfigError(
             f"--model: transformers {transformers.__version__} cannot read {path}: "
             f"{_one_line(error)}; save the model and its tokenizer there with save_pretrained."
@@ -174,7 +173,7 @@ class ShardedPretrained(ShardedModel):
     """A model of transformers over the ranks of a context."""
 
     def __init__(self, module: torch.nn.Module, context: Context, config: TrainConfig) -> None:
-        super().__init__(burst_rt.hf.prepare(module), context, config)
+        super().__init__(module, context, config)
         if config.checkpoint_activations:
             for layer in module.modules():
                 if isinstance(layer, GradientCheckpointingLayer):
@@ -185,43 +184,17 @@ class ShardedPretrained(ShardedModel):
         loss: Tensor = self.module(**part, use_cache=False).loss
         return loss
 
-    @torch.no_grad()
     def check(self) -> None:
-        """Raise ConfigError where ranks do not compute what one process computes: where tokens see
-        each other past attention (state spaces, convolutions), or through a model's own attention.
-
-        Collective over the context; a short sequence, once on all ranks and once on each.
+        """Raise ConfigError where ranks do not compute what one process computes. Collective over
+        the context.
         """
-        model: Any = self.module
-        name = type(model).__name__
-        num_tokens = 8 * self._context.world_size
-        vocab_size = model.get_input_embeddings().num_embeddings
-        tokens = torch.arange(num_tokens)[None] * _STRIDE % vocab_size
-        layout = self._context.layout(num_tokens, kind=self._config.layout)
-        part = burst_rt.hf.shard({"input_ids": tokens}, self._context, layout)
         try:
-            scores = model(**part, use_cache=False).logits
-        except (TypeError, ValueError, AttributeError) as error:
-            raise _without_attention(name, error) from error
-        model.set_attn_implementation("eager")
-        whole = model(tokens.to(scores.device), use_cache=False).logits
-        model.set_attn_implementation("burst_rt")
-        off = (scores - layout.shard(whole)).abs().max().item() / whole.abs().max().item()
-        if not off <= _ROUNDING:
+            burst_rt.hf.prepare(self.module, self._context)
+        except InputError as error:
             raise ConfigError(
-                f"--model: {name} over {self._context.world_size} ranks is not what it is on one "
-                f"process (scores differ by {off:.1e} of the largest): its tokens see each other "
-                "by other ways than attention of transformers; give each sequence one rank "
-                "(--context-parallel 1)."
-            )
-
-
-def _without_attention(name: str, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"--model: {name} cannot take its attention from burst_rt ({type(error).__name__}: "
-        f"{_one_line(error)}); use a model whose layers ask transformers for their attention, such "
-        "as Llama, Qwen, Mistral or Gemma."
-    )
+                f"--model: {str(error).partition('hf.prepare: ')[2] or error} (--context-parallel "
+                "1)."
+            ) from error
 
 
 def _one_line(error: BaseException) -> str:

@@ -194,6 +194,22 @@ def _t5() -> Any:
     return transformers.T5EncoderModel(config).eval()
 
 
+def _mamba() -> Any:
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, use_cache=False
+    )
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def _bloom() -> Any:
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    return transformers.BloomForCausalLM(config).eval()
+
+
+def _prepared(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return burst_rt.hf.prepare(model, ctx)(**part)
+
+
 def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     return model(input_ids=part["input_ids"], burst_rt=part["burst_rt"])
 
@@ -232,7 +248,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a router's loss in the call": (
         lambda: make_model("Mixtral"), _with_router, "output_router_logits",
     ),
-    "positions that a model does not take": (_bart, _as_it_is, "takes no position_ids"),
+    "a model that was not tried": (
+        _small("Qwen2Config", "Qwen2ForCausalLM"), _as_it_is,
+        r"modeling_qwen2 has not been tried over ranks; .* call burst_rt.hf.prepare\(model, ctx\)",
+    ),
+    "positions that a model does not take": (_bart, _prepared, "not what it is on one process"),
+    "state spaces": (_mamba, _prepared, "not what it is on one process"),
+    "state spaces that nothing asks about": (_mamba, _as_it_is, "none of whose layers has asked"),
+    "attention of its own": (_bloom, _prepared, "cannot take its attention from burst_rt"),
     "a bias of positions": (_t5, _call_encoder, r"position_bias \(T5's\) is not done"),
     "longrope across its boundary": (
         _small(
@@ -259,6 +282,22 @@ def test_a_call_that_would_be_wrong_is_refused_on_every_rank(case: str) -> None:
     first, second = _over_ranks(make(), call)
     assert re.search(message, first), first
     assert re.search(message, second), second
+
+
+def test_a_model_that_is_compared_once() -> None:
+    torch.manual_seed(0)
+    model = _small("Qwen2Config", "Qwen2ForCausalLM")()
+    batch = make_batch("Llama", "packed")
+    expected = deepcopy(model)(**batch).loss.item()
+
+    def run(ctx: burst_rt.Context) -> float:
+        mine = deepcopy(model)
+        mine.set_attn_implementation("burst_rt")
+        burst_rt.hf.prepare(mine, ctx)
+        assert mine.training
+        return float(mine(**burst_rt.hf.shard(batch, ctx)).loss.item())
+
+    assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
 
 
 def test_labels_of_rows_are_refused() -> None:
@@ -297,7 +336,7 @@ def test_dynamic_rotary_scaling_once_it_is_prepared() -> None:
     model.set_attn_implementation("burst_rt")
 
     def run(ctx: burst_rt.Context) -> torch.Tensor:
-        mine = burst_rt.hf.prepare(deepcopy(model))
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx)
         part = burst_rt.hf.shard(batch, ctx)
         layout: burst_rt.ContextLayout = part["burst_rt"].batch.layout
         return layout.unshard(mine(**part).logits.detach())

@@ -72,7 +72,7 @@ def _differences(
 ) -> Differences:
     model, batch = make_model(name), make_batch(name, kind)
     model.set_attn_implementation("burst_rt")
-    model = wrap(burst_rt.hf.prepare(model))
+    model = wrap(burst_rt.hf.prepare(model, ctx))
     part = burst_rt.hf.shard(batch, ctx, layout)
     output = model(**part)
     output.loss.backward()
