@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -60,8 +61,10 @@ def _run(*command: str, cwd: Path, python_path: str | None = None) -> str:
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an sdist, and a wheel made from that sdist."""
     folder = tmp_path_factory.mktemp("distributions")
-    # Whatever the sdist lacks the wheel lacks too, and nothing of the work tree's build folder gets
-    # in.
+    # An sdist is put together in the tree, where another worker may do the same.
+    tree = folder / "tree"
+    shutil.copytree(_ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "runs"))
+    # Whatever the sdist lacks the wheel lacks too.
     _run(
         sys.executable,
         "-m",
@@ -69,7 +72,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-isolation",
         "--outdir",
         str(folder),
-        str(_ROOT),
+        str(tree),
         cwd=folder,
     )
     return folder
