@@ -7,10 +7,12 @@ that shows where attention is called. So models that this project does not test 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeVar
 
 import torch
 
+from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.rotary import watch_positions
@@ -31,22 +33,25 @@ TESTED = frozenset(
 _FOLDER = "transformers.models."
 _MARK = "_burst_rt_prepared"
 # Ranks compute what one process computes up to rounding: up to this part of the largest logit, by
-# the bits of a type's mantissa. The tokens of other ranks weigh far more.
+# the type of the weights. The tokens of other ranks weigh far more.
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _TOKENS_A_RANK = 8
 # From one token of the comparison to the next: any that differ will do.
 _STRIDE = 7919
 
 
-def prepare(model: _Model, ctx: Context) -> _Model:
+def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     """Makes a model ready for `shard`, and checks that it can be used over ranks; returns it.
 
     Needed once, before the model is wrapped (DDP, FSDP2), for models that are not in `TESTED`, and
     for "longrope" and "dynamic" rotary scaling where the ranks' largest positions fall on both
     sides of the original length. A call that needs it and has not got it is refused.
 
-    Models that are not in `TESTED` compute the logits of a short sequence over the ranks, and on
-    each rank with attn_implementation="eager". Collective then; blocks as `burst_attention` does.
+    Models that are not in `TESTED` compute logits and loss of a short sequence over the ranks, and
+    on each rank with attn_implementation="eager". Collective then; blocks as `burst_attention`
+    does. loss: False leaves the loss out, for models that compute it by themselves: a rank's loss
+    is then that of its own tokens, and `burst_rt.cross_entropy` makes the right one of the logits.
+
     Raises InputError on every rank where the two differ by more than rounding.
     """
     watch_positions(model)
@@ -54,10 +59,10 @@ def prepare(model: _Model, ctx: Context) -> _Model:
         setattr(module, _MARK, True)
     if ctx.world_size > 1 and not _is_tested(type(model).__module__):
         try:
-            _compare(model, ctx)
+            _compare(model, ctx, loss)
         except InputError:
             for module in model.modules():
-                delattr(module, _MARK)
+                vars(module).pop(_MARK, None)  # some models change their modules
             raise
     return model
 
@@ -72,28 +77,30 @@ def _is_tested(module: str) -> bool:
 
 
 @torch.no_grad()
-def _compare(model: Any, ctx: Context) -> None:
+def _compare(model: Any, ctx: Context, loss: bool) -> None:
+    """Raises InputError on every rank where ranks do not compute what one process computes."""
     name, training = type(model).__name__, model.training
-    embeddings = model.get_input_embeddings()
-    num_tokens = _TOKENS_A_RANK * ctx.world_size
-    tokens = torch.arange(num_tokens)[None] * _STRIDE % embeddings.num_embeddings
-    batch = {"input_ids": tokens}
-    if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = tokens
+    rounding = _ROUNDING[next(model.parameters()).dtype]
     model.eval()
     try:
-        part = shard(batch, ctx)
-        model.set_attn_implementation("eager")
-        whole = model(**{key: x.to(ctx.device) for key, x in batch.items()})[0]
-        model.set_attn_implementation(KEYWORD)
-        if model.config._attn_implementation != KEYWORD:
-            raise ValueError(f"it keeps attn_implementation={model.config._attn_implementation!r}")
-        mine = model(**part)[0]
-        expected = part[KEYWORD].batch.layout.shard(whole)
-        off = ((mine - expected).abs().max() / whole.abs().max()).item()
+        off = _largest(_logits_off(model, ctx), ctx)
+        if not off <= rounding:
+            raise InputError(
+                f"hf.prepare: {name} over {ctx.world_size} ranks is not what it is on one process: "
+                f"expected logits that differ by rounding, got {off:.1e} of the largest. Its "
+                "tokens see each other by other ways than transformers' attention, or it counts "
+                "positions in its own way; give each sequence one rank"
+            )
+        off = _largest(_loss_off(model, ctx), ctx) if loss else 0.0
+        if not off <= rounding:
+            raise InputError(
+                f"hf.prepare: {name} computes its loss by itself: expected the mean over all "
+                f"ranks' tokens, got one that is off by {off:.1e}; call burst_rt.hf.prepare(model, "
+                "ctx, loss=False), and burst_rt.cross_entropy with the logits"
+            )
+    except InputError:  # what every rank sees, every rank raises
+        raise
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, InputError):
-            raise
         wrong = InputError(
             f"hf.prepare: {name} cannot take its attention from burst_rt: expected a model whose "
             f"layers ask transformers for it, got {type(error).__name__}: "
@@ -103,13 +110,63 @@ def _compare(model: Any, ctx: Context) -> None:
         refuse("hf.prepare", wrong, ctx.runtime)
     finally:
         model.train(training)
-    worst = torch.zeros(ctx.world_size, dtype=torch.float64)
-    worst[ctx.rank] = off
-    worst = ctx.all_reduce(worst).max()
-    if not worst <= _ROUNDING[mine.dtype]:  # as every rank sees
-        raise InputError(
-            f"hf.prepare: {name} over {ctx.world_size} ranks is not what it is on one process: "
-            f"expected logits that differ by rounding, got {worst.item():.1e} of the largest. Its "
-            "tokens see each other by other ways than transformers' attention, or it counts "
-            "positions in its own way; give each sequence one rank"
-        )
+
+
+def _largest(x: float, ctx: Context) -> float:
+    """Of all ranks' numbers. Collective."""
+    everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
+    everyones[ctx.rank] = x
+    return ctx.all_reduce(everyones).max().item()
+
+
+def _batch(model: Any, ctx: Context) -> dict[str, torch.Tensor]:
+    """Two short rows, one of them padded in front: some models count positions by the padding."""
+    count = _TOKENS_A_RANK * ctx.world_size
+    tokens = torch.arange(2 * count).view(2, count) * _STRIDE
+    tokens = tokens % model.get_input_embeddings().num_embeddings
+    # Some count positions by the padding token, too.
+    tokens[tokens == model.config.get_text_config().pad_token_id] = 1
+    shown = torch.ones_like(tokens)
+    shown[1, : count // 3] = 0
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None):
+        shown = shown.flip(1)  # chunks that begin after padding are not done
+    batch = {"input_ids": tokens, "attention_mask": shown}
+    return batch | {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else batch
+
+
+def _logits_off(model: Any, ctx: Context) -> float:
+    """How far this rank's logits are from one process's, over the largest."""
+    batch = _batch(model, ctx)
+    whole = _alone(model, batch, ctx)[0]
+    part = shard(batch, ctx)
+    layout = part[KEYWORD].batch.layout
+    off = (model(**part)[0] - layout.shard(whole)).abs().flatten(2).amax(2)
+    meant = layout.shard(batch["attention_mask"]).to(off.device)
+    if model.config.is_encoder_decoder:
+        meant = torch.ones_like(meant)
+    return ((off * meant).max() / whole.abs().max()).item()
+
+
+def _loss_off(model: Any, ctx: Context) -> float:
+    """How far the loss is from one process's, over that. 0 for models without a loss of tokens."""
+    batch = _batch(model, ctx)
+    tokens = batch["input_ids"]
+    logits = _alone(model, batch, ctx)[0]
+    of_tokens = logits.ndim == 3 and logits.shape[:2] == tokens.shape
+    if not of_tokens or "labels" not in inspect.signature(model.forward).parameters:
+        return 0.0
+    # Ranks have different numbers of labels, and padding predicts nothing.
+    batch["labels"] = tokens % logits.shape[-1]
+    batch["labels"][:, : tokens.shape[1] // 3 + 1] = IGNORED_LABEL
+    expected = _alone(model, batch, ctx).loss.item()
+    return abs(model(**shard(batch, ctx)).loss.item() / expected - 1)
+
+
+def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> Any:
+    """What one process makes of a batch."""
+    model.set_attn_implementation("eager")
+    found = model(**{name: x.to(ctx.device) for name, x in batch.items()})
+    model.set_attn_implementation(KEYWORD)
+    if (got := model.config._attn_implementation) != KEYWORD:
+        raise ValueError(f"it keeps attn_implementation={got!r}")
+    return found

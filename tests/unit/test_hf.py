@@ -206,6 +206,15 @@ def _bloom() -> Any:
     return transformers.BloomForCausalLM(config).eval()
 
 
+def _bert() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
 def _prepared(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     return burst_rt.hf.prepare(model, ctx)(**part)
 
@@ -256,6 +265,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "state spaces": (_mamba, _prepared, "not what it is on one process"),
     "state spaces that nothing asks about": (_mamba, _as_it_is, "none of whose layers has asked"),
     "attention of its own": (_bloom, _prepared, "cannot take its attention from burst_rt"),
+    "a loss of its own": (_bert, _prepared, "BertForMaskedLM computes its loss by itself"),
     "a bias of positions": (_t5, _call_encoder, r"position_bias \(T5's\) is not done"),
     "longrope across its boundary": (
         _small(
@@ -296,6 +306,20 @@ def test_a_model_that_is_compared_once() -> None:
         burst_rt.hf.prepare(mine, ctx)
         assert mine.training
         return float(mine(**burst_rt.hf.shard(batch, ctx)).loss.item())
+
+    assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def test_a_model_whose_loss_is_computed_of_its_logits() -> None:
+    model, batch = _bert(), make_batch("Llama", "right")
+    expected = deepcopy(model)(**batch).loss.item()
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> float:
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx, loss=False)
+        part = burst_rt.hf.shard(batch, ctx)
+        loss = burst_rt.cross_entropy(mine(**part).logits, part["labels"], group=ctx)
+        return float(loss.item())
 
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
 
