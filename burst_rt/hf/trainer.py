@@ -149,7 +149,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
                 "each GPU by torchrun or burst-rt run"
             )
         if self.is_deepspeed_enabled:
-            return "deepspeed is not done; expected none; use DDP or FSDP2 (fsdp=...)"
+            return "deepspeed is not done; expected none; use DDP, Trainer's default"
         degrees = getattr(self.accelerator, "parallelism_config", None)
         if degrees is not None and (degrees.cp_size, degrees.sp_size, degrees.tp_size) != (1, 1, 1):
             return (
