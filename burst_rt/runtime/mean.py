@@ -7,7 +7,7 @@ and the gradients are right as they come, however unevenly the ranks share the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -99,8 +99,9 @@ def average_gradients(
     that has no gradient on any rank keeps none; one that has a gradient on some ranks only counts
     as 0 on the others. group: as in `mean_over_ranks`, and the same as there.
 
-    Collective: one all-reduce for each dtype, of a copy of all gradients, 16-bit ones in float32;
-    and one of a number a parameter. Blocks as `mean_over_ranks` does.
+    Collective: one all-reduce for each dtype, of all its gradients, and one of a number a
+    parameter. 16-bit gradients are summed in float32. Gradients that lie in memory one behind the
+    other, as views of one tensor, are not copied. Blocks as `mean_over_ranks` does.
     """
     ranks = _ranks_of(group, "average_gradients")
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
@@ -121,12 +122,28 @@ def average_gradients(
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [parameter.grad for parameter in members if parameter.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
+        flat = _one_tensor(grads)
+        copied = flat is None or flat.dtype.itemsize < 4
+        if flat is None:
+            flat = torch.cat([grad.flatten() for grad in grads])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         _all_reduce(flat, ranks)
         flat /= size
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        if copied:
+            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+
+def _one_tensor(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory of tensors that lie one behind the other; None where they do not."""
+    first, at = parts[0], parts[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for part in parts:
+        follows = part.storage_offset() == at and part.untyped_storage().data_ptr() == memory
+        if not follows or not part.is_contiguous():
+            return None
+        at += part.numel()
+    return first.as_strided((at - first.storage_offset(),), (1,))
 
 
 def _ranks_of(group: RanksOrGroup | None, name: str) -> dist.ProcessGroup | Ranks:

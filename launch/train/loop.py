@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import burst_rt
 from burst_rt import telemetry
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError
@@ -190,7 +191,7 @@ class Trainer:
         self._gradients.zero()
         mean = self._model(*sequences_at(text, starts, config.seq_len), group=mesh.world)
         mean.backward()
-        self._gradients.average(mesh.world)
+        burst_rt.average_gradients(self.module.parameters(), group=mesh.world)
         grad_norm = self._gradients.clip(config.clip).item()
         lr = learning_rate(step - 1, peak=config.lr, warmup=config.warmup, steps=config.steps)
         self._optimizer.step(lr)

@@ -254,8 +254,7 @@ class FlatGradients:
     """All gradients of a model as one fp32 tensor, `flat`, so that one reduction carries them.
 
     Each parameter's `.grad` is a view into `flat`, and backward adds to it in place. So never set a
-    gradient to None; call `zero()`. `burst_rt.average_gradients` gives the same for any gradients;
-    it copies them to send them, which takes longer and more memory.
+    gradient to None; call `zero()`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -270,10 +269,6 @@ class FlatGradients:
 
     def zero(self) -> None:
         self.flat.zero_()
-
-    def average(self, group: Context) -> None:
-        """Give every rank of `group` the mean of all ranks' gradients. Collective; blocks."""
-        group.all_reduce(self.flat).div_(group.world_size)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before."""

@@ -252,6 +252,19 @@ def test_gradients_that_some_ranks_lack_count_as_zero() -> None:
         assert torch.equal(half, torch.tensor([1.5] * 3, dtype=torch.bfloat16))
 
 
+def test_gradients_that_lie_together_are_averaged_where_they_are() -> None:
+    def run(ctx: burst_rt.Context) -> torch.Tensor:
+        flat = torch.arange(10.0) * (ctx.rank + 1)
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,))]
+        for parameter, part in zip(parameters, flat.split([6, 4]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        burst_rt.average_gradients(parameters, group=ctx)
+        return flat
+
+    for found in burst_rt.run_local(3, run, timeout_s=60):
+        assert torch.equal(found, torch.arange(10.0) * 2)
+
+
 def test_the_mask_of_a_packed_batch_goes_with_a_models_own() -> None:
     """Rows that differ in their documents, in one call."""
     heads = (2, _TOKENS, 2, 8)
