@@ -215,6 +215,10 @@ def _bert() -> Any:
     return transformers.BertForMaskedLM(config)
 
 
+def _modernbert() -> Any:
+    return transformers.ModernBertForTokenClassification(make_model("ModernBert").config)
+
+
 def _prepared(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     return burst_rt.hf.prepare(model, ctx)(**part)
 
@@ -266,6 +270,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "state spaces that nothing asks about": (_mamba, _as_it_is, "none of whose layers has asked"),
     "attention of its own": (_bloom, _prepared, "cannot take its attention from burst_rt"),
     "a loss of its own": (_bert, _prepared, "BertForMaskedLM computes its loss by itself"),
+    "a head with a loss of its own": (
+        _modernbert, _as_it_is, "modeling_modernbert has not been tried over ranks",
+    ),
     "a bias of positions": (_t5, _call_encoder, r"position_bias \(T5's\) is not done"),
     "longrope across its boundary": (
         _small(
