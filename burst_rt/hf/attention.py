@@ -20,6 +20,16 @@ from burst_rt.runtime.refusing import refuse
 __all__ = ["attend", "register"]
 
 _NAME = "attn_implementation='burst_rt'"
+# Types of layers, as `layer_types` of a configuration has them, that look at other tokens by
+# attention alone, or at none; and those that choose keys by one rank's scores.
+_ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
+_KNOWN = (*_ATTENDING, "moe", "mlp", "sparse", "dense")
+_CHOOSING = (
+    "indexed_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+)
 
 
 def register() -> None:
@@ -32,12 +42,20 @@ def register() -> None:
 
 
 def _make_mask(
-    *, mask_function: Any, attention_mask: torch.Tensor | None = None, **others: Any
+    *,
+    mask_function: Any,
+    attention_mask: torch.Tensor | None = None,
+    config: object = None,
+    **others: Any,
 ) -> Mask:
     """The mask of a kind of layers, for whole sequences. Arguments: as transformers names them.
 
     attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
+    Layers that choose keys are refused here, as they cut their mask before they attend.
     """
+    choosing = [each for each in _layer_types(config) if each in _CHOOSING]
+    if choosing:
+        _refuse(_mixed(choosing), None)
     try:
         return mask_of(mask_function)
     except InputError as error:
@@ -133,6 +151,9 @@ def _why_not(
     if part.ctx.world_size == 1:
         return None
     config = getattr(module, "config", None)
+    mixing = [each for each in _layer_types(config) if each not in _KNOWN]
+    if mixing:
+        return _mixed(mixing)
     if others.get("output_router_logits") or getattr(config, "output_router_logits", False):
         return (
             "output_router_logits: the router's loss needs all tokens, and is computed of one "
@@ -146,6 +167,19 @@ def _why_not(
         )
     wrong = _wrong_positions(part, others.get("position_ids"))
     return wrong or (None if part.told else why_rotary_differs(config, part.batch))
+
+
+def _layer_types(config: object) -> list[str]:
+    """The types of a model's layers, each once; none where its configuration names none."""
+    return list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+
+
+def _mixed(layer_types: list[str]) -> str:
+    return (
+        f"layers of type {', '.join(layer_types)} mix tokens otherwise than by attention over the "
+        f"ranks, and would see one rank's alone; expected {', '.join(_ATTENDING)}; use a model of "
+        "those"
+    )
 
 
 def _wrong_positions(part: Part, given: torch.Tensor | None) -> str | None:

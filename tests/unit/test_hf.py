@@ -273,6 +273,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a head with a loss of its own": (
         _modernbert, _as_it_is, "modeling_modernbert has not been tried over ranks",
     ),
+    "layers that are no attention": (
+        # In 16 bits what its convolutions see is within the rounding that `prepare` allows.
+        lambda: _small(
+            "Lfm2Config", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_dim=32
+        )().bfloat16(),
+        _prepared,
+        "layers of type conv mix tokens",
+    ),
+    "layers that choose their keys": (
+        _small(
+            "DeepseekV32Config", "DeepseekV32ForCausalLM", q_lora_rank=8, kv_lora_rank=8,
+            qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_n_heads=2,
+            index_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2,
+            moe_intermediate_size=16, num_key_value_heads=4,
+        ),
+        _as_it_is,
+        "layers of type indexed_attention mix tokens",
+    ),
     "a bias of positions": (_t5, _call_encoder, r"position_bias \(T5's\) is not done"),
     "longrope across its boundary": (
         _small(
