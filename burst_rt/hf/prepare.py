@@ -142,7 +142,7 @@ def _logits_off(model: Any, ctx: Context) -> float:
     meant = layout.shard(batch["attention_mask"]).to(off.device)
     if model.config.is_encoder_decoder:
         meant = torch.ones_like(meant)
-    return ((off * meant).max() / whole.abs().max()).item()
+    return float((off * meant).max() / whole.abs().max())
 
 
 def _loss_off(model: Any, ctx: Context) -> float:
@@ -156,8 +156,8 @@ def _loss_off(model: Any, ctx: Context) -> float:
     # Ranks have different numbers of labels, and padding predicts nothing.
     batch["labels"] = tokens % logits.shape[-1]
     batch["labels"][:, : tokens.shape[1] // 3 + 1] = IGNORED_LABEL
-    expected = _alone(model, batch, ctx).loss.item()
-    return abs(model(**shard(batch, ctx)).loss.item() / expected - 1)
+    expected = float(_alone(model, batch, ctx).loss)
+    return abs(float(model(**shard(batch, ctx)).loss) / expected - 1)
 
 
 def _alone(model: Any, batch: dict[str, torch.Tensor], ctx: Context) -> Any:
