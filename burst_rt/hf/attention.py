@@ -12,7 +12,7 @@ from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
 from burst_rt.hf.masks import mask_of
 from burst_rt.hf.prepare import is_prepared
-from burst_rt.hf.rotary import why_rotary_differs
+from burst_rt.hf.rotary import watch_of, why_rotary_differs
 from burst_rt.hf.shard import KEYWORD, Part
 from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
@@ -131,7 +131,7 @@ def _why_not(
         return (
             f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part "
             "of the sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole "
-            "batch"
+            "batch, and a model that hands keywords on to its layers"
         )
     if dropout:
         return (
@@ -166,7 +166,9 @@ def _why_not(
             "model is wrapped"
         )
     wrong = _wrong_positions(part, others.get("position_ids"))
-    return wrong or (None if part.told else why_rotary_differs(config, part.batch))
+    return wrong or (
+        None if watch_of(module) in part.told else why_rotary_differs(config, part.batch)
+    )
 
 
 def _layer_types(config: object) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context
 from burst_rt.errors import InputError
-from burst_rt.hf.rotary import watch_positions
+from burst_rt.hf.rotary import watch_of, watch_positions
 from burst_rt.hf.shard import KEYWORD, shard
 from burst_rt.runtime.refusing import refuse
 
@@ -29,7 +29,6 @@ TESTED = frozenset(
     {"gemma2", "gemma3", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "t5gemma"}
 )
 _FOLDER = "transformers.models."
-_MARK = "_burst_rt_prepared"
 # Ranks compute what one process computes up to rounding: up to this part of the largest logit, by
 # the type of the weights. The tokens of other ranks weigh far more.
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -47,27 +46,32 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
 
     Models that are not in `TESTED` compute logits and loss of a short sequence over the ranks, and
     on each rank with attn_implementation="eager". Collective then; blocks as `burst_attention`
-    does. loss: False leaves the loss out, for models that compute it by themselves: a rank's loss
-    is then that of its own tokens, and `burst_rt.cross_entropy` makes the right one of the logits.
+    does. loss: False leaves the loss out, for models that compute it by themselves and are
+    called without labels: `burst_rt.cross_entropy` makes the loss of all tokens of the logits.
 
     Raises InputError on every rank where the two differ by more than rounding.
     """
-    watch_positions(model)
-    for module in model.modules():
-        setattr(module, _MARK, True)
-    if ctx.world_size > 1 and not _is_tested(type(model).__module__):
-        try:
-            _compare(model, ctx, loss)
-        except InputError:
-            for module in model.modules():
-                vars(module).pop(_MARK, None)  # some models change their modules
-            raise
+    if ctx.world_size == 1:
+        return model
+    watch = watch_of(model)
+    if watch is None:
+        watch = watch_positions(model)
+    known = _is_tested(type(model).__module__) or watch.compared == "with loss"
+    if known or (watch.compared and not loss):
+        return model
+    watch.compared = "with loss" if loss else "without loss"
+    try:
+        _compare(model, ctx, loss)
+    except InputError:
+        watch.compared = ""
+        raise
     return model
 
 
 def is_prepared(layer: torch.nn.Module) -> bool:
     """Whether a layer is of a model that is tested, or has been compared."""
-    return _is_tested(type(layer).__module__) or hasattr(layer, _MARK)
+    watch = watch_of(layer)
+    return _is_tested(type(layer).__module__) or (watch is not None and bool(watch.compared))
 
 
 def _is_tested(module: str) -> bool:
@@ -77,8 +81,10 @@ def _is_tested(module: str) -> bool:
 @torch.no_grad()
 def _compare(model: Any, ctx: Context, loss: bool) -> None:
     """Raises InputError on every rank where ranks do not compute what one process computes."""
-    name, training = type(model).__name__, model.training
-    rounding = _ROUNDING[next(model.parameters()).dtype]
+    name, modes = type(model).__name__, {module: module.training for module in model.modules()}
+    # Quantised weights are integers; what is computed of them is of the other weights' type.
+    dtypes = [p.dtype for p in model.parameters() if p.dtype in _ROUNDING]
+    rounding = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
     model.eval()
     try:
         off = _largest(_logits_off(model, ctx), ctx)
@@ -98,7 +104,7 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
             )
     except InputError:  # what every rank sees, every rank raises
         raise
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
         wrong = InputError(
             f"hf.prepare: {name} cannot take its attention from burst_rt: expected a model whose "
             f"layers ask transformers for it, got {type(error).__name__}: "
@@ -107,7 +113,8 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
         )
         refuse("hf.prepare", wrong, ctx.runtime)
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
 
 
 def _largest(x: float, ctx: Context) -> float:

@@ -14,31 +14,43 @@ import torch
 from burst_rt.batches import ShardedBatch
 from burst_rt.hf.shard import KEYWORD, Part
 
-__all__ = ["watch_positions", "why_rotary_differs"]
+__all__ = ["Watch", "watch_of", "watch_positions", "why_rotary_differs"]
 
 
-def watch_positions(model: torch.nn.Module) -> None:
-    """Lets a model's rotary embeddings know the largest position of all ranks."""
-    hooks = _Hooks()
-    model.register_forward_pre_hook(hooks.before_model, with_kwargs=True)
+_NAME = "_burst_rt_watch"  # of a module's attribute
+
+
+def watch_positions(model: torch.nn.Module) -> Watch:
+    """Lets a model's rotary embeddings know the largest position of all ranks. To be called once."""
+    watch = Watch()
+    model.register_forward_pre_hook(watch.before_model, with_kwargs=True)
     for module in model.modules():
+        setattr(module, _NAME, watch)
         if _kinds(getattr(module, "rope_type", None)):
-            module.register_forward_pre_hook(hooks.before_rotary, with_kwargs=True)
-            module.register_forward_hook(hooks.after_rotary)
+            module.register_forward_pre_hook(watch.before_rotary, with_kwargs=True)
+            module.register_forward_hook(watch.after_rotary)
+    return watch
 
 
-class _Hooks:
-    """One more token, at the largest position of all, in front of a rotary embedding."""
+def watch_of(module: torch.nn.Module) -> Watch | None:
+    """The watch over the model that a module is of; None where nobody has prepared the model."""
+    watch: Watch | None = getattr(module, _NAME, None)
+    return watch
+
+
+class Watch:
+    """Puts one more token, at the largest position of all, in front of a rotary embedding."""
 
     def __init__(self) -> None:
         self._part: Part | None = None
+        self.compared = ""  # with one process: "with loss", "without loss" or not yet
 
     def before_model(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         self._part = options.get(KEYWORD)
         if self._part is not None:
-            self._part.told = True
+            self._part.told.add(self)
 
     def before_rotary(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,8 +25,6 @@ KEYWORD = "burst_rt"
 # Arguments of kernels that are not used here; a packed batch brings them along.
 _OF_KERNELS = ("max_length_q", "max_length_k", "seq_idx")
 _DECODER = "decoder_"
-# An attribute of label tensors.
-_TAG = "_burst_rt_part"
 
 
 @dataclass(eq=False)
@@ -39,8 +37,8 @@ class Part:
     # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
     encoder: ShardedBatch | None = None
     unpadded: Mask = FULL
-    # Whether rotary embeddings were told the largest position of all ranks (`prepare`).
-    told: bool = False
+    # Of the models whose rotary embeddings were told the largest position of all ranks (`prepare`).
+    told: set[object] = field(default_factory=set)
     attended: bool = False  # whether any layer has attended by it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
@@ -83,17 +81,66 @@ def shard(
     if any(name.startswith(_DECODER) for name in tensors):
         return {**others, **_shard_both(tensors, ctx, layout, ranks)}
     cut = shard_batch(tensors, ctx, layout)
-    return {**others, **_named(cut), KEYWORD: _tagged(Part(ctx, cut, ranks))}
+    part = Part(ctx, cut, ranks)
+    return {**others, **_tagged(_named(cut), part), KEYWORD: part}
+
+
+class _Labels(torch.Tensor):
+    """Labels that were cut: what they are a part of goes with them, and torch's own losses, whose
+    means would be one rank's, refuse them.
+    """
+
+    part: weakref.ref[Part]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Views and copies are labels too; all else is a plain tensor."""
+        name = getattr(func, "__name__", "")
+        labels = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)), None)
+        if name in _LOSSES and labels is not None:
+            _refuse_loss(name, labels)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        if name in _KEPT and labels is not None and isinstance(found, torch.Tensor):
+            return _labels(found, labels.part)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Labels:
+        return self.clone()  # type: ignore[return-value]  # by the above
+
+
+# Losses of torch.nn.functional, by which torch's modules compute theirs.
+_LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits")
+_KEPT = ("to", "long", "view", "reshape", "flatten", "contiguous", "clone", "__getitem__")
+
+
+def _labels(x: torch.Tensor, part: weakref.ref[Part]) -> _Labels:
+    found = x.as_subclass(_Labels)
+    found.part = part
+    return found
+
+
+def _refuse_loss(name: str, labels: _Labels) -> NoReturn:
+    part = labels.part()
+    error = InputError(
+        f"loss: expected a model that asks transformers for its loss, got one that calls torch's "
+        f"{name}, whose mean would be that of one rank's tokens; call it without labels (after "
+        "burst_rt.hf.prepare(model, ctx, loss=False) where it is to be prepared), and compute "
+        "burst_rt.cross_entropy of its logits"
+    )
+    refuse("loss", error, part.ctx.runtime if part else None)
 
 
 def is_of_part(labels: object) -> bool:
     """Whether labels were cut by `shard`: some models do not hand the keyword on to their loss."""
-    return hasattr(labels, _TAG)
+    return isinstance(labels, _Labels)
 
 
 def part_of(labels: object) -> Part:
     """How the batch was cut that these labels are from."""
-    part: Part | None = getattr(labels, _TAG)()
+    part = labels.part() if isinstance(labels, _Labels) else None
     if part is None:
         raise InputError(
             "loss: labels: expected those of the part that the model was called with; got labels "
@@ -102,11 +149,9 @@ def part_of(labels: object) -> Part:
     return part
 
 
-def _tagged(part: Part) -> Part:
-    for labels in (part.batch.tensors.get("labels"), part.batch.shift_labels):
-        if labels is not None:
-            setattr(labels, _TAG, weakref.ref(part))
-    return part
+def _tagged(found: dict[str, torch.Tensor], part: Part) -> dict[str, torch.Tensor]:
+    ref = weakref.ref(part)
+    return {name: _labels(x, ref) if "labels" in name else x for name, x in found.items()}
 
 
 def _named(part: ShardedBatch) -> dict[str, torch.Tensor]:
@@ -144,11 +189,8 @@ def _shard_both(
         found["labels"] = decoder.shift_labels
     padding = tensors.get("attention_mask")
     unpadded = FULL if padding is None else _unpadded(padding, decoder.layout.seq_len)
-    return {
-        **_named(encoder),
-        **found,
-        KEYWORD: _tagged(Part(ctx, decoder, ranks, encoder=encoder, unpadded=unpadded)),
-    }
+    part = Part(ctx, decoder, ranks, encoder=encoder, unpadded=unpadded)
+    return {**_named(encoder), **_tagged(found, part), KEYWORD: part}
 
 
 def _unpadded(padding: torch.Tensor, num_queries: int) -> Mask:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -223,6 +224,26 @@ def _prepared(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object
     return burst_rt.hf.prepare(model, ctx)(**part)
 
 
+def _without_the_loss(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return burst_rt.hf.prepare(model, ctx, loss=False)(**part)
+
+
+def _own_loss() -> Any:
+    """One that no function of torch's makes."""
+    model = _bert()
+
+    def forward(self: Any, labels: torch.Tensor | None = None, **options: Any) -> Any:
+        output = type(self).forward(self, **options)
+        if labels is not None:
+            counted = labels != -100
+            chosen = output.logits.log_softmax(-1).gather(-1, labels.clamp(0)[..., None])[..., 0]
+            output.loss = -(chosen * counted).sum() / counted.sum()
+        return output
+
+    model.forward = MethodType(forward, model)
+    return model
+
+
 def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     return model(input_ids=part["input_ids"], burst_rt=part["burst_rt"])
 
@@ -269,7 +290,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "state spaces": (_mamba, _prepared, "not what it is on one process"),
     "state spaces that nothing asks about": (_mamba, _as_it_is, "none of whose layers has asked"),
     "attention of its own": (_bloom, _prepared, "cannot take its attention from burst_rt"),
-    "a loss of its own": (_bert, _prepared, "BertForMaskedLM computes its loss by itself"),
+    # In 16 bits a mean of one rank's tokens is within the rounding that `prepare` allows.
+    "a loss of torch's": (
+        lambda: _bert().bfloat16(), _prepared, "one that calls torch's cross_entropy",
+    ),
+    "a loss of torch's that is not compared": (
+        _bert, _without_the_loss, "one that calls torch's cross_entropy",
+    ),
+    "a loss of its own": (_own_loss, _prepared, "BertForMaskedLM computes its loss by itself"),
     "a head with a loss of its own": (
         _modernbert, _as_it_is, "modeling_modernbert has not been tried over ranks",
     ),
@@ -343,10 +371,63 @@ def test_a_model_whose_loss_is_computed_of_its_logits() -> None:
     def run(ctx: burst_rt.Context) -> float:
         mine = burst_rt.hf.prepare(deepcopy(model), ctx, loss=False)
         part = burst_rt.hf.shard(batch, ctx)
-        loss = burst_rt.cross_entropy(mine(**part).logits, part["labels"], group=ctx)
+        labels = part.pop("labels")
+        loss = burst_rt.cross_entropy(mine(**part).logits, labels, group=ctx)
         return float(loss.item())
 
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def test_copies_of_labels_are_labels() -> None:
+    """Wrappers copy a model's arguments, and models change their shape."""
+
+    def run(ctx: burst_rt.Context) -> None:
+        logits = torch.zeros(2 * 75, 64)
+        part = burst_rt.hf.shard(make_batch("Llama", "plain"), ctx)
+        labels = part["labels"]
+        for same in (deepcopy(labels), labels.to(torch.int64, copy=True), labels[..., :]):
+            with pytest.raises(InputError, match="calls torch's cross_entropy"):
+                torch.nn.functional.cross_entropy(logits, same.view(-1))
+        assert type(labels != -100) is torch.Tensor
+
+    burst_rt.run_local(1, run, timeout_s=60)
+
+
+def test_preparing_leaves_modes_as_they_are_and_hooks_once() -> None:
+    model = _small("Qwen2Config", "Qwen2ForCausalLM")()
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> tuple[bool, bool, int]:
+        mine = deepcopy(model)
+        mine.model.layers[0].eval()
+        for _ in range(3):
+            burst_rt.hf.prepare(mine, ctx)
+        layers = mine.model.layers
+        return layers[0].training, layers[1].training, len(mine._forward_pre_hooks)
+
+    assert burst_rt.run_local(2, run, timeout_s=60) == [(False, True, 1)] * 2
+
+
+def test_a_model_prepared_in_a_world_of_one_is_not_yet_compared() -> None:
+    mamba = _mamba()
+    burst_rt.run_local(1, lambda ctx: burst_rt.hf.prepare(mamba, ctx), timeout_s=60)
+    first, _ = _over_ranks(mamba, _prepared)
+    assert "not what it is on one process" in first
+
+
+def test_two_models_with_one_part() -> None:
+    """That one was prepared says nothing of the other."""
+    model = _small(
+        "LlamaConfig", "LlamaForCausalLM", rope_parameters=_DYNAMIC, max_position_embeddings=40
+    )()
+
+    def both(mine: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+        other = deepcopy(mine)
+        burst_rt.hf.prepare(mine, ctx)(**part)
+        return other(**part)
+
+    for text in _over_ranks(model, both):
+        assert "'dynamic' looks at the largest position" in text
 
 
 def test_labels_of_rows_are_refused() -> None:
