@@ -166,9 +166,9 @@ def _why_not(
             "model is wrapped"
         )
     wrong = _wrong_positions(part, others.get("position_ids"))
-    return wrong or (
-        None if watch_of(module) in part.told else why_rotary_differs(config, part.batch)
-    )
+    if wrong or watch_of(module) in part.told:
+        return wrong
+    return why_rotary_differs(config, part.batch)
 
 
 def _layer_types(config: object) -> list[str]:

@@ -21,7 +21,7 @@ _NAME = "_burst_rt_watch"  # of a module's attribute
 
 
 def watch_positions(model: torch.nn.Module) -> Watch:
-    """Lets a model's rotary embeddings know the largest position of all ranks. To be called once."""
+    """Lets a model's rotary embeddings know the largest position of all ranks, from now on."""
     watch = Watch()
     model.register_forward_pre_hook(watch.before_model, with_kwargs=True)
     for module in model.modules():
