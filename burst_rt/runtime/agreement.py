@@ -22,7 +22,7 @@ from burst_rt.transport import ControlGroup
 if TYPE_CHECKING:
     from burst_rt.drivers import Watch
 
-__all__ = ["Agreement", "Contract"]
+__all__ = ["Agreed", "Agreement", "Contract"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,24 @@ class Agreement:
         pending = self._control.allgather(json.dumps(mine).encode())
         watch.wait_for(pending, timeout_s, "the comparison of their calls")
         return _common_error([json.loads(text) for text in pending.result()], self._control.rank)
+
+
+class Agreed:
+    """The `Opening` of a call that the ranks have agreed on before; number: of the call."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def start(self) -> None:
+        """Nothing is to be done."""
+
+    def test(self) -> bool:
+        """Always true."""
+        return True
+
+    def failure(self) -> BurstError | None:
+        """None."""
+        return None
 
 
 def _common_error(said: list[dict[str, object]], rank: int) -> BurstError:

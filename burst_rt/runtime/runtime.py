@@ -38,7 +38,7 @@ from burst_rt.errors import (
 )
 from burst_rt.job.ending import end_job, exit_code_of, in_words, mpi_takes_threads
 from burst_rt.job.flight import own_flight
-from burst_rt.runtime.agreement import Agreement, Contract
+from burst_rt.runtime.agreement import Agreed, Agreement, Contract
 from burst_rt.runtime.machine import Machine
 from burst_rt.runtime.observer import Observer
 from burst_rt.runtime.process import process
@@ -146,6 +146,7 @@ class Runtime:
         takes: Callable[[], str] | None = None,
         agreed: bool = False,
         counted: bool = True,
+        stall_s: float | None = None,
     ) -> tuple[BaseDriver, DeviceEvent | None]:
         """Runs a schedule on all ranks, once the ranks agree on it. Collective.
 
@@ -159,9 +160,11 @@ class Runtime:
         progress: the function that long operations call.
         subject: what the schedule was made from, for the observer.
         takes: says how much memory the call takes, for the error when memory runs out.
-        agreed: whether the ranks have just agreed on the call by `agree`. If so, the schedule need
-            not open with an agreement.
+        agreed: whether the ranks have agreed on the call by `agree`. If so, the schedule need not
+            open with an agreement, and one that it opens with is done at once.
         counted: whether `stats` counts the call.
+        stall_s: how long nothing may move inside the call; None: the runtime's. Of several calls
+            that were agreed on at once, a rank may come to one while others work between two.
 
         Returns the driver, which has the trace, and the device event after which the call's memory
         is free, or None where the memory is free already. Raises ContractMismatch, or the error
@@ -175,8 +178,10 @@ class Runtime:
             sent, received = self.transport.bytes_sent, self.transport.bytes_received
             agreement = Agreement(self.control, self._number, contract)
             options = DriverOptions(
-                operations=operations, memory=memory, watch=self.watch, opening=agreement,
-                timeout_s=self.timeout_s, stall_s=self.stall_s, takes=takes, flight=self._flight,
+                operations=operations, memory=memory, watch=self.watch,
+                opening=Agreed(self._number) if agreed else agreement,
+                timeout_s=self.timeout_s, stall_s=stall_s or self.stall_s, takes=takes,
+                flight=self._flight,
             )  # fmt: skip
             with self._in_call(contract.call):
                 driver = progress.driver = self.machine.driver(schedule, options)
