@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from burst_rt import errors, telemetry
     from burst_rt.attention.api import BurstAttention, Explanation, burst_attention, explain
     from burst_rt.attention.autograd import BurstAttentionFunction
+    from burst_rt.attention.cache import KVCache, Step
     from burst_rt.attention.call import Call, make_call
     from burst_rt.attention.checkpointing import checkpoint, keep_attention
     from burst_rt.attention.sharding import ContextLayout
@@ -57,6 +58,7 @@ _HOME = {
     "Explanation": "attention.api",
     "First": "planning.masks",
     "Full": "planning.masks",
+    "KVCache": "attention.cache",
     "LocalRank": "runtime.ends",
     "Mask": "planning.masks",
     "Pipeline": "runtime.pipeline",
@@ -66,6 +68,7 @@ _HOME = {
     "ShardedBatch": "batches",
     "Spans": "planning.masks",
     "Stats": "runtime.runtime",
+    "Step": "attention.cache",
     "average_gradients": "runtime.mean",
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",
@@ -85,8 +88,9 @@ _HIDDEN = {"TYPE_CHECKING", "annotations", "import_module"}
 
 __all__ = [
     "BlockSparse", "BurstAttention", "BurstAttentionFunction", "Call", "Causal", "Chunked",
-    "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "LocalRank",
-    "Mask", "Pipeline", "Prefix", "Relation", "ShardedBatch", "SlidingWindow", "Spans", "Stats",
+    "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "KVCache",
+    "LocalRank", "Mask", "Pipeline", "Prefix", "Relation", "ShardedBatch", "SlidingWindow", "Spans",
+    "Stats", "Step",
     "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "errors", "explain",
     "init", "keep_attention", "make_call", "mean_over_ranks", "run_local", "shard_batch",
     "telemetry",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NotRequired, TypedDict
+from typing import ClassVar, NotRequired, TypedDict
 
 import torch
 
@@ -89,6 +89,8 @@ class Call:
     head_dim: int  # of q and k
     v_head_dim: int  # of v and out
     cells: str = ""  # `cells_said` of the mask
+
+    agreed: ClassVar[bool] = False  # the ranks agree on each call by itself
 
     @cached_property
     def q_shape(self) -> tuple[int, int, int, int]:

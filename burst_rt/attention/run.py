@@ -5,24 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from burst_rt.attention.call import Call, check_values
 from burst_rt.attention.execute import Binding, run_types
 from burst_rt.attention.planner import Plan
+from burst_rt.attention.setup import Setup
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import DeviceError, InputError
 from burst_rt.kernels import QKV, Gradients, Results, ScoreTerms
 from burst_rt.runtime.agreement import Contract
 
-__all__ = ["run_backward", "run_forward"]
+__all__ = ["Forward", "autocast_off", "check_not_captured", "run_backward", "run_forward"]
 
 _NONE = ScoreTerms()
 
 
+class Forward(Protocol):
+    """What `run_forward` takes of a call."""
+
+    @property
+    def setup(self) -> Setup: ...
+
+    @property
+    def forward_contract(self) -> Contract: ...
+
+    @property
+    def forward_plan(self) -> Plan:
+        """Raises InputError where there is none."""
+
+    @property
+    def scale(self) -> float | None: ...
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have agreed on it as one of several calls: a rank may come late."""
+
+
 def run_forward(
-    call: Call, qkv: QKV, terms: ScoreTerms = _NONE
+    call: Forward, qkv: QKV, terms: ScoreTerms = _NONE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this rank's queries. terms: of all heads, as the user gave them.
 
@@ -30,9 +53,9 @@ def run_forward(
     """
     setup, contract = call.setup, call.forward_contract
     runtime = setup.runtime
-    with _autocast_off(qkv.q.device.type):
+    with autocast_off(qkv.q.device.type):
         try:
-            _check_not_captured(runtime.device)
+            check_not_captured(runtime.device)
             if setup.check_finite:
                 check_values(qkv, terms)
             plan = call.forward_plan
@@ -43,6 +66,7 @@ def run_forward(
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),
+            agreed=call.agreed, stall_s=runtime.timeout_s if call.agreed else None,
         )  # fmt: skip
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()
@@ -57,9 +81,9 @@ def run_backward(
     Collective; blocks and raises as `burst_attention` does.
     """
     contract, runtime = call.backward_contract, call.setup.runtime
-    with _autocast_off(qkv.q.device.type):
+    with autocast_off(qkv.q.device.type):
         try:
-            _check_not_captured(runtime.device)
+            check_not_captured(runtime.device)
             plan = call.backward_plan
         except InputError as error:
             runtime.refuse(contract.call, error)
@@ -77,7 +101,7 @@ def run_backward(
         return run.grads(), dsinks
 
 
-def _check_not_captured(device: torch.device) -> None:
+def check_not_captured(device: torch.device) -> None:
     """Raises InputError where the caller's stream is being captured into a CUDA graph.
 
     The graph would replay this call's launches, without the other ranks' consent and without
@@ -91,7 +115,7 @@ def _check_not_captured(device: torch.device) -> None:
         )
 
 
-def _autocast_off(device_type: str) -> AbstractContextManager[object]:
+def autocast_off(device_type: str) -> AbstractContextManager[object]:
     """Inside, autocast is off: it would change the dtype of the sums."""
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
@@ -100,7 +124,7 @@ def _autocast_off(device_type: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _bound(
-    call: Call,
+    call: Forward,
     contract: Contract,
     plan: Plan,
     qkv: QKV,
@@ -122,7 +146,7 @@ def _bound(
             poison=call.setup.poison,
             qkv=qkv.detach(),
             results=None if results is None else results.detach(),
-            terms=terms.bound(call.dtype, call.batch),
+            terms=terms.bound(plan.key.dtype, plan.key.problem.batch),
         )
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -313,6 +313,11 @@ class Runtime:
         if self.observer is not None:
             self.observer.left(code)
 
+    @property
+    def number(self) -> int:
+        """The number of the last call, the same on every rank after it."""
+        return self._number
+
     def waiting_here(self) -> set[int]:
         """The ranks that have said that they wait for this rank to enter its next call.
 

@@ -1,0 +1,680 @@
+"""Serving: keys and values of sequences, kept over the ranks of a context, and attention to them.
+
+A `KVCache` is filled and read in steps. A step is one forward of a model: a chunk of a prompt
+(prefill), or a few new tokens (decode). The ranks agree once a step; the layers of the step then
+attend without another word. See `planning/cached.py` for who owns which token.
+
+In a prefill each rank has its own tokens only, here and in the rest of the model: keys and values
+travel, or queries do. In a decode every rank has all new tokens; each attends to its own shard, and
+the partial results come together (`attention/decode.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+import torch
+
+from burst_rt.attention.call import CAUSAL
+from burst_rt.attention.planner import Plan, PlanKey
+from burst_rt.attention.run import run_forward
+from burst_rt.attention.setup import Setup
+from burst_rt.drivers import is_out_of_memory
+from burst_rt.errors import BurstError, DeviceError, InputError
+from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
+from burst_rt.planning.cached import Cached, Dealt, Rows, in_columns
+from burst_rt.planning.masks import Mask, Positions, Spans
+from burst_rt.planning.needs import ROWS_TOGETHER
+from burst_rt.planning.problem import Problem, ScoreOptions
+from burst_rt.planning.strategies import check_name
+from burst_rt.runtime.agreement import Contract
+
+__all__ = ["DECODED_TOGETHER", "KVCache", "Step"]
+
+# The most new tokens of a sequence that every rank has (decode); more are spread (prefill).
+DECODED_TOGETHER = 16
+_CONTRACT = Contract({"call": "KVCache.attend"})
+
+
+class _Layer(NamedTuple):
+    """One layer's shard: k `[columns, batch, kv_heads, head_dim]`, v with its own head_dim."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The attention of one layer to a chunk: the `Forward` that runs it."""
+
+    setup: Setup
+    forward_plan: Plan
+    scale: float | None
+    forward_contract: Contract = _CONTRACT
+    agreed: ClassVar[bool] = True
+
+
+class _Context(Protocol):
+    """What a cache takes of a `burst_rt.Context`."""
+
+    @property
+    def setup(self) -> Setup: ...
+
+
+class KVCache:
+    """Keys and values of a batch of sequences, spread over the ranks of a context.
+
+    Collective: every rank makes the same cache. Blocks at most `timeout_s`.
+
+    ctx: the `burst_rt.Context`. num_layers, batch, num_kv_heads, head_dim, v_head_dim: of the
+        model's attention and of the sequences; v_head_dim: None takes head_dim.
+    capacity: the most tokens of a sequence, left padding included. The memory is taken at once:
+        on each rank ceil(capacity / (block * world_size)) * block tokens, rounded up to 256, x
+        batch x num_layers x num_kv_heads x (head_dim + v_head_dim) elements; see `nbytes`.
+    dtype: of q, k and v: float64, float32, bfloat16 or float16.
+    block: position p of a sequence belongs to rank (p // block) % world_size.
+
+    Raises, on every rank, InputError for another argument, ContractMismatch, and DeviceError with
+    the formula where the memory is not there.
+    """
+
+    def __init__(
+        self,
+        ctx: _Context,
+        *,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        v_head_dim: int | None = None,
+        block: int = 128,
+    ) -> None:
+        if not isinstance(getattr(ctx, "setup", None), Setup):
+            raise InputError(
+                f"KVCache: ctx must be a context of burst_rt.init, got {type(ctx).__name__}"
+            )
+        runtime = ctx.setup.runtime
+        self.setup = ctx.setup
+        self.num_layers, self.batch, self.num_kv_heads = num_layers, batch, num_kv_heads
+        self.head_dim = head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.dtype = dtype
+        self.capacity = capacity
+        self.block = block
+        self._layers: list[_Layer] = []
+        self._said = ""  # what the layers of the last step were called with
+        words = {
+            "call": "KVCache",
+            "layers": str(num_layers),
+            "batch": str(batch),
+            "heads": f"{num_kv_heads} kv",
+            "head_dim": f"{head_dim} and {self.v_head_dim} of v",
+            "capacity": str(capacity),
+            "block": str(block),
+            "dtype": str(dtype),
+        }
+        error: BurstError | None = self._refuses()
+        if error is None:
+            self._dealt = Dealt(block, runtime.world_size)
+            error = self._take(capacity)
+        runtime.agree(words, error)
+        self._lengths, self._padding = [0] * batch, [0] * batch
+        # The caches of a context are told apart by the call that made them.
+        self._name = f"made in call {runtime.number}"
+
+    def _refuses(self) -> InputError | None:
+        """Why there can be no such cache, or None."""
+        for name in ("num_layers", "batch", "num_kv_heads", "head_dim", "v_head_dim", "capacity"):
+            if not _is_count(getattr(self, name), 1):
+                return InputError(
+                    f"KVCache: {name} must be an integer of at least 1, got {getattr(self, name)!r}"
+                )
+        if not _is_count(self.block, 1):
+            return InputError(
+                f"KVCache: block must be an integer of at least 1 token, got {self.block!r}"
+            )
+        if self.dtype not in DTYPES:
+            return InputError(
+                f"KVCache: dtype must be float64, float32, bfloat16 or float16, got {self.dtype!r}"
+            )
+        return None
+
+    def _take(self, capacity: int) -> DeviceError | None:
+        """Takes memory for `capacity` tokens of each sequence; or why there is not enough."""
+        device = self.setup.runtime.device
+        new: list[_Layer] = []
+        columns = self._columns(capacity)
+        try:
+            # A later step outside inference mode could not write to tensors made inside it.
+            with torch.inference_mode(False), torch.no_grad():
+                for _ in range(self.num_layers):
+                    shape = (columns, self.batch, self.num_kv_heads)
+                    # Zeros: kernels load whole blocks, and must find numbers there.
+                    k = torch.zeros(*shape, self.head_dim, dtype=self.dtype, device=device)
+                    v = torch.zeros(*shape, self.v_head_dim, dtype=self.dtype, device=device)
+                    fresh = _Layer(k, v)
+                    if self._layers:
+                        for old, x in zip(self._layers[len(new)], fresh, strict=True):
+                            x[: len(old)].copy_(old)
+                    new.append(fresh)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            need = columns * self._token_bytes
+            return DeviceError(
+                f"KVCache: out of memory on {device}: capacity {capacity:,} takes {need:,} bytes "
+                f"on this rank ({columns:,} tokens x {self.batch} sequences x {self.num_layers} "
+                f"layers x {self.num_kv_heads} kv heads x ({self.head_dim} + {self.v_head_dim}) x "
+                f"{self.dtype.itemsize} bytes). Use more ranks, a smaller capacity or batch, or a "
+                "smaller dtype",
+                rank=self.setup.runtime.rank,
+            )
+        self._layers, self.capacity = new, capacity
+        return None
+
+    def _columns(self, capacity: int) -> int:
+        """Columns of this rank's shard, in whole blocks of kernels."""
+        own = max(self._dealt.count(capacity, rank) for rank in range(self._dealt.world_size))
+        return -(-own // ROWS_TOGETHER) * ROWS_TOGETHER
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of one column of all layers."""
+        channels = self.num_kv_heads * (self.head_dim + self.v_head_dim)
+        return self.num_layers * self.batch * channels * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes on this rank."""
+        return self._columns(self.capacity) * self._token_bytes
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens of each sequence are cached, left padding included."""
+        return tuple(self._lengths)
+
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """How many tokens at the left of each sequence are padding."""
+        return tuple(self._padding)
+
+    def reserve(self, capacity: int) -> None:
+        """Makes room for more tokens: `capacity` of each sequence. What is cached stays.
+
+        Takes the new memory before it gives back the old. Collective; blocks at most `timeout_s`.
+        Raises, on every rank, InputError for less than there is, and DeviceError where memory is
+        out; the cache is then as before.
+        """
+        runtime = self.setup.runtime
+        error: BurstError | None = None
+        before, capacity_before = self._layers, self.capacity
+        if not _is_count(capacity, self.capacity):
+            error = InputError(
+                f"KVCache.reserve: capacity must be an integer of at least {self.capacity}, which "
+                f"there is, got {capacity!r}"
+            )
+        error = error or self._take(capacity)
+        try:
+            words = {"call": "KVCache.reserve", "cache": self._name, "capacity": str(capacity)}
+            runtime.agree(words, error)
+        except BurstError:
+            self._layers, self.capacity = before, capacity_before
+            raise
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Forgets the last tokens: sequences keep `lengths` tokens. Local.
+
+        lengths: one for all sequences, or one for each; every rank gives the same, which the ranks
+        compare in the next step. Raises InputError, on every rank that waits for this one.
+        """
+        wanted = self._of_rows(lengths)
+        if wanted is None or any(
+            not _is_count(to, 0) or to > at for to, at in zip(wanted, self._lengths, strict=True)
+        ):
+            self._refuse(
+                "truncate",
+                f"lengths must be one integer, or {self.batch}, of at least 0 and at most the "
+                f"sequences' {self._few(self._lengths)}, got {lengths!r}",
+            )
+        assert wanted is not None
+        self._lengths = list(wanted)
+        self._padding = [min(p, n) for p, n in zip(self._padding, wanted, strict=True)]
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory stays. Local, as `truncate`."""
+        self.truncate(0)
+
+    def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was, as beam search needs it. Local, as `truncate`.
+
+        rows: `[batch]`, any integers of 0 to batch - 1.
+        """
+        chosen = [int(row) for row in rows]
+        if len(chosen) != self.batch or not all(0 <= row < self.batch for row in chosen):
+            self._refuse(
+                "reorder", f"rows must be {self.batch} numbers of rows below {self.batch}, got "
+                f"{chosen}"
+            )  # fmt: skip
+        if chosen == list(range(self.batch)):
+            return
+        index = torch.tensor(chosen, device=self.setup.runtime.device)
+        used = self._columns(max(self._lengths))
+        with torch.no_grad():
+            for layer in self._layers:
+                for x in layer:
+                    x[:used].copy_(x[:used].index_select(1, index))
+        self._lengths = [self._lengths[row] for row in chosen]
+        self._padding = [self._padding[row] for row in chosen]
+
+    def step(
+        self,
+        tokens: int | Sequence[int],
+        *,
+        padding: Sequence[int] | None = None,
+        sharded: bool | None = None,
+        about: str = "",
+    ) -> Step:
+        """Begins a step: the ranks agree on how many tokens come.
+
+        Collective; blocks at most `timeout_s`. The step's layers then call `Step.attend`, and
+        `Step.commit` ends it. A step that is not committed leaves the cache as it was.
+
+        tokens: new tokens of each sequence; one number for all, or one for each (0 is fine).
+        padding: with an empty cache, how many of each sequence's first tokens are padding at its
+            left, which nobody sees; the default is none.
+        sharded: whether each rank has its own tokens only (prefill), or every rank has all of them
+            (decode, at most 16 a sequence). None: decode where there are at most 16.
+        about: more that the ranks compare, such as a digest of the tokens.
+
+        Raises, on every rank, InputError for other numbers or more tokens than the capacity, and
+        ContractMismatch where ranks differ, also in what the last step's layers were called with.
+        """
+        new = self._of_rows(tokens)
+        error = self._refuses_step(new, tokens, padding, sharded)
+        words = {
+            "call": "KVCache.step",
+            "cache": self._name,
+            "lengths": self._few(self._lengths),
+            "tokens": str(tokens),
+            "padding": str(padding),
+            "sharded": str(sharded),
+            "about": about,
+            "layers of the last step": self._said,
+        }
+        self.setup.runtime.agree(words, error)
+        assert new is not None
+        pads = self._padding if padding is None else [int(p) for p in padding]
+        if sharded is None:
+            sharded = max(new) > DECODED_TOGETHER
+        return Step(self, Rows.of(self._lengths, new, pads), tuple(new), sharded=sharded)
+
+    def _refuses_step(
+        self,
+        new: list[int] | None,
+        tokens: object,
+        padding: Sequence[int] | None,
+        sharded: bool | None,
+    ) -> InputError | None:
+        """Why there can be no such step, or None."""
+        where = "KVCache.step"
+        if new is None or not all(_is_count(n, 0) for n in new) or max(new) < 1:
+            return InputError(
+                f"{where}: tokens must be an integer of at least 1, or one of at least 0 for each "
+                f"of {self.batch} sequences, got {tokens!r}"
+            )
+        full = [row for row, n in enumerate(new) if self._lengths[row] + n > self.capacity]
+        if full:
+            row = full[0]
+            return InputError(
+                f"{where}: the capacity is {self.capacity:,} tokens a sequence; sequence {row} has "
+                f"{self._lengths[row]:,} and gets {new[row]:,}: make room with "
+                "cache.reserve(capacity), or use truncate or reset"
+            )
+        if sharded is False and max(new) > DECODED_TOGETHER:
+            return InputError(
+                f"{where}: sharded=False takes at most {DECODED_TOGETHER} new tokens a sequence, "
+                f"got {max(new)}; give more of them with sharded=True"
+            )
+        if padding is not None:
+            wrong = self._of_rows(padding) is None or isinstance(padding, int)
+            if wrong or not all(
+                _is_count(p, 0) and p <= n for p, n in zip(padding, new, strict=True)
+            ):
+                return InputError(
+                    f"{where}: padding must be a number for each of {self.batch} sequences, of at "
+                    f"most its new tokens, got {padding!r}"
+                )
+            if any(self._lengths):
+                return InputError(
+                    f"{where}: padding is for an empty cache, and this cache has tokens "
+                    f"({self._few(self._lengths)} a sequence); call reset first, or leave it out"
+                )
+        return None
+
+    def _of_rows(self, numbers: int | Sequence[int]) -> list[int] | None:
+        """A number for each row; None where there are as many as no batch has."""
+        if isinstance(numbers, int):
+            return [numbers] * self.batch
+        found = list(numbers) if isinstance(numbers, Sequence) else []
+        return found if len(found) == self.batch else None
+
+    def _few(self, numbers: Sequence[int]) -> str:
+        """Numbers of the rows in few words."""
+        return str(numbers[0]) if len(set(numbers)) == 1 else str(list(numbers))
+
+    def _refuse(self, name: str, reason: str) -> NoReturn:
+        self.setup.runtime.refuse(f"KVCache.{name}", InputError(f"KVCache.{name}: {reason}"))
+
+    def _ended(self, rows: Sequence[int], padding: Sequence[int], said: str) -> None:
+        """What `Step.commit` does."""
+        self._lengths = [at + new for at, new in zip(self._lengths, rows, strict=True)]
+        self._padding = list(padding)
+        self._said = said
+
+
+class Step:
+    """One step of a cache; made by `KVCache.step`.
+
+    sharded: whether this rank has its own new tokens only. num_tokens: how many tokens of each row
+    this rank's tensors have.
+    """
+
+    def __init__(
+        self, cache: KVCache, rows: Rows, tokens: tuple[int, ...], *, sharded: bool
+    ) -> None:
+        self.cache, self.sharded = cache, sharded
+        self._rows, self._tokens = rows, tokens
+        self._dealt, self._rank = cache._dealt, cache.setup.runtime.rank
+        self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
+        self._masks: dict[object, Cached] = {}
+        self._plans: dict[object, Plan] = {}
+        self._seen: dict[Mask, Spans] = {}
+        self._words = hashlib.blake2b(digest_size=8)
+        self._done = False
+
+    @cached_property
+    def _places(self) -> Positions:
+        """Where this rank's tokens stand in their rows; -1 for none. `[rows, num_tokens]`."""
+        found = []
+        for before, after in zip(self._rows.before, self._rows.after, strict=True):
+            at = np.arange(self.num_tokens, dtype=np.int64)
+            if self.sharded:
+                first = self._dealt.count(before, self._rank)
+                at = self._dealt.position(first + at, self._rank)
+            else:
+                at += before
+            found.append(np.where(at < after, at, -1))
+        return np.stack(found)
+
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        """Which of this rank's tokens there are: bool `[batch, num_tokens]`."""
+        return self._on_device(self._places >= 0)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Where this rank's tokens stand in their sequences: int64 `[batch, num_tokens]`.
+
+        Left padding counts. 0 where there is no token.
+        """
+        return self._on_device(np.maximum(self._places, 0))
+
+    @cached_property
+    def _index(self) -> torch.Tensor:
+        """Which of the new tokens this rank's are: int64 `[batch, num_tokens]`."""
+        before = np.array(self._rows.before, np.int64)[:, None]
+        return self._on_device(np.maximum(self._places - before, 0))
+
+    @property
+    def last_owner(self) -> tuple[int, ...]:
+        """For each row, a rank that has the row's last new token, as the last of its tokens."""
+        batch = self.cache.batch
+        owners = [self._dealt.owner(max(0, after - 1)) for after in self._rows.after]
+        owners = owners if self.sharded else [0] * len(owners)
+        return tuple(owners * batch if len(owners) == 1 else owners)
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's `[batch, num_tokens, ...]` of all new tokens `[batch, tokens, ...]`.
+
+        Rows with fewer tokens than others end with whatever comes. Local.
+        """
+        if x.ndim < 2 or x.shape[:2] != (self.cache.batch, max(self._tokens)):
+            self.cache._refuse(
+                "step", f"cut: x must be [batch, tokens, ...] of {self.cache.batch} sequences and "
+                f"{max(self._tokens)} new tokens, got shape {tuple(x.shape)}"
+            )  # fmt: skip
+        if not self.sharded:
+            return x
+        index = self._index.view(*self._index.shape, *(1,) * (x.ndim - 2))
+        return x.gather(1, index.expand(*self._index.shape, *x.shape[2:]))
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        strategy: str = "auto",
+    ) -> torch.Tensor:
+        """Adds this rank's keys and values to a layer, and attends to all that the layer has.
+
+        Collective: every rank calls it for every layer, in one order. Blocks until this rank's part
+        is done; another rank may come as late as `timeout_s`. No gradients.
+
+        q: `[batch, num_tokens, heads, head_dim]`; k, v: the same with the cache's kv heads and, of
+            v, its v_head_dim; all of the cache's dtype.
+        mask: what queries see beside being causal, by positions in the sequence: SlidingWindow(w),
+            for example. It has spans, and tells no rows apart.
+        scale, softcap, sinks: as in `burst_attention`.
+        strategy: of a prefill: "auto", "ring-kv" (keys travel), "ring-q" (queries travel), or
+            another one of `burst_attention`.
+
+        Returns out `[batch, num_tokens, heads, v_head_dim]`; of a decode the same bits on every
+        rank. Raises InputError on every rank that makes the same call; PeerLost and Stalled.
+        """
+        cache, qkv = self.cache, QKV(q, k, v)
+        terms = ScoreTerms(softcap, None, sinks)
+        options = (mask, scale, softcap, strategy)
+        try:
+            structure = CAUSAL if mask is None else self._structure(mask)
+            self._check(layer, qkv, terms, strategy)
+        except InputError as error:
+            cache.setup.runtime.refuse("KVCache.attend", error)
+        self._words.update(repr((layer, q.shape[2], *options, sinks is None)).encode())
+        with torch.no_grad():
+            own = cache._layers[layer]
+            self._append(own, k, v)
+            if self.sharded:
+                return self._prefill(own, q, structure, scale, terms, strategy)
+            return self._decode(own, q, structure, scale, terms)
+
+    def explain(self, num_heads: int, mask: Mask | None = None, strategy: str = "auto") -> str:
+        """How a layer of this step would attend, in words: what travels, bytes, memory. Local."""
+        structure = CAUSAL if mask is None else self._structure(mask)
+        if not self.sharded:
+            return "decode: every rank attends to its own keys; partial results are gathered"
+        return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
+
+    def commit(self) -> None:
+        """Ends the step: the tokens are cached. Local. Calls after the first do nothing."""
+        if not self._done:
+            self._done = True
+            rows = len(self._rows)
+            padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
+            self.cache._ended(self._tokens, padding, self._words.hexdigest())
+
+    def _structure(self, mask: Mask) -> Mask:
+        if not isinstance(mask, Mask):
+            raise InputError(
+                f"KVCache.attend: mask must be a burst_rt.Mask such as SlidingWindow(1023), got "
+                f"{type(mask).__name__}"
+            )
+        if not mask.has_spans or mask.batch > 1 or mask.mover is not None:
+            raise InputError(
+                f"KVCache.attend: mask must have spans and be one for all sequences, got {mask!r}; "
+                "give left padding to KVCache.step, and use a cache for each document"
+            )
+        return CAUSAL & mask
+
+    def _check(self, layer: int, qkv: QKV, terms: ScoreTerms, strategy: str) -> None:
+        """Raises InputError for what does not fit the step."""
+        cache, where = self.cache, "KVCache.attend"
+        if self._done:
+            raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
+        if not (_is_count(layer, 0) and layer < cache.num_layers):
+            raise InputError(
+                f"{where}: layer must be a number from 0 to {cache.num_layers - 1}, got {layer!r}"
+            )
+        check_name(strategy)
+        heads = qkv.q.shape[2] if isinstance(qkv.q, torch.Tensor) and qkv.q.ndim == 4 else 0
+        rows = (cache.batch, self.num_tokens)
+        expected = QKV(
+            (*rows, heads, cache.head_dim),  # type: ignore[arg-type]  # shapes, by the same names
+            (*rows, cache.num_kv_heads, cache.head_dim),  # type: ignore[arg-type]
+            (*rows, cache.num_kv_heads, cache.v_head_dim),  # type: ignore[arg-type]
+        )
+        device = cache.setup.runtime.device
+        for name, x, shape in zip("qkv", qkv, expected, strict=True):
+            fits = isinstance(x, torch.Tensor) and tuple(x.shape) == shape
+            if (
+                not fits
+                or x.dtype != cache.dtype
+                or x.device != device
+                or x.layout != torch.strided
+            ):
+                got = (
+                    f"{x.dtype} of shape {tuple(x.shape)} on {x.device} ({x.layout})"
+                    if isinstance(x, torch.Tensor)
+                    else type(x).__name__
+                )
+                raise InputError(
+                    f"{where}: {name} must be a dense {cache.dtype} tensor on {device} of shape "
+                    f"{shape} ([batch, this rank's tokens of the step, heads, head_dim]), got {got}"
+                )
+        if not heads or heads % cache.num_kv_heads:
+            raise InputError(
+                f"{where}: the number of q's heads must be a multiple of the cache's "
+                f"{cache.num_kv_heads} kv heads, got {heads}"
+            )
+        if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
+            raise InputError(
+                f"{where}: q, k and v must not require grad, because a cache has no backward; call "
+                "the model under torch.inference_mode()"
+            )
+        if terms.sinks is not None and tuple(terms.sinks.shape) != (heads,):
+            raise InputError(
+                f"{where}: sinks must have shape ({heads},), a number for each of q's heads, got "
+                f"{tuple(terms.sinks.shape)}"
+            )
+
+    def _append(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes this rank's new keys and values to its shard."""
+        count, rank = self._dealt.count, self._rank
+        rows = list(zip(self._rows.before, self._rows.after, strict=True))
+        for number, (before, after) in enumerate(rows):
+            at = slice(None) if len(rows) == 1 else slice(number, number + 1)
+            first, last = count(before, rank), count(after, rank)
+            if first == last:
+                continue
+            for cached, new in ((layer.k, k), (layer.v, v)):
+                new = new[at].transpose(0, 1)
+                if self.sharded:
+                    cached[first:last, at] = new[: last - first]
+                else:
+                    cached[first:last, at] = new[self._own(before, after)]
+
+    def _own(self, before: int, after: int) -> list[int]:
+        """Which of a row's new tokens are this rank's."""
+        owner = self._dealt.owner
+        return [at - before for at in range(before, after) if owner(at) == self._rank]
+
+    def _prefill(
+        self,
+        layer: _Layer,
+        q: torch.Tensor,
+        structure: Mask,
+        scale: float | None,
+        terms: ScoreTerms,
+        strategy: str,
+    ) -> torch.Tensor:
+        setup = self.cache.setup
+        try:
+            plan = self._plan(q.shape[2], structure, terms, strategy)
+        except InputError as error:
+            setup.runtime.refuse("KVCache.attend", error)
+        columns = self._rows.columns(self._dealt, self._rank)
+        k, v = (x[:columns].transpose(0, 1) for x in layer)
+        out, _ = run_forward(_Chunk(setup, plan, scale), QKV(q, k, v), terms)
+        return out
+
+    def _plan(self, num_heads: int, structure: Mask, terms: ScoreTerms, strategy: str) -> Plan:
+        """The plan of a prefill; layers with the same mask share it."""
+        cache = self.cache
+        scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
+        key = (structure, num_heads, scores, strategy)
+        plan = self._plans.get(key)
+        if plan is None:
+            mask = Cached(structure, self._dealt, self._rows)
+            problem = Problem(
+                q_layout=mask.layout(queries=True), kv_layout=mask.layout(queries=False),
+                mask=mask, batch=cache.batch, num_heads=num_heads,
+                num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim,
+                v_head_dim=cache.v_head_dim, input_bytes=cache.dtype.itemsize,
+                sum_bytes=sum_dtype(cache.dtype).itemsize, needs_grad=(False, False, False),
+                scores=scores,
+            )  # fmt: skip
+            setup = cache.setup
+            plan = self._plans[key] = setup.planner.plan(
+                PlanKey(
+                    forward=True,
+                    problem=problem,
+                    strategy=strategy,
+                    kernel=setup.kernel,
+                    dtype=cache.dtype,
+                    device=setup.runtime.device,
+                    partials=setup.partials,
+                )
+            )
+        return plan
+
+    def _decode(
+        self,
+        layer: _Layer,
+        q: torch.Tensor,
+        structure: Mask,
+        scale: float | None,
+        terms: ScoreTerms,
+    ) -> torch.Tensor:
+        from burst_rt.attention.decode import run_decode
+
+        cache, count = self.cache, self._dealt.count
+        seen = self._seen.get(structure)
+        if seen is None:
+            spans = self._rows.spans(structure, self._places)
+            seen = self._seen[structure] = in_columns(spans, self._dealt, self._rank)
+        columns = max(count(after, self._rank) for after in self._rows.after)
+        k, v = (x[:columns].transpose(0, 1) for x in layer)
+        return run_decode(
+            cache.setup, "KVCache.attend", QKV(q, k, v), seen, keys=cache.capacity, scale=scale,
+            terms=terms.bound(cache.dtype, cache.batch),
+        )  # fmt: skip
+
+    def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
+        found = torch.from_numpy(x).to(self.cache.setup.runtime.device)
+        return found.expand(self.cache.batch, -1)
+
+
+def _is_count(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least

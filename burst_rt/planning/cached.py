@@ -1,0 +1,225 @@
+"""A key-value cache over ranks as plain numbers: who owns which position, and what queries see.
+
+Position p of a sequence belongs to rank (p // block) % W. A rank keeps its positions in ascending
+order, in columns. So a rank's shard is even within a block, whatever the lengths of the sequences,
+and column c of rank r is position c // block * block * W + r * block + c % block of every sequence.
+
+A chunk of new tokens is an ordinary attention problem. Its queries and its keys are numbered rank
+by rank: first the queries (columns) of rank 0, then those of rank 1. Where rows of the batch have
+different lengths, one number stands for another position in each row; `Cached` knows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import overload
+
+import numpy as np
+
+from burst_rt.planning.layouts import Layout
+from burst_rt.planning.masks import Mask, Piece, Positions, Relation, Spans, positions_of
+from burst_rt.planning.masks.pieces import MOST_SPANS, cut
+from burst_rt.planning.masks.spans import END, beside, intersect, one_span
+from burst_rt.planning.needs import ROWS_TOGETHER
+
+__all__ = ["Cached", "Dealt", "Rows"]
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Positions dealt to ranks in blocks, in turn."""
+
+    block: int
+    world_size: int
+
+    def owner(self, position: int) -> int:
+        """The rank that owns a position."""
+        return position // self.block % self.world_size
+
+    @overload
+    def count(self, length: int, rank: int) -> int: ...
+    @overload
+    def count(self, length: Positions, rank: int | Positions) -> Positions: ...
+    def count(self, length: int | Positions, rank: int | Positions) -> int | Positions:
+        """How many of the first `length` positions belong to a rank.
+
+        It is the column of position `length` where the rank owns it. Worked example: in blocks of 4
+        over 2 ranks, of 10 positions 6 belong to rank 0 (0 to 3, 8 and 9) and 4 to rank 1.
+        """
+        turns, rest = np.divmod(length, self.block * self.world_size)
+        found = turns * self.block + np.clip(rest - rank * self.block, 0, self.block)
+        return int(found) if np.ndim(found) == 0 else found
+
+    def position(self, column: Positions, rank: int | Positions) -> Positions:
+        """The position at a column of a rank."""
+        turn, rest = np.divmod(column, self.block)
+        return np.asarray((turn * self.world_size + rank) * self.block + rest, np.int64)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a batch while a chunk is added: one number for each row, or one for all."""
+
+    before: tuple[int, ...]  # tokens that were cached before
+    tokens: tuple[int, ...]  # new tokens
+    padding: tuple[int, ...]  # of the cached and new tokens, how many at the left are padding
+
+    @staticmethod
+    def of(before: Sequence[int], tokens: Sequence[int], padding: Sequence[int]) -> Rows:
+        """Rows that are all alike are one row."""
+        numbers = list(zip(before, tokens, padding, strict=True))
+        alike = numbers[:1] if len(set(numbers)) == 1 else numbers
+        return Rows(*(tuple(each) for each in zip(*alike, strict=True)))
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Tokens that are cached afterwards."""
+        return tuple(a + b for a, b in zip(self.before, self.tokens, strict=True))
+
+    def queries(self, dealt: Dealt, rank: int) -> int:
+        """The most new tokens that a rank owns of any row."""
+        rows = zip(self.before, self.after, strict=True)
+        return max(dealt.count(b, rank) - dealt.count(a, rank) for a, b in rows)
+
+    def columns(self, dealt: Dealt, rank: int) -> int:
+        """The columns of a rank's shard that a chunk looks at, in whole `ROWS_TOGETHER`."""
+        filled = max(dealt.count(length, rank) for length in self.after)
+        return -(-filled // ROWS_TOGETHER) * ROWS_TOGETHER
+
+    def spans(self, structure: Mask, places: Positions) -> Spans:
+        """What queries at these places of their rows see of the rows' positions.
+
+        places: `[rows, queries]`, below 0 for none. structure: what a query sees of a whole
+        sequence, without regard to padding.
+        """
+        found = []
+        for number, at in enumerate(places):
+            there = (at >= self.padding[number]) & (at < self.after[number])
+            row = structure.spans(np.where(there, at, 0))
+            first, last = self.padding[number], self.after[number]
+            own = one_span(np.where(there, first, END), np.where(there, last, END), like=at)
+            found.append(intersect(row, own))
+        return beside(found, axis=0)
+
+
+@dataclass(frozen=True)
+class Cached(Mask):
+    """What the queries of a chunk see of a cache, by the numbers of the module's text."""
+
+    structure: Mask  # what a query sees by its position in its row
+    dealt: Dealt
+    rows: Rows
+
+    @property
+    def batch(self) -> int:
+        """See `Mask.batch`."""
+        return len(self.rows)
+
+    def layout(self, *, queries: bool) -> Layout:
+        """The layout of the chunk's queries, or of the columns that the chunk looks at."""
+        return _layout(self.dealt, self.rows, queries)
+
+    def spans(self, q: Positions) -> Spans:
+        """One span for each rank and span of the structure."""
+        found = self.rows.spans(self.structure, self._places(q))
+        starts = self._firsts(queries=False)
+        parts = [self._columns(found, rank) for rank in range(self.dealt.world_size)]
+        bounds = []
+        for number in range(2):
+            moved = [part[number] + start for part, start in zip(parts, starts, strict=False)]
+            bounds.append(np.concatenate(moved, axis=-1))
+        first, last = bounds
+        return Spans(np.where(first < last, first, END), np.where(first < last, last, END))
+
+    def relation(self, q: range, kv: range) -> Relation:
+        """By the spans of the rank that the columns are of."""
+        starts, stops = _of_tile(self, q, kv)
+        seen = (stops - starts).sum(-1)
+        if seen.max() == 0:
+            return Relation.EMPTY
+        return Relation.FULL if seen.min() == len(kv) else Relation.PARTIAL
+
+    def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
+        """By the spans of the rank that the columns are of; see `Mask.pieces`."""
+        if not q or not kv:
+            return ()
+        tile = _of_tile(self, q, kv)
+        if tile.width <= MOST_SPANS:
+            return cut(tile)
+        return super().pieces(q, kv)
+
+    def _places(self, q: Positions) -> Positions:
+        """Where the queries stand in their rows, `[rows, queries]`; -1 for none.
+
+        q: as the mask sees them, at i + Skv - Sq.
+        """
+        shift = self.layout(queries=False).seq_len - self.layout(queries=True).seq_len
+        firsts = np.array(self._firsts(queries=True), np.int64)
+        index = q - shift
+        rank = np.searchsorted(firsts, index, side="right") - 1
+        # Ranks without queries begin where the next rank does.
+        rank = np.clip(rank, 0, self.dealt.world_size - 1)
+        found = []
+        for before, after in zip(self.rows.before, self.rows.after, strict=True):
+            first = self.dealt.count(np.full_like(index, before), rank)
+            position = self.dealt.position(first + index - firsts[rank], rank)
+            found.append(np.where(position < after, position, -1))
+        return np.stack(found)
+
+    def _firsts(self, *, queries: bool) -> list[int]:
+        """The number of each rank's first query, or column."""
+        layout = self.layout(queries=queries)
+        lengths = map(layout.shard_len, range(self.dealt.world_size))
+        return list(accumulate(lengths, initial=0))[:-1]
+
+    def _columns(self, spans: Spans, rank: int) -> Spans:
+        return in_columns(spans, self.dealt, rank)
+
+
+def in_columns(spans: Spans, dealt: Dealt, rank: int) -> Spans:
+    """Spans of positions as spans of a rank's columns; those of none are empty."""
+    starts, stops = (np.where(bound == END, 0, bound) for bound in spans)
+    return Spans(*(dealt.count(np.maximum(bound, 0), rank) for bound in (starts, stops)))
+
+
+@lru_cache(maxsize=64)
+def _layout(dealt: Dealt, rows: Rows, queries: bool) -> Layout:
+    count = rows.queries if queries else rows.columns
+    runs, first = [], 0
+    for rank in range(dealt.world_size):
+        own = count(dealt, rank)
+        # A shard travels as two blocks; nothing travels in a world of one.
+        ends = [0, own] if dealt.world_size == 1 else [0, _half(own), own]
+        runs.append(tuple(range(first + a, first + b) for a, b in pairwise(ends)))
+        first += own
+    lengths = "/".join(str(sum(map(len, own))) for own in runs)
+    return Layout("cache", first, dealt.world_size, tuple(runs), lengths)
+
+
+def _half(length: int) -> int:
+    """About half of a shard, at a boundary of `ROWS_TOGETHER` where there are so many rows."""
+    half = (length + 1) // 2
+    return -(-half // ROWS_TOGETHER) * ROWS_TOGETHER if half > ROWS_TOGETHER else half
+
+
+@lru_cache(maxsize=16)
+def _positions_seen(mask: Cached, q: range) -> Spans:
+    return mask.rows.spans(mask.structure, mask._places(positions_of(q)))
+
+
+@lru_cache(maxsize=64)
+def _of_tile(mask: Cached, q: range, kv: range) -> Spans:
+    """What the queries see of some columns of one rank, by columns of the run `kv`."""
+    firsts = mask._firsts(queries=False)
+    lengths = [mask.layout(queries=False).shard_len(r) for r in range(mask.dealt.world_size)]
+    owners = (r for r, at in enumerate(firsts) if at <= kv.start < at + lengths[r])
+    rank = next(owners)
+    spans = in_columns(_positions_seen(mask, q), mask.dealt, rank)
+    offset = kv.start - firsts[rank]
+    return Spans(*(np.clip(bound - offset, 0, len(kv)) for bound in spans))
