@@ -16,7 +16,7 @@ from burst_rt.errors import DeviceError, InputError
 from burst_rt.kernels import QKV, Gradients, Results, ScoreTerms
 from burst_rt.runtime.agreement import Contract
 
-__all__ = ["run_backward", "run_forward"]
+__all__ = ["autocast_off", "check_not_captured", "run_backward", "run_forward"]
 
 _NONE = ScoreTerms()
 
@@ -30,9 +30,9 @@ def run_forward(
     """
     setup, contract = call.setup, call.forward_contract
     runtime = setup.runtime
-    with _autocast_off(qkv.q.device.type):
+    with autocast_off(qkv.q.device.type):
         try:
-            _check_not_captured(runtime.device)
+            check_not_captured(runtime.device)
             if setup.check_finite:
                 check_values(qkv, terms)
             plan = call.forward_plan
@@ -57,9 +57,9 @@ def run_backward(
     Collective; blocks and raises as `burst_attention` does.
     """
     contract, runtime = call.backward_contract, call.setup.runtime
-    with _autocast_off(qkv.q.device.type):
+    with autocast_off(qkv.q.device.type):
         try:
-            _check_not_captured(runtime.device)
+            check_not_captured(runtime.device)
             plan = call.backward_plan
         except InputError as error:
             runtime.refuse(contract.call, error)
@@ -77,7 +77,7 @@ def run_backward(
         return run.grads(), dsinks
 
 
-def _check_not_captured(device: torch.device) -> None:
+def check_not_captured(device: torch.device) -> None:
     """Raises InputError where the caller's stream is being captured into a CUDA graph.
 
     The graph would replay this call's launches, without the other ranks' consent and without
@@ -91,7 +91,7 @@ def _check_not_captured(device: torch.device) -> None:
         )
 
 
-def _autocast_off(device_type: str) -> AbstractContextManager[object]:
+def autocast_off(device_type: str) -> AbstractContextManager[object]:
     """Inside, autocast is off: it would change the dtype of the sums."""
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
