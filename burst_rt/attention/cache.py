@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from burst_rt.attention.call import CAUSAL
+from burst_rt.attention.decode import run_decode
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import run_forward
 from burst_rt.attention.setup import Setup
@@ -657,8 +658,6 @@ class Step:
         scale: float | None,
         terms: ScoreTerms,
     ) -> torch.Tensor:
-        from burst_rt.attention.decode import run_decode
-
         cache, count = self.cache, self._dealt.count
         seen = self._seen.get(structure)
         if seen is None:

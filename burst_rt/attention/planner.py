@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -48,7 +48,7 @@ from burst_rt.scheduler import (
 )
 from burst_rt.scheduler.simulator import Hardware
 
-__all__ = ["MemoryNeed", "Plan", "PlanKey", "Planner"]
+__all__ = ["Graphs", "MemoryNeed", "Plan", "PlanKey", "Planner", "RankPlan"]
 
 _VERIFY_ALL_UP_TO = 64
 # Both directions of how many calls are kept with what their graphs were made from, for tables of
@@ -70,6 +70,17 @@ class PlanKey(NamedTuple):
     partials: str = "exact"
 
 
+class Graphs(Protocol):
+    """What is verified of a program; see `Program`."""
+
+    @property
+    def way(self) -> Hashable:
+        """What goes where."""
+
+    def graph(self, rank: int, lanes: tuple[Lane, ...], *, tables: bool) -> Graph:
+        """The graph of one rank."""
+
+
 class MemoryNeed(NamedTuple):
     """Bytes that one call takes on this rank beyond its inputs and outputs."""
 
@@ -88,16 +99,13 @@ class MemoryNeed(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One direction of one call on one rank, verified."""
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """The verified graph of one rank, and the kernel of its tasks: what every plan is."""
 
-    key: PlanKey
     rank: int
-    choice: Choice  # the strategy, and why it was chosen
     picked: Picked  # the kernel, and why it was picked
-    work: Work  # what it was picked for
-    program_graph: Graph  # the graph that the strategy built
+    program_graph: Graph  # the graph that the program built
     schedule: Schedule  # of `graph`, which the machine has lowered from `program_graph`
 
     @property
@@ -129,6 +137,15 @@ class Plan:
     def bytes_sent(self) -> int:
         """Bytes this rank sends in one run: the sum over the graph's messages."""
         return sum(m.size_bytes for task in self.graph.tasks for m in task.sends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(RankPlan):
+    """One direction of one call on one rank, verified."""
+
+    key: PlanKey
+    choice: Choice  # the strategy, and why it was chosen
+    work: Work  # what the kernel was picked for
 
     def explain(self, *, tables: bool = True) -> str:
         """The plan in words: strategy and kernel with the reasons, bytes sent, memory.
@@ -262,13 +279,24 @@ class Planner:
             key.problem.v_head_dim,
         )
         picked = pick(work, choice.kernel or key.kernel)
+        schedule = Schedule.of(self.lowered(choice.program, own))
+        return Plan(
+            rank=self._rank, picked=picked, program_graph=own, schedule=schedule,
+            key=key, choice=choice, work=work,
+        )  # fmt: skip
+
+    def lowered(self, program: Graphs, own: Graph) -> Graph:
+        """What the machine makes of a program's graph of this rank, `own`.
+
+        Verifies a way that is new. Local. Raises InternalError.
+        """
         lowered = self._lower(own)
         # By its hash: the ways of large worlds are large.
-        way = hash((choice.program.way, world))
+        way = hash((program.way, own.world_size))
         if not self._verified.get(way):
-            self._verify(choice.program, own, lowered)
+            self._verify(program, own, lowered)
             self._verified.put(way, True)
-        return Plan(key, self._rank, choice, picked, work, own, Schedule.of(lowered))
+        return lowered
 
     def _ranking(self, key: PlanKey) -> Ranking:
         """The forecasts for problems like a key's."""
@@ -280,9 +308,9 @@ class Planner:
         self._rankings.put((like, key.forward), ranking)
         return ranking
 
-    def _verify(self, program: Program, own: Graph, lowered: Graph) -> None:
+    def _verify(self, program: Graphs, own: Graph, lowered: Graph) -> None:
         """Checks the way of a program. Raises InternalError. own: this rank's graph."""
-        world = program.problem.world_size
+        world = own.world_size
 
         def graph(rank: int) -> Graph:
             return program.graph(rank % world, self._lanes, tables=False)

@@ -11,11 +11,14 @@ from burst_rt.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
     from burst_rt.attention.call import Call
+    from burst_rt.attention.decode import DecodePlan
 
 __all__ = ["Setup"]
 
 # How many kinds of calls a context remembers, with their plans.
 _KNOWN_CALLS = 64
+# How many plans of decodes are kept. Each is small, and is for a bucket of lengths.
+_DECODES = 64
 # How many layouts and masks are kept for the backwards of compiled programs.
 _HELD = 4096
 
@@ -37,6 +40,8 @@ class Setup:
         )
         # Checked calls, by the arguments that were checked; see `call.make_call`.
         self.calls: Recent[object, Call] = Recent(_KNOWN_CALLS)
+        # Plans of decodes, by what `run_decode` says that they depend on.
+        self.decodes: Recent[object, DecodePlan] = Recent(_DECODES)
         # Layouts and masks of calls that went through the dispatcher. A compiled program knows only
         # their numbers, and asks for the objects again in its backward.
         self.held: Recent[int, object] = Recent(_HELD)
@@ -49,4 +54,5 @@ class Setup:
         """Lets go of all plans and calls."""
         self.planner.forget()
         self.calls.clear()
+        self.decodes.clear()
         self.held.clear()

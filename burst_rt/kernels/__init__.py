@@ -37,7 +37,7 @@ from burst_rt.kernels.vendor import CudnnKernel, FlashKernel
 
 __all__ = [
     "DTYPES", "KERNELS", "PARTIALS", "QKV", "Gradients", "Kernel", "Picked", "Results",
-    "ScoreTerms", "State", "Tile", "Upstream", "Work", "pick", "sum_dtype",
+    "ScoreTerms", "State", "Tile", "Upstream", "Work", "pick", "pick_decode", "sum_dtype",
 ]  # fmt: skip
 
 KERNELS: dict[str, Kernel] = {
@@ -101,6 +101,21 @@ def pick(work: Work, name: str = "auto") -> Picked:
         )
     taken = fastest_kernel(work, able)
     return _picked(taken.kernel, "; ".join((taken.reason, *refusals)), work)
+
+
+def pick_decode(work: Work, name: str = "auto") -> Picked:
+    """The kernel for a decode; `name` insists on one kernel. Does not block.
+
+    Every kernel has a decode, in the type of the sums; where "auto" finds no kernel that has one of
+    its own, torch's operators do it. Raises InputError where the named kernel does not fit.
+    """
+    if name != "auto":
+        return pick(work, name)
+    kernel = KERNELS["triton" if work.device.type == "cuda" else "cpu"]
+    reason = kernel.refuses(work)
+    if reason is None:
+        return Picked(kernel, "the decode of its own here")
+    return Picked(KERNELS["untiled"], f"torch's own operators; {reason}")
 
 
 def _picked(kernel: Kernel, reason: str, work: Work) -> Picked:

@@ -18,7 +18,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from burst_rt.kernels.cells import Asked, positions_at
+from burst_rt.kernels.decode import Partial, decode_plainly
 from burst_rt.planning.masks import Mask, Piece, Relation
+from burst_rt.planning.masks.spans import Spans
 from burst_rt.planning.problem import ScoreOptions, TileShape
 
 __all__ = [
@@ -302,6 +304,18 @@ class Kernel(Protocol):
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """Adds the gradients of the tile's pieces to the sums in `grads`."""
+
+    def decode(
+        self, qkv: QKV, seen: Spans, scale: float, softcap: float | None, into: Partial
+    ) -> None:
+        """Writes what the keys make of a few queries: not folded into what `into` holds.
+
+        seen: which columns of k and v each query sees. k and v may have any strides but the last,
+        which is 1, and no columns at all. Before the first column that any query of a sequence
+        sees, and after the last, they may hold anything; between the two, numbers. If not
+        overridden, torch's own operators compute it in the type of the sums.
+        """
+        decode_plainly(*qkv, seen, scale, softcap, into)
 
     def table_bytes(self, work: Work, places: Iterable[Places]) -> int:
         """Bytes on the device of the tables by which tiles at these places are worked.

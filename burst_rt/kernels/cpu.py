@@ -49,8 +49,10 @@ from burst_rt.kernels.cuts import (
     parts_of,
     parts_under_the_mask,
 )
+from burst_rt.kernels.decode import Partial, folded, hidden_cells, hulls, parts_of_columns
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.planning.masks import Piece
+from burst_rt.planning.masks.spans import Spans
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["CpuKernel", "cpu_capabilities"]
@@ -138,6 +140,21 @@ class CpuKernel(Kernel):
                     tile.progress()
         if tile.last:
             state.finish()
+
+    def decode(
+        self, qkv: QKV, seen: Spans, scale: float, softcap: float | None, into: Partial
+    ) -> None:
+        """See `Kernel.decode`. Sequences that see the same columns are done together."""
+        if softcap is not None:
+            super().decode(qkv, seen, scale, softcap, into)
+            return
+        found = hulls(seen, qkv.k.shape[1])
+        if len(set(found)) == 1:
+            _decode(qkv, seen, found[0], scale, into)
+            return
+        for row, hull in enumerate(found):
+            at = slice(row, row + 1)
+            _decode(QKV(*(x[at] for x in qkv)), seen.row(row), hull, scale, into.rows(at))
 
     def backward(self, qkv: QKV, upstream: Upstream, tile: Tile, grads: Gradients) -> None:
         """See `Kernel.backward`."""
@@ -313,6 +330,41 @@ def _hidden(
     if seen is not None:
         bias.masked_fill_(~seen, -torch.inf)
     return False, seen, bias
+
+
+def _decode(
+    qkv: QKV, seen: Spans, hull: tuple[int, int], scale: float, into: Partial
+) -> None:
+    """`CpuKernel.decode` for sequences that all see columns between those of one hull."""
+    (q, k, v), dtype = qkv, into.m.dtype
+    (batch, q_len, heads, _), kv_heads = q.shape, k.shape[2]
+    sums, q = into.grouped(kv_heads), folded(q, kv_heads, dtype)
+    first, last = hull
+    if first == last:
+        into.start()
+        return
+    # What need not be copied is done at once.
+    copied = k.dtype != dtype or k.shape[3] != v.shape[3]
+    column_bytes = batch * kv_heads * 2 * max(k.shape[3], v.shape[3]) * dtype.itemsize
+    whole = (range(first, last),)
+    for columns in parts_of_columns(first, last, column_bytes) if copied else whole:
+        at = slice(columns.start, columns.stop)
+        rows, keys, values = _alike(q, *(_heads_first(_cut(x, 1, at), dtype) for x in (k, v)))
+        hidden = hidden_cells(seen, columns, q.device)
+        mask = None
+        if hidden is not None:
+            # The rows of a kv head are those of its query heads, one after another.
+            hidden = hidden.repeat(1, heads // kv_heads, 1).unsqueeze(1)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        out, m = _forward(rows, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        if hidden is not None:
+            m = m.masked_fill(hidden.all(-1), -torch.inf)
+        out, l = out[..., : v.shape[3]], (m > -torch.inf).to(dtype)  # noqa: E741
+        if columns.start == first:
+            for total, part in zip(sums, (out, m, l), strict=True):
+                total.copy_(part)
+        else:
+            sums.fold(out, m, l)
 
 
 class _Queries:

@@ -13,6 +13,7 @@ from burst_rt.scheduler.simulator import Hardware
 from burst_rt.telemetry.messages import Candidate
 
 if TYPE_CHECKING:
+    from burst_rt.attention.decode import DecodePlan
     from burst_rt.attention.planner import Plan
     from burst_rt.runtime.machine import Machine
     from burst_rt.telemetry.calls import Described
@@ -39,14 +40,17 @@ def machine_like(device_name: str) -> str | None:
     return None
 
 
-def describe(plan: Plan | None, machine: Machine, rank: int) -> Described:
+def describe(plan: Plan | DecodePlan | None, machine: Machine, rank: int) -> Described:
     """What telemetry says of a plan; None stands for a custom pipeline. Takes milliseconds, so it
     is called by the agent's thread.
     """
+    from burst_rt.attention.decode import DecodePlan
     from burst_rt.telemetry.calls import Described
 
     if plan is None:
         return Described(kind="pipeline", explain="custom task graph")
+    if isinstance(plan, DecodePlan):
+        return Described(kind="decode", explain=plan.explain(), problem=str(plan.program))
     problem, choice, seconds = plan.key.problem, plan.choice, plan.choice.seconds or {}
     own = f" / {problem.v_head_dim}" if problem.v_head_dim != problem.head_dim else ""
     about = (

@@ -17,6 +17,7 @@ from burst_rt.telemetry import joining
 from burst_rt.telemetry.describe import describe
 
 if TYPE_CHECKING:
+    from burst_rt.attention.decode import DecodePlan
     from burst_rt.attention.planner import Plan
     from burst_rt.telemetry.calls import CallLog
 
@@ -57,5 +58,5 @@ class Teller:
 
     def ended(self, schedule: Schedule, driver: BaseDriver, subject: object) -> None:
         """See `Observer.ended`. Attention's calls have a plan for a subject."""
-        plan = cast("Plan | None", subject)
+        plan = cast("Plan | DecodePlan | None", subject)
         self.log.ended(schedule, driver, partial(describe, plan, self._machine, self._rank))

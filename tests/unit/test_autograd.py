@@ -100,8 +100,8 @@ def test_a_call_inside_a_capture_is_refused_on_every_rank(monkeypatch: pytest.Mo
         burst_rt.burst_attention(q, k, v, layout=ctx.layout(16)).sum().backward()
 
     capturing: set[int] = set()
-    check, device = attention_run._check_not_captured, torch.device("cuda")
-    monkeypatch.setattr(attention_run, "_check_not_captured", lambda _: check(device))
+    check, device = attention_run.check_not_captured, torch.device("cuda")
+    monkeypatch.setattr(attention_run, "check_not_captured", lambda _: check(device))
     monkeypatch.setattr(
         torch.cuda, "is_current_stream_capturing", lambda: threading.get_ident() in capturing
     )

@@ -7,12 +7,12 @@ call ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from burst_rt.attention.execute.slots import SlotRun
 from burst_rt.attention.planner import Plan
 from burst_rt.drivers import Progress, flat_bytes
 from burst_rt.kernels import (
@@ -37,8 +37,7 @@ from burst_rt.planning.operations import (
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, INPUTS, Role
 from burst_rt.planning.strategies import Ring
-from burst_rt.runtime.machine import Machine, Slots
-from burst_rt.transport.staged import ToDevice, ToHost
+from burst_rt.runtime.machine import Machine
 
 __all__ = ["RUNS", "BackwardRun", "Binding", "ForwardRun", "Run", "RunTypes", "dense"]
 
@@ -57,19 +56,16 @@ class Binding:
     terms: ScoreTerms = field(default_factory=ScoreTerms)  # of all heads
 
 
-class Run:
+class Run(SlotRun):
     """What both directions share: the plan's parts as tensors.
 
-    `tensors[part]`: the tensor of a block that is at home or is this rank's own. `storage[part]`:
-    the raw bytes of a slot, of an own block that is sent staged, or of a chunk that messages are
-    staged through. A slot holds blocks of different owners in turn; `_view` gives it their shape.
-    `memory[part]`: the bytes of a part as the transport takes them. `slots`: what goes back to the
-    machine after the run.
+    `tensors[part]`: the tensor of a block that is at home or is this rank's own. A slot holds
+    blocks of different owners in turn; `_view` gives it their shape.
     """
 
     def __init__(self, binding: Binding) -> None:
-        plan, machine = binding.plan, binding.machine
-        self.plan, self.kernel = plan, plan.picked.kernel
+        plan = self.plan = binding.plan
+        self.kernel = plan.picked.kernel
         self.first_head = 0  # the number in the whole call of the first query head of tiles
         self.ring, self.rank = self.place(plan)
         problem = self.problem = self.ring.problem
@@ -79,27 +75,7 @@ class Run:
         self.progress = binding.progress
         self.wide = sum_dtype(plan.key.dtype)
         self.tensors: dict[int, torch.Tensor] = {}
-        # The function for each type of operation; each direction adds its own types.
-        self.operations: dict[type, Callable[..., None]] = {
-            ToHost: self._to_host,
-            ToDevice: self._to_device,
-        }
-        self._poison = binding.poison
-        self._machine = machine
-        self._device = machine.device
-        self.slots = machine.take(plan, self._slots)
-        self.storage, self.memory = dict(self.slots.storage), dict(self.slots.memory)
-        if self._poison:
-            for slot in self.storage.values():
-                slot.fill_(255)  # all ones is NaN in every floating type
-
-    def forget(self) -> None:
-        """Lets go of the operations. To be called after the run.
-
-        They are the run's own methods, so with them its tensors would live on until Python looks
-        for cycles.
-        """
-        self.operations.clear()
+        super().__init__(plan, binding.machine, poison=binding.poison)
 
     def place(self, plan: Plan) -> tuple[Ring, int]:
         """The ring, and this rank's number in it."""
@@ -109,30 +85,6 @@ class Run:
     def own_terms(self, terms: ScoreTerms) -> ScoreTerms:
         """The terms of the heads that this rank's tiles have: of all heads."""
         return terms
-
-    def _slots(self) -> Slots:
-        """New slots on the device and chunks on the host."""
-        pinned = self._device.type != "cpu"
-        # A later call outside inference mode could not write to tensors made inside it.
-        with torch.inference_mode(False):
-            slots = {
-                part.id: torch.empty(part.size_bytes, dtype=torch.uint8, device=self._device)
-                for part in self.plan.slots
-            }
-            slots |= {
-                part.id: torch.empty(part.size_bytes, dtype=torch.uint8, pin_memory=pinned)
-                for part in self.plan.chunks
-            }
-        return Slots(
-            slots,
-            {part: self._machine.memory(slot) for part, slot in slots.items()},
-            self._machine.caller(),
-        )
-
-    def fresh(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory; NaN where the context poisons fresh memory."""
-        new = torch.empty(shape, dtype=dtype, device=self._device)
-        return new.fill_(torch.nan) if self._poison else new
 
     def part_id(self, role: Role, index: int) -> int:
         """The number of a part."""
@@ -241,16 +193,6 @@ class Run:
             view = view if role is Role.ROWS else view.transpose(0, 1)
             self.slots.views[part, owner] = view
         return view
-
-    def _to_host(self, op: ToHost) -> None:
-        self.storage[op.chunk][: op.size_bytes].copy_(
-            self.storage[op.part][op.offset : op.offset + op.size_bytes], non_blocking=True
-        )
-
-    def _to_device(self, op: ToDevice) -> None:
-        self.storage[op.part][op.offset : op.offset + op.size_bytes].copy_(
-            self.storage[op.chunk][: op.size_bytes], non_blocking=True
-        )
 
 
 class ForwardRun(Run):

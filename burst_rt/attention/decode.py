@@ -1,0 +1,131 @@
+"""Decode: attention of a few new queries, which every rank has, to keys spread over the ranks.
+
+The plan of a decode depends on shapes and on a bucket of lengths, never on a length or on what is
+seen: a cache that grows by thousands of tokens takes a few plans.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from burst_rt.attention.execute.decode import DecodeRun
+from burst_rt.attention.planner import RankPlan
+from burst_rt.attention.run import autocast_off, check_not_captured
+from burst_rt.attention.setup import Setup
+from burst_rt.drivers import Progress, is_out_of_memory
+from burst_rt.errors import DeviceError, InputError
+from burst_rt.kernels import QKV, ScoreTerms, Work, pick_decode, sum_dtype
+from burst_rt.planning.masks import Full
+from burst_rt.planning.masks.spans import Spans
+from burst_rt.planning.problem import ScoreOptions
+from burst_rt.planning.strategies.decode import Decode
+from burst_rt.runtime.agreement import Contract
+from burst_rt.scheduler import Schedule
+
+__all__ = ["DecodePlan", "bucket_of", "run_decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(RankPlan):
+    """A decode on one rank, verified."""
+
+    program: Decode
+
+    def explain(self) -> str:
+        """The plan in words."""
+        memory = sum(part.size_bytes for part in (*self.slots, *self.chunks))
+        return (
+            f"decode: {self.program}\n"
+            f"  this rank sends {self.bytes_sent():,} bytes\n"
+            f"  kernel {self.kernel.name}: {self.picked.reason}\n"
+            f"  slots {memory:,} bytes\n"
+            f"  {len(self.graph.tasks)} tasks on this rank"
+        )
+
+
+def bucket_of(keys: int) -> int:
+    """The number of keys that a plan is made for: the next power of two."""
+    return 1 << max(0, keys - 1).bit_length()
+
+
+def run_decode(
+    setup: Setup,
+    call: str,
+    qkv: QKV,
+    seen: Spans,
+    *,
+    keys: int,
+    scale: float | None,
+    terms: ScoreTerms,
+) -> torch.Tensor:
+    """Attention of a few queries to the keys of all ranks. Collective.
+
+    The ranks must have agreed on the call before: nothing is compared here. Blocks until this
+    rank's part is done, or issued; no rank may stay away for longer than the runtime's timeout_s.
+
+    q: `[batch, q_len, heads, d]`, the same on every rank. k and v: this rank's shard, `[batch,
+    columns, kv heads, d and v's d]`; columns may be 0, and differ from rank to rank. seen: which
+    columns of the shard each query sees. keys: the most that a sequence may have over all ranks,
+    the same on every rank; it chooses the plan. terms: softcap and sinks.
+
+    Returns out `[batch, q_len, heads, v's d]` in q's type, the same bits on every rank; 0 in a row
+    that sees no key on any rank. Raises InputError for ALiBi, under a CUDA graph and where no
+    kernel fits, DeviceError where memory runs out, PeerLost and Stalled.
+    """
+    runtime = setup.runtime
+    with autocast_off(qkv.q.device.type):
+        check_not_captured(runtime.device)
+        if terms.alibi_slopes is not None:
+            raise InputError(
+                f"{call}: a decode has no ALiBi, got alibi_slopes; use a model with other positions"
+            )
+        plan, qkv, progress = _plan(setup, qkv, keys, terms), qkv.detach(), Progress()
+        try:
+            run = DecodeRun(
+                plan, runtime.machine, qkv, seen,
+                scale=1.0 / math.sqrt(qkv.q.shape[3]) if scale is None else scale,
+                terms=terms.bound(qkv.q.dtype, qkv.q.shape[0]), poison=setup.poison,
+            )  # fmt: skip
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DeviceError(
+                f"{call}: out of memory on {runtime.device}; {plan.explain()}", rank=runtime.rank
+            ) from error
+        _, free = runtime.perform(
+            Contract({"call": call}), plan.schedule, run.operations, run.memory,
+            progress=progress, subject=plan, takes=plan.explain,
+            agreed=True, stall_s=runtime.timeout_s,
+        )  # fmt: skip
+        runtime.machine.give_back(plan, run.slots, free)
+        run.forget()
+        return run.out
+
+
+def _plan(setup: Setup, qkv: QKV, keys: int, terms: ScoreTerms) -> DecodePlan:
+    """The plan of a decode: kept, or made and verified."""
+    (q, k, v), runtime, bucket = qkv, setup.runtime, bucket_of(keys)
+    scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
+    key = (q.shape, k.shape[2], v.shape[3], q.dtype, bucket, scores)
+    plan = setup.decodes.get(key)
+    if plan is None:
+        batch, q_len, heads, head_dim = q.shape
+        program = Decode(
+            world_size=runtime.world_size, batch=batch, num_queries=q_len, num_heads=heads,
+            num_kv_heads=k.shape[2], head_dim=head_dim, v_head_dim=v.shape[3],
+            input_bytes=q.dtype.itemsize, sum_bytes=sum_dtype(q.dtype).itemsize, keys=bucket,
+        )  # fmt: skip
+        work = Work(
+            runtime.device, q.dtype, head_dim, Full(), scores=scores, v_head_dim=v.shape[3]
+        )
+        picked = pick_decode(work, setup.kernel)
+        own = program.graph(runtime.rank, runtime.machine.lanes)
+        schedule = Schedule.of(setup.planner.lowered(program, own))
+        plan = DecodePlan(
+            rank=runtime.rank, picked=picked, program_graph=own, schedule=schedule, program=program
+        )
+    setup.decodes.put(key, plan)
+    return plan

@@ -1,0 +1,139 @@
+"""Decode on one rank: a few queries of each sequence against the rank's keys, by torch's operators.
+
+What comes of it is a `Partial`: the running state of the rows (`State`), heads first, and dense, so
+that it can be sent as it is. Query heads that share a kv head are rows of one matrix, so each key
+is read once. Only the keys between the first and the last that any row sees are read, and keys are
+cast in parts of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from burst_rt.planning.masks.spans import Spans
+
+__all__ = ["Partial", "decode_plainly", "folded", "hidden_cells", "hulls", "parts_of_columns"]
+
+# Bytes of the keys, values and scores of a part, where they are copied.
+_PART_BYTES = 1 << 24
+
+
+class Partial(NamedTuple):
+    """What some keys make of the rows of a decode; float32 or, for float64 inputs, float64. Dense.
+
+    A row that has seen no key has acc = 0, m = -inf, l = 0.
+    """
+
+    acc: torch.Tensor  # sum of exp(score - m) * v, `[batch, heads, q_len, v's head_dim]`
+    m: torch.Tensor  # `[batch, heads, q_len]`; sums refer to it: at least near the largest score
+    l: torch.Tensor  # noqa: E741  sum of exp(score - m), `[batch, heads, q_len]`
+
+    def start(self) -> None:
+        """Makes every row one that has seen no key."""
+        self.acc.zero_()
+        self.m.fill_(-torch.inf)
+        self.l.zero_()
+
+    def rows(self, at: slice) -> Partial:
+        """The same of some batch rows."""
+        return Partial(*(x[at] for x in self))
+
+    def grouped(self, num_kv_heads: int) -> Partial:
+        """Views with the rows of each kv head together: acc `[batch, kv heads, rows, d]`."""
+        batch, heads, q_len, channels = self.acc.shape
+        rows = (batch, num_kv_heads, heads // num_kv_heads * q_len)
+        return Partial(self.acc.view(*rows, channels), self.m.view(rows), self.l.view(rows))
+
+    def fold(self, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
+        """Folds what other keys make of the rows into this."""
+        m_new = torch.maximum(self.m, m)
+        # exp(-inf - -inf) would be NaN: such a row has seen no key.
+        safe = m_new.clamp_min(torch.finfo(m_new.dtype).min)
+        old, new = torch.exp(self.m - safe), torch.exp(m - safe)
+        self.acc.mul_(old.unsqueeze(-1)).addcmul_(acc, new.unsqueeze(-1))
+        self.l.mul_(old).addcmul_(l, new)
+        self.m.copy_(m_new)
+
+
+def folded(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """[B, n, H, D] -> [B, kv heads, H / kv heads * n, D] in a type: the rows of each kv head."""
+    return q.to(dtype).transpose(1, 2).reshape(q.shape[0], num_kv_heads, -1, q.shape[3])
+
+
+def hulls(seen: Spans, num_columns: int) -> list[tuple[int, int]]:
+    """For each batch row of `seen`, the first and one after the last column that a row sees.
+
+    (0, 0) where nothing is seen.
+    """
+    starts, stops = (x.reshape(len(x), -1).clip(0, num_columns) for x in seen)
+    some = starts < stops
+    first = np.where(some, starts, num_columns).min(1)
+    last = np.where(some, stops, 0).max(1)
+    return [(a, b) if a < b else (0, 0) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+
+def hidden_cells(seen: Spans, columns: range, device: torch.device) -> torch.Tensor | None:
+    """Which of these columns the rows do not see: bool `[batch or 1, rows, columns]`, or None.
+
+    None: every row sees all of them.
+    """
+    whole = (seen.starts <= columns.start) & (seen.stops >= columns.stop)
+    if whole.any(-1).all():
+        return None
+    starts, stops = (torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in seen)
+    at = torch.arange(columns.start, columns.stop, device=device)
+    hidden = torch.ones((*seen.starts.shape[:2], len(columns)), dtype=torch.bool, device=device)
+    for number in range(seen.width):
+        hidden &= (at < starts[..., number, None]) | (at >= stops[..., number, None])
+    return hidden
+
+
+def parts_of_columns(first: int, last: int, column_bytes: int) -> Iterator[range]:
+    """The columns in parts of bounded size. column_bytes: what one of them takes."""
+    step = max(1, _PART_BYTES // column_bytes)
+    for start in range(first, last, step):
+        yield range(start, min(start + step, last))
+
+
+def decode_plainly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: Spans,
+    scale: float,
+    softcap: float | None,
+    into: Partial,
+) -> None:
+    """See `Kernel.decode`. By matrix products, in the type of the sums, on any device."""
+    (batch, q_len, heads, _), kv_heads, work = q.shape, k.shape[2], into.m.dtype
+    into.start()
+    found = [hull for hull in hulls(seen, k.shape[1]) if hull != (0, 0)]
+    if not found:
+        return
+    group, rows, sums = heads // kv_heads, folded(q, kv_heads, work), into.grouped(kv_heads)
+    channels = k.shape[3] + v.shape[3]
+    column_bytes = batch * (kv_heads * channels + 2 * heads * q_len) * work.itemsize
+    first, last = min(a for a, _ in found), max(b for _, b in found)
+    for columns in parts_of_columns(first, last, column_bytes):
+        length = len(columns)
+        keys, values = (
+            x[:, columns.start : columns.stop].to(work).transpose(1, 2) for x in (k, v)
+        )
+        s = rows @ keys.mT * scale
+        if softcap is not None:
+            s = s.div_(softcap).tanh_().mul_(softcap)
+        hidden = hidden_cells(seen, columns, q.device)
+        if hidden is not None:
+            s.view(batch, kv_heads, group, q_len, length).masked_fill_(
+                hidden[:, None, None], -torch.inf
+            )
+            # Columns that no row of a sequence sees may hold anything, and 0 * NaN is NaN.
+            values = values.masked_fill(hidden.all(1)[:, None, :, None], 0.0)
+        m = s.amax(-1)
+        safe = m.clamp_min(torch.finfo(work).min)
+        p = s.sub_(safe.unsqueeze(-1)).exp_()
+        sums.fold(p @ values, m, p.sum(-1))

@@ -1,0 +1,106 @@
+"""Decode: a few new queries, which every rank has, against keys that are spread over the ranks.
+
+Each rank attends to its own keys. What comes of that, the running state of the rows, is one block;
+the blocks of all ranks come together by Bruck's all-gather (`planning/bruck.py`), and every rank
+merges them in the order of ranks. Keys never travel.
+
+What a row sees is data of a call and not part of the graph. Nor are lengths: the number of keys is
+here for costs only, and may be rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from burst_rt.planning.bruck import bruck_gather, bruck_parts
+from burst_rt.planning.roles import Role
+from burst_rt.planning.strategies.program import AGREE
+from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
+
+__all__ = ["Attend", "Decode", "Merge"]
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attends to this rank's own keys, and writes the rank's block."""
+
+    name: ClassVar[str] = "attend"
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merges the blocks of all ranks in the order of ranks, and writes out."""
+
+    name: ClassVar[str] = "merge"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """One decode as plain numbers, over all ranks; its graphs and bytes."""
+
+    world_size: int
+    batch: int
+    num_queries: int  # of each sequence
+    num_heads: int  # of the queries
+    num_kv_heads: int
+    head_dim: int  # of q and k
+    v_head_dim: int  # of v and out
+    input_bytes: int  # of one element of the inputs
+    sum_bytes: int  # of one element of the sums
+    keys: int  # of a sequence, over all ranks
+
+    @property
+    def rows(self) -> int:
+        """Rows of queries, of all sequences and heads."""
+        return self.batch * self.num_queries * self.num_heads
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a rank's block: acc, m and l of every row."""
+        return self.rows * (self.v_head_dim + 2) * self.sum_bytes
+
+    @property
+    def num_rounds(self) -> int:
+        """How many exchanges follow each other."""
+        return len(bruck_parts(self.world_size)) - 1
+
+    @property
+    def way(self) -> Hashable:
+        """See `Program.way`: equal for decodes whose graphs differ in costs only."""
+        return Decode, self.world_size, self.block_bytes
+
+    def wire_bytes(self) -> int:
+        """Bytes that all ranks together send."""
+        return self.world_size * (self.world_size - 1) * self.block_bytes
+
+    def graph(
+        self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
+    ) -> Graph:
+        """The graph of one rank; see `Program.graph`. There are no tables."""
+        world, out_bytes = self.world_size, self.rows * self.v_head_dim * self.input_bytes
+        g = GraphBuilder(rank, world, lanes)
+        agreed, out = g.buffer("agreed"), g.buffer(Role.OUT)
+        counts = bruck_parts(world)
+        blocks = g.buffer(
+            "blocks", parts=len(counts), size_bytes=[n * self.block_bytes for n in counts]
+        )
+        g.compute("agree", AGREE, writes=[agreed], lane="control")
+        g.compute("attend", Attend(), writes=[blocks[0]], cost=self._cost())
+        bruck_gather(g, blocks, self.block_bytes, reads=[agreed])
+        merging = Cost(0, world * self.block_bytes + out_bytes)
+        g.compute("merge", Merge(), reads=[blocks], writes=[out], cost=merging)
+        return g.build()
+
+    def _cost(self) -> Cost:
+        """Of attending to a rank's share of the keys, each of which is read once."""
+        keys = -(-self.keys // self.world_size)
+        channels = self.head_dim + self.v_head_dim
+        read = self.batch * self.num_kv_heads * keys * channels * self.input_bytes
+        queries = self.rows * self.head_dim * self.input_bytes
+        return Cost(2 * self.rows * keys * channels, read + queries + self.block_bytes)
+
+    def __str__(self) -> str:
+        what = f"{self.num_queries} queries of {self.batch} sequences, up to {self.keys:,} keys"
+        return f"{what}; states of rows travel, {self.num_rounds} rounds"

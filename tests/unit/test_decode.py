@@ -1,0 +1,368 @@
+"""Decode over ranks that are threads, against the spec; its graphs, bytes and plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from spec import reference, relative_error
+from tolerances import ERROR
+
+import burst_rt
+from burst_rt import Context
+from burst_rt.attention.decode import run_decode
+from burst_rt.errors import InputError
+from burst_rt.kernels import KERNELS, QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels import decode as decode_kernels
+from burst_rt.kernels.decode import Partial
+from burst_rt.planning.bruck import bruck_gather, bruck_parts
+from burst_rt.planning.machines import load_hardware
+from burst_rt.planning.masks.spans import END, Spans
+from burst_rt.planning.strategies.decode import Decode
+from burst_rt.scheduler import (
+    HOST_LANES,
+    NCCL_LANES,
+    Engine,
+    Graph,
+    GraphBuilder,
+    Lane,
+    Schedule,
+    check_world,
+)
+from burst_rt.scheduler.simulator import Faults, reference as of_program_order, rehearse, simulate
+from burst_rt.transport.staged import staged
+
+_WORLDS = (1, 2, 3, 4, 5)
+_BLOCK = 4  # tokens that stand together on a rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode: what is cached of each sequence, and the last `num_queries` of it as queries."""
+
+    lengths: tuple[int, ...]
+    num_queries: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    v_head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    padding: tuple[int, ...] = ()  # of each sequence, on the left
+    window: int | None = None
+    ends: int = 0  # with a window, so many tokens of the beginning are seen too
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, and k and v of all positions."""
+        generator = torch.Generator().manual_seed(7)
+        batch, most = len(self.lengths), max(self.lengths)
+        q, k, v = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            for shape in (
+                (batch, self.num_queries, self.heads, self.head_dim),
+                (batch, most, self.kv_heads, self.head_dim),
+                (batch, most, self.kv_heads, self.v_head_dim),
+            )
+        )
+        return q, k, v
+
+    def terms(self) -> ScoreTerms:
+        generator = torch.Generator().manual_seed(8)
+        sinks = torch.randn(self.heads, generator=generator, dtype=torch.float64)
+        wide = sum_dtype(self.dtype)
+        return ScoreTerms(softcap=self.softcap, sinks=sinks.to(wide) if self.sinks else None)
+
+    def cells(self) -> torch.Tensor:
+        """Bool `[batch, queries, positions]`: what is seen."""
+        at = torch.arange(max(self.lengths))
+        rows = []
+        for number, length in enumerate(self.lengths):
+            first = self.padding[number] if self.padding else 0
+            for query in range(length - self.num_queries, length):
+                seen = (at <= query) & (at >= first)
+                if self.window is not None:
+                    seen &= (at > query - self.window) | (at < first + self.ends)
+                rows.append(seen)
+        return torch.stack(rows).view(len(self.lengths), self.num_queries, -1)
+
+    def truth(self) -> torch.Tensor:
+        q, k, v = self.tensors()
+        dout = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+        terms = self.terms()
+        return reference(
+            q, k, v, dout, mask=self.cells(), scale=self.scale, softcap=self.softcap,
+            sinks=terms.sinks,
+        ).out  # fmt: skip
+
+
+def own_columns(num: int, rank: int, world: int) -> torch.Tensor:
+    """The positions whose keys a rank has."""
+    at = torch.arange(num)
+    return at[at // _BLOCK % world == rank]
+
+
+def spans_of(cells: torch.Tensor) -> Spans:
+    """The spans of seen columns: bool `[batch, queries, columns]`."""
+    rows = []
+    for row in cells.flatten(0, 1).tolist():
+        edges = np.flatnonzero(np.diff(np.array([False, *row, False]).astype(np.int8)))
+        rows.append(edges.reshape(-1, 2))
+    width = max(1, *map(len, rows))
+    table = np.full((len(rows), width, 2), END, np.int64)
+    for number, row in enumerate(rows):
+        table[number, : len(row)] = row
+    table = table.reshape(*cells.shape[:2], width, 2)
+    return Spans(table[..., 0], table[..., 1])
+
+
+def decode(ctx: Context, case: Case) -> torch.Tensor:
+    """The decode on one rank."""
+    q, k, v = case.tensors()
+    own, cells = own_columns(k.shape[1], ctx.rank, ctx.world_size), case.cells()
+    seen = cells[:, :, own].any(1)
+    hull = (seen.cumsum(1) > 0) & (seen.flip(1).cumsum(1).flip(1) > 0)
+    caches = []
+    for x in (k, v):
+        # A cache has room for more than is there, and nothing need ever have been written to it.
+        cache = torch.full((x.shape[0], len(own) + 3, *x.shape[2:]), torch.nan, dtype=x.dtype)
+        cache[:, : len(own)] = x[:, own].masked_fill(~hull[..., None, None], torch.nan)
+        caches.append(cache[:, : len(own)])
+    return run_decode(
+        ctx.setup, "a decode", QKV(q, *caches), spans_of(cells[:, :, own]),
+        keys=k.shape[1], scale=case.scale, terms=case.terms(),
+    )  # fmt: skip
+
+
+CASES = {
+    "one token": Case((37,)),
+    "a first token": Case((1,)),
+    "many heads a group": Case((50,), heads=6, kv_heads=1),
+    "as many kv heads": Case((50,), heads=3, kv_heads=3),
+    "several tokens": Case((41,), num_queries=5),
+    "sixteen tokens": Case((16,), num_queries=16),
+    "lengths differ": Case((40, 1, 23), num_queries=1),
+    "lengths differ, several tokens": Case((40, 9, 23), num_queries=3),
+    "left padding": Case((30, 30, 30), padding=(0, 11, 29), num_queries=2),
+    "rows that see nothing": Case((30, 30), padding=(0, 30), num_queries=2),
+    "a window": Case((70,), window=9),
+    "a window and the beginning": Case((70, 33), window=9, ends=5, num_queries=4),
+    "sinks": Case((37, 20), sinks=True),
+    "sinks alone": Case((30, 30), padding=(3, 30), sinks=True),
+    "softcap": Case((37, 20), softcap=1.5, num_queries=2),
+    "everything": Case((70, 33), window=9, ends=5, num_queries=4, softcap=2.0, sinks=True),
+    "v of another size": Case((37, 20), head_dim=24, v_head_dim=16),
+    "a scale": Case((37,), scale=0.7),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_spec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_RT_POISON", "1")
+    # So that there are several parts.
+    monkeypatch.setattr(decode_kernels, "_PART_BYTES", 1 << 12)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        case = replace(CASES[name], dtype=dtype)
+        truth = case.truth()
+        for world in _WORLDS:
+            outs = burst_rt.run_local(world, partial(decode, case=case))
+            assert outs[0].dtype == dtype
+            assert relative_error(outs[0], truth) < ERROR[dtype], (dtype, world)
+            # The same bits on every rank.
+            assert all(torch.equal(out, outs[0]) for out in outs), (dtype, world)
+
+
+def test_every_kernel_has_a_decode() -> None:
+    case = replace(CASES["everything"], dtype=torch.float64)
+    truth = case.truth()
+    for kernel in ("naive", "untiled"):
+        for softcap in (case.softcap, None):
+            some = replace(case, softcap=softcap)
+            outs = burst_rt.run_local(2, partial(decode, case=some), kernel=kernel)
+            error = relative_error(outs[0], truth if softcap else some.truth())
+            assert error < ERROR[torch.float64], (kernel, softcap)
+
+
+def program(world: int, **changed: int) -> Decode:
+    numbers = {
+        "batch": 2, "num_queries": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+        "v_head_dim": 8, "input_bytes": 2, "sum_bytes": 4, "keys": 1024,
+    }  # fmt: skip
+    return Decode(world_size=world, **(numbers | changed))
+
+
+def graphs_of(decoding: Decode, lanes: tuple[Lane, ...] = HOST_LANES) -> list[Graph]:
+    return [decoding.graph(rank, lanes) for rank in range(decoding.world_size)]
+
+
+@pytest.mark.parametrize("lanes", [HOST_LANES, NCCL_LANES])
+@pytest.mark.parametrize("world", [*range(1, 10), 16, 17])
+def test_graphs_fit_and_send_what_they_say(world: int, lanes: tuple[Lane, ...]) -> None:
+    decoding = program(world)
+    graphs = graphs_of(decoding, lanes)
+    check_world(graphs)
+    rounds = (world - 1).bit_length()  # ceil(log2 W)
+    assert decoding.num_rounds == rounds
+    sent = [[m for task in graph.tasks for m in task.sends] for graph in graphs]
+    for graph, messages in zip(graphs, sent, strict=True):
+        assert sum(task.is_exchange for task in graph.tasks) == rounds
+        # Only blocks and their pieces: few messages.
+        assert len(messages) <= rounds * (rounds + 1) // 2
+        assert sum(m.size_bytes for m in messages) == (world - 1) * decoding.block_bytes
+        assert len({m.tag for m in messages}) == rounds
+    assert decoding.wire_bytes() == sum(m.size_bytes for own in sent for m in own)
+    if lanes is HOST_LANES:
+        check_world([staged(graph, chunk_bytes=100) for graph in graphs])
+
+
+@pytest.mark.parametrize("world", [*range(1, 10), 16, 17])
+def test_every_rank_gets_every_block_in_order(world: int) -> None:
+    """Played by hand: bytes are moved as the messages say, round by round."""
+    size, parts = 3, bruck_parts(world)
+    assert sum(parts) == world
+    built = []
+    for rank in range(world):
+        g = GraphBuilder(rank, world)
+        own = g.buffer("own", parts=1, size_bytes=0, initialised=True)
+        blocks = g.buffer(
+            "blocks", parts=len(parts), size_bytes=[size * n for n in parts], initialised=True
+        )
+        assert bruck_gather(g, blocks, size, tag=5, reads=[own]) == 5 + len(parts) - 1
+        built.append(g.build())
+    memory = [[bytearray(part.size_bytes) for part in graph.parts] for graph in built]
+    for rank, parts_of_rank in enumerate(memory):
+        parts_of_rank[1][:] = bytes([rank] * size)
+    for number in range(len(parts) - 1):
+        mail: dict[tuple[int, int], list[bytes]] = {}
+        for graph in built:
+            for m in graph.tasks[number].sends:
+                piece = bytes(memory[graph.rank][m.part][m.offset : m.end])
+                mail.setdefault((graph.rank, m.peer), []).append(piece)
+        for graph in built:
+            for m in graph.tasks[number].recvs:
+                memory[graph.rank][m.part][m.offset : m.end] = mail[m.peer, graph.rank].pop(0)
+    for rank, parts_of_rank in enumerate(memory):
+        held = b"".join(map(bytes, parts_of_rank))
+        assert held == b"".join(bytes([(rank + j) % world] * size) for j in range(world))
+
+
+@pytest.mark.parametrize("world", _WORLDS)
+def test_any_order_of_tasks_gives_the_same(world: int) -> None:
+    """By the simulator's integers, in place of tensors."""
+    graphs = graphs_of(program(world))
+    expected = of_program_order(graphs)
+    for order in range(40):
+        schedules = list(map(Schedule.of, graphs))
+        ended = rehearse(schedules, Faults(order), engine=partial(Engine, validate=True))
+        assert ended.values == expected, order
+
+
+def test_what_a_decode_takes_by_simulation() -> None:
+    """More keys take longer, in proportion where there are many; more ranks less long."""
+    hardware = load_hardware("h100-sxm")
+
+    def seconds(world: int, keys: int) -> float:
+        decoding = program(world, keys=keys, head_dim=128, v_head_dim=128, num_queries=1)
+        return simulate(list(map(Schedule.of, graphs_of(decoding))), hardware).time_s
+
+    assert seconds(4, 1 << 24) == pytest.approx(2 * seconds(4, 1 << 23), rel=0.05)
+    assert seconds(8, 1 << 24) == pytest.approx(seconds(4, 1 << 23), rel=0.05)
+    # The rounds are latency.
+    few = [seconds(world, 1024) for world in (2, 4, 8)]
+    latency = hardware.node.link.latency_s
+    assert few[1] - few[0] == pytest.approx(latency, rel=0.3)
+    assert few[2] - few[1] == pytest.approx(latency, rel=0.3)
+
+
+def test_few_plans_for_many_lengths() -> None:
+    """4,096 steps of a cache that grows; and what is verified is verified once."""
+
+    def call(ctx: Context) -> tuple[int, int, int]:
+        q = torch.randn(1, 1, 2, 16)
+        verified = 0
+        check = ctx.setup.planner._verify
+
+        def counted(*args: object) -> None:
+            nonlocal verified
+            verified += 1
+            check(*args)  # type: ignore[arg-type]
+
+        ctx.setup.planner._verify = counted  # type: ignore[method-assign]
+        before = ctx.stats().calls
+        for length in range(1, 4097):
+            num = len(own_columns(length, ctx.rank, ctx.world_size))
+            cache = torch.zeros(1, num, 2, 16)
+            seen = Spans(np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), num, np.int64))
+            run_decode(
+                ctx.setup, "a step", QKV(q, cache, cache), seen,
+                keys=length, scale=None, terms=ScoreTerms(),
+            )  # fmt: skip
+        return len(ctx.setup.decodes), verified, ctx.stats().calls - before
+
+    # Buckets 1, 2, 4, ..., 4096.
+    assert burst_rt.run_local(2, call) == [(13, 1, 4096)] * 2
+
+
+def test_bytes_and_messages_of_a_run() -> None:
+    case = CASES["lengths differ"]
+
+    def call(ctx: Context) -> tuple[int, int]:
+        before = ctx.stats().bytes_sent
+        decode(ctx, case)
+        (plan,) = ctx.setup.decodes.values()
+        assert "decode" in plan.explain()
+        return ctx.stats().bytes_sent - before, plan.bytes_sent()
+
+    for world in _WORLDS:
+        # 3 sequences, 4 heads, 16 channels, m and l: 4 bytes each.
+        size = (world - 1) * 3 * 4 * 18 * 4
+        assert burst_rt.run_local(world, call) == [(size, size)] * world
+
+
+def test_memory_is_used_again() -> None:
+    def call(ctx: Context) -> bool:
+        decode(ctx, CASES["one token"])
+        (plan,) = ctx.setup.decodes.values()
+        take = ctx.runtime.machine._pool._idle[-1]
+        decode(ctx, CASES["one token"])
+        return take[0] is plan and take[1] is ctx.runtime.machine._pool._idle[-1][1]
+
+    assert burst_rt.run_local(2, call) == [True, True]
+
+
+def test_no_alibi() -> None:
+    def call(ctx: Context) -> None:
+        q = torch.zeros(1, 1, 2, 16)
+        terms = ScoreTerms(alibi_slopes=torch.ones(1, 2))
+        nothing = Spans(np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1), np.int64))
+        run_decode(
+            ctx.setup, "a step", QKV(q, q, q), nothing, keys=1, scale=None, terms=terms
+        )
+
+    with pytest.raises(InputError, match="no ALiBi"):
+        burst_rt.run_local(2, call)
+
+
+def test_parts_fold_like_the_whole() -> None:
+    """Rows that one part, the other, both or none have seen."""
+    generator = torch.Generator().manual_seed(3)
+    m = torch.tensor([[1.0, -torch.inf, 2.0, -torch.inf], [-torch.inf, 3.0, 50.0, -torch.inf]])
+    l = torch.where(m > -torch.inf, 2.0, 0.0)  # noqa: E741
+    acc = torch.randn(2, 4, 3, generator=generator) * (l > 0).unsqueeze(-1)
+    parts = [Partial(acc[i].clone(), m[i].clone(), l[i].clone()) for i in range(2)]
+    parts[0].fold(*parts[1])
+    got = parts[0].acc * torch.exp(parts[0].m.clamp_min(-100.0)).unsqueeze(-1)
+    truth = (acc * torch.exp(m).unsqueeze(-1)).sum(0)
+    torch.testing.assert_close(got, truth)
+    torch.testing.assert_close(parts[0].l * torch.exp(parts[0].m), (l * torch.exp(m)).sum(0))
+    assert not any(x.isnan().any() for x in parts[0])
+
+
+def test_kernels_in_the_list_do_not_hide_the_default() -> None:
+    """Only these have a decode of their own."""
+    own = {name for name, kernel in KERNELS.items() if "decode" in vars(type(kernel))}
+    assert own == {"cpu"}
