@@ -119,7 +119,8 @@ class State(NamedTuple):
 
     Online softmax (Milakov & Gimelshein 2018), not normalised. A row that has seen no key has acc =
     0, m = -inf, l = 0; with a sink it has acc = 0, m = sink, l = 1, as if it had seen the sink's
-    key. A kernel may keep m in a unit of its own, because one kernel does all tiles of a call.
+    key. A kernel may keep m in a unit of its own (`Kernel.m_scale`); in `fold`, `finish` and on the
+    wire m is a score.
     """
 
     # sum of exp(score - m) * v, `[batch, q_len, heads, v's head_dim]`
@@ -256,6 +257,8 @@ class Kernel(Protocol):
     """
 
     name: str
+    # What scores are multiplied by in the m of a state that the kernel folds tiles into.
+    m_scale: float = 1.0
 
     def refuses(self, work: Work) -> str | None:
         """The first reason why the kernel cannot do this work, or None."""
@@ -332,12 +335,20 @@ class Kernel(Protocol):
 
 
 def fold(
-    out: torch.Tensor, lse: torch.Tensor, state: State, rows: slice, *, first: bool = False
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    state: State,
+    rows: slice,
+    *,
+    weight: torch.Tensor | None = None,
+    first: bool = False,
 ) -> None:
-    """Folds a normalised part into some rows of the running state, with weight exp(lse - m).
+    """Folds a part into some rows of the running state, with weight exp(lse - m).
 
-    The part is out `[batch, rows, heads, d]` and lse `[batch, heads, rows]`. first: it is the first
-    part of these rows, and what the state holds for them is overwritten.
+    The part is out `[batch, rows, heads, d]` and lse `[batch, heads, rows]`. weight: None for a
+    normalised part; of another running state, whose acc is out and whose m is lse, it is l. first:
+    it is the first part of these rows, and what the state holds for them is overwritten; it is
+    normalised.
     """
     acc, m, l = state.at(rows)  # noqa: E741
     if first:
@@ -352,7 +363,7 @@ def fold(
     safe = m_new.clamp_min(torch.finfo(m_new.dtype).min)
     old, new = torch.exp(m - safe), torch.exp(lse - safe)
     acc.mul_(old.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
-    l.mul_(old).add_(new)
+    l.mul_(old).add_(new if weight is None else new.mul_(weight.transpose(1, 2)))
     m.copy_(m_new)
 
 

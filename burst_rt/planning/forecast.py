@@ -15,7 +15,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.layouts import BALANCED, Layout, make_layout
 from burst_rt.planning.masks import Rule
 from burst_rt.planning.problem import Problem
-from burst_rt.planning.strategies import Choice, Program, Ring, choose
+from burst_rt.planning.strategies import Choice, Program, Ring, choose, few_queries
 from burst_rt.planning.strategies.routes import OneRing
 from burst_rt.scheduler import Graph, Schedule
 from burst_rt.scheduler.simulator import Hardware, Rotated, simulate
@@ -35,7 +35,8 @@ __all__ = [
     "working_bytes",
 ]
 
-# The strategies that a planner chooses from. The paper's baselines are for comparing only.
+# The strategies that a planner chooses from; in a forward also `ring-q`, where queries are few. The
+# paper's baselines are for comparing only.
 CANDIDATES = ("ring-kv", "burst", "bidirectional", "two-level", "direct", "all-to-all", "hybrid")
 # The largest world for which planners forecast. Up to 32 ranks a new shape takes a second or two to
 # plan; at 64 ranks it takes ten.
@@ -139,7 +140,8 @@ def rank_strategies(
 ) -> Ranking:
     """Forecasts all candidates; see `fastest_strategy`."""
     found: list[tuple[str, Choice, Forecast]] = []
-    for strategy in CANDIDATES:
+    few = ("ring-q",) if forward and few_queries(problem) else ()
+    for strategy in (*CANDIDATES, *few):
         try:
             choice = choose(problem, strategy, forward=forward, ranks_per_node=ranks_per_node)
         except InputError:

@@ -20,6 +20,7 @@ __all__ = [
     "Delta",
     "Finish",
     "ForwardTile",
+    "Merge",
     "Tensors",
     "TileOperation",
 ]
@@ -78,6 +79,16 @@ class Add:
     arrived: int  # number of the part that has arrived
     rows: Rows  # which rows of the part have arrived
     name: ClassVar[str] = "add"
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merges the running state of a block that has come home into the rank's own state of it."""
+
+    block: int  # which of the rank's own blocks
+    arrived: Tensors  # the parts that have arrived
+    rows: Rows  # which rows of them
+    name: ClassVar[str] = "merge"
 
 
 @dataclass(frozen=True)

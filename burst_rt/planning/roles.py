@@ -17,7 +17,9 @@ class Role(StrEnum):
     ROWS = "rows"  # lse and delta together
     OUT = "out"
     LSE = "lse"
-    STATE = "state"  # the running forward state
+    STATE = "state"  # the running forward state at home
+    ACC = "acc"  # of a running forward state that travels
+    ML = "ml"  # its m and l together
     SCORES = "scores"  # whole rows of scores
     DQ = "dq"
     DK = "dk"
@@ -30,11 +32,17 @@ class Role(StrEnum):
     """Whether the tensor has a row for each query; else it has one for each key."""
     values: bool
     """Whether it has the head_dim of v, which out has too; else it has that of q and k."""
+    pairs: bool
+    """Whether it is two numbers for each query and head, `[2, batch, heads, tokens]`."""
+    sums: bool
+    """Whether it has the type of the sums wherever it travels."""
 
 
 for _role in Role:
     _role.queries = _role not in (Role.K, Role.V, Role.DK, Role.DV)
-    _role.values = _role in (Role.V, Role.OUT, Role.DOUT, Role.STATE, Role.DV)
+    _role.values = _role in (Role.V, Role.OUT, Role.DOUT, Role.STATE, Role.ACC, Role.DV)
+    _role.pairs = _role in (Role.ROWS, Role.ML)
+    _role.sums = _role.pairs or _role in (Role.ACC, Role.DQ, Role.DK, Role.DV)
 
 INPUTS = (Role.Q, Role.K, Role.V)
 # Their gradients, in the same order.

@@ -25,12 +25,14 @@ from burst_rt.kernels import (
     Upstream,
     sum_dtype,
 )
+from burst_rt.kernels.base import fold
 from burst_rt.planning.operations import (
     Add,
     BackwardTile,
     Delta,
     Finish,
     ForwardTile,
+    Merge,
     Tensors,
     TileOperation,
 )
@@ -108,10 +110,9 @@ class Run(SlotRun):
         """
         part = self.part_id(role, index)
         if part in self.plan.program_graph.sent:
-            # All but lse and delta travel with their tokens first.
-            of_tokens = role is not Role.ROWS
-            wire = (block.transpose(0, 1) if of_tokens else block).contiguous()
-            block = wire.transpose(0, 1) if of_tokens else wire
+            # All but pairs of numbers travel with their tokens first.
+            wire = (block if role.pairs else block.transpose(0, 1)).contiguous()
+            block = wire if role.pairs else wire.transpose(0, 1)
             if self.plan.chunks:
                 self.storage[part] = flat_bytes(wire)
             else:
@@ -180,17 +181,16 @@ class Run(SlotRun):
         if view is None:
             problem = self.problem
             length = self.ring.block_len(owner, block)
-            wide = role in (Role.ROWS, Role.DQ, Role.DK, Role.DV)
-            dtype = self.wide if wide else self.plan.key.dtype
+            dtype = self.wide if role.sums else self.plan.key.dtype
             heads = problem.num_heads if self.ring.queries_travel else problem.num_kv_heads
             shape = (
                 (2, problem.batch, heads, length)
-                if role is Role.ROWS
+                if role.pairs
                 else (length, problem.batch, heads, _head_dim(problem, role))
             )
             view = self.storage[part][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             # Tokens come first on the wire, so that some rows of a block are one stretch of bytes.
-            view = view if role is Role.ROWS else view.transpose(0, 1)
+            view = view if role.pairs else view.transpose(0, 1)
             self.slots.views[part, owner] = view
         return view
 
@@ -208,10 +208,14 @@ class ForwardRun(Run):
         dtype = self.plan.key.dtype
         out = self.fresh(*self.shape(Role.OUT), dtype=dtype)
         acc = out if dtype == self.wide else self.fresh(*self.shape(Role.OUT), dtype=self.wide)
-        m, total, lse = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(3))
-        self.state = State(acc, m, total, out, lse)
-        self.out, self.lse = out, lse
+        self.out, self.lse = out, self.fresh(*self.shape(Role.LSE), dtype=self.wide)
         self.operations |= {ForwardTile: self._forward, Finish: self._finish}
+        self.bind_state(acc)
+
+    def bind_state(self, acc: torch.Tensor) -> None:
+        """Makes the running state of this rank's queries around its acc, which may be out."""
+        m, total = (self.fresh(*self.shape(Role.LSE), dtype=self.wide) for _ in range(2))
+        self.state = State(acc, m, total, self.out, self.lse)
 
     def _forward(self, op: ForwardTile) -> None:
         x = self.reads(op)
@@ -221,6 +225,54 @@ class ForwardRun(Run):
         """Finishes queries that have no tile at all, because they see no key."""
         self.state.start(self.terms.sinks)
         self.state.finish()
+
+
+class QueriesForwardRun(ForwardRun):
+    """One forward call in which queries travel, and their running states with them.
+
+    `states`: of this rank's own queries, block by block. Wherever a tile ends, m is a score, because
+    another rank's kernel may be another one.
+    """
+
+    def bind_state(self, acc: torch.Tensor) -> None:
+        """Makes and starts the states of this rank's own queries."""
+        batch, heads = self.problem.batch, self.problem.num_heads
+        self.operations[Merge] = self._merge
+        self.states: list[State] = []
+        for part, (start, stop) in enumerate(self.bounds(queries=True)):
+            ml = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
+            rows = slice(start, stop)
+            state = State(acc[:, rows], *ml, self.out[:, rows], self.lse[:, :, rows])
+            state.start(self.terms.sinks)
+            self.states.append(state)
+            self.bind_part(Role.ACC, part, state.acc)
+            self.bind_part(Role.ML, part, ml)
+
+    def _forward(self, op: ForwardTile) -> None:
+        state = _state(self.at(op.adds, op))
+        if op.starts_sums:
+            state.start()
+        tile = self.tile(op)._replace(first=False, last=False)
+        scale = self.kernel.m_scale
+        if scale != 1.0:
+            state.m.mul_(scale)
+        self.kernel.forward(_qkv(self.reads(op)), tile, state)
+        if scale != 1.0:
+            state.m.div_(scale)
+
+    def _merge(self, op: Merge) -> None:
+        own = self.states[op.block]
+        arrived = _state(
+            {role: self._view(role, part, self.rank, op.block) for role, part in op.arrived}
+        )
+        for start, stop in op.rows:
+            rows = slice(start, stop)
+            acc, m, l = arrived.at(rows)  # noqa: E741
+            fold(acc, m, own, rows, weight=l)
+
+    def _finish(self, _: Finish) -> None:
+        for state in self.states:
+            state.finish()
 
 
 class BackwardRun(Run):
@@ -307,13 +359,18 @@ class BackwardRun(Run):
 
 
 class RunTypes(NamedTuple):
-    """The two classes that run one kind of program."""
+    """What runs one kind of program."""
 
-    forward: type[ForwardRun]
-    backward: type[BackwardRun]
+    forward: Callable[[Binding], ForwardRun]
+    backward: Callable[[Binding], BackwardRun]
 
 
-RUNS = RunTypes(ForwardRun, BackwardRun)
+def _forward_run(binding: Binding) -> ForwardRun:
+    travel = binding.plan.choice.program.queries_travel
+    return (QueriesForwardRun if travel else ForwardRun)(binding)
+
+
+RUNS = RunTypes(_forward_run, BackwardRun)
 
 
 def _head_dim(problem: Problem, role: Role) -> int:
@@ -322,6 +379,12 @@ def _head_dim(problem: Problem, role: Role) -> int:
 
 def _qkv(tensors: dict[Role, torch.Tensor]) -> QKV:
     return QKV(*(tensors[role] for role in INPUTS))
+
+
+def _state(tensors: dict[Role, torch.Tensor]) -> State:
+    """A state that no tile finishes: in the places of out and lse are acc and m."""
+    acc, (m, l) = tensors[Role.ACC], tensors[Role.ML]  # noqa: E741
+    return State(acc, m, l, acc, m)
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:

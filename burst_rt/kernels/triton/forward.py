@@ -191,6 +191,8 @@ def forward_kernel(
     stride_vb,
     stride_vt,
     stride_vh,
+    stride_ab,
+    stride_at,
     heads,
     group,
     q_len,
@@ -232,8 +234,8 @@ def forward_kernel(
     Reads (acc, m, l) unless FIRST, where a row begins with nothing, if SINKS with its head's sink
     (p_sinks `[heads]`): m = sink * log2(e), l = 1. Writes them unless LAST. If LAST it writes out =
     acc / l (0 where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc,
-    out `[batch, q_len, heads, V_HEAD_DIM]` and m, l, lse `[batch, heads, q_len]` are dense; out may
-    be acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
+    out `[batch, q_len, heads, V_HEAD_DIM]` have the same strides and dense tokens, m, l, lse
+    `[batch, heads, q_len]` are dense; out may be acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
     compute.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s =
@@ -263,9 +265,10 @@ def forward_kernel(
 
     # Places in acc and out (in_rows); in m, l and lse (in_row).
     in_rows = (
-        (i_b * q_len + row) * heads * V_HEAD_DIM
+        i_b * stride_ab
+        + row.to(tl.int64) * stride_at
         + i_h * V_HEAD_DIM
-        + (tl.arange(0, BLOCK_M)[:, None] * (heads * V_HEAD_DIM) + o_d[None, :])
+        + (tl.arange(0, BLOCK_M)[:, None] * stride_at + o_d[None, :])
     )
     in_row = i_bh.to(tl.int64) * q_len + o_m
     inside = (
@@ -329,7 +332,7 @@ def launch_forward(qkv: QKV, state: State, arguments: TileArguments, config: Con
     sinks = arguments.terms.sinks
     forward_kernel[grid](
         *qkv, *state, state.m if sinks is None else sinks, *arguments.tables, *arguments.places,
-        *strides(q), *strides(k), *strides(v),
+        *strides(q), *strides(k), *strides(v), *strides(state.acc)[:2],
         heads, heads // k.shape[2],
         arguments.q_len, arguments.kv_len, arguments.lists.by_row, arguments.scale_log2,
         arguments.cap_scale,

@@ -30,7 +30,7 @@ from burst_rt.kernels.base import (
     Work,
 )
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
-from burst_rt.kernels.triton.launch import TileArguments
+from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
 from burst_rt.kernels.triton.parts import ascending, in_order, parts_of
 from burst_rt.kernels.triton.tables import (
     bytes_of_tables,
@@ -65,6 +65,7 @@ class TritonKernel(Kernel):
     """
 
     name = "triton"
+    m_scale = LOG2_E
 
     def refuses(self, work: Work) -> str | None:
         """Refuses all but the devices, types and head sizes that it can do.
@@ -116,14 +117,16 @@ class TritonKernel(Kernel):
             if state.out is state.acc:
                 dense = dense._replace(out=dense.acc)
             self._forward(part.of(qkv), part.tile, dense, part.cells)
-            for x, y in zip(views, dense, strict=True):
+            # Before the last part nothing is in out and lse.
+            written = 5 if part.tile.last else 3
+            for x, y in zip(views[:written], dense[:written], strict=True):
                 if x.data_ptr() != y.data_ptr():
                     x.copy_(y)
 
     def _forward(self, qkv: QKV, tile: Tile, state: State, cells: torch.Tensor | None) -> None:
         from burst_rt.kernels.triton.forward import launch_forward
 
-        _check_dense(*state)
+        _check_state(state)
         (arguments, config), out = _arguments("forward", qkv, tile, cells), state.out
         if arguments.interpret and tile.last and out.dtype != state.acc.dtype:
             # The interpreter rounds towards zero when it stores 16-bit numbers; torch does not.
@@ -290,6 +293,17 @@ def _check_places(qkv: QKV, tile: Tile) -> None:
                 f"a tile with {x.shape[1]} {side} tokens must have as many positions, got "
                 f"{positions}"
             )
+
+
+def _check_state(state: State) -> None:
+    """acc and out may have any strides from batch row to batch row, and from token to token."""
+    _check_dense(state.m, state.l, state.lse)
+    acc, out = state.acc, state.out
+    if acc.stride()[2:] != (acc.shape[3], 1) or out.stride() != acc.stride():
+        raise InternalError(
+            "the triton kernel takes states whose tokens are dense, and whose acc and out lie alike, "
+            f"got {tuple(acc.shape)} with strides {acc.stride()} and {out.stride()}"
+        )
 
 
 def _check_dense(*tensors: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 |---|---|---|
 | `ring-kv` | K, V | K, V, dK, dV |
 | `burst` | K, V | Q, dO, lse, delta, dQ |
-| `auto` | as `ring-kv` or `direct` [1], whichever sends fewer bytes | of both sides, too |
+| `ring-q` | Q, and the sums that out is made from | as `burst` |
+| `auto` | as `ring-kv`, `direct` [1] or `ring-q` [2]: the fewest bytes | of both sides, too |
 | `bidirectional` | K, V: one half each way round | as `auto`, one half each way round |
 | `direct` | K, V: from the owner straight to each rank that needs them | as `auto`, the same way |
 | `two-level:N` | K, V: inside nodes of N ranks, and between them | as `auto`, the same way |
@@ -15,7 +16,8 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 | `burst-untiled` | as `burst`, without tiles in fast memory: to compare with | the same |
 | `ring-naive` | K, then V; whole rows of scores: to compare with | K, then V, dV, then K, dK |
 
-[1] `direct` only on one host, and for masks that are more than causal.
+[1] `direct` only on one host, and for masks that are more than causal. [2] Only where queries are so
+few that they and their sums are fewer bytes than keys and values.
 
 N may be left out. It is then the number of ranks of a host, where all hosts have as many; in
 `hybrid` it is the largest divisor of that number that also divides the kv heads.
@@ -50,6 +52,7 @@ __all__ = [
     "RingNaive",
     "check_name",
     "choose",
+    "few_queries",
 ]
 
 STRATEGIES = (
@@ -62,6 +65,7 @@ STRATEGIES = (
     "hybrid",
     "ring-kv",
     "ring-naive",
+    "ring-q",
     "two-level",
 )
 # Strategies that take a number of ranks: "hybrid:4".
@@ -110,6 +114,8 @@ def choose(problem: Problem, strategy: str, *, forward: bool, ranks_per_node: in
         # Sinks alone need a gradient. It follows from lse and delta: whatever the strategy, there
         # are no tiles and no messages.
         return Choice(backward_ring(problem, queries_travel=False), "ring-kv", {"ring-kv": 0})
+    if name == "ring-q" and not forward:
+        return choose(problem, "burst", forward=forward)
     programs = dict(_programs(problem, name, number, forward, ranks_per_node))
     candidates = {label: program.wire_bytes() for label, program in programs.items()}
     taken = name if name in programs else min(candidates, key=candidates.__getitem__)
@@ -141,15 +147,29 @@ def _programs(
         return
     for way, route in _routes(problem, name, size or ranks_per_node):
         whole = route is None and travels_whole(problem)
-        if forward:
+        if forward and name == "ring-q":
+            yield name, forward_ring(problem, queries_travel=True, whole=whole)
+        elif forward:
             # The forward of `burst` is that of `ring-kv`; `auto` calls it so.
             yield way or name.replace("auto", "ring-kv"), forward_ring(problem, route, whole=whole)
-            continue
-        for side, queries in _SIDES.items():
-            yield (
-                _label(way, side),
-                backward_ring(problem, queries_travel=queries, route=route, whole=whole),
-            )
+        else:
+            for side, queries in _SIDES.items():
+                yield (
+                    _label(way, side),
+                    backward_ring(problem, queries_travel=queries, route=route, whole=whole),
+                )
+    if name == "auto" and forward and few_queries(problem):
+        yield from _programs(problem, "ring-q", None, forward, ranks_per_node)
+
+
+def few_queries(problem: Problem) -> bool:
+    """Whether all queries with their running states are fewer bytes than all keys and values.
+
+    Never in self-attention.
+    """
+    of_q = problem.q_token_bytes + problem.out_sum_bytes + problem.row_bytes
+    of_kv = problem.k_token_bytes + problem.v_token_bytes
+    return problem.q_layout.seq_len * of_q < problem.kv_layout.seq_len * of_kv
 
 
 def _routes(problem: Problem, name: str, size: int) -> Iterator[tuple[str, Route | None]]:

@@ -1,8 +1,10 @@
 """Rings: one side of the attention stays at home; the other side travels, and so do its sums.
 
-One builder makes three graphs:
+One builder makes four graphs:
 
 * forward: K, V travel; a query's running state stays at home;
+* forward of `ring-q` (the pass-Q of arXiv 2411.01783): Q travels with its running state; K, V stay
+  at home;
 * backward of `ring-kv` (RingAttention, arXiv 2310.01889): K, V travel with dK, dV; dQ stays at
   home;
 * backward of `burst` (BurstAttention, arXiv 2403.09347, algorithm 2): Q, dO, lse, delta travel with
@@ -15,7 +17,8 @@ the whole shard at home.
 The owner keeps its own contribution at home. Sums travel block by block, each as soon as its last
 tile is done, so that a rank's first tiles of a hop do not wait for all tiles of the previous rank.
 Shards of a few tokens under the full mask, for which positions do not matter, travel as one block:
-half the messages and tasks. lse and delta of a block travel whole: they are few bytes.
+half the messages and tasks. lse and delta of a block travel whole, and m and l of a state: they are
+few bytes.
 
 The mask decides in two ways. Which rows each rank needs (`Ring.needed`) shapes the graphs: rings
 with equal `way` have equal graphs but for pieces and costs. The pieces of tiles and their costs are
@@ -37,6 +40,7 @@ from burst_rt.planning.operations import (
     Delta,
     Finish,
     ForwardTile,
+    Merge,
     TileOperation,
 )
 from burst_rt.planning.problem import Problem, TileShape
@@ -120,17 +124,18 @@ class Ring(Hops):
 
     def wire_bytes(self) -> int:
         """Bytes that all ranks together send."""
-        sums = sum(size for _, size in self.sums)
         sent = 0
         for owner, blocks in enumerate(self.travelling):
             for block in range(len(blocks)):
+                messages = [(self.bundle, rows) for rows in self.bundles[owner][block]]
+                messages += [
+                    (self.sums, self.sum_rows(owner, block, hop)) for hop in self.legs[owner][block]
+                ]
                 sent += sum(
-                    sizes.size_bytes
-                    for rows in self.bundles[owner][block]
-                    for sizes in self.stretches(self.bundle, owner, block, rows)
+                    stretch.size_bytes
+                    for tensors, rows in messages
+                    for stretch in self.stretches(tensors, owner, block, rows)
                 )
-                for hop in self.legs[owner][block]:
-                    sent += num_rows(self.sum_rows(owner, block, hop)) * sums
         return sent
 
     def stretches(
@@ -141,7 +146,7 @@ class Ring(Hops):
         return [
             _Stretch(role, (stop - start) * size, start * size)
             for role, size in tensors
-            for start, stop in (whole if role is Role.ROWS else rows)
+            for start, stop in (whole if role.pairs else rows)
         ]
 
     def footprint(self, rank: int) -> Footprint:
@@ -162,7 +167,7 @@ class Ring(Hops):
                 problem.k_sum_bytes * needs_k + problem.v_sum_bytes * needs_v
             )
             sums = q_len * problem.row_bytes + (0 if in_place else wide) + problem.sink_bytes
-        bundle = sum(size for role, size in self.bundle if role is not Role.ROWS)
+        bundle = sum(size for role, size in self.bundle if not role.pairs)
         blocks = range(self.num_blocks)
         copies = sum(
             self.block_len(rank, block) * bundle
@@ -297,11 +302,23 @@ class RingBuilder:
             # What came home before this hop's tiles: the tiles need not wait for it.
             self._add_home(before=hop)
         self._add_home(before=self.world)
-        if self.ring.forward and not self.tiles and any(self.ring.resident[self.rank]):
-            cost = Cost(
-                0, num_tokens(self.ring.resident[self.rank]) * self.ring.problem.out_sum_bytes
-            )
-            self.g.compute("finish", Finish(), accumulates=[self.home_sums[Role.STATE]], cost=cost)
+        if self.ring.forward:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Adds the task that writes out and lse, where no tile does.
+
+        Where queries travel, the states of the rank's own queries are whole when the last of them
+        has come home.
+        """
+        ring = self.ring
+        if ring.queries_travel:
+            state, queries = [*self.own_sums.values()], ring.problem.q_runs[self.rank]
+        else:
+            state, queries = [self.home_sums[Role.STATE]], ring.resident[self.rank]
+        if any(queries) and (ring.queries_travel or not self.tiles):
+            cost = Cost(0, num_tokens(queries) * ring.problem.out_sum_bytes)
+            self.g.compute("finish", Finish(), accumulates=state, cost=cost)
 
     def _owner(self, hop: int, block: int) -> int:
         return self.route.owner(self.rank, hop, block)
@@ -461,6 +478,9 @@ class RingBuilder:
         for hop, block in [each for each in self.came_home if each[0] < before]:
             self.came_home.remove((hop, block))
             rows = self.ring.sum_rows(self.rank, block, hop)
+            if self.ring.forward:
+                self._merge_home(block, rows, self._home_at(hop))
+                continue
             for name, size in self.ring.sums:
                 own, arrived = self.own_sums[name][block], self._home_at(hop)[name][block]
                 cost = Cost(0, 3 * num_rows(rows) * size)
@@ -472,20 +492,45 @@ class RingBuilder:
                     cost=cost,
                 )
 
+    def _merge_home(self, block: int, rows: Rows, home: dict[Role, Buffer]) -> None:
+        """Merges a running state that came home into the owner's own."""
+        own = [self.own_sums[role][block] for role, _ in self.ring.sums]
+        arrived = {role: home[role][block] for role, _ in self.ring.sums}
+        size = sum(size for _, size in self.ring.sums)
+        self.g.compute(
+            f"home state{block}",
+            Merge(block, _ids(arrived), rows),
+            reads=arrived.values(),
+            accumulates=own,
+            cost=Cost(0, 3 * num_rows(rows) * size),
+        )
+
 
 @lru_cache(maxsize=8)
-def forward_ring(problem: Problem, route: Route | None = None, *, whole: bool = False) -> Ring:
+def forward_ring(
+    problem: Problem,
+    route: Route | None = None,
+    *,
+    queries_travel: bool = False,
+    whole: bool = False,
+) -> Ring:
     """The forward. K, V travel: 2 tensors of E / g elements a hop.
 
-    route: None takes the plain ring. whole: see `travels_whole`.
+    queries_travel: in their place Q travels with its running state (acc, m, l), which a rank that
+    has no keys for it passes on as it came. route: None takes the plain ring. whole: see
+    `travels_whole`.
     """
+    q_side = ((Role.Q, problem.q_token_bytes),)
+    kv_side = ((Role.K, problem.k_token_bytes), (Role.V, problem.v_token_bytes))
+    state = ((Role.ACC, problem.out_sum_bytes), (Role.ML, problem.row_bytes))
     return Ring(
         problem=problem,
         operation=ForwardTile,
-        queries_travel=False,
-        bundle=((Role.K, problem.k_token_bytes), (Role.V, problem.v_token_bytes)),
-        home=(Role.Q,),
-        home_sums=(Role.STATE,),
+        queries_travel=queries_travel,
+        bundle=q_side if queries_travel else kv_side,
+        sums=state if queries_travel else (),
+        home=_roles(kv_side if queries_travel else q_side),
+        home_sums=() if queries_travel else (Role.STATE,),
         route=route or _plain(problem, whole),
         whole=whole,
     )
