@@ -667,7 +667,7 @@ class Step:
         k, v = (x[:columns].transpose(0, 1) for x in layer)
         return run_decode(
             cache.setup, "KVCache.attend", QKV(q, k, v), seen, keys=cache.capacity, scale=scale,
-            terms=terms.bound(cache.dtype, cache.batch),
+            terms=terms,
         )  # fmt: skip
 
     def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
