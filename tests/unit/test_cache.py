@@ -1,0 +1,449 @@
+"""A key-value cache over ranks that are threads: every step against the spec, and what is refused.
+
+What is cached is checked by what queries see of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from spec import reference, relative_error, seen
+from tolerances import ERROR
+
+from burst_rt import Causal, Context, First, KVCache, Mask, SlidingWindow, Step, run_local
+from burst_rt.errors import ContractMismatch, DeviceError, InputError
+from burst_rt.planning.cached import Cached, Dealt, Rows
+from burst_rt.planning.masks import spans_of
+from burst_rt.scheduler.simulator import Faults, rehearse
+
+_WORLDS = (1, 2, 3, 4, 5)
+_HEADS, _KV_HEADS, _D = 4, 2, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps of a batch of sequences, and the attention of the one layer.
+
+    steps: new tokens of each row, and whether they are spread. keep: after step i, so many tokens
+    of each row stay.
+    """
+
+    steps: tuple[tuple[tuple[int, ...], bool | None], ...]
+    padding: tuple[int, ...] | None = None
+    keep: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    mask: Mask | None = None
+    block: int = 16
+    dtype: torch.dtype = torch.float32
+    v_dim: int = _D
+    softcap: float | None = None
+    sinks: bool = False
+    strategy: str = "auto"
+
+    @property
+    def batch(self) -> int:
+        return len(self.steps[0][0])
+
+
+def _new(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of all new tokens of a step."""
+    made = torch.Generator().manual_seed(number)
+    tokens = max(case.steps[number][0])
+    shapes = ((_HEADS, _D), (_KV_HEADS, _D), (_KV_HEADS, case.v_dim))
+    q, k, v = (
+        torch.randn(case.batch, tokens, *shape, generator=made).to(case.dtype) for shape in shapes
+    )
+    return q, k, v
+
+
+def _sinks(case: Case) -> torch.Tensor | None:
+    return torch.linspace(-1, 2, _HEADS) if case.sinks else None
+
+
+def _expected(case: Case) -> list[list[torch.Tensor]]:
+    """What the spec gives for each row's new tokens of each step: `[tokens, heads, v_dim]`."""
+    k = [torch.empty(0, _KV_HEADS, _D, dtype=case.dtype) for _ in range(case.batch)]
+    v = [torch.empty(0, _KV_HEADS, case.v_dim, dtype=case.dtype) for _ in range(case.batch)]
+    found = []
+    for number, (tokens, _) in enumerate(case.steps):
+        new_q, new_k, new_v = _new(case, number)
+        rows = []
+        for row, n in enumerate(tokens):
+            k[row] = torch.cat((k[row], new_k[row, :n]))
+            v[row] = torch.cat((v[row], new_v[row, :n]))
+            visible = seen(Causal() & (case.mask or Causal()), n, len(k[row]))
+            hidden = case.padding[row] if case.padding else 0
+            visible[:, :hidden] = False
+            visible[: max(0, hidden - (len(k[row]) - n))] = False
+            q = new_q[row : row + 1, :n]
+            out = reference(
+                q, k[row][None], v[row][None], torch.zeros(1, n, _HEADS, case.v_dim),
+                mask=visible, softcap=case.softcap, sinks=_sinks(case),
+            ).out[0]  # fmt: skip
+            out[: max(0, hidden - (len(k[row]) - n))] = 0.0  # padding sees nothing, and no sink
+            rows.append(out)
+        found.append(rows)
+        if number in case.keep:
+            for row, stay in enumerate(case.keep[number]):
+                k[row], v[row] = k[row][:stay], v[row][:stay]
+    return found
+
+
+def _worst(ctx: Context, case: Case) -> tuple[float, list[torch.Tensor]]:
+    """The largest error of this rank's outputs, and what decodes gave."""
+    ends = torch.tensor([tokens for tokens, _ in case.steps]).sum(0)
+    cache = KVCache(
+        ctx, num_layers=1, batch=case.batch, num_kv_heads=_KV_HEADS, head_dim=_D,
+        v_head_dim=case.v_dim, capacity=int(ends.max()), dtype=case.dtype, block=case.block,
+    )  # fmt: skip
+    worst, decoded = 0.0, []
+    for number, (tokens, sharded) in enumerate(case.steps):
+        padding = case.padding if number == 0 else None
+        step = cache.step(tokens, padding=padding, sharded=sharded)
+        q, k, v = (step.cut(x) for x in _new(case, number))
+        options = {"mask": case.mask, "softcap": case.softcap, "sinks": _sinks(case)}
+        out = step.attend(0, q, k, v, strategy=case.strategy, **options)
+        lengths = cache.lengths
+        step.commit()
+        if not step.sharded:
+            decoded.append(out)
+        for row, want in enumerate(_expected(case)[number]):
+            at = step.positions[row][step.valid[row]] - lengths[row]
+            hidden = step.positions[row][step.valid[row]] < (case.padding or [0] * case.batch)[row]
+            got = out[row][step.valid[row]].double()
+            if case.sinks:
+                got = got.masked_fill(hidden[:, None, None], 0.0)
+            worst = max(worst, relative_error(got, want[at]) if len(at) else 0.0)
+        if number in case.keep:
+            cache.truncate(case.keep[number])
+    return worst, decoded
+
+
+_ONE, _TWO = (1,), (1, 1)
+_CASES = {
+    "one chunk": Case((((300,), True),)),
+    "chunks and decodes": Case(
+        (((300,), None), ((17,), None), (_ONE, None), ((5,), None), ((70,), None), ((16,), None))
+    ),
+    "a short prompt is decoded": Case((((7,), None), (_ONE, None))),
+    "a short prompt is spread": Case((((7,), True), (_ONE, True), (_ONE, None)), block=2),
+    "rows of one length": Case((((90, 90), None), (_TWO, None), (_TWO, None))),
+    "left padding": Case(
+        (((90, 90, 90), None), ((40, 40, 40), None), ((1, 1, 1), None)), padding=(0, 33, 89)
+    ),
+    "rows of different lengths": Case(
+        (((90, 20, 60), None), ((1, 1, 0), None), ((3, 0, 2), None), ((40, 30, 50), True))
+    ),
+    "truncated": Case(
+        (((90, 90), None), ((4, 4), None), ((4, 4), None), ((30, 30), None)),
+        keep={0: (81, 60), 1: (83, 61)},
+    ),
+    "window": Case((((200,), None), ((64,), None), (_ONE, None)), mask=SlidingWindow(30)),
+    "window and first": Case(
+        (((200, 200), None), (_TWO, None)), mask=SlidingWindow(30) | First(4), padding=(0, 9)
+    ),
+    "sinks and softcap": Case(
+        (((120,), None), (_ONE, None), ((33,), None)), sinks=True, softcap=2.0
+    ),
+    "v of its own width": Case((((120,), None), (_ONE, None)), v_dim=8),
+    "bfloat16": Case((((200,), None), (_ONE, None)), dtype=torch.bfloat16),
+    "float64": Case((((200,), None), (_ONE, None)), dtype=torch.float64),
+    "large blocks": Case((((700,), None), ((300,), None), (_ONE, None)), block=256),
+    "by queries": Case(
+        (((400,), None), ((40,), None), ((33,), True)), strategy="ring-q", sinks=True
+    ),
+    "by queries, rows of different lengths": Case(
+        (((90, 20), None), ((40, 30), None)), strategy="ring-q", padding=(10, 0)
+    ),
+    "by keys": Case((((400,), None), ((40,), None)), strategy="ring-kv"),
+}
+
+
+@pytest.mark.parametrize("world", _WORLDS)
+@pytest.mark.parametrize("name", _CASES)
+def test_every_step_is_exact(name: str, world: int) -> None:
+    case = _CASES[name]
+    ranks = run_local(world, lambda ctx: _worst(ctx, case))
+    assert max(worst for worst, _ in ranks) <= ERROR[case.dtype]
+    # Every rank has a decode's outputs, and the same bits.
+    for _, decoded in ranks[1:]:
+        assert all(map(torch.equal, decoded, ranks[0][1]))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_split_of_a_prompt_is_exact(data: st.DataObject) -> None:
+    world, block = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 3, 16, 64]))
+    tokens = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5))
+    mask = data.draw(st.sampled_from([None, SlidingWindow(11), SlidingWindow(90) | First(3)]))
+    case = Case(tuple(((n,), None) for n in tokens), block=block, mask=mask)
+    assert max(run_local(world, lambda ctx: _worst(ctx, case)[0])) <= ERROR[case.dtype]
+
+
+def _cache(ctx: Context, **options: object) -> KVCache:
+    chosen = {
+        "num_layers": 2, "batch": 2, "num_kv_heads": 1, "head_dim": 8, "capacity": 100,
+        "dtype": torch.float32, "block": 4,
+    } | options  # fmt: skip
+    return KVCache(ctx, **chosen)  # type: ignore[arg-type]
+
+
+def _tensors(step: Step, heads: int = 2) -> tuple[torch.Tensor, ...]:
+    rows = (step.cache.batch, step.num_tokens)
+    return tuple(torch.ones(*rows, n, 8) for n in (heads, 1, 1))
+
+
+def _filled(ctx: Context, tokens: int = 30, **options: object) -> KVCache:
+    cache = _cache(ctx, **options)
+    step = cache.step(tokens)
+    for layer in range(cache.num_layers):
+        step.attend(layer, *_tensors(step))
+    step.commit()
+    return cache
+
+
+def test_rows_are_reordered() -> None:
+    def rows(ctx: Context) -> bool:
+        cache = _cache(ctx, num_layers=1, num_kv_heads=1)
+        new = torch.randn(2, 41, 1, 8, generator=torch.Generator().manual_seed(0))
+        step = cache.step(40, padding=[0, 9])
+        step.attend(0, *(step.cut(new[:, :40]) for _ in range(3)))
+        step.commit()
+
+        def last() -> torch.Tensor:
+            step = cache.step(1)
+            return step.attend(0, *(new[:1, 40:].expand(2, -1, -1, -1),) * 3)
+
+        before, padding = last(), cache.padding
+        cache.reorder(torch.tensor([1, 0]))
+        swapped = torch.equal(last(), before[[1, 0]]) and cache.padding == padding[::-1]
+        cache.reorder([1, 1])
+        return swapped and torch.equal(last(), before[[0, 0]])
+
+    assert run_local(3, rows) == [True] * 3
+
+
+def test_a_step_that_is_not_committed_changes_nothing() -> None:
+    def lengths(ctx: Context) -> tuple[tuple[int, ...], bool]:
+        cache = _filled(ctx)
+        step = cache.step(1)
+        first = step.attend(0, *_tensors(step))
+        again = cache.step(1)
+        return cache.lengths, torch.equal(first, again.attend(0, *_tensors(again)))
+
+    assert run_local(2, lengths) == [((30, 30), True)] * 2
+
+
+def test_thousands_of_decodes_take_a_few_plans() -> None:
+    def plans(ctx: Context) -> tuple[int, int]:
+        cache = _cache(ctx, num_layers=1, batch=1, capacity=4096)
+        for _ in range(4096):
+            step = cache.step(1)
+            step.attend(0, *_tensors(step))
+            step.commit()
+        return cache.lengths[0], len(ctx.setup.decodes)
+
+    found = run_local(2, plans)
+    assert found[0][0] == 4096
+    assert max(count for _, count in found) <= 12
+
+
+def test_room_is_made_and_what_is_cached_stays() -> None:
+    def grown(ctx: Context) -> tuple[bool, int, int]:
+        cache = _filled(ctx, capacity=31)
+        first = cache.step(1)
+        before = first.attend(0, *_tensors(first))
+        small = cache.nbytes
+        cache.reserve(5000)
+        again = cache.step(1)
+        return torch.equal(before, again.attend(0, *_tensors(again))), small, cache.nbytes
+
+    for same, small, large in run_local(3, grown):
+        assert same
+        # Of 1,667 tokens a rank in blocks of 4, up to 1,668 and so 1,792; 2 layers, batch 2.
+        assert large == 1792 * 2 * 2 * 16 * 4 > small == 256 * 2 * 2 * 16 * 4
+
+
+def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:
+    def refused(ctx: Context) -> tuple[str, tuple[int, ...], int]:
+        cache = _filled(ctx)
+        with pytest.raises(DeviceError) as error:
+            cache.reserve(10**13)
+        step = cache.step(1)
+        step.attend(0, *_tensors(step))
+        with pytest.raises(DeviceError, match="KVCache: out of memory"):
+            _cache(ctx, capacity=10**13)
+        return str(error.value), cache.lengths, cache.capacity
+
+    for message, lengths, capacity in run_local(2, refused):
+        assert "2 sequences x 2 layers x 1 kv heads x (8 + 8) x 4 bytes" in message
+        assert (lengths, capacity) == ((30, 30), 100)
+
+
+_WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
+    "too many tokens": ("make room with", lambda _, c: c.step(71)),
+    "no tokens": ("tokens must be", lambda _, c: c.step(0)),
+    "another batch": ("for each of 2 sequences", lambda _, c: c.step([1, 1, 1])),
+    "too many to decode": ("at most 16", lambda _, c: c.step(17, sharded=False)),
+    "padding later": ("empty cache", lambda _, c: c.step(1, padding=[0, 1])),
+    "longer": ("at most the sequences' 30", lambda _, c: c.truncate(31)),
+    "less room": ("at least 100", lambda _, c: c.reserve(50)),
+    "no such row": ("rows must be 2 numbers", lambda _, c: c.reorder([0, 2])),
+    "no such layer": ("from 0 to 1", lambda _, c: _attend(c, layer=2)),
+    "heads": ("multiple of the cache's", lambda _, c: _attend(c, kv_heads=2)),
+    "dtype": ("dense torch.float32", lambda _, c: _attend(c, dtype=torch.float64)),
+    "tokens of the step": ("shape (2, 1, 2, 8)", lambda _, c: _attend(c, tokens=2)),
+    "gradients": ("inference_mode", lambda _, c: _attend(c, grad=True)),
+    "a mask of rows": ("one for all sequences", lambda _, c: _attend(c, mask=_BY_ROW)),
+    "no mask": ("SlidingWindow", lambda _, c: _attend(c, mask="causal")),
+    "capacity": ("capacity must be", lambda ctx, _: _cache(ctx, capacity=0)),
+    "block": ("block must be", lambda ctx, _: _cache(ctx, block=0)),
+    "type": ("float64, float32", lambda ctx, _: _cache(ctx, dtype=torch.int8)),
+    "no context": ("burst_rt.init", lambda ctx, _: _cache(None)),  # type: ignore[arg-type]
+}
+_BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0)))
+
+
+def _attend(
+    cache: KVCache,
+    *,
+    layer: int = 0,
+    kv_heads: int = 1,
+    dtype: torch.dtype = torch.float32,
+    tokens: int = 1,
+    grad: bool = False,
+    mask: object = None,
+) -> None:
+    step = cache.step(1)
+    q, k, v = (torch.ones(2, tokens, n, 8, dtype=dtype) for n in (kv_heads * 2, kv_heads, kv_heads))
+    if kv_heads > 1:
+        q, k, v = q[:, :, :1].expand(-1, -1, 3, -1)[:, :, :0], k[:, :, :1], v[:, :, :1]
+    step.attend(layer, q.requires_grad_(grad), k, v, mask=mask)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_wrong_arguments_are_refused_on_every_rank_and_change_nothing(name: str) -> None:
+    words, wrong = _WRONG[name]
+
+    def refused(ctx: Context) -> tuple[str, tuple[int, ...]]:
+        cache = _filled(ctx)
+        with pytest.raises(InputError) as error:
+            wrong(ctx, cache)
+        step = cache.step(1)  # the context goes on
+        step.attend(0, *_tensors(step))
+        return str(error.value), cache.lengths
+
+    for message, lengths in run_local(2, refused):
+        assert words in message, message
+        assert lengths == (30, 30)
+
+
+_DIFFER: dict[str, Callable[[Context, KVCache, KVCache], object]] = {
+    "tokens": lambda ctx, a, b: a.step(1 + ctx.rank),
+    "lengths": lambda ctx, a, b: (a.truncate(30 - ctx.rank), a.step(1)),
+    "cache": lambda ctx, a, b: (a, b)[ctx.rank].step(1),
+    "about": lambda ctx, a, b: a.step(1, about=str(ctx.rank)),
+    "capacity": lambda ctx, a, b: _cache(ctx, capacity=100 + ctx.rank),
+}
+
+
+@pytest.mark.parametrize("name", _DIFFER)
+def test_ranks_that_differ_are_refused_on_every_rank(name: str) -> None:
+    def differ(ctx: Context) -> str:
+        first, second = _filled(ctx), _filled(ctx)
+        with pytest.raises(ContractMismatch) as error:
+            _DIFFER[name](ctx, first, second)
+        return str(error.value)
+
+    assert all(name in message for message in run_local(2, differ))
+
+
+def test_layers_that_were_called_otherwise_are_found_out_in_the_next_step() -> None:
+    def differ(ctx: Context) -> str:
+        cache = _filled(ctx)
+        step = cache.step(1)
+        step.attend(0, *_tensors(step), scale=0.5 + ctx.rank)
+        step.commit()
+        with pytest.raises(ContractMismatch) as error:
+            cache.step(1)
+        return str(error.value)
+
+    assert all("layers of the last step" in message for message in run_local(2, differ))
+
+
+def _positions(dealt: Dealt, rank: int, length: int) -> Sequence[int]:
+    return [p for p in range(length) if p // dealt.block % dealt.world_size == rank]
+
+
+@pytest.mark.parametrize("world", _WORLDS)
+@pytest.mark.parametrize("block", [1, 4, 7])
+def test_columns_and_positions_are_one_formula(world: int, block: int) -> None:
+    dealt = Dealt(block, world)
+    for rank in range(world):
+        own = _positions(dealt, rank, 100)
+        assert dealt.position(np.arange(len(own)), rank).tolist() == own
+        assert all(dealt.owner(p) == rank for p in own)
+        assert [dealt.count(n, rank) for n in range(101)] == [
+            sum(p < n for p in own) for n in range(101)
+        ]
+    counts = [dealt.count(100, rank) for rank in range(world)]
+    assert max(counts) - min(counts) <= block
+
+
+@pytest.mark.parametrize("world", [1, 3, 12])
+def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
+    """`Cached.spans` and `Cached.pieces` against the structure, cell by cell."""
+    rows = Rows((30, 0, 7), (20, 41, 1), (3, 0, 5))
+    dealt = Dealt(4, world)
+    for structure in (Causal(), Causal() & (SlidingWindow(9) | First(2))):
+        mask = Cached(structure, dealt, rows)
+        q_map, kv_map = mask.layout(queries=True), mask.layout(queries=False)
+        truth = np.zeros((3, q_map.seq_len, kv_map.seq_len), bool)
+        for b, (before, after) in enumerate(zip(rows.before, rows.after, strict=True)):
+            for q_rank in range(world):
+                places = [p for p in _positions(dealt, q_rank, after) if p >= before]
+                q_at = q_map.runs[q_rank][0].start
+                for i, place in enumerate(places):
+                    for rank in range(world):
+                        kv_at = kv_map.runs[rank][0].start
+                        for c, p in enumerate(_positions(dealt, rank, after)):
+                            seen_there = rows.padding[b] <= p and place >= rows.padding[b]
+                            truth[b, q_at + i, kv_at + c] = seen_there and bool(
+                                structure.allows(place, p)
+                            )
+        shift = kv_map.seq_len - q_map.seq_len
+        spans = spans_of(mask, range(shift, kv_map.seq_len))
+        cells = spans.sees(np.arange(kv_map.seq_len), like=np.arange(q_map.seq_len)[:, None])
+        assert (cells == truth).all()
+        for q_runs in q_map.runs:
+            for q in q_runs:
+                for kv in (run for runs in kv_map.runs for run in runs):
+                    moved = range(q.start + shift, q.stop + shift)
+                    part = truth[:, q.start : q.stop, kv.start : kv.stop]
+                    inside = np.zeros(part.shape[1:], bool)
+                    for piece in mask.pieces(moved, kv):
+                        inside[piece.rows, piece.columns] = True
+                    assert not (part & ~inside).any()
+
+
+@pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
+def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
+    """Every value is made from the right ones, in any order of events."""
+    from burst_rt.planning.problem import Problem
+    from burst_rt.planning.strategies import choose
+
+    mask = Cached(Causal(), Dealt(16, 4), Rows((200,), (120,), (0,)))
+    problem = Problem(
+        q_layout=mask.layout(queries=True), kv_layout=mask.layout(queries=False), mask=mask,
+        batch=1, num_heads=2, num_kv_heads=1, head_dim=8, input_bytes=4, sum_bytes=4,
+        needs_grad=(False, False, False),
+    )  # fmt: skip
+    program = choose(problem, strategy, forward=True).program
+    graphs = [program.graph(rank) for rank in range(4)]
+    for seed in range(20):
+        rehearse(graphs, Faults(seed=seed))
