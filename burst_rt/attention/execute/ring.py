@@ -288,8 +288,8 @@ class ForwardRun(Run):
 class QueriesForwardRun(ForwardRun):
     """One forward call in which queries travel, and their running states with them.
 
-    `states`: of this rank's own queries, block by block. Wherever a tile ends, m is a score, because
-    another rank's kernel may be another one.
+    `states`: of this rank's own queries, block by block. Between tiles m is a score: another rank
+    may have another kernel.
     """
 
     def bind_state(self, acc: torch.Tensor) -> None:
