@@ -300,7 +300,7 @@ class QueriesForwardRun(ForwardRun):
         for part, (start, stop) in enumerate(self.bounds(queries=True)):
             ml = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
             rows = slice(start, stop)
-            state = State(acc[:, rows], *ml, self.out[:, rows], self.lse[:, :, rows])
+            state = State(acc[:, rows], ml[0], ml[1], self.out[:, rows], self.lse[:, :, rows])
             state.start(self.terms.sinks)
             self.states.append(state)
             self.bind_part(Role.ACC, part, state.acc)
