@@ -62,6 +62,7 @@ FACTORS: tuple[list[Any], ...] = (
         "burst",
         "burst-untiled",
         "ring-kv",
+        "ring-q",
         "bidirectional",
         "direct",
         "all-to-all",

@@ -29,7 +29,7 @@ from burst_rt.planning import needs
 _TIMES = 1 if os.environ.get("TRITON_INTERPRET") == "1" else 9
 # World, strategy, layouts of queries and keys, lengths: each mask takes the next of each.
 _WORLDS = (1, 2, 3, 4, 5)
-_STRATEGIES = ("burst", "all-to-all", "ring-kv", "bidirectional", "hybrid", "two-level")
+_STRATEGIES = ("burst", "all-to-all", "ring-kv", "bidirectional", "ring-q", "hybrid", "two-level")
 _KINDS = (
     ("zigzag", "zigzag"),
     ("striped", "striped"),
@@ -82,7 +82,7 @@ def test_every_mask(
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    list(zip(FUNCTIONS, cycle(("burst", "all-to-all", "ring-kv")), strict=False)),
+    list(zip(FUNCTIONS, cycle(("burst", "ring-q", "all-to-all", "ring-kv")), strict=False)),
 )
 def test_every_function(name: str, strategy: str) -> None:
     sizes = Sizes(_TIMES * 20, _TIMES * 24, 2)

@@ -24,6 +24,12 @@ _CASES = {
     "causal contiguous, more queries": Case(
         40, kv_len=23, mask=Causal(), kind="contiguous", strategy="ring-kv", heads=1
     ),
+    "few queries travel past keys": Case(
+        30, kv_len=120, batch=2, mask=Causal(), strategy="ring-q", kv_heads=1, dtype=torch.bfloat16
+    ),
+    "striped queries travel past keys": Case(
+        45, batch=2, mask=Causal(), kind="striped", strategy="ring-q", head_dim=24
+    ),
     "full, fp16": Case(37, mask=Full(), dtype=torch.float16, head_dim=24, heads=1),
     "fewer tokens than blocks": Case(3, mask=Causal(), heads=1),
 }
@@ -38,6 +44,10 @@ _CASES = {
         ("causal striped, fewer queries", 3),
         ("causal contiguous, more queries", 2),
         ("causal contiguous, more queries", 3),
+        ("few queries travel past keys", 1),
+        ("few queries travel past keys", 2),
+        ("few queries travel past keys", 3),
+        ("striped queries travel past keys", 3),
         ("full, fp16", 2),
         ("fewer tokens than blocks", 3),
     ],

@@ -29,6 +29,7 @@ _BASE = Case(35, heads=2, kv_heads=1, head_dim=16, mask=Causal())
     [
         (1, {"sinks": True}),
         (2, {"sinks": True, "strategy": "burst", "q_len": 40, "kv_len": 20}),  # blind rows
+        (3, {"sinks": True, "strategy": "ring-q", "q_len": 40, "kv_len": 20, "batch": 2}),
         (1, {"softcap": 2.0}),
         (2, {"softcap": 2.0, "mask": SlidingWindow(9, 3), "dtype": torch.bfloat16}),
         (1, {"alibi": "heads", "mask": None}),

@@ -367,6 +367,21 @@ def test_out_may_be_the_state_itself() -> None:
     assert torch.equal(alias.out, run_forward(call).out)
 
 
+def test_tokens_of_the_state_may_come_before_batch_rows() -> None:
+    """As they lie in what travels; and with a gap between batch rows, as in a part of a shard."""
+    call = make_call(PLACES["zigzag, keys travel"], torch.float32, batch=2)
+    plain = run_forward(call)
+    batch, q_len, heads, head_dim = call.q.shape
+    tokens_first = torch.full((q_len, batch, heads, head_dim), torch.nan, device=DEVICE)
+    longer = torch.full((batch, q_len + 7, heads, head_dim), torch.nan, device=DEVICE)
+    for acc in (tokens_first.transpose(0, 1), longer[:, 5:-2]):
+        state = run_forward(call, empty_state(call.q)._replace(acc=acc, out=acc))
+        assert torch.equal(state.out, plain.out)
+        assert torch.equal(state.lse, plain.lse)
+    assert longer[:, :5].isnan().all()
+    assert longer[:, -2:].isnan().all()
+
+
 def test_a_tile_that_sees_nothing_leaves_the_state_alone() -> None:
     call = make_call(PLACES["nothing is seen"], torch.float32)
     state = State(*(torch.randn_like(x) for x in empty_state(call.q)))
@@ -494,6 +509,12 @@ def test_tensors_it_cannot_do_are_an_internal_error() -> None:
     with pytest.raises(InternalError, match="whose last dimension is dense"):
         KERNEL.forward(QKV(strided, call.k, call.v), call.tiles[0], empty_state(call.q))
     state = empty_state(call.q)
+    heads_first = torch.empty(state.acc.transpose(1, 2).shape, device=DEVICE).transpose(1, 2)
+    for wrong in (state._replace(acc=heads_first), state._replace(out=heads_first)):
+        with pytest.raises(
+            InternalError, match="tokens are dense, and whose acc and out lie alike"
+        ):
+            KERNEL.forward(QKV(*call[:3]), call.tiles[0], wrong)
     with pytest.raises(InternalError, match="dense states, lse and delta"):
         KERNEL.forward(
             QKV(*call[:3]),

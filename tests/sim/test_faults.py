@@ -52,6 +52,7 @@ _SEEDS_PER_PLANTED_BUG = 200
 
 _DIRECTIONS = {
     "forward": ("burst", True),
+    "forward of ring-q": ("ring-q", True),
     "backward of burst": ("burst", False),
     "backward of ring-kv": ("ring-kv", False),
 }

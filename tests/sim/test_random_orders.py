@@ -214,6 +214,7 @@ def _verdict(graphs: Sequence[Graph]) -> str:
 
 _DIRECTIONS = {
     "forward": ("burst", True),
+    "forward of ring-q": ("ring-q", True),
     "backward of burst": ("burst", False),
     "backward of ring-kv": ("ring-kv", False),
 }

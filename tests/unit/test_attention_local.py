@@ -104,7 +104,7 @@ def test_errors_are_those_of_one_process(name: str) -> None:
     case = _PROMISED[name].but(lse_grad=False)
     truth = truth_of(case)
     expected = errors_of(single_process(*case.inputs()[:4], mask=case.mask), truth)
-    turns = list(itertools.product(KINDS, ("burst", "ring-kv")))
+    turns = list(itertools.product(KINDS, ("burst", "ring-kv", "ring-q")))
     for i, world_size in enumerate(_WORLDS):
         kind, strategy = turns[(i + list(_PROMISED).index(name)) % len(turns)]
         errors = errors_of(
@@ -121,7 +121,7 @@ def test_errors_are_those_of_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
-@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv", "ring-q"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", _WORLDS)
 def test_every_layout_and_strategy_in_every_world(
@@ -129,6 +129,23 @@ def test_every_layout_and_strategy_in_every_world(
 ) -> None:
     case = Case(63, heads=4, kv_heads=2, batch=2, mask=mask, kind=kind, strategy=strategy)
     assert_right(attend_over_threads(world_size, case), truth_of(case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", _WORLDS)
+def test_few_queries_travel_past_many_keys(world_size: int, kind: str) -> None:
+    """Shards longer than a stretch of rows that are sent together; rows that see no key of a rank,
+    or none at all; every type.
+    """
+    few = Case(40, kv_len=1500, heads=4, kv_heads=2, kind=kind, strategy="ring-q")
+    for case in (
+        few.but(mask=Causal(), batch=2),
+        few.but(mask=burst_rt.SlidingWindow(200, 0), dtype=torch.bfloat16, v_head_dim=24),
+        few.but(mask=Causal() & burst_rt.Documents([700, 780, 20]), dtype=torch.float64, batch=3),
+        few.but(q_len=2000, kv_len=600, mask=Causal(), sinks=True),
+        few.but(q_len=1, mask=Full(), softcap=2.0),
+    ):
+        assert_right(attend_over_threads(world_size, case), case.truth, case.dtype)
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=repr)
@@ -445,7 +462,7 @@ def test_memory_is_poisoned_in_these_tests() -> None:
     assert burst_rt.run_local(2, forward) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("strategy", ["auto", "burst", "ring-kv"])
+@pytest.mark.parametrize("strategy", ["auto", "burst", "ring-kv", "ring-q"])
 @pytest.mark.parametrize("mask", [None, Causal(), SlidingWindow(11)], ids=repr)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_what_is_sent_is_what_the_plan_says(

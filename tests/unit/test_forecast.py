@@ -16,6 +16,7 @@ from burst_rt.planning.forecast import (
     fastest_strategy,
     forecast,
     memory_bytes,
+    rank_strategies,
     schedules_of,
     typical,
     untiled_bytes,
@@ -124,6 +125,19 @@ def test_the_fastest_is_taken_and_of_equals_the_one_that_sends_least() -> None:
     assert slow.seconds is not None
     assert max(slow.seconds.values()) < min(slow.seconds.values()) * 1.02
     assert slow.program.wire_bytes() == min(slow.candidates.values())
+
+
+def test_few_queries_travel_where_that_is_forecast_to_be_faster() -> None:
+    hasty = _machine(1e16)
+    for q_len, wanted in ((512, "ring-q"), (4096, "ring-kv")):
+        given = problem(q_len, 4096, 4, heads=(8, 8), head_dim=64, input_bytes=2)
+        ranked = rank_strategies(given, hasty, forward=True, ranks_per_node=1)
+        assert ("ring-q" in ranked.seconds) == (wanted == "ring-q")
+        taken = fastest_strategy(given, hasty, forward=True, ranks_per_node=1).program
+        assert taken.queries_travel is (wanted == "ring-q")
+        if wanted == "ring-q":
+            assert ranked.seconds["ring-q"] < ranked.seconds["ring-kv"]
+            assert ranked.candidates["ring-q"] < ranked.candidates["ring-kv"]
 
 
 def test_what_does_not_fit_is_not_taken_while_something_does() -> None:

@@ -28,6 +28,7 @@ from burst_rt.kernels import (
     pick,
     sum_dtype,
 )
+from burst_rt.kernels.base import fold
 from burst_rt.kernels.cuts import Part
 from burst_rt.planning.masks import Piece, Relation
 from burst_rt.planning.problem import TileShape
@@ -476,6 +477,40 @@ def test_what_a_row_that_saw_nothing_ends_as(dtype: torch.dtype) -> None:
     state.finish()
     assert torch.equal(state.out, torch.zeros(2, 3, 1, 4, dtype=dtype))
     assert torch.equal(state.lse, torch.full((2, 1, 3), -torch.inf, dtype=sum_dtype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_states_merge_as_if_their_tiles_had_been_folded_into_one(dtype: torch.dtype) -> None:
+    """Where one has seen nothing, the other stays bit for bit; where both, it is nothing."""
+    wide = sum_dtype(dtype)
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64).to(dtype) for _ in range(3))
+
+    def folded(*columns: slice) -> State:
+        state = empty_state(q)
+        state.start()
+        for some in columns:
+            # Rows 2 and 3 see none of the first columns, rows 4 and 5 none at all.
+            rows = slice(0, 4) if some.start else slice(0, 2)
+            piece = Piece(rows.start, rows.stop, 0, 3, False, False, 3 * (rows.stop - rows.start))
+            one = Tile((piece,), (range(6),), (range(3),), Full(), 0.5, lambda: None)
+            ALL_KERNELS["naive"].forward(QKV(q, k[:, some], v[:, some]), one, state)
+        return state
+
+    first, other = slice(0, 3), slice(3, 6)
+    merged, part, both = folded(first), folded(other), folded(first, other)
+    every = slice(0, 6)
+    fold(part.acc, part.m, merged, every, weight=part.l)
+    for x, y in zip(merged[:3], both[:3], strict=True):
+        assert relative_error(x, y.double()) < ERROR[wide]
+    for x, y in zip(merged.at(slice(2, 6)), part.at(slice(2, 6)), strict=True):
+        assert torch.equal(x, y)
+    merged.finish()
+    assert torch.equal(merged.out[:, 4:], torch.zeros_like(merged.out[:, 4:]))
+    assert (merged.lse[:, :, 4:] == -torch.inf).all()
+    again = folded(other)
+    nothing = folded()
+    fold(nothing.acc, nothing.m, again, every, weight=nothing.l)
+    assert all(torch.equal(x, y) for x, y in zip(again[:3], part[:3], strict=True))
 
 
 def test_which_kernel_is_taken() -> None:

@@ -169,7 +169,7 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
                     *["balanced"] * (q_len == kv_len and mask.has_spans),
                 ]
             ),
-            strategy=chance.choice(["burst", "ring-kv", "bidirectional"]),
+            strategy=chance.choice(["burst", "ring-kv", "ring-q", "bidirectional"]),
             seed=seed,
         )
         if case.kv_heads is not None and case.heads % case.kv_heads:
@@ -271,7 +271,7 @@ def test_documents_that_differ_between_ranks_are_found() -> None:
     burst_rt.run_local(2, run)
 
 
-@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "direct", "two-level:2", "hybrid:2"])
+@pytest.mark.parametrize("strategy", ["ring-kv", "ring-q", "direct", "two-level:2", "hybrid:2"])
 def test_fresh_documents_in_balanced_layouts(strategy: str) -> None:
     """Long enough for shards of several runs. Shapes stay, whatever the documents are."""
     chance = random.Random(0)

@@ -62,7 +62,9 @@ def _drawn(tokens: int, chance: random.Random) -> Mask:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "direct", "bidirectional", "two-level:2"])
+@pytest.mark.parametrize(
+    "strategy", ["ring-kv", "burst", "ring-q", "direct", "bidirectional", "two-level:2"]
+)
 def test_memory_that_no_row_was_sent_to_is_not_read(
     strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

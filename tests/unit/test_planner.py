@@ -15,12 +15,13 @@ from graphs import problem
 import burst_rt
 from burst_rt import Causal, Context, Documents, Full, Mask
 from burst_rt.attention import planner as planner_module
-from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun
+from burst_rt.attention.execute import BackwardRun, Binding, ForwardRun, run_types
 from burst_rt.attention.planner import Plan, PlanKey, Planner
 from burst_rt.drivers import Progress
 from burst_rt.errors import InputError, InternalError
 from burst_rt.kernels import QKV, Results
 from burst_rt.planning.layouts import make_layout
+from burst_rt.planning.strategies import Ring
 from burst_rt.scheduler import Graph, check_world
 
 
@@ -60,8 +61,13 @@ def test_the_cache_forgets_what_was_not_used_for_longest() -> None:
     assert len(planner._plans) == 2
 
 
-@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "direct", "hybrid:2"])
-def test_a_way_is_verified_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "forward"),
+    [(name, False) for name in ("ring-kv", "burst", "direct", "hybrid:2")] + [("ring-q", True)],
+)
+def test_a_way_is_verified_once(
+    strategy: str, forward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fresh documents make fresh tables; a graph is only verified where rows go another way."""
     verified: list[int] = []
 
@@ -74,7 +80,8 @@ def test_a_way_is_verified_once(strategy: str, monkeypatch: pytest.MonkeyPatch) 
 
     def plan(*lengths: int) -> Plan:
         mask = Causal() & Documents(lengths)
-        return planner.plan(_key(4, seq_len=8192, mask=mask)._replace(strategy=strategy))
+        key = _key(4, seq_len=8192, forward=forward, mask=mask)
+        return planner.plan(key._replace(strategy=strategy))
 
     first = plan(3000, 5192)
     again = plan(3010, 5182)  # within the same stretches of rows
@@ -148,13 +155,13 @@ def _runs(
         "machine": ctx.runtime.machine, "scale": None, "progress": Progress(), "poison": False,
         "qkv": QKV(q, k, v),
     }  # fmt: skip
-    first = ForwardRun(Binding(plan=forward, **given))
+    first = run_types(Ring).forward(Binding(plan=forward, **given))
     results = Results(first.out, first.lse, torch.ones_like(q), None)
     second = BackwardRun(Binding(plan=backward, **given, results=results))
     return [(forward, first), (backward, second)]
 
 
-@pytest.mark.parametrize("strategy", ["burst", "ring-kv"])
+@pytest.mark.parametrize("strategy", ["burst", "ring-kv", "ring-q"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -52,6 +52,8 @@ def _assert_right(world: int, case: Case, **options: Any) -> None:
         ("burst", 1, "cpu"),
         ("ring-kv", 3, "cpu"),
         ("burst", 4, "naive"),
+        ("ring-q", 3, "cpu"),
+        ("ring-q", 2, "naive"),
         ("bidirectional", 2, "naive"),
         ("two-level:2", 4, "cpu"),
         ("all-to-all", 2, "cpu"),
@@ -94,8 +96,9 @@ def test_parts_of_long_tiles(terms: str, monkeypatch: pytest.MonkeyPatch) -> Non
         _assert_right(2, _BASE.but(**_TERMS[terms], q_len=200, mask=mask, batch=batch))
 
 
-def test_staged_messages_carry_the_same() -> None:
-    case = _BASE.but(**_TERMS["all"], strategy="burst")
+@pytest.mark.parametrize("strategy", ["burst", "ring-q"])
+def test_staged_messages_carry_the_same(strategy: str) -> None:
+    case = _BASE.but(**_TERMS["all"], strategy=strategy)
     plain = attend_over_threads(3, case)
     for x, y in zip(plain, attend_over_threads(3, case, transport="staged"), strict=True):
         assert x is not None
@@ -249,7 +252,7 @@ def test_what_differs_between_ranks_is_found_before_anything_is_sent(
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize(
-    "strategy", ["ring-kv", "burst", "bidirectional", "all-to-all", "ring-naive"]
+    "strategy", ["ring-kv", "burst", "ring-q", "bidirectional", "all-to-all", "ring-naive"]
 )
 def test_bytes_are_those_of_vs_own_head_dim(strategy: str, world: int) -> None:
     """What the graphs send is what the programs announce; each tensor as wide as it is."""

@@ -32,7 +32,7 @@ def graphs(
 
 # A tile, an exchange between neighbours or further on, a travelling sum; and their chunks.
 _OF_A_HOP = re.compile(r"(?:hop|sum) (\d+)\b")
-_KINDS = [("ring-kv", True), ("ring-kv", False), ("burst", False)]
+_KINDS = [("ring-kv", True), ("ring-q", True), ("ring-kv", False), ("burst", False)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -70,7 +70,7 @@ def test_every_byte_goes_once_through_a_chunk(
                 assert sorted(copied[part]) == sorted(wanted)
 
 
-@pytest.mark.parametrize("strategy", ["ring-kv", "burst", "ring-naive", "hybrid:2", "two-level:2"])
+@pytest.mark.parametrize("strategy", ["ring-q", "burst", "ring-naive", "hybrid:2", "two-level:2"])
 @pytest.mark.parametrize("forward", [True, False])
 def test_a_task_knows_the_hop_that_its_name_speaks_of(strategy: str, forward: bool) -> None:
     for plain in graphs(4, strategy, forward=forward):

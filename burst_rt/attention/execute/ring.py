@@ -230,8 +230,8 @@ class ForwardRun(Run):
 class QueriesForwardRun(ForwardRun):
     """One forward call in which queries travel, and their running states with them.
 
-    `states`: of this rank's own queries, block by block. Wherever a tile ends, m is a score, because
-    another rank's kernel may be another one.
+    `states`: of this rank's own queries, block by block. Between tiles m is a score: another rank
+    may have another kernel.
     """
 
     def bind_state(self, acc: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ class QueriesForwardRun(ForwardRun):
         for part, (start, stop) in enumerate(self.bounds(queries=True)):
             ml = self.fresh(2, batch, heads, stop - start, dtype=self.wide)
             rows = slice(start, stop)
-            state = State(acc[:, rows], *ml, self.out[:, rows], self.lse[:, :, rows])
+            state = State(acc[:, rows], ml[0], ml[1], self.out[:, rows], self.lse[:, :, rows])
             state.start(self.terms.sinks)
             self.states.append(state)
             self.bind_part(Role.ACC, part, state.acc)

@@ -235,8 +235,8 @@ def forward_kernel(
     (p_sinks `[heads]`): m = sink * log2(e), l = 1. Writes them unless LAST. If LAST it writes out =
     acc / l (0 where l = 0) in p_out's type and lse = (m + log2 l) * log(2) (-inf where l = 0). acc,
     out `[batch, q_len, heads, V_HEAD_DIM]` have the same strides and dense tokens, m, l, lse
-    `[batch, heads, q_len]` are dense; out may be acc. DESCRIBED: loads go through tensor descriptors. SPECIALIZE: some warps load while others
-    compute.
+    `[batch, heads, q_len]` are dense; out may be acc. DESCRIBED: loads go through tensor
+    descriptors. SPECIALIZE: some warps load while others compute.
 
     Worked example (d = 1, scale 1): q = [1], k = [0, log 3], v = [4, 8] as first and last tile: s =
     [0, log2 3], m = log2 3, l = 1/3 + 1, acc = 4/3 + 8, so out = 7 and lse = (log2 3 + log2 4/3) *

@@ -301,8 +301,8 @@ def _check_state(state: State) -> None:
     acc, out = state.acc, state.out
     if acc.stride()[2:] != (acc.shape[3], 1) or out.stride() != acc.stride():
         raise InternalError(
-            "the triton kernel takes states whose tokens are dense, and whose acc and out lie alike, "
-            f"got {tuple(acc.shape)} with strides {acc.stride()} and {out.stride()}"
+            "the triton kernel takes states whose tokens are dense, and whose acc and out lie "
+            f"alike, got {tuple(acc.shape)} with strides {acc.stride()} and {out.stride()}"
         )
 
 

@@ -16,8 +16,8 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 | `burst-untiled` | as `burst`, without tiles in fast memory: to compare with | the same |
 | `ring-naive` | K, then V; whole rows of scores: to compare with | K, then V, dV, then K, dK |
 
-[1] `direct` only on one host, and for masks that are more than causal. [2] Only where queries are so
-few that they and their sums are fewer bytes than keys and values.
+[1] `direct` only on one host, and for masks that are more than causal. [2] Only where queries are
+so few that they and their sums are fewer bytes than keys and values.
 
 N may be left out. It is then the number of ranks of a host, where all hosts have as many; in
 `hybrid` it is the largest divisor of that number that also divides the kv heads.

@@ -478,7 +478,7 @@ class RingBuilder:
         for hop, block in [each for each in self.came_home if each[0] < before]:
             self.came_home.remove((hop, block))
             rows = self.ring.sum_rows(self.rank, block, hop)
-            if self.ring.forward:
+            if self.ring.forward and self.ring.sums:
                 self._merge_home(block, rows, self._home_at(hop))
                 continue
             for name, size in self.ring.sums:

@@ -39,6 +39,16 @@ CASES = {
         300, heads=4, kv_heads=1, head_dim=32, batch=3, mask=Causal(), lse_grad=False
     ),
     "few queries": Case(64, kv_len=500, mask=Causal(), strategy="burst", lse_grad=False),
+    "few queries, which travel": Case(
+        64,
+        kv_len=500,
+        heads=4,
+        kv_heads=2,
+        batch=2,
+        mask=Causal(),
+        strategy="ring-q",
+        lse_grad=False,
+    ),
     "few keys": Case(500, kv_len=64, mask=Causal(), kv_kind="striped", lse_grad=False),
 }
 _FUNCTION, _SIZES = "function of rows and heads", Sizes(40, 40, 2)
