@@ -27,6 +27,9 @@ from burst_rt.scheduler import Schedule
 
 __all__ = ["DecodePlan", "bucket_of", "run_decode"]
 
+# The smallest bucket: with so few keys a decode takes as long as its messages.
+_FEW_KEYS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan(RankPlan):
@@ -47,8 +50,8 @@ class DecodePlan(RankPlan):
 
 
 def bucket_of(keys: int) -> int:
-    """The number of keys that a plan is made for: the next power of two."""
-    return 1 << max(0, keys - 1).bit_length()
+    """The number of keys that a plan is made for: the next power of two, and not a small one."""
+    return max(_FEW_KEYS, 1 << max(0, keys - 1).bit_length())
 
 
 def run_decode(
@@ -118,9 +121,7 @@ def _plan(setup: Setup, qkv: QKV, keys: int, terms: ScoreTerms) -> DecodePlan:
             num_kv_heads=k.shape[2], head_dim=head_dim, v_head_dim=v.shape[3],
             input_bytes=q.dtype.itemsize, sum_bytes=sum_dtype(q.dtype).itemsize, keys=bucket,
         )  # fmt: skip
-        work = Work(
-            runtime.device, q.dtype, head_dim, Full(), scores=scores, v_head_dim=v.shape[3]
-        )
+        work = Work(runtime.device, q.dtype, head_dim, Full(), scores=scores, v_head_dim=v.shape[3])
         picked = pick_decode(work, setup.kernel)
         own = program.graph(runtime.rank, runtime.machine.lanes)
         schedule = Schedule.of(setup.planner.lowered(program, own))

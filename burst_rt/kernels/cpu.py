@@ -332,12 +332,10 @@ def _hidden(
     return False, seen, bias
 
 
-def _decode(
-    qkv: QKV, seen: Spans, hull: tuple[int, int], scale: float, into: Partial
-) -> None:
+def _decode(qkv: QKV, seen: Spans, hull: tuple[int, int], scale: float, into: Partial) -> None:
     """`CpuKernel.decode` for sequences that all see columns between those of one hull."""
     (q, k, v), dtype = qkv, into.m.dtype
-    (batch, q_len, heads, _), kv_heads = q.shape, k.shape[2]
+    batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     sums, q = into.grouped(kv_heads), folded(q, kv_heads, dtype)
     first, last = hull
     if first == last:

@@ -120,9 +120,7 @@ def decode_plainly(
     first, last = min(a for a, _ in found), max(b for _, b in found)
     for columns in parts_of_columns(first, last, column_bytes):
         length = len(columns)
-        keys, values = (
-            x[:, columns.start : columns.stop].to(work).transpose(1, 2) for x in (k, v)
-        )
+        keys, values = (x[:, columns.start : columns.stop].to(work).transpose(1, 2) for x in (k, v))
         s = rows @ keys.mT * scale
         if softcap is not None:
             s = s.div_(softcap).tanh_().mul_(softcap)

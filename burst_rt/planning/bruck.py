@@ -11,7 +11,8 @@ receives as many from the rank 2^i after it. The last round moves only what is m
 What a round receives is one part of the buffer: part 0 is the rank's own block, part 1 + i what
 round i receives. If the parts lie one after another in memory, so do the blocks.
 
-Worked example, rank 0 of 5: it has block 0; round 0 brings 1; round 1 brings 2, 3; round 2 brings 4.
+Worked example, rank 0 of 5: it has block 0; round 0 brings 1, round 1 brings 2 and 3, and
+round 2 brings 4.
 """
 
 from __future__ import annotations

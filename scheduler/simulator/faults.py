@@ -237,7 +237,7 @@ class _Run(Simulation):
         return _delay_s(self._rng, self._message)
 
     def _on_move(self, send: Side, recv: Side) -> None:
-        self._memory[recv[1].number].values[recv[3]] = self._memory[send[1].number].value(send[3])
+        self._memory[recv[1].number].receive(recv[3], self._memory[send[1].number].value(send[3]))
 
     def _on_end(self, rank: SimulatedRank, task: int) -> None:
         memory, node = self._memory[rank.number], rank.plan.tasks[task]

@@ -1,10 +1,10 @@
 """Integers in place of tensors: they show whether each value of a run was made from the right ones.
 
 Every computing task mixes its own number and all it reads into what it changes, in a way that
-depends on the order; a message carries a part as it is. `reference` is what program order gives; a
-run whose parts hold anything else has done something wrong. A task that starts while another under
-way uses its parts is a `BusyPart`: nothing in a simulated run, but only the schedule, keeps the two
-apart.
+depends on the order; a message carries a part as it is, and what several messages of one exchange
+bring to a part is added up. `reference` is what program order gives; a run whose parts hold
+anything else has done something wrong. A task that starts while another under way uses its parts is
+a `BusyPart`: nothing in a simulated run, but only the schedule, keeps the two apart.
 """
 
 from __future__ import annotations
@@ -59,8 +59,16 @@ class Memory:
         for part in changed:
             self._changing[part] = True
         if task.is_exchange:
-            for part in task.writes:
-                self.values[part] = None
+            self.clear(task)
+
+    def clear(self, task: Task) -> None:
+        """The parts that an exchange receives into hold nothing until messages arrive."""
+        for part in task.writes:
+            self.values[part] = None
+
+    def receive(self, part: int, value: int) -> None:
+        """A message arrives."""
+        self.values[part] = (value + (self.values[part] or 0)) & _MASK
 
     def release(self, task: Task) -> None:
         """The task has ended."""
@@ -111,10 +119,12 @@ def reference(graphs: Sequence[Graph]) -> Values:
         for task in graph.tasks:
             for m in task.sends:
                 mail[graph.rank, m.peer, m.tag].append(own.value(m.part))
+            if task.is_exchange:
+                own.clear(task)
             for m in task.recvs:
                 while not mail[m.peer, graph.rank, m.tag]:
                     yield
-                own.values[m.part] = mail[m.peer, graph.rank, m.tag].popleft()
+                own.receive(m.part, mail[m.peer, graph.rank, m.tag].popleft())
             if not task.is_exchange:
                 own.compute(task)
 
