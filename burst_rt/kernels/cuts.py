@@ -19,6 +19,8 @@ sees. There the band is an upper triangle, a rectangle and a lower triangle for 
         U U T
           U R T
 
+Stairs are a triangle whose small triangles are squares, without an edge to hide.
+
 Nothing is computed here; all is numbers.
 """
 
@@ -130,8 +132,11 @@ def _parts(
         pieces = [piece for piece in pieces if bottom <= piece.q_stop]
         while to_come and to_come[0].q_start == top:
             pieces.append(to_come.popleft())
-        for a in range(top, bottom, part.q_len) if pieces else ():
-            rows = slice(a, min(a + part.q_len, bottom))
+        q_len = part.q_len
+        for piece in pieces:  # whole levels
+            q_len -= q_len % piece.stairs if 0 < piece.stairs < q_len else 0
+        for a in range(top, bottom, q_len) if pieces else ():
+            rows = slice(a, min(a + q_len, bottom))
             cuts = _cuts(relation, pieces, rows, part)
             yield rows, cuts if together else (one for cut in cuts for one in cut.apart())
 
@@ -161,6 +166,11 @@ def _cuts(
             width = piece.kv_stop - piece.kv_start - (piece.q_stop - piece.q_start) + 1
             rest.append(_band(rows, slice(left, left + width), part))
             continue
+        if piece.stairs:
+            first, cuts = _stairs(rows, piece)
+            full.append((piece.kv_start, first))
+            rest.append(cuts)
+            continue
         right = min(left + rows.stop - rows.start, piece.kv_stop)
         if piece.diagonal:
             full.append((piece.kv_start, left))
@@ -181,12 +191,32 @@ def _cuts(
         first = False
 
 
-def _taken_apart(cut: Cut, edge: int, most: int) -> Iterator[Cut]:
-    """A triangle as small ones and the squares between them that have fewer than `most` rows."""
+def _stairs(rows: slice, piece: Piece) -> tuple[int, Iterator[Cut]]:
+    """Some rows of stairs: the column up to which all of them see, and what they see beyond it."""
+    size, at = piece.stairs, rows.start - piece.q_start
+    level = at // size * size
+    first = min(piece.kv_start + level + size, piece.kv_stop)
+    height = rows.stop - rows.start
+    if level < at or height % size:
+        below = (x for x in piece.levels() if rows.start < x.q_stop and x.q_start < rows.stop)
+        levels = ((max(x.q_start, rows.start), min(x.q_stop, rows.stop), x.kv_stop) for x in below)
+        return first, (Cut(slice(a, b), slice(first, c)) for a, b, c in levels if first < c)
+    # Whole levels: the first one has nothing left, and the others are stairs of their own.
+    above = slice(rows.start + size, rows.stop), slice(first, first + height - size)
+    cut = Cut(*above, triangle=True)
+    return first, _taken_apart(cut, size, height, whole=True) if size < height else iter(())
+
+
+def _taken_apart(cut: Cut, edge: int, most: int, *, whole: bool = False) -> Iterator[Cut]:
+    """A triangle as small ones and the squares between them that have fewer than `most` rows.
+
+    whole: whether the small ones are squares, too: stairs.
+    """
     rows, columns = cut.rows, cut.columns
     size = columns.stop - columns.start
+    small = cut._replace(triangle=False) if whole else cut
     if not 0 < edge < size:
-        yield cut
+        yield small
         return
     if rows.start + size < rows.stop:  # below a triangle of more rows than columns
         yield Cut(slice(rows.start + size, rows.stop), columns, first=True)
@@ -201,7 +231,7 @@ def _taken_apart(cut: Cut, edge: int, most: int) -> Iterator[Cut]:
         )
 
     for start, length, many in _blocks_of(size, edge, edge):
-        yield blocks(cut, (start, start), (length, length), many, edge)
+        yield blocks(small, (start, start), (length, length), many, edge)
     square = Cut(rows, columns)
     while edge < min(size, most):
         for start, length, many in _blocks_of(size - edge, edge, 2 * edge):

@@ -96,7 +96,7 @@ class _VendorKernel(Kernel):
                 f"the {self.name} kernel takes a head_dim that is a multiple of 8, at most "
                 f"{self.most_head_dim}, got {work.head_dim}"
             )
-        if not all(piece.whole or piece.diagonal for pieces in work.tiles for piece in pieces):
+        if any(piece.masked or piece.upper or piece.band for each in work.tiles for piece in each):
             return (
                 f"the {self.name} kernel computes rectangles and triangles only, and "
                 f"{work.mask!r} cuts this call's tiles into other shapes"
@@ -293,12 +293,15 @@ class CudnnKernel(_VendorKernel):
 
 
 def _calls(pieces: tuple[Piece, ...]) -> Iterator[_Call]:
-    """The pieces as rectangles, and squares under the diagonal.
+    """The pieces as rectangles, and squares under the diagonal. Stairs are rectangles.
 
     Where a triangle has more rows than columns, the rows below its square see all columns.
     """
     for piece in pieces:
         rows, columns = piece.rows, piece.columns
+        if piece.stairs:
+            yield from _calls(tuple(piece.levels()))
+            continue
         if not piece.diagonal:
             yield _Call(rows, columns, causal=False)
             continue

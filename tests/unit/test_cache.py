@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from spec import reference, relative_error, seen
 from tolerances import ERROR
 
@@ -20,7 +20,11 @@ from burst_rt import Causal, Context, First, KVCache, Mask, SlidingWindow, Step,
 from burst_rt.errors import ContractMismatch, DeviceError, InputError
 from burst_rt.planning.cached import Cached, Dealt, Rows
 from burst_rt.planning.masks import spans_of
-from burst_rt.scheduler.simulator import Faults, rehearse
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
+from burst_rt.scheduler import Schedule, check_world
+from burst_rt.scheduler.simulator import Faults, rehearse, verdict
+from burst_rt.scheduler.simulator import reference as of_program_order
 
 _WORLDS = (1, 2, 3, 4, 5)
 _HEADS, _KV_HEADS, _D = 4, 2, 16
@@ -434,9 +438,6 @@ def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
 @pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
 def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     """Every value is made from the right ones, in any order of events."""
-    from burst_rt.planning.problem import Problem
-    from burst_rt.planning.strategies import choose
-
     mask = Cached(Causal(), Dealt(16, 4), Rows((200,), (120,), (0,)))
     problem = Problem(
         q_layout=mask.layout(queries=True), kv_layout=mask.layout(queries=False), mask=mask,
@@ -445,5 +446,9 @@ def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     )  # fmt: skip
     program = choose(problem, strategy, forward=True).program
     graphs = [program.graph(rank) for rank in range(4)]
+    check_world(graphs)
+    expected = of_program_order(graphs)
     for seed in range(20):
-        rehearse(graphs, Faults(seed=seed))
+        faults = Faults(seed=seed)
+        rehearsal = rehearse([Schedule.of(graph) for graph in graphs], faults)
+        assert not verdict(rehearsal, faults, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +13,15 @@ from hypothesis import strategies as st
 from burst_rt import Causal
 from burst_rt.kernels.cuts import Cut, Part, parts_of
 from burst_rt.planning.masks import Piece
+from burst_rt.planning.masks.pieces import cut
+from burst_rt.planning.masks.spans import Spans
 
 
-def _shape(kind: str, rows: int, columns: int) -> torch.Tensor:
+def _shape(kind: str, rows: int, columns: int, step: int = 0) -> torch.Tensor:
     whole = torch.ones(rows, columns, dtype=torch.bool)
+    if kind == "stairs":
+        level = torch.arange(max(rows, columns)) // step
+        return level[:columns] <= level[:rows, None]
     if kind == "band":
         return whole.triu().tril(columns - rows)
     return {"whole": whole, "diagonal": whole.tril(), "upper": whole.triu()}[kind]
@@ -24,15 +30,18 @@ def _shape(kind: str, rows: int, columns: int) -> torch.Tensor:
 @st.composite
 def _piece(draw: st.DrawFn) -> tuple[Piece, str]:
     """A piece of any shape but the mask's own, at any place."""
-    kind = draw(st.sampled_from(["whole", "diagonal", "upper", "band"]))
+    kind = draw(st.sampled_from(["whole", "diagonal", "upper", "band", "stairs"]))
     rows, extra = draw(st.integers(1, 90)), draw(st.integers(0, 60))
+    step = draw(st.integers(1, 20)) if kind == "stairs" else 0
+    if kind == "stairs":
+        rows = step * draw(st.integers(2, 7))
     columns = {"whole": extra + 1, "band": rows + extra, "upper": rows}.get(kind, rows)
     if kind == "diagonal":
         rows += extra
     top, left = draw(st.integers(0, 9)), draw(st.integers(0, 9))
     box = (top, top + rows, left, left + columns)
-    shapes = {"upper": kind == "upper", "band": kind == "band"}
-    return Piece(*box, kind == "diagonal", False, 0, **shapes), kind
+    upper, band = kind == "upper", kind == "band"
+    return Piece(*box, kind == "diagonal", False, 0, upper, band, step), kind
 
 
 def _cells_of(cut: Cut) -> Iterator[tuple[slice, slice, torch.Tensor]]:
@@ -64,7 +73,7 @@ def test_cuts_are_what_is_seen_each_once(
     piece, kind = drawn
     truth = torch.zeros(200, 200, dtype=torch.int64)
     truth[piece.rows, piece.columns] += _shape(
-        kind, piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start
+        kind, piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start, piece.stairs
     )
     found = torch.zeros_like(truth)
     begun = torch.zeros(200, dtype=torch.bool)  # rows that a cut has had
@@ -72,9 +81,9 @@ def test_cuts_are_what_is_seen_each_once(
         patch.setattr("burst_rt.kernels.cuts.STRIP", strip)
         parts = parts_of.__wrapped__((piece,), part, together)  # kept ones may be of other strips
         found_cuts = [(rows, cut) for rows, cuts in parts for cut in cuts]
-    for rows, cut in found_cuts:
-        assert together or cut.num_blocks == 1
-        blocks = [*_cells_of(cut)]
+    for rows, one in found_cuts:
+        assert together or one.num_blocks == 1
+        blocks = [*_cells_of(one)]
         here = torch.zeros(200, dtype=torch.int64)
         for some, columns, cells in blocks:
             assert rows.start <= some.start < some.stop <= rows.stop
@@ -85,12 +94,42 @@ def test_cuts_are_what_is_seen_each_once(
         shared = torch.zeros(200, dtype=torch.int64)
         for _, columns, _ in blocks:
             shared[columns] += 1
-        assert cut.overlaps or shared.max() == 1
-        assert cut.all_columns == slice(blocks[0][1].start, blocks[-1][1].stop)
-        assert bool((begun[here > 0] != cut.first).all())
+        assert one.overlaps or shared.max() == 1
+        assert one.all_columns == slice(blocks[0][1].start, blocks[-1][1].stop)
+        assert bool((begun[here > 0] != one.first).all())
         begun |= here > 0
     assert found.equal(truth)
     assert begun.equal(truth.any(1))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    step=st.integers(64, 130), rows=st.integers(1, 900), ahead=st.integers(-100, 300),
+    begun=st.integers(0, 63), first=st.sampled_from([0, 17]), most=st.sampled_from([300, 2000]),
+)  # fmt: skip
+def test_stairs_are_found_and_hold_what_is_seen(
+    step: int, rows: int, ahead: int, begun: int, first: int, most: int
+) -> None:
+    """Rows that see whole blocks of columns, as between two ranks of a cache."""
+    stops = ((np.arange(rows) + begun) // step * step + ahead).clip(first, most)
+    starts = np.full_like(stops, first)
+    truth = torch.arange(2000) < torch.from_numpy(stops)[:, None]
+    truth &= torch.arange(2000) >= first
+    found = torch.zeros(rows, 2000, dtype=torch.int64)
+    pieces = cut(Spans(starts[None, :, None], stops[None, :, None]))
+    for piece in pieces:
+        row = torch.arange(piece.q_stop - piece.q_start)[:, None]
+        column = torch.arange(piece.kv_stop - piece.kv_start)
+        cells = truth[piece.rows, piece.columns] if piece.masked else piece.shows(row, column)
+        found[piece.rows, piece.columns] += cells
+        if piece.stairs:
+            assert piece.num_cells == int(cells.sum())
+            levels = sum(level.num_cells for level in piece.levels())
+            assert levels == piece.num_cells
+    assert found.equal(truth.long())
+    whole_levels = (rows + begun) // step - (begun > 0)
+    if whole_levels > 2 and ahead >= first and most == 2000:
+        assert any(piece.stairs == step for piece in pieces)
 
 
 def test_alike_blocks_are_one_call() -> None:

@@ -1,7 +1,8 @@
 """Pieces: the cells of a tile as rectangles, triangles and bands, which kernels do fast.
 
 A causal document is a rectangle and a lower triangle. A window is a band; a wide one is a lower
-triangle, a rectangle and an upper triangle for each run of rows.
+triangle, a rectangle and an upper triangle for each run of rows. Where positions are dealt to ranks
+in blocks, causal cells between two ranks are stairs: a triangle of whole blocks.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Piece(NamedTuple):
     upper: bool = False  # row i of the piece sees columns j >= i; as many rows as columns
     # row i of the piece sees columns i to i + columns - rows; at least as many columns as rows
     band: bool = False
+    # Not 0: row i of the piece sees columns j < (i // stairs + 1) * stairs; as many rows as columns
+    stairs: int = 0
 
     @property
     def rows(self) -> slice:
@@ -59,7 +62,15 @@ class Piece(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether every cell of the piece is seen."""
-        return not (self.diagonal or self.upper or self.band or self.masked)
+        return not (self.diagonal or self.upper or self.band or self.stairs or self.masked)
+
+    def levels(self) -> Iterator[Piece]:
+        """Stairs as rectangles, one for each level."""
+        for number, start in enumerate(range(self.q_start, self.q_stop, self.stairs), 1):
+            box = (start, min(start + self.stairs, self.q_stop), self.kv_start)
+            stop = min(self.kv_start + number * self.stairs, self.kv_stop)
+            cells = (box[1] - box[0]) * (stop - self.kv_start)
+            yield Piece(*box, stop, False, False, cells)
 
     def shows(self, row: Any, column: Any) -> Any:  # ints, or tensors that broadcast
         """Whether the piece's shape leaves a cell seen; counted from the piece's corner."""
@@ -67,6 +78,8 @@ class Piece(NamedTuple):
             return column <= row
         if self.upper:
             return column >= row
+        if self.stairs:
+            return column // self.stairs <= row // self.stairs
         reach = self.kv_stop - self.kv_start - (self.q_stop - self.q_start)
         return (column >= row) & (column <= row + reach) if self.band else True
 
@@ -80,6 +93,7 @@ class _Run(NamedTuple):
     end: int  # one after the last column that the first row sees
     leans: bool  # whether each row begins one column after the row before; else in the same one
     grows: bool  # whether each row ends one column after the row before; else in the same one
+    stairs: int = 0  # not 0: every so many rows end so many columns after those before
 
     @property
     def num_rows(self) -> int:
@@ -88,11 +102,14 @@ class _Run(NamedTuple):
     @property
     def far_end(self) -> int:
         """One after the last column that any row sees."""
-        return self.end + (self.num_rows - 1) * self.grows
+        more = self.num_rows - self.stairs if self.stairs else (self.num_rows - 1) * self.grows
+        return self.end + more
 
     @property
     def num_cells(self) -> int:
-        rows = self.num_rows
+        rows, stairs = self.num_rows, self.stairs
+        if stairs:
+            return rows * (self.end - self.first) + rows * (rows - stairs) // 2
         return rows * (self.end - self.first) + rows * (rows - 1) // 2 * (self.grows - self.leans)
 
     def some(self, start: int, stop: int) -> _Run:
@@ -121,7 +138,7 @@ def cut(columns: Spans) -> tuple[Piece, ...]:
     if sum(map(len, runs)) > _MOST_RUNS:
         return (_box(columns),)
     if columns.width == 1:
-        return tuple(_few_together(runs[0]))
+        return tuple(_few_together(_climbed(runs[0])))
     pieces = tuple(piece for group in runs for run in group for piece in _pieces(run))
     # What the mask shows of a piece's rows and columns must be that piece's alone.
     return pieces if _apart(pieces) else (_box(columns),)
@@ -186,6 +203,14 @@ def _pieces(run: _Run) -> Iterator[Piece]:
 def _corners(run: _Run) -> Iterator[Piece]:
     """The cells of a run as a triangle on either side, where there is one, and what is between."""
     rows, first, end = run.num_rows, run.first, run.end
+    if run.stairs:
+        corner = end - run.stairs
+        if first < corner:
+            yield Piece(run.start, run.stop, first, corner, False, False, rows * (corner - first))
+        box = (run.start, run.stop, corner, run.far_end)
+        num_cells = rows * (rows + run.stairs) // 2
+        yield Piece(*box, False, False, num_cells, stairs=run.stairs)
+        return
     triangle = rows * (rows + 1) // 2
     if run.leans:
         box = (run.start, run.stop, first, first + rows)
@@ -204,6 +229,24 @@ def _split(run: _Run, most_rows: int) -> Iterator[_Run]:
     parts = -(-run.num_rows // most_rows)
     edges = [run.start + run.num_rows * part // parts for part in range(parts + 1)]
     yield from (run.some(start, stop) for start, stop in pairwise(edges))
+
+
+def _climbed(runs: list[_Run]) -> list[_Run]:
+    """The runs, with stairs as one run: as many rows each, and as many columns more each."""
+    found: list[_Run] = []
+    for run in runs:
+        below = found[-1] if found else run
+        rows = below.stairs or below.num_rows
+        climbs = (
+            _FEW_ROWS <= rows <= below.end - below.first
+            and below.stop == run.start
+            and below.first == run.first
+            and run.num_rows == rows
+            and run.end == below.far_end + rows
+            and not (below.leans or below.grows or run.leans or run.grows)
+        )
+        found.append(found.pop()._replace(stop=run.stop, stairs=rows) if climbs else run)
+    return found
 
 
 def _few_together(runs: list[_Run]) -> Iterator[Piece]:
