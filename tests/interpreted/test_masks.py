@@ -82,7 +82,10 @@ def test_every_mask(
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    list(zip(FUNCTIONS, cycle(("burst", "ring-q", "all-to-all", "ring-kv")), strict=False)),
+    [
+        *zip(FUNCTIONS, cycle(("burst", "all-to-all", "ring-kv")), strict=False),
+        ("function of rows and heads", "ring-q"),
+    ],
 )
 def test_every_function(name: str, strategy: str) -> None:
     sizes = Sizes(_TIMES * 20, _TIMES * 24, 2)

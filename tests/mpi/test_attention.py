@@ -49,7 +49,7 @@ _JOBS = [
 @pytest.mark.parametrize(("num_ranks", "transport"), _JOBS)
 def test_errors_are_those_of_one_process(num_ranks: int, transport: str) -> None:
     errors = _outcome(num_ranks, transport)["errors"]
-    assert len(errors) == 16
+    assert len(errors) == 17
     for case, fields in errors.items():
         for field, (error, own) in fields.items():
             wide = torch.float64 if case == "fp64" else torch.float32

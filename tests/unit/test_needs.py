@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from graphs import bytes_of, graphs_of, problem
+from graphs import as_ring, bytes_of, graphs_of, problem
 from mask_truths import MASKS, Sizes
 from spec import errors_of, reference
 from tolerances import ERROR
@@ -86,6 +87,29 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
         expected = reference(*case.inputs(), mask=mask)
         for name, error in errors_of(found, expected).items():
             assert error < ERROR[case.dtype], (mask, name)
+
+
+@pytest.mark.parametrize(("strategy", "forward"), [("ring-q", True), ("burst", False)])
+def test_sums_come_home_in_several_stretches(
+    strategy: str, forward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
+    mask = _drawn(_TOKENS, random.Random(4))
+    layout = make_layout("balanced", _TOKENS, 4, mask)
+    p = replace(problem(_TOKENS, _TOKENS, 4, mask=mask), q_layout=layout, kv_layout=layout)
+    ring = as_ring(choose(p, strategy, forward=forward).program)
+    home = [
+        ring.sum_rows(owner, block, hop)
+        for owner, blocks in enumerate(ring.legs)
+        for block, legs in enumerate(blocks)
+        for hop, leg in legs.items()
+        if leg.home
+    ]
+    assert max(map(len, home)) > 1
+    case = Case(_TOKENS, head_dim=8, mask=mask, kind="balanced", strategy=strategy)
+    found = attend_over_threads(4, case)
+    for name, error in errors_of(found, reference(*case.inputs(), mask=mask)).items():
+        assert error < ERROR[case.dtype], name
 
 
 def test_a_window_sends_no_more_than_itself() -> None:
