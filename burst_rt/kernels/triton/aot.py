@@ -42,9 +42,12 @@ _SUMS = {
     "p_dv",
     "p_sinks",
     "p_slopes",
+    "p_acc_out",
+    "p_m_out",
+    "p_l_out",
 }
 # Pointers to tables.
-_TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns"}
+_TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen"}
 # Patterns in SASS: products on the tensor cores of each generation; loads by the copy engine;
 # accesses to local memory, where registers spill to.
 _INSTRUCTIONS = {
@@ -188,12 +191,14 @@ def _compile(request: Request) -> Compiled:
 
 def _kernel(kind: str) -> triton.runtime.JITFunction:
     from burst_rt.kernels.triton.backward import dkdv_kernel, dq_kernel
+    from burst_rt.kernels.triton.decode import combine_kernel, decode_kernel
     from burst_rt.kernels.triton.delta import delta_kernel
     from burst_rt.kernels.triton.forward import forward_kernel
 
-    return {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "delta": delta_kernel}[
-        kind
-    ]
+    return {
+        "forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "delta": delta_kernel,
+        "decode": decode_kernel, "combine": combine_kernel,
+    }[kind]  # fmt: skip
 
 
 def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and bools

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 __all__ = ["ARCHES", "KINDS", "Config", "Loads", "arch_of", "default_config", "padded"]
 
 # The kernels.
-KINDS = ("forward", "dq", "dkdv", "delta")
+KINDS = ("forward", "dq", "dkdv", "delta", "decode", "combine")
 
 # Compute capability -> bytes of shared memory a block may have (CUDA C++ Programming Guide, table
 # of technical specifications).
@@ -67,12 +67,21 @@ _SINGLE = {
     "dkdv": (Config(32, 32, 8, 2), Config(32, 16, 8, 2), Config(16, 32, 8, 1)),
 }
 
+# A decode has few rows: 16, the least that a tensor core multiplies, for head sizes up to 64, 128,
+# 256, by the size of an input in bytes.
+_DECODE = {
+    2: (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 2)),
+    4: (Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2)),
+}
+
 # Sizes for Triton's interpreter: small and unequal, so that short tests cross every kind of edge.
 _INTERPRETED = {
     "forward": Config(32, 16, 4, 1),
     "dq": Config(16, 32, 4, 1),
     "dkdv": Config(16, 32, 4, 1),
     "delta": Config(32, 1, 4, 1),
+    "decode": Config(16, 16, 4, 1),
+    "combine": Config(1, 1, 1, 1),
 }
 
 
@@ -106,5 +115,9 @@ def default_config(kind: str, arch: int | None, head_dim: int, input_bytes: int)
         return _INTERPRETED[kind]
     if kind == "delta":
         return Config(min(128, 8192 // padded(head_dim)), 1, 4, 1)
+    if kind == "combine":
+        return Config(1, 1, 1, 1)
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    if kind == "decode":
+        return _DECODE[input_bytes][size]
     return (_SINGLE[kind] if input_bytes == 4 else _HALF[kind, arch])[size]

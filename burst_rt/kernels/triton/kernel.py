@@ -29,6 +29,7 @@ from burst_rt.kernels.base import (
     Upstream,
     Work,
 )
+from burst_rt.kernels.decode import Partial
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
 from burst_rt.kernels.triton.parts import ascending, in_order, parts_of
@@ -40,12 +41,14 @@ from burst_rt.kernels.triton.tables import (
     spans_of_tile,
 )
 from burst_rt.kernels.triton.tuned import tuned
+from burst_rt.planning.masks.spans import Spans
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
+_INTERPRETED_PROCESSORS = 4
 
 # Ranks may be threads. The interpreter keeps its current program in a global. And while a compiled
 # kernel is started for the first time, the launcher leaves it half made for a moment in which
@@ -135,6 +138,21 @@ class TritonKernel(Kernel):
         if out is not state.out:
             state.out.copy_(out)
         tile.progress()
+
+    def decode(
+        self, qkv: QKV, seen: Spans, scale: float, softcap: float | None, into: Partial
+    ) -> None:
+        """See `Kernel.decode`."""
+        if not qkv.k.shape[1]:
+            into.start()
+            return
+        from burst_rt.kernels.triton.decode import launch_decode
+
+        config, device = _config("decode", qkv.q, qkv.v), into.m.device
+        _start(
+            device, launch_decode, qkv, seen, scale, softcap, into, config, _processors(device),
+            _interpreting(),
+        )  # fmt: skip
 
     def delta(self, results: Results, rows: torch.Tensor) -> None:
         """See `Kernel.delta`."""
@@ -256,6 +274,14 @@ def _config_of(kind: str, device: torch.device, head_dim: int, dtype: torch.dtyp
 @lru_cache
 def _arch(device: torch.device) -> int:
     return arch_of(torch.cuda.get_device_capability(device))
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; a few for the interpreter."""
+    if device.type == "cpu":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _start(device: torch.device, launch: Callable[..., None], *args: object) -> None:

@@ -1,0 +1,62 @@
+"""The decode kernels against the spec: splits of keys, spans, softcap, sizes, types.
+
+Interpreted on a CPU, or compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from decodes import CASES, decode, spans_of
+from spec import relative_error
+from tolerances import ERROR
+
+import burst_rt
+from burst_rt.kernels import KERNELS, QKV
+from burst_rt.kernels.decode import Partial, decode_plainly
+
+_DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.mark.skipif(_DEVICE.type == "cuda", reason="ranks that share a GPU need another transport")
+@pytest.mark.parametrize("name", CASES)
+def test_over_ranks(name: str) -> None:
+    for world, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float16)):
+        case = replace(CASES[name], dtype=dtype)
+        outs = burst_rt.run_local(world, partial(decode, case=case), kernel="triton")
+        assert relative_error(outs[0], case.truth()) < ERROR[dtype]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 333])
+@pytest.mark.parametrize("head_dim", [16, 40, 128])
+def test_parts_are_those_of_plain_products(length: int, head_dim: int) -> None:
+    """acc, m and l themselves, up to the reference that a row's sums are relative to."""
+    generator = torch.Generator().manual_seed(length)
+    q = torch.randn(2, 3, 12, head_dim, generator=generator)
+    k, v = (torch.randn(2, length, 2, head_dim, generator=generator) for _ in range(2))
+    cells = torch.rand(2, 3, length, generator=generator) > 0.3
+    cells[1, 2] = False  # a row that sees nothing
+    seen, softcap = spans_of(cells), 1.5 if length % 2 else None
+    parts = []
+    for kernel in (KERNELS["triton"], None):
+        rows = (2, 12, 3)
+        sizes = (*rows, head_dim), rows, rows
+        dtype = torch.float64 if kernel is None else torch.float32
+        into = Partial(
+            *(torch.full(size, torch.nan, dtype=dtype, device=_DEVICE) for size in sizes)
+        )
+        some = QKV(*(x.to(_DEVICE) for x in (q, k, v)))
+        if kernel is None:
+            decode_plainly(*(x.double() for x in some), seen, 0.3, softcap, into)
+        else:
+            kernel.decode(some, seen, 0.3, softcap, into)
+        parts.append(into)
+    got, truth = parts
+    assert relative_error(got.m, truth.m) < ERROR[torch.float32]
+    assert relative_error(got.l, truth.l) < ERROR[torch.float32]
+    assert relative_error(got.acc, truth.acc) < ERROR[torch.float32]
