@@ -98,7 +98,9 @@ def _expected(case: Case) -> list[list[torch.Tensor]]:
     return found
 
 
-def _worst(ctx: Context, case: Case) -> tuple[float, list[torch.Tensor]]:
+def _worst(
+    ctx: Context, case: Case, expected: list[list[torch.Tensor]]
+) -> tuple[float, list[torch.Tensor]]:
     """The largest error of this rank's outputs, and what decodes gave."""
     ends = torch.tensor([tokens for tokens, _ in case.steps]).sum(0)
     cache = KVCache(
@@ -116,7 +118,7 @@ def _worst(ctx: Context, case: Case) -> tuple[float, list[torch.Tensor]]:
         step.commit()
         if not step.sharded:
             decoded.append(out)
-        for row, want in enumerate(_expected(case)[number]):
+        for row, want in enumerate(expected[number]):
             at = step.positions[row][step.valid[row]] - lengths[row]
             hidden = step.positions[row][step.valid[row]] < (case.padding or [0] * case.batch)[row]
             got = out[row][step.valid[row]].double()
@@ -172,7 +174,8 @@ _CASES = {
 @pytest.mark.parametrize("name", _CASES)
 def test_every_step_is_exact(name: str, world: int) -> None:
     case = _CASES[name]
-    ranks = run_local(world, lambda ctx: _worst(ctx, case))
+    expected = _expected(case)
+    ranks = run_local(world, lambda ctx: _worst(ctx, case, expected))
     assert max(worst for worst, _ in ranks) <= ERROR[case.dtype]
     # Every rank has a decode's outputs, and the same bits.
     for _, decoded in ranks[1:]:
@@ -186,7 +189,9 @@ def test_any_split_of_a_prompt_is_exact(data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5))
     mask = data.draw(st.sampled_from([None, SlidingWindow(11), SlidingWindow(90) | First(3)]))
     case = Case(tuple(((n,), None) for n in tokens), block=block, mask=mask)
-    assert max(run_local(world, lambda ctx: _worst(ctx, case)[0])) <= ERROR[case.dtype]
+    expected = _expected(case)
+    worst = run_local(world, lambda ctx: _worst(ctx, case, expected)[0])
+    assert max(worst) <= ERROR[case.dtype]
 
 
 def _cache(ctx: Context, **options: object) -> KVCache:
