@@ -51,11 +51,12 @@ def shard(
     layout: str | ContextLayout = "auto",
     *,
     group: RanksOrGroup | None = None,
+    check: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of a batch, as keywords: `model(**shard(batch, ctx))`.
 
     Every rank of the context gives the same batch, as for one process. Local: nothing is sent,
-    unless an argument is wrong.
+    unless an argument is wrong or check is set.
 
     batch: what `burst_rt.shard_batch` takes. What is no tensor, and tensors of no dimension
         (num_items_in_batch), pass unchanged. For encoder-decoders: input_ids and attention_mask of
@@ -64,13 +65,14 @@ def shard(
     layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only.
     group: the ranks whose tokens the loss is a mean of: all over which gradients are averaged. As
         in `burst_rt.mean_over_ranks`. None: the context's.
+    check: as in `burst_rt.shard_batch`: whether ranks compare their batches first.
 
     Returns the batch's own names with this rank's tokens, shift_labels (shifted before the cut),
     position_ids, and `burst_rt`, without which the attention function refuses a call. The model's
     loss is then the mean over all labelled tokens of all ranks, on every rank: DDP, FSDP2 or
     `burst_rt.average_gradients` make every rank's gradients those of that loss.
 
-    Raises InputError, on every rank that waits for this one.
+    Raises as `burst_rt.shard_batch` does.
     """
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
@@ -79,8 +81,8 @@ def shard(
             (tensors if isinstance(x, torch.Tensor) and x.ndim else others)[name] = x
     ranks = ctx if group is None else group
     if any(name.startswith(_DECODER) for name in tensors):
-        return {**others, **_shard_both(tensors, ctx, layout, ranks)}
-    cut = shard_batch(tensors, ctx, layout)
+        return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
+    cut = shard_batch(tensors, ctx, layout, check=check)
     part = Part(ctx, cut, ranks)
     return {**others, **_tagged(_named(cut), part), KEYWORD: part}
 
@@ -101,6 +103,9 @@ class _Labels(torch.Tensor):
         labels = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)), None)
         if name in _LOSSES and labels is not None:
             _refuse_loss(name, labels)
+        part = labels.part() if name == "as_subclass" and labels is not None else None
+        if part is not None:  # burst_rt.cross_entropy makes plain tensors of them
+            require_attended(part)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if name in _KEPT and labels is not None and isinstance(found, torch.Tensor):
@@ -131,6 +136,18 @@ def _refuse_loss(name: str, labels: _Labels) -> NoReturn:
         "burst_rt.cross_entropy of its logits"
     )
     refuse("loss", error, part.ctx.runtime if part else None)
+
+
+def require_attended(part: Part) -> None:
+    """Raises InputError, on every rank that waits for this one, where no layer has attended."""
+    if part.attended or part.ctx.world_size == 1:
+        return
+    error = InputError(
+        "hf: expected attention over ranks, got a model none of whose layers has asked burst_rt "
+        "for it: its tokens would see one rank's alone; load it with attn_implementation="
+        "'burst_rt', or give each sequence one rank"
+    )
+    refuse("hf", error, part.ctx.runtime)
 
 
 def is_of_part(labels: object) -> bool:
@@ -164,6 +181,7 @@ def _shard_both(
     ctx: Context,
     layout: str | ContextLayout,
     ranks: RanksOrGroup,
+    check: bool,
 ) -> dict[str, Any]:
     """The two sequences of an encoder-decoder."""
     wrong = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
@@ -182,8 +200,9 @@ def _shard_both(
         {name: x for name, x in tensors.items() if _DECODER not in name and name != "labels"},
         ctx,
         layout,
+        check=check,
     )
-    decoder = shard_batch(own, ctx, layout)
+    decoder = shard_batch(own, ctx, layout, check=check)
     found = {f"{_DECODER}{name}": x for name, x in _named(decoder).items() if "labels" not in name}
     if decoder.shift_labels is not None:
         found["labels"] = decoder.shift_labels
