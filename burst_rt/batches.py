@@ -256,7 +256,8 @@ def token_losses(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED_LABEL
 ) -> torch.Tensor:
     """Each token's cross-entropy, flattened, float32; 0 where the label counts for nothing."""
-    labels = labels.as_subclass(torch.Tensor)  # those of `burst_rt.hf.shard` refuse torch's losses
+    if hasattr(labels, "plain"):  # those of `burst_rt.hf.shard` refuse torch's losses
+        labels = labels.plain()
     flat = logits.float().flatten(0, -2)
     return functional.cross_entropy(
         flat, labels.flatten().to(flat.device), ignore_index=ignore_index, reduction="none"

@@ -53,6 +53,7 @@ def _make_mask(
     attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
     Layers that choose keys are refused here, as they cut their mask before they attend.
     """
+    Part.asked = True
     choosing = [each for each in _layer_types(config) if each in _CHOOSING]
     if choosing:
         _refuse(_mixed(choosing), None)
@@ -87,6 +88,7 @@ def attend(
     Raises InputError, on every rank that waits for this one, for a call without what `shard` gives,
     with other positions, and for what is not done.
     """
+    Part.asked = True
     part = others.get(KEYWORD)
     reason = _why_not(
         module, part, attention_mask, others, dropout=dropout, position_bias=position_bias,

@@ -28,6 +28,7 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 TESTED = frozenset(
     {"gemma2", "gemma3", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "t5gemma"}
 )
+# What the heads' names end with.
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
 _FOLDER = "transformers.models."
 # Ranks compute what one process computes up to rounding: up to this part of the largest logit, by
@@ -57,6 +58,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     """
     if ctx.world_size == 1:
         return model
+    Part.asked = True
     watch = watch_of(model) or watch_positions(model)
     tested = _is_tested(type(model).__module__) and type(model).__name__.endswith(_HEADS)
     known = tested or watch.compared == "with loss"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -40,9 +42,28 @@ class Part:
     # Of the models whose rotary embeddings were told the largest position of all ranks (`prepare`).
     told: set[object] = field(default_factory=set)
     attended: bool = False  # whether any layer has attended by it
+    # Whether a model of this process has ever asked burst_rt for a mask or for attention.
+    asked: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.ctx.world_size > 1 and self.ctx.rank == 0:
+            weakref.finalize(self, _warn_unless_asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         return self  # wrappers copy a model's arguments
+
+
+def _warn_unless_asked() -> None:
+    """Once, as a part is gone. A forward that raised is no news: it has asked, or ended the job."""
+    if not Part.asked and getattr(sys, "last_type", None) is None:
+        Part.asked = True
+        warnings.warn(
+            "burst_rt.hf.shard: no model has asked burst_rt for attention yet, and a part of a "
+            "batch is gone: a model that was called with it has seen one rank's tokens alone. Load "
+            "it with attn_implementation='burst_rt', and call burst_rt.hf.prepare(model, ctx), "
+            "which says what ranks would get wrong",
+            stacklevel=2,
+        )
 
 
 def shard(
@@ -103,14 +124,18 @@ class _Labels(torch.Tensor):
         labels = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)), None)
         if name in _LOSSES and labels is not None:
             _refuse_loss(name, labels)
-        part = labels.part() if name == "as_subclass" and labels is not None else None
-        if part is not None:  # burst_rt.cross_entropy makes plain tensors of them
-            require_attended(part)
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         if name in _KEPT and labels is not None and isinstance(found, torch.Tensor):
             return _labels(found, labels.part)
         return found
+
+    def plain(self) -> torch.Tensor:
+        """For `burst_rt.cross_entropy`. Raises InputError where no layer has attended."""
+        part = self.part()
+        if part is not None:
+            require_attended(part)
+        return self.as_subclass(torch.Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Labels:
         return self.clone()  # type: ignore[return-value]  # by the above
@@ -142,6 +167,7 @@ def require_attended(part: Part) -> None:
     """Raises InputError, on every rank that waits for this one, where no layer has attended."""
     if part.attended or part.ctx.world_size == 1:
         return
+    Part.asked = True  # it is said here
     error = InputError(
         "hf: expected attention over ranks, got a model none of whose layers has asked burst_rt "
         "for it: its tokens would see one rank's alone; load it with attn_implementation="
