@@ -628,7 +628,8 @@ def test_the_sum_of_losses_over_a_number_that_is_given() -> None:
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
 
 
-_PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+_ROOT = Path(__file__).parents[2]
+_PAGES = ("docs/transformers.md", "README.md")
 
 
 class _Own(torch.nn.Module):
@@ -647,14 +648,15 @@ class _Own(torch.nn.Module):
         return torch.as_tensor(self.head(x))
 
 
-def test_the_page_runs(tmp_path: Path) -> None:
-    """Its step with a model of transformers, and its step with a model of one's own."""
+def test_the_pages_run(tmp_path: Path) -> None:
+    """The step with a model of transformers, and README's with a model of one's own."""
     make_model("Llama").save_pretrained(tmp_path)
-    shown = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    pages = [(_ROOT / name).read_text(encoding="utf-8") for name in _PAGES]
+    shown = re.findall(r"```python\n(.*?)```", "".join(pages), re.DOTALL)
     names: dict[str, Any] = {
         "path": tmp_path, "batches": [make_batch("Llama", "packed")] * 3, "partial": partial,
     }  # fmt: skip
-    exec(next(block for block in shown if "from_pretrained" in block), names)
+    exec(next(block for block in shown if "batches" in block), names)
     assert 0 < names["loss"].item() < 5
     names |= {"batch": names["batches"][0], "model": _Own()}
     exec(next(block for block in shown if "shard_batch" in block), names)
