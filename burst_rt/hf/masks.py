@@ -17,7 +17,7 @@ from transformers import masking_utils
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
 
-__all__ = ["Handed", "mask_of"]
+__all__ = ["Handed", "MaskIsRead", "mask_of"]
 
 
 class MaskIsRead(InputError, AttributeError):

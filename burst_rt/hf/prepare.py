@@ -15,6 +15,7 @@ import torch
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context
 from burst_rt.errors import InputError
+from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import watch_of, watch_positions
 from burst_rt.hf.shard import KEYWORD, Part, require_attended, shard
 from burst_rt.runtime.refusing import refuse
@@ -137,6 +138,10 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
                 f"ranks' tokens, got one that is off by {off:.1e}; call burst_rt.hf.prepare(model, "
                 "ctx, loss=False), and burst_rt.cross_entropy with the logits"
             )
+    except MaskIsRead as error:
+        raise InputError(
+            f"hf.prepare: {name} cannot take its attention from burst_rt: {error}"
+        ) from error
     except InputError:  # what every rank sees, every rank raises
         raise
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:

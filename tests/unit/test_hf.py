@@ -452,7 +452,10 @@ def test_preparing_leaves_modes_as_they_are_and_hooks_once() -> None:
 def test_a_mask_that_is_changed_is_refused() -> None:
     mask: Any = Handed(Causal())
     assert not hasattr(mask, "keys")
-    for change in (lambda: mask[:, :4], lambda: torch.ones(2) + mask, lambda: mask.to("cpu")):
+    changes: list[Callable[[], object]] = [
+        lambda: mask[:, :4], lambda: torch.ones(2) + mask, lambda: mask.to("cpu"),
+    ]  # fmt: skip
+    for change in changes:
         with pytest.raises(InputError, match="expected a model that hands its mask on"):
             change()
 
