@@ -7,6 +7,7 @@ on every rank (`average_gradients`, or DDP, or FSDP2). `burst_rt.hf` stands on t
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context
-from burst_rt.errors import InputError
+from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
 from burst_rt.runtime.mean import RanksOrGroup, mean_over_ranks
 from burst_rt.runtime.refusing import refuse
@@ -60,11 +61,13 @@ def shard_batch(
     batch: Mapping[str, torch.Tensor],
     ctx: Context,
     layout: str | ContextLayout = "auto",
+    *,
+    check: bool = False,
 ) -> ShardedBatch:
     """Cuts a batch of whole sequences: this rank's tokens, their positions, labels and mask.
 
     Every rank of the context gives the same batch. Local: nothing is sent, unless an argument is
-    wrong.
+    wrong or check is set.
 
     batch: names as transformers has them. Tensors `[batch, tokens]` on any device:
         input_ids (or inputs_embeds `[batch, tokens, width]`);
@@ -79,14 +82,40 @@ def shard_batch(
         token_type_ids.
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
         hide something. Or a kind of `Context.layout`, or a layout of this length.
+    check: whether ranks compare checksums of their batches. Collective then; blocks as
+        `Context.all_reduce` does.
 
     Raises InputError, on every rank that waits for this one, for names that are not known, shapes
-    that do not fit, and fewer tokens than ranks.
+    that do not fit, and fewer tokens than ranks; ContractMismatch, on every rank, where check finds
+    that batches differ.
     """
     try:
-        return _cut(dict(batch), ctx, layout)
+        found = _cut(dict(batch), ctx, layout)
     except InputError as error:
         refuse(_NAME, error, ctx.runtime)
+    if check:
+        _check_same(batch, ctx)
+    return found
+
+
+def _bytes_of(x: torch.Tensor) -> memoryview:
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _check_same(batch: Mapping[str, torch.Tensor], ctx: Context) -> None:
+    found = 0
+    for name, x in sorted(batch.items()):
+        found = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), found)
+        found = zlib.crc32(_bytes_of(x), found)
+    sums = torch.zeros(ctx.world_size, dtype=torch.int64)
+    sums[ctx.rank] = found
+    everyones = ctx.all_reduce(sums).tolist()
+    if len(set(everyones)) > 1:  # as every rank sees
+        raise ContractMismatch(
+            f"{_NAME}: expected the same batch on all ranks of a context, got others (checksums by "
+            f"rank: {everyones}); give every rank the same rows, and what draws by chance a "
+            "generator of its own, with the same seed on every rank"
+        )
 
 
 def _cut(batch: dict[str, torch.Tensor], ctx: Context, layout: str | ContextLayout) -> ShardedBatch:
@@ -227,7 +256,8 @@ def token_losses(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED_LABEL
 ) -> torch.Tensor:
     """Each token's cross-entropy, flattened, float32; 0 where the label counts for nothing."""
-    labels = labels.as_subclass(torch.Tensor)  # those of `burst_rt.hf.shard` refuse torch's losses
+    if hasattr(labels, "plain"):  # those of `burst_rt.hf.shard` refuse torch's losses
+        labels = labels.plain()
     flat = logits.float().flatten(0, -2)
     return functional.cross_entropy(
         flat, labels.flatten().to(flat.device), ignore_index=ignore_index, reduction="none"

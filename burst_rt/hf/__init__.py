@@ -3,6 +3,7 @@
     import burst_rt.hf
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="burst_rt")
     ctx = burst_rt.init()
+    burst_rt.hf.prepare(model, ctx)  # says now what ranks would get wrong with this model
     part = burst_rt.hf.shard(batch, ctx)  # the same batch on every rank
     loss = model(**part).loss  # the mean over all tokens of all ranks, on every rank
     loss.backward()

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
-from burst_rt.hf.masks import mask_of
+from burst_rt.hf.masks import Handed, mask_of
 from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import watch_of, why_rotary_differs
 from burst_rt.hf.shard import KEYWORD, Part
@@ -47,17 +47,18 @@ def _make_mask(
     attention_mask: torch.Tensor | None = None,
     config: object = None,
     **others: Any,
-) -> Mask:
+) -> Handed:
     """The mask of a kind of layers, for whole sequences. Arguments: as transformers names them.
 
     attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
     Layers that choose keys are refused here, as they cut their mask before they attend.
     """
+    Part.asked = True
     choosing = [each for each in _layer_types(config) if each in _CHOOSING]
     if choosing:
         _refuse(_mixed(choosing), None)
     try:
-        return mask_of(mask_function)
+        return Handed(mask_of(mask_function))
     except InputError as error:
         refuse(_NAME, error)
 
@@ -67,7 +68,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Mask | torch.Tensor | None,
+    attention_mask: Handed | torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -87,6 +88,7 @@ def attend(
     Raises InputError, on every rank that waits for this one, for a call without what `shard` gives,
     with other positions, and for what is not done.
     """
+    Part.asked = True
     part = others.get(KEYWORD)
     reason = _why_not(
         module, part, attention_mask, others, dropout=dropout, position_bias=position_bias,
@@ -97,8 +99,9 @@ def attend(
     assert isinstance(part, Part)
     part.attended = True
     queries, keys, shown = _sides(part, module)
-    structure = attention_mask
-    if not isinstance(structure, Mask):
+    if isinstance(attention_mask, Handed):
+        structure = attention_mask.mask
+    else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         structure = Causal() if causal else Full()
         if sliding_window is not None:
@@ -142,7 +145,7 @@ def _why_not(
         return "position_bias (T5's) is not done; expected none; use a model with rotary positions"
     if cache is not None:
         return "a paged cache is not done; expected none"
-    if attention_mask is not None and not isinstance(attention_mask, Mask):
+    if attention_mask is not None and not isinstance(attention_mask, Handed):
         shape = tuple(getattr(attention_mask, "shape", ()))
         return (
             f"attention_mask: expected [batch, tokens] or none, got {type(attention_mask).__name__}"

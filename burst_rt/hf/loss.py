@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from burst_rt.batches import IGNORED_LABEL, token_losses
 from burst_rt.errors import InputError
-from burst_rt.hf.shard import KEYWORD, Part, is_of_part, part_of
+from burst_rt.hf.shard import KEYWORD, Part, is_of_part, part_of, require_attended
 from burst_rt.runtime.mean import mean_over_ranks, sum_over_ranks
 from burst_rt.runtime.refusing import refuse
 
@@ -56,13 +56,7 @@ def _over_ranks(
     name: str, labels: object, args: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.Tensor:
     part: Part = options.get(KEYWORD) or part_of(labels)
-    if not part.attended:
-        error = InputError(
-            "loss: expected attention over ranks, got a model none of whose layers has asked "
-            "burst_rt for it; load it with attn_implementation='burst_rt', or give each sequence "
-            "one rank"
-        )
-        refuse("loss", error, part.ctx.runtime)
+    require_attended(part)
     compute = _LOSSES.get(name)
     if compute is None:
         error = InputError(

@@ -10,14 +10,43 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import masking_utils
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks import Causal, Chunked, Full, Mask, SlidingWindow
 
-__all__ = ["mask_of"]
+__all__ = ["Handed", "MaskIsRead", "mask_of"]
+
+
+class MaskIsRead(InputError, AttributeError):
+    """A model does something else with its mask than to hand it on; `hasattr` says no."""
+
+
+class Handed:
+    """A mask on its way through a model, from its mask function to its attention."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse_reading(name)
+
+    def __getitem__(self, places: object) -> NoReturn:
+        _refuse_reading("__getitem__")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:
+        _refuse_reading(func.__name__)
+
+
+def _refuse_reading(name: str) -> NoReturn:
+    raise MaskIsRead(
+        f"attn_implementation='burst_rt': attention_mask.{name}: expected a model that hands its "
+        "mask on to attention as it is, got one that looks into it or changes it; give each "
+        "sequence one rank, or use a model such as Llama, Qwen, Mistral or Gemma"
+    )
 
 
 def mask_of(function: Callable[..., Any]) -> Mask:

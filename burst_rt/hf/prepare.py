@@ -15,8 +15,9 @@ import torch
 from burst_rt.batches import IGNORED_LABEL
 from burst_rt.context import Context
 from burst_rt.errors import InputError
+from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import watch_of, watch_positions
-from burst_rt.hf.shard import KEYWORD, shard
+from burst_rt.hf.shard import KEYWORD, Part, require_attended, shard
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["TESTED", "is_prepared", "prepare"]
@@ -28,6 +29,8 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 TESTED = frozenset(
     {"gemma2", "gemma3", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3", "t5gemma"}
 )
+# What the heads' names end with.
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification")
 _FOLDER = "transformers.models."
 # Ranks compute what one process computes up to rounding: up to this part of the largest logit, by
 # the type of the weights. The tokens of other ranks weigh far more.
@@ -40,31 +43,36 @@ _STRIDE = 7919
 def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     """Makes a model ready for `shard`, and checks that it can be used over ranks; returns it.
 
-    Needed once, before the model is wrapped (DDP, FSDP2), for models that are not in `TESTED`, and
-    for "longrope" and "dynamic" rotary scaling where the ranks' largest positions fall on both
-    sides of the original length. A call that needs it and has not got it is refused.
+    Once, before the model is wrapped (DDP, FSDP2). Every later call that no layer attends in, or
+    whose output is not one row for each of the rank's tokens, is then refused. It is needed for
+    models that are not in `TESTED`, and for "longrope" and "dynamic" rotary scaling where the
+    ranks' largest positions fall on both sides of the original length: a call that needs it and
+    has not got it is refused.
 
-    Models that are not in `TESTED` compute logits and loss of a short sequence over the ranks, and
-    on each rank with attn_implementation="eager". Collective then; blocks as `burst_attention`
-    does. loss: False leaves the loss out, for models that compute it by themselves and are
-    called without labels: `burst_rt.cross_entropy` makes the loss of all tokens of the logits.
+    Models that are not in `TESTED`, or have another head than the tested ones, compute logits and
+    loss of a short sequence over the ranks, and on each rank with attn_implementation="eager".
+    Collective then; blocks as `burst_attention` does. loss: False leaves the loss out, for models
+    that compute it by themselves and are called without labels: `burst_rt.cross_entropy` makes the
+    loss of all tokens of the logits.
 
     Raises InputError on every rank where the two differ by more than rounding.
     """
     if ctx.world_size == 1:
         return model
-    watch = watch_of(model)
-    if watch is None:
-        watch = watch_positions(model)
-    known = _is_tested(type(model).__module__) or watch.compared == "with loss"
-    if known or (watch.compared and not loss):
-        return model
-    watch.compared = "with loss" if loss else "without loss"
-    try:
-        _compare(model, ctx, loss)
-    except InputError:
-        watch.compared = ""
-        raise
+    Part.asked = True
+    watch = watch_of(model) or watch_positions(model)
+    tested = _is_tested(type(model).__module__) and type(model).__name__.endswith(_HEADS)
+    known = tested or watch.compared == "with loss"
+    if not (known or (watch.compared and not loss)):
+        watch.compared = "with loss" if loss else "without loss"
+        try:
+            _compare(model, ctx, loss)
+        except InputError:
+            watch.compared = ""
+            raise
+    if not watch.checks:
+        watch.checks = True
+        model.register_forward_hook(_check_call, with_kwargs=True)
     return model
 
 
@@ -76,6 +84,34 @@ def is_prepared(layer: torch.nn.Module) -> bool:
 
 def _is_tested(module: str) -> bool:
     return module.removeprefix(_FOLDER).partition(".")[0] in TESTED and module.startswith(_FOLDER)
+
+
+def _check_call(
+    module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any
+) -> None:
+    """Raises InputError, on every rank alike, for what is not of all ranks' tokens."""
+    part = options.get(KEYWORD)
+    # Tokens of this rank that the caller has chosen are their own affair.
+    chosen = isinstance(options.get("logits_to_keep"), torch.Tensor)
+    if isinstance(part, Part) and part.ctx.world_size > 1:
+        require_attended(part)
+        if not chosen:
+            _check_output(module, part, output)
+
+
+def _check_output(module: torch.nn.Module, part: Part, output: Any) -> None:
+    values = output.values() if isinstance(output, dict) else output
+    values = [output] if isinstance(output, torch.Tensor) else values
+    shapes = [tuple(x.shape) for x in values if isinstance(x, torch.Tensor) and x.ndim > 1]
+    tokens = part.batch.layout.shard_len
+    if shapes and shapes[0][1] != tokens:
+        error = InputError(
+            f"hf.prepare: {type(module).__name__}: expected an output for each of this rank's "
+            f"{tokens} tokens, got one of shape {shapes[0]}: of a head that pools a sequence, or "
+            "by logits_to_keep, it would be of one rank's tokens alone; leave logits_to_keep out, "
+            "or give each sequence one rank"
+        )
+        refuse("hf.prepare", error, part.ctx.runtime)
 
 
 @torch.no_grad()
@@ -102,6 +138,10 @@ def _compare(model: Any, ctx: Context, loss: bool) -> None:
                 f"ranks' tokens, got one that is off by {off:.1e}; call burst_rt.hf.prepare(model, "
                 "ctx, loss=False), and burst_rt.cross_entropy with the logits"
             )
+    except MaskIsRead as error:
+        raise InputError(
+            f"hf.prepare: {name} cannot take its attention from burst_rt: {error}"
+        ) from error
     except InputError:  # what every rank sees, every rank raises
         raise
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
@@ -145,7 +185,9 @@ def _logits_off(model: Any, ctx: Context) -> float:
     whole = _alone(model, batch, ctx)[0]
     part = shard(batch, ctx)
     layout = part[KEYWORD].batch.layout
-    off = (model(**part)[0] - layout.shard(whole)).abs().flatten(2).amax(2)
+    output = model(**part)
+    _check_output(model, part[KEYWORD], output)
+    off = (output[0] - layout.shard(whole))[..., None].abs().flatten(2).amax(2)
     meant = layout.shard(batch["attention_mask"]).to(off.device)
     if model.config.is_encoder_decoder:
         meant = torch.ones_like(meant)

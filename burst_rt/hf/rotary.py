@@ -44,6 +44,7 @@ class Watch:
     def __init__(self) -> None:
         self._part: Part | None = None
         self.compared = ""  # with one process: "with loss", "without loss" or not yet
+        self.checks = False  # whether every call's output is looked at
 
     def before_model(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -40,9 +42,28 @@ class Part:
     # Of the models whose rotary embeddings were told the largest position of all ranks (`prepare`).
     told: set[object] = field(default_factory=set)
     attended: bool = False  # whether any layer has attended by it
+    # Whether a model of this process has ever asked burst_rt for a mask or for attention.
+    asked: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.ctx.world_size > 1 and self.ctx.rank == 0:
+            weakref.finalize(self, _warn_unless_asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         return self  # wrappers copy a model's arguments
+
+
+def _warn_unless_asked() -> None:
+    """Once, as a part is gone. A forward that raised is no news: it has asked, or ended the job."""
+    if not Part.asked and getattr(sys, "last_type", None) is None:
+        Part.asked = True
+        warnings.warn(
+            "burst_rt.hf.shard: no model has asked burst_rt for attention yet, and a part of a "
+            "batch is gone: a model that was called with it has seen one rank's tokens alone. Load "
+            "it with attn_implementation='burst_rt', and call burst_rt.hf.prepare(model, ctx), "
+            "which says what ranks would get wrong",
+            stacklevel=2,
+        )
 
 
 def shard(
@@ -51,11 +72,12 @@ def shard(
     layout: str | ContextLayout = "auto",
     *,
     group: RanksOrGroup | None = None,
+    check: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of a batch, as keywords: `model(**shard(batch, ctx))`.
 
     Every rank of the context gives the same batch, as for one process. Local: nothing is sent,
-    unless an argument is wrong.
+    unless an argument is wrong or check is set.
 
     batch: what `burst_rt.shard_batch` takes. What is no tensor, and tensors of no dimension
         (num_items_in_batch), pass unchanged. For encoder-decoders: input_ids and attention_mask of
@@ -64,13 +86,14 @@ def shard(
     layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only.
     group: the ranks whose tokens the loss is a mean of: all over which gradients are averaged. As
         in `burst_rt.mean_over_ranks`. None: the context's.
+    check: as in `burst_rt.shard_batch`: whether ranks compare their batches first.
 
     Returns the batch's own names with this rank's tokens, shift_labels (shifted before the cut),
     position_ids, and `burst_rt`, without which the attention function refuses a call. The model's
     loss is then the mean over all labelled tokens of all ranks, on every rank: DDP, FSDP2 or
     `burst_rt.average_gradients` make every rank's gradients those of that loss.
 
-    Raises InputError, on every rank that waits for this one.
+    Raises as `burst_rt.shard_batch` does.
     """
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
@@ -79,8 +102,8 @@ def shard(
             (tensors if isinstance(x, torch.Tensor) and x.ndim else others)[name] = x
     ranks = ctx if group is None else group
     if any(name.startswith(_DECODER) for name in tensors):
-        return {**others, **_shard_both(tensors, ctx, layout, ranks)}
-    cut = shard_batch(tensors, ctx, layout)
+        return {**others, **_shard_both(tensors, ctx, layout, ranks, check)}
+    cut = shard_batch(tensors, ctx, layout, check=check)
     part = Part(ctx, cut, ranks)
     return {**others, **_tagged(_named(cut), part), KEYWORD: part}
 
@@ -107,6 +130,13 @@ class _Labels(torch.Tensor):
             return _labels(found, labels.part)
         return found
 
+    def plain(self) -> torch.Tensor:
+        """For `burst_rt.cross_entropy`. Raises InputError where no layer has attended."""
+        part = self.part()
+        if part is not None:
+            require_attended(part)
+        return self.as_subclass(torch.Tensor)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Labels:
         return self.clone()  # type: ignore[return-value]  # by the above
 
@@ -131,6 +161,19 @@ def _refuse_loss(name: str, labels: _Labels) -> NoReturn:
         "burst_rt.cross_entropy of its logits"
     )
     refuse("loss", error, part.ctx.runtime if part else None)
+
+
+def require_attended(part: Part) -> None:
+    """Raises InputError, on every rank that waits for this one, where no layer has attended."""
+    if part.attended or part.ctx.world_size == 1:
+        return
+    Part.asked = True  # it is said here
+    error = InputError(
+        "hf: expected attention over ranks, got a model none of whose layers has asked burst_rt "
+        "for it: its tokens would see one rank's alone; load it with attn_implementation="
+        "'burst_rt', or give each sequence one rank"
+    )
+    refuse("hf", error, part.ctx.runtime)
 
 
 def is_of_part(labels: object) -> bool:
@@ -164,6 +207,7 @@ def _shard_both(
     ctx: Context,
     layout: str | ContextLayout,
     ranks: RanksOrGroup,
+    check: bool,
 ) -> dict[str, Any]:
     """The two sequences of an encoder-decoder."""
     wrong = [name for name in tensors if "position_ids" in name or "cu_seq" in name]
@@ -182,8 +226,9 @@ def _shard_both(
         {name: x for name, x in tensors.items() if _DECODER not in name and name != "labels"},
         ctx,
         layout,
+        check=check,
     )
-    decoder = shard_batch(own, ctx, layout)
+    decoder = shard_batch(own, ctx, layout, check=check)
     found = {f"{_DECODER}{name}": x for name, x in _named(decoder).items() if "labels" not in name}
     if decoder.shift_labels is not None:
         found["labels"] = decoder.shift_labels

@@ -11,9 +11,7 @@ which DDP makes of the gradients and Trainer of the logged loss, is the mean ove
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -52,10 +50,6 @@ class _Alone:
         return x
 
 
-def _bytes_of(x: torch.Tensor) -> memoryview:
-    return x.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
 def _named(device: torch.device) -> str:
     """accelerate calls the CPU cpu:0."""
     return f"{device.type}:{device.index or 0}"
@@ -77,7 +71,8 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
     at most `timeout_s` for each call. Losses are the means over all tokens of all ranks.
 
     Raises InputError, on every rank that waits for this one, for what is not done (docs/
-    transformers.md has the list), and where the ranks of a context get different batches.
+    transformers.md has the list), and ContractMismatch where the ranks of a context get different
+    batches.
     """
 
     def __init__(
@@ -218,24 +213,6 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             use_stateful_dataloader=given.use_stateful_dataloader,
         )
 
-    def _check_same(self, inputs: Mapping[str, Any]) -> None:
-        """Collective over the context. Raises InputError where its ranks have other batches."""
-        assert self.context is not None
-        found = 0
-        for name, x in sorted(inputs.items()):
-            if isinstance(x, torch.Tensor):
-                found = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode(), found)
-                found = zlib.crc32(_bytes_of(x), found)
-        sums = torch.zeros(self.context.world_size, dtype=torch.int64)
-        sums[self.context.rank] = found
-        everyones = self.context.all_reduce(sums).tolist()
-        if len(set(everyones)) > 1:  # as every rank of the context sees
-            raise InputError(
-                f"{_NAME}: expected the same batch on all ranks of a context, got others "
-                f"(checksums by rank: {everyones}); chance in a collator or in a dataset must have "
-                "a generator of its own, with the same seed on every rank"
-            )
-
     # Losses and counts.
 
     def get_cp_size(self) -> int:
@@ -255,8 +232,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         if num_items_in_batch is None:
             self._refuse(f"expected labels in a batch, got {', '.join(inputs)}")
-        self._check_same(inputs)
-        part = shard(inputs, self.context, self.layout, group=_Alone())
+        part = shard(inputs, self.context, self.layout, group=_Alone(), check=True)
         # TRL adds up what ranks have counted in their tokens. `gather_for_metrics` would leave
         # ranks out where the last batch has fewer rows than there are ranks.
         self.accelerator.gather_for_metrics = self.accelerator.gather

@@ -34,8 +34,8 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
 ProgressMode = Literal["auto", "bar", "lines", "none"]
 
-# Options of the byte-level model: a folder of transformers says them itself, and its attention
-# takes no strategy.
+# Options of the byte-level model: a folder of transformers says its shape itself, and its strategy
+# is auto.
 _BYTE_LEVEL = ("layers", "dim", "heads", "kv_heads", "strategy")
 # What a folder of transformers holds, as which files, and what to do where they are missing.
 _FILES = (
@@ -275,7 +275,8 @@ class TrainConfig:
         if odd:
             raise ConfigError(
                 f"{', '.join(odd)}: of the byte-level model alone; expected none beside --model "
-                f"({self.model}), whose own configuration decides; leave it out."
+                f"({self.model}), whose configuration says its shape, and whose strategy is auto; "
+                "leave it out."
             )
         return self if "lr" in chosen else replace(self, lr=_FINE_TUNING_LR)
 

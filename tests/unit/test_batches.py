@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import burst_rt
 from burst_rt import Causal, Documents, Full, Mask
-from burst_rt.errors import InputError
+from burst_rt.errors import ContractMismatch, InputError
 
 _TOKENS = 23
 _IDS = torch.arange(2 * _TOKENS).view(2, _TOKENS)
@@ -194,6 +194,26 @@ def test_a_wrong_batch_is_refused_on_every_rank(case: str, alone: bool) -> None:
 
     first, second = burst_rt.run_local(2, run, timeout_s=60)
     assert first == second
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "dtype", "nothing"])
+def test_ranks_compare_their_batches(name: str) -> None:
+    def run(ctx: burst_rt.Context) -> str:
+        batch = {"input_ids": _IDS.clone(), "attention_mask": _LEFT.clone()}
+        if ctx.rank == 1 and name == "dtype":
+            batch["attention_mask"] = batch["attention_mask"].bool()
+        elif ctx.rank == 1 and name != "nothing":
+            batch[name][0, 5] = 0
+        try:
+            burst_rt.shard_batch(batch, ctx, check=True)
+        except ContractMismatch as error:
+            return str(error)
+        finally:
+            assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
+        return ""
+
+    for said in burst_rt.run_local(2, run, timeout_s=60):
+        assert ("expected the same batch on all ranks" in said) == (name != "nothing")
 
 
 def test_a_layout_of_another_length_is_refused() -> None:

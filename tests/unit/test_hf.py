@@ -4,7 +4,9 @@ models are right over ranks is tested in tests/mpi/test_models.py.
 
 from __future__ import annotations
 
+import gc
 import re
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -23,7 +25,8 @@ import burst_rt
 import burst_rt.hf
 from burst_rt import Causal, Chunked, Full, Mask, SlidingWindow
 from burst_rt.errors import InputError
-from burst_rt.hf.masks import mask_of
+from burst_rt.hf.masks import Handed, mask_of
+from burst_rt.hf.shard import Part
 
 _NO_PADDING = torch.zeros(2, dtype=torch.int64)
 _POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2)
@@ -228,6 +231,29 @@ def _without_the_loss(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -
     return burst_rt.hf.prepare(model, ctx, loss=False)(**part)
 
 
+def _without_labels(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return burst_rt.hf.prepare(model, ctx)(**_unlabelled(part))
+
+
+def _last_logits(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    return burst_rt.hf.prepare(model, ctx)(**_unlabelled(part), logits_to_keep=1)
+
+
+def _unlabelled(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in part.items() if "labels" not in name}
+
+
+def _eager(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    model = burst_rt.hf.prepare(model, ctx)
+    model.set_attn_implementation("eager")
+    return model(**_unlabelled(part))
+
+
+def _loss_of_logits(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    logits = model(**_unlabelled(part)).logits
+    return burst_rt.cross_entropy(logits, part["shift_labels"], group=ctx)
+
+
 def _own_loss() -> Any:
     """One that no function of torch's makes."""
     model = _bert()
@@ -289,6 +315,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "positions that a model does not take": (_bart, _prepared, "not what it is on one process"),
     "state spaces": (_mamba, _prepared, "not what it is on one process"),
     "state spaces that nothing asks about": (_mamba, _as_it_is, "none of whose layers has asked"),
+    "state spaces without labels": (_mamba, _loss_of_logits, "none of whose layers has asked"),
+    "attention that was changed later": (
+        lambda: make_model("Llama"), _eager, "none of whose layers has asked",
+    ),
+    "a head that pools": (
+        _small("LlamaConfig", "LlamaForSequenceClassification"), _without_labels,
+        r"LlamaForSequenceClassification: expected an output .* got one of shape \(2, 2\)",
+    ),
+    "the last logits": (
+        lambda: make_model("Llama"), _last_logits, r"got one of shape \(2, 1, 64\)",
+    ),
+    "a mask that is looked into": (
+        _small("DogeConfig", "DogeForCausalLM"), _as_it_is,
+        r"attention_mask\.dtype: expected a model that hands its mask on",
+    ),
     "attention of its own": (_bloom, _prepared, "cannot take its attention from burst_rt"),
     # In 16 bits a mean of one rank's tokens is within the rounding that `prepare` allows.
     "a loss of torch's": (
@@ -408,6 +449,108 @@ def test_preparing_leaves_modes_as_they_are_and_hooks_once() -> None:
     assert burst_rt.run_local(2, run, timeout_s=60) == [(False, True, 1)] * 2
 
 
+def test_a_mask_that_is_changed_is_refused() -> None:
+    mask: Any = Handed(Causal())
+    assert not hasattr(mask, "keys")
+    changes: list[Callable[[], object]] = [
+        lambda: mask[:, :4], lambda: torch.ones(2) + mask, lambda: mask.to("cpu"),
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(InputError, match="expected a model that hands its mask on"):
+            change()
+
+
+def test_heads_whose_output_is_of_tokens_can_be_prepared() -> None:
+    """Beside those that are tested."""
+    torch.manual_seed(0)
+    for name in ("LlamaModel", "LlamaForQuestionAnswering"):
+        model, batch = _small("LlamaConfig", name)(), make_batch("Llama", "right")
+        expected = deepcopy(model)(**_unlabelled(batch))[0]
+        model.set_attn_implementation("burst_rt")
+
+        def run(ctx: burst_rt.Context, model: Any = model, batch: Any = batch) -> torch.Tensor:
+            mine = burst_rt.hf.prepare(deepcopy(model), ctx)
+            part = burst_rt.hf.shard(_unlabelled(batch), ctx)
+            layout: burst_rt.ContextLayout = part["burst_rt"].batch.layout
+            return layout.unshard(mine(**part)[0].detach())
+
+        shown = batch["attention_mask"] != 0
+        for found in burst_rt.run_local(2, run, timeout_s=60):
+            torch.testing.assert_close(found[shown], expected[shown], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_that_are_chosen_stay() -> None:
+    model = make_model("Llama")
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> list[int]:
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx)
+        part = _unlabelled(burst_rt.hf.shard(make_batch("Llama", "plain"), ctx))
+        return list(mine(**part, logits_to_keep=torch.tensor([3, 5])).logits.shape)
+
+    assert burst_rt.run_local(2, run, timeout_s=60) == [[2, 2, 64]] * 2
+
+
+def test_one_rank_needs_no_attention_over_ranks() -> None:
+    model, batch = _mamba(), make_batch("Llama", "plain")
+    expected = model(**batch).loss.item()
+
+    def run(ctx: burst_rt.Context) -> tuple[float, float]:
+        part = burst_rt.hf.shard(batch, ctx)
+        output = model(**part)
+        own = burst_rt.cross_entropy(output.logits, part["shift_labels"], group=ctx)
+        return output.loss.item(), own.item()
+
+    for found in burst_rt.run_local(1, run, timeout_s=60):
+        assert found == pytest.approx((expected, expected), rel=1e-6)
+
+
+def _warnings_of(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, use: Callable[[list[dict[str, Any]]], object]
+) -> list[str]:
+    """What is warned of while `use` has three parts on each rank, in a process that is new."""
+    monkeypatch.setattr(Part, "asked", False)
+    batch = _unlabelled(make_batch("Llama", "plain"))
+
+    def run(ctx: burst_rt.Context) -> None:
+        use([burst_rt.hf.shard(batch, ctx) for _ in range(3)])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        burst_rt.run_local(num_ranks, run, timeout_s=60)
+        gc.collect()
+    return [str(each.message) for each in caught if "hf.shard" in str(each.message)]
+
+
+def test_logits_of_a_model_that_never_attends_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def use(parts: list[dict[str, Any]]) -> None:
+        while parts:
+            _mamba()(**parts.pop())
+
+    (said,) = _warnings_of(monkeypatch, 2, use)
+    assert "no model has asked burst_rt for attention yet" in said
+    assert _warnings_of(monkeypatch, 1, use) == []
+
+
+def test_parts_that_are_used_later_or_never_are_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("Llama")
+    model.set_attn_implementation("burst_rt")
+
+    def one(parts: list[dict[str, Any]]) -> None:
+        deepcopy(model)(**parts[0])
+
+    def failing(parts: list[dict[str, Any]]) -> None:
+        with pytest.raises(InputError, match="position_ids: expected those of"):
+            model(**{**parts[0], "position_ids": parts[0]["position_ids"] + 1})
+
+    assert _warnings_of(monkeypatch, 2, one) == []
+    assert _warnings_of(monkeypatch, 2, failing) == []
+
+
 def test_a_model_prepared_in_a_world_of_one_is_not_yet_compared() -> None:
     mamba = _mamba()
     burst_rt.run_local(1, lambda ctx: burst_rt.hf.prepare(mamba, ctx), timeout_s=60)
@@ -488,7 +631,8 @@ def test_the_sum_of_losses_over_a_number_that_is_given() -> None:
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
 
 
-_PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+_ROOT = Path(__file__).parents[2]
+_PAGES = ("docs/transformers.md", "README.md")
 
 
 class _Own(torch.nn.Module):
@@ -507,14 +651,15 @@ class _Own(torch.nn.Module):
         return torch.as_tensor(self.head(x))
 
 
-def test_the_page_runs(tmp_path: Path) -> None:
-    """Its step with a model of transformers, and its step with a model of one's own."""
+def test_the_pages_run(tmp_path: Path) -> None:
+    """The step with a model of transformers, and README's with a model of one's own."""
     make_model("Llama").save_pretrained(tmp_path)
-    shown = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    pages = [(_ROOT / name).read_text(encoding="utf-8") for name in _PAGES]
+    shown = re.findall(r"```python\n(.*?)```", "".join(pages), re.DOTALL)
     names: dict[str, Any] = {
         "path": tmp_path, "batches": [make_batch("Llama", "packed")] * 3, "partial": partial,
     }  # fmt: skip
-    exec(next(block for block in shown if "from_pretrained" in block), names)
+    exec(next(block for block in shown if "batches" in block), names)
     assert 0 < names["loss"].item() < 5
     names |= {"batch": names["batches"][0], "model": _Own()}
     exec(next(block for block in shown if "shard_batch" in block), names)

@@ -111,7 +111,10 @@ _TRAIN: list[tuple[str, list[str]]] = [
     ("--model mute", ["--model: expected a tokenizer (tokenizer", "mute, found none"]),
     ("--model model --data nowhere", ["--data", "nowhere does not exist"]),
     ("--model model --seq-len 0", ["--seq-len must be positive"]),
-    ("--model model --layers 4 --strategy burst", ["--layers, --strategy: of the byte-level"]),
+    (
+        "--model model --layers 4 --strategy burst",
+        ["--layers, --strategy: of the byte-level", "strategy is auto; leave it out"],
+    ),
     ("--resume --out tuned --dim 64", ["--dim: of the byte-level"]),
     ("--resume --out run --model model", ["--model: the checkpoint holds another model"]),
 ]

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 import burst_rt
 import burst_rt.hf
 from burst_rt import Context
-from burst_rt.errors import InputError
+from burst_rt.errors import ContractMismatch, InputError
 
 STEPS = 20
 _VOCABULARY = 64
@@ -232,7 +232,7 @@ def refused(folder: Path, context: Context | None, num_contexts: int) -> Found:
     def refusal(name: str) -> Iterator[None]:
         try:
             yield
-        except InputError as error:
+        except (InputError, ContractMismatch) as error:
             said[name] = str(error)
 
     new = partial(make, folder / "refused", context, num_contexts)
