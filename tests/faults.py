@@ -56,8 +56,11 @@ _IN_A_CALL = {
     "later-tile": "burst_attention",
     "backward": "backward of burst_attention",
     "sum": "all_reduce",
+    "decode": "KVCache.attend",
 }
-_PHASES = (*_BEFORE_JOINING, "joined", "between", "before", "awaited", *_IN_A_CALL, "exit")
+_PHASES = (
+    *_BEFORE_JOINING, "joined", "between", "before", "awaited", *_IN_A_CALL, "layer", "exit",
+)  # fmt: skip
 _SIGNALS = {"sigkill": 9, "sigterm": 15}
 _CRASHES = {"sigsegv": 11, "sigabrt": 6}
 _WAYS = (
@@ -73,7 +76,7 @@ _WAYS = (
 )
 # Once MPI has been finalized, Python ignores exceptions.
 _FINAL_WAYS = (*_SIGNALS, *_CRASHES, "os-exit-0", "os-exit-3")
-_HELD_PHASES = ("before", "between", "awaited", *_IN_A_CALL)
+_HELD_PHASES = ("before", "between", "awaited", *_IN_A_CALL, "layer")
 
 # From the fault, or from the deadline that ends a wait, to the end of the job.
 _DEADLINE_S = 5.0

@@ -18,8 +18,13 @@ def _cases(count: int) -> list[Case]:
     return [draw(chance) for _ in range(count)]
 
 
-# What has gone wrong once.
-_KEPT = ["run 2 rank 1 os-exit-0 sum", "run 3 rank 1 sigstop sum"]
+# What has gone wrong once, and losses while a model serves.
+_KEPT = [
+    "run 2 rank 1 os-exit-0 sum",
+    "run 3 rank 1 sigstop sum",
+    "run 3 rank 1 sigkill decode",
+    "run 2 rank 0 raise layer",
+]
 
 
 @pytest.mark.parametrize("case", [*_cases(_COUNT), *map(parse, _KEPT)], ids=str)

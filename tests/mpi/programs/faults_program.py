@@ -155,6 +155,34 @@ def watch_sums() -> None:
     control.allreduce_sum = watched
 
 
+def watch_decodes() -> None:
+    """The same of every decode of the CPU's kernel."""
+    kernel: Any = type(KERNELS["cpu"])
+    decode = kernel.decode
+
+    def watched(*args: Any) -> Any:
+        reach("decode")
+        return decode(*args)
+
+    kernel.decode = watched
+
+
+def serve() -> None:
+    """A prompt and a few tokens, in two layers."""
+    cache = burst_rt.KVCache(
+        ctx, num_layers=2, batch=1, num_kv_heads=2, head_dim=16, capacity=100, block=4,
+        dtype=torch.float32,
+    )  # fmt: skip
+    for tokens in (40, 1, 1):
+        step = cache.step(tokens)
+        for layer in range(2):
+            x = torch.randn(1, step.num_tokens, 2, 16)
+            step.attend(layer, x, x, x)
+            if tokens == 1:
+                reach("layer")
+        step.commit()
+
+
 def call() -> None:
     q = torch.randn(1, layout.shard_len, 2, 16, requires_grad=True)
     out = burst_rt.burst_attention(q, q, q, causal=True, layout=layout)
@@ -207,6 +235,8 @@ call()
 watch_sums()
 total = ctx.all_reduce(torch.ones(1))
 assert total.item() == ctx.world_size
+watch_decodes()
+serve()
 if not at_fault and phase == "exit":
     time.sleep(_AWHILE_S)
 print("done", flush=True)
