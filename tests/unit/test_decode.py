@@ -67,6 +67,15 @@ def test_every_kernel_has_a_decode() -> None:
             assert error < ERROR[torch.float64], (kernel, softcap)
 
 
+@pytest.mark.parametrize("world", _WORLDS)
+def test_staged_through_chunks_of_the_host(world: int) -> None:
+    case = CASES["a window and the beginning"]
+    outs = burst_rt.run_local(world, partial(decode, case=case), transport="staged")
+    plain = burst_rt.run_local(world, partial(decode, case=case))
+    assert relative_error(outs[0], case.truth()) < ERROR[torch.float32]
+    assert all(torch.equal(out, plain[0]) for out in outs)
+
+
 def program(world: int, **changed: int) -> Decode:
     numbers = {
         "batch": 2, "num_queries": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
