@@ -67,6 +67,26 @@ def test_wide_heads_and_scores() -> None:
         assert found.instructions["HGMMA"] >= _NUM_PRODUCTS[kind], found
 
 
+@pytest.mark.parametrize("arch", _PRODUCTS)
+def test_decode(arch: int) -> None:
+    """Few rows: the tensor cores' 16 rows on every chip, with sums in registers."""
+    requests = [
+        Request("decode", arch, head_dim, True, dtype, scores=scores)
+        for dtype in ("bf16", "fp32")
+        for head_dim, scores in ((64, ()), (128, ("softcap",)), (256, ()))
+    ]
+    requests += [
+        Request("decode", arch, 192, True, v_head_dim=128),
+        Request("combine", arch, 128, True),
+    ]
+    for found in compile_all(requests):
+        assert found.spills == 0, found
+        assert 0 < found.registers <= 255, found
+        assert found.shared_bytes <= ARCHES[arch], found
+        if found.request.kind == "decode" and found.request.dtype == "bf16":
+            assert found.instructions["HMMA"] >= 2, found
+
+
 def test_loads_by_the_copy_engine() -> None:
     """Tensor descriptors on Hopper and Blackwell; on Hopper specialised warps hold the forward's
     128 rows twice as 64.

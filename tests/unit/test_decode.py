@@ -67,6 +67,22 @@ def test_every_kernel_has_a_decode() -> None:
             assert error < ERROR[torch.float64], (kernel, softcap)
 
 
+@pytest.mark.parametrize("world", _WORLDS)
+def test_staged_through_chunks_of_the_host(world: int) -> None:
+    case = CASES["a window and the beginning"]
+
+    def call(ctx: Context) -> torch.Tensor:
+        out = decode(ctx, case)
+        (plan,) = ctx.setup.decodes.values()
+        assert bool(plan.chunks) is (world > 1)
+        return out
+
+    outs = burst_rt.run_local(world, call, transport="staged")
+    plain = burst_rt.run_local(world, partial(decode, case=case))
+    assert relative_error(outs[0], case.truth()) < ERROR[torch.float32]
+    assert all(torch.equal(out, plain[0]) for out in outs)
+
+
 def program(world: int, **changed: int) -> Decode:
     numbers = {
         "batch": 2, "num_queries": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,

@@ -71,7 +71,7 @@ _SINGLE = {
 # 256, by the size of an input in bytes.
 _DECODE = {
     2: (Config(16, 128, 4, 3), Config(16, 64, 4, 3), Config(16, 32, 4, 2)),
-    4: (Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 16, 4, 2)),
+    4: (Config(16, 32, 8, 2), Config(16, 32, 8, 2), Config(16, 16, 8, 2)),
 }
 
 # Sizes for Triton's interpreter: small and unequal, so that short tests cross every kind of edge.

@@ -8,6 +8,8 @@ powers of two inside; m comes out as a natural logarithm (`kernels/decode.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
@@ -19,6 +21,7 @@ from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import LOG2_E, strides
 from burst_rt.kernels.triton.scores import tanh
+from burst_rt.kernels.triton.work import bounds_of, seen_of
 from burst_rt.planning.masks.spans import Spans
 
 __all__ = ["combine_kernel", "decode_kernel", "launch_decode"]
@@ -29,7 +32,7 @@ _PROGRAMS = 2
 _MOST_SPLITS = 64
 
 
-@triton.jit(do_not_specialize=["heads", "group", "q_len", "num_splits"])
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "num_splits", "by_row"])
 def decode_kernel(
     p_q,
     p_k,
@@ -51,7 +54,6 @@ def decode_kernel(
     group,
     q_len,
     num_splits,
-    width,
     by_row,
     scale_log2,
     cap_scale,
@@ -61,6 +63,7 @@ def decode_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
     SOFTCAP: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -72,9 +75,9 @@ def decode_kernel(
     -inf, l = 0, acc = 0.
 
     p_seen, int32, for each batch row (by_row: 1; else for all, 0): the first and one after the last
-    column that is seen, then for each of `width` spans q_len starts and q_len stops. The columns
-    between first and last are dealt evenly to the splits, and no other column is read. acc
-    `[splits, batch, heads, q_len, V_HEAD_DIM]`, m and l `[splits, batch, heads, q_len]` are dense.
+    column that is seen, then spans `[2, WIDTH, q_len]`, starts and stops. The columns between first
+    and last are dealt evenly to the splits, and no other column is read. acc `[splits, batch,
+    heads, q_len, V_HEAD_DIM]`, m and l `[splits, batch, heads, q_len]` are dense.
 
     Worked example (d = 1, scale_log2 1, two splits): q = [1], k = [0, 1], v = [4, 8]: the first
     split has m = 0, l = 1, acc = 4, the second m = 1, l = 1, acc = 8. Together m = 1, l = 1/2 + 1,
@@ -105,10 +108,11 @@ def decode_kernel(
     p_k += i_b * stride_kb + i_kv * stride_kh
     p_v += i_b * stride_vb + i_kv * stride_vh
 
-    p_seen += i_b * by_row * (2 + 2 * width * q_len)
+    p_seen += i_b * by_row * (2 + 2 * WIDTH * q_len)
     first = tl.load(p_seen)
     last = tl.load(p_seen + 1)
     p_spans = p_seen + 2
+    bounds = bounds_of(p_spans, o_t, q_len, WIDTH, True)
     share = tl.cdiv(tl.cdiv(last - first, num_splits), BLOCK_N) * BLOCK_N
     start = first + tl.program_id(1) * share
     stop = tl.minimum(start + share, last)
@@ -122,12 +126,7 @@ def decode_kernel(
         if SOFTCAP:
             b_s = tanh(b_s * cap_scale)
         o_n = column + tl.arange(0, BLOCK_N)
-        b_seen = tl.zeros((BLOCK_M, BLOCK_N), tl.int1)
-        for number in range(width):
-            p_starts = p_spans + 2 * number * q_len
-            b_start = tl.load(p_starts + o_t)
-            b_stop = tl.load(p_starts + q_len + o_t)
-            b_seen |= (b_start[:, None] <= o_n[None, :]) & (o_n[None, :] < b_stop[:, None])
+        b_seen = seen_of(bounds, p_spans, o_t, o_n, q_len, WIDTH, True, False)
         b_seen &= (o_n < stop)[None, :]
         b_s = tl.where(b_seen, b_s * scale_log2, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
@@ -214,7 +213,9 @@ def launch_decode(
     (q, k, v), device = qkv, qkv.q.device
     (batch, q_len, heads, head_dim), kv_heads, v_head_dim = q.shape, k.shape[2], v.shape[3]
     group, num_rows = heads // kv_heads, batch * heads * q_len
-    table, longest = _table(seen, k.shape[1])
+    # A power of two, so that there are few kernels.
+    width = 1 << (seen.width - 1).bit_length()
+    table, longest = _table(width, seen, k.shape[1])
     if longest == 0:
         into.start()
         return
@@ -228,12 +229,12 @@ def launch_decode(
     decode_kernel[blocks, num_splits](
         q, k, v, acc, m, l, torch.from_numpy(table).to(device),
         *strides(q), *strides(k), *strides(v), heads, group, q_len, num_splits,
-        seen.width, int(len(table) > 1),
+        int(len(table) > 1),
         factor * LOG2_E, cap_scale,
         HEAD_DIM=head_dim, BLOCK_D=padded(head_dim),
         V_HEAD_DIM=v_head_dim, BLOCK_DV=padded(v_head_dim),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        SOFTCAP=softcap is not None, INTERPRET=interpret,
+        WIDTH=width, SOFTCAP=softcap is not None, INTERPRET=interpret,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     combine_kernel[(num_rows,)](
@@ -243,10 +244,11 @@ def launch_decode(
 
 
 def _table(
-    seen: Spans, num_columns: int
-) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int32]], int]:
+    width: int, seen: Spans, num_columns: int
+) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
     """p_seen of `decode_kernel`, and the most columns that it names for a batch row."""
     found = np.array(hulls(seen, num_columns), np.int32)
-    bounds = np.stack(seen, 2).clip(0, num_columns)  # [batch, q_len, 2, width]
-    spans = bounds.transpose(0, 3, 2, 1).reshape(len(found), -1).astype(np.int32)
+    bounds = np.stack(seen).clip(0, num_columns)  # [2, batch, q_len, spans]
+    bounds = np.pad(bounds, ((0, 0), (0, 0), (0, 0), (0, width - seen.width)))
+    spans = bounds.transpose(1, 0, 3, 2).reshape(len(found), -1).astype(np.int32)
     return np.concatenate((found, spans), 1), int((found[:, 1] - found[:, 0]).max())
