@@ -43,7 +43,7 @@ test-all: test ## all tests, and more: on several hosts (Slurm, the commands of 
 
 ONLY ?= test
 
-test-masks: $(ALL) ## every mask with every strategy, layout, world, length and kernel; hours (ONLY='documents and hybrid')
+test-masks: $(ALL) ## every mask with every strategy, layout, world and length; hours (ONLY='documents and hybrid'); all pairs by Triton's interpreter
 	$(BIN)/pytest $(PARALLEL) tests/all_masks.py -k '$(ONLY)'
 	TRITON_INTERPRET=1 $(BIN)/pytest $(PARALLEL) tests/all_masks.py -k '$(ONLY)'
 

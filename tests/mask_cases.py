@@ -1,10 +1,14 @@
 """Calls under masks, as factors: what `unit/test_masked_attention.py` takes all pairs of, and
-`all_masks.py` the product.
+`all_masks.py` the product (all pairs, where Triton's interpreter is the machine).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations, product
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from mask_truths import FUNCTIONS, MASKS, Sizes, truth_of
@@ -14,7 +18,7 @@ from worlds import Case, attend_over_threads
 
 from burst_rt.kernels import sum_dtype
 
-__all__ = ["FACTORS", "Row", "assert_right", "assert_row"]
+__all__ = ["FACTORS", "Row", "all_pairs", "assert_right", "assert_row"]
 
 _BATCH = 2
 _MADE = {name: entry.mask for name, entry in (MASKS | FUNCTIONS).items()}
@@ -30,6 +34,11 @@ class Row(NamedTuple):
     lengths: tuple[int, int]
     dtype: torch.dtype
     kernel: str
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is such a mask for these lengths."""
+        return _possible(self.mask, self.lengths)
 
     @property
     def sizes(self) -> Sizes:
@@ -76,6 +85,46 @@ FACTORS: tuple[list[Any], ...] = (
     [torch.float32, torch.bfloat16, torch.float64],
     ["cpu", "naive"],
 )
+
+
+@cache
+def _possible(mask: str, lengths: tuple[int, int]) -> bool:
+    return truth_of(mask, Sizes(*lengths, 1)) is not None
+
+
+_Pair: TypeAlias = tuple[int, int, Any, Any]  # two factors, and a value of each
+
+
+def all_pairs(factors: Sequence[Sequence[Any]]) -> Iterator[Row]:
+    """Rows in which every pair of two factors' values stands that is possible.
+
+    Greedy: of many drawn rows, each with a pair that is missing, the one with most missing pairs.
+    """
+    chance, numbers = random.Random(0), range(len(factors))
+    # A dict, for its order: the same rows every time.
+    missing: dict[_Pair, None] = dict.fromkeys(
+        (a, b, x, y)
+        for a, b in combinations(numbers, 2)
+        for x, y in product(factors[a], factors[b])
+        if (a, b) != (0, 4) or Row(x, "", ("", ""), 1, y, torch.float32, "").possible
+    )
+    while missing:
+        best, most = None, []
+        for a, b, x, y in chance.choices(list(missing), k=30):
+            values = [chance.choice(factor) for factor in factors]
+            values[a], values[b] = x, y
+            row = Row(*values)
+            new = [pair for pair in _pairs_of(row) if pair in missing]
+            if len(new) > len(most) and row.possible:
+                best, most = row, new
+        if best is not None:
+            yield best
+            for pair in most:
+                del missing[pair]
+
+
+def _pairs_of(row: Row) -> Iterator[_Pair]:
+    return ((a, b, row[a], row[b]) for a, b in combinations(range(len(row)), 2))
 
 
 def assert_right(result: Attention, truth: Attention, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ called with one), and it gives a row that sees no key lse 0 instead of -inf.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from math import isqrt
 from operator import itemgetter
 from typing import Any
@@ -72,8 +73,11 @@ _SMALL_SIDE = 1536
 _LARGEST_BACKWARD = 1536
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
 _MOST_MASKED = 1 << 24
-# Where each head has a matrix of scores or of distances of its own.
-_MATRIX_PART = Part(512, 512, 1)
+# Where each head has a matrix of distances of its own.
+_DISTANCES_PART = Part(512, 512, 1)
+# The cells of all heads' matrices of scores, about. They fit into the cache, and the C library does
+# not give their memory back to the system after each part, to get it again page by page.
+_MATRIX_CELLS = 3 << 16
 # Bytes a cell while a mask is made: booleans.
 _MASK_BYTES = 3
 # Bytes that the fused kernel takes for itself, about: scores of 256 queries x 512 keys, twice in
@@ -193,8 +197,10 @@ class CpuKernel(Kernel):
         return part._replace(largest=_LARGEST_BACKWARD, strips=False)
 
     def _size_of(self, tile: Tile, qkv: QKV) -> Part:
-        if tile.terms.softcap is not None or tile.terms.alibi_slopes is not None:
-            return _MATRIX_PART
+        if tile.terms.softcap is not None:
+            return _matrix_part(qkv.q.shape[0] * (qkv.q.shape[2] // qkv.k.shape[2]))
+        if tile.terms.alibi_slopes is not None:
+            return _DISTANCES_PART
         if any(piece.masked for piece in tile.pieces):
             heads = min(qkv.k.shape[2], _SMALL_PART.kv_heads * torch.get_num_threads())
             apart = tile.mask.num_apart(qkv.q.shape[0], heads * (qkv.q.shape[2] // qkv.k.shape[2]))
@@ -221,7 +227,10 @@ class CpuKernel(Kernel):
         channels = tile.batch * (tile.head_dim if forward else tile.head_dim + 1) * size
         q_part = kv_part = matrix = 0
         of_heads = tile.scores.softcap or tile.scores.alibi_slopes
-        for part in (_MATRIX_PART,) if of_heads else (_PART, _SMALL_PART):
+        parts = (_DISTANCES_PART,) if of_heads else (_PART, _SMALL_PART)
+        if tile.scores.softcap:
+            parts = (_matrix_part(tile.batch * (tile.num_heads // tile.num_kv_heads)),)
+        for part in parts:
             kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
             heads = kv_heads * (tile.num_heads // tile.num_kv_heads)
             q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)
@@ -248,6 +257,12 @@ def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names
     """What torch (2.12 or newer, else it says nothing) tells of this CPU."""
     found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return found
+
+
+def _matrix_part(heads: int) -> Part:
+    """Parts for matrices of scores of so many heads, of all batch rows."""
+    side = max(128, isqrt(_MATRIX_CELLS // heads) // 64 * 64)
+    return Part(side, side, 1)
 
 
 def _is_handful(qkv: QKV) -> bool:
@@ -314,14 +329,17 @@ def _hidden(
     q: torch.Tensor, tile: Tile, cut: Cut, dtype: torch.dtype
 ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:
     """How the fused kernel hides cells of a cut: whether it is to do so itself, as under a causal
-    mask; the cells that are seen; the mask for its scores.
+    mask; the cells that are seen, where a row may see none; the mask for its scores.
 
     The fused kernel knows lower triangles only. With ALiBi, which takes a mask anyway, these are
     in the mask, too.
     """
     rows, columns = cut.rows, cut.columns
     bias = tile.bias(rows, columns, dtype)
-    if bias is None and cut.piece is None and not cut.upper and not cut.band:
+    if bias is None and cut.piece is None:
+        if cut.upper or cut.band:
+            lengths = rows.stop - rows.start, columns.stop - columns.start
+            return False, None, _beside(*lengths, cut.upper, dtype)
         return cut.triangle, None, None
     seen = tile.visible(cut.alone(), rows, columns, q)
     if bias is None:
@@ -363,6 +381,16 @@ def _decode(qkv: QKV, seen: Spans, hull: tuple[int, int], scale: float, into: Pa
                 total.copy_(part)
         else:
             sums.fold(out, m, l)
+
+
+# Most cuts of a window are alike.
+@lru_cache(maxsize=4)
+def _beside(q_len: int, kv_len: int, upper: bool, dtype: torch.dtype) -> torch.Tensor:
+    """The mask `[q, kv]` of an upper triangle, or a band: -inf beside it, else 0."""
+    shape = Piece(0, q_len, 0, kv_len, False, False, 0, upper, not upper)
+    q, kv = (torch.arange(length, device="cpu") for length in (q_len, kv_len))
+    mask = torch.zeros(q_len, kv_len, dtype=dtype, device="cpu")
+    return mask.masked_fill_(~shape.shows(q[:, None], kv), -torch.inf)
 
 
 class _Queries:

@@ -53,7 +53,7 @@ class NaiveKernel(Kernel):
             m_new = torch.maximum(m.to(work), s.amax(-1))
             # exp(-inf - -inf) would be NaN: such a row has seen no key.
             safe = torch.where(m_new == -torch.inf, 0.0, m_new)
-            p = torch.exp(s - safe[..., None])
+            p = s.sub_(safe[..., None]).exp_()
             old = torch.exp(m.to(work) - safe)
             pv = p @ per_head(v[:, piece.columns], q.shape[2], work)
             acc.copy_(acc.to(work) * old.transpose(1, 2)[..., None] + pv.transpose(1, 2))
@@ -70,12 +70,12 @@ class NaiveKernel(Kernel):
             rows, columns = piece.rows, piece.columns
             lse, delta = (x[:, :, rows].to(work)[..., None] for x in (upstream.lse, upstream.delta))
             s, t = dense_scores(q, k, tile, piece, work, upstream.lse.dtype)
-            p = torch.exp(s - lse)
+            p = s.sub_(lse).exp_()
             dout = per_head(upstream.dout[:, rows], heads, work)
             dp = dout @ per_head(v[:, columns], heads, work).mT
-            ds = p * (dp - delta) * tile.scale
+            ds = dp.sub_(delta).mul_(p).mul_(tile.scale)
             if t is not None:
-                ds.mul_(1.0 - t.square_())
+                ds.mul_(t.square_().neg_().add_(1.0))
             if grads.dq is not None:
                 dq = (ds @ per_head(k[:, columns], heads, work)).transpose(1, 2)
                 grads.dq[:, rows] += dq.to(grads.dq.dtype)
@@ -117,18 +117,19 @@ def dense_scores(
     """
     some_q, some_k = q[:, piece.rows], k[:, piece.columns]
     heads = q.shape[2]
-    s: torch.Tensor = per_head(some_q, heads, work) @ per_head(some_k, heads, work).mT * tile.scale
+    s: torch.Tensor = per_head(some_q, heads, work) @ per_head(some_k, heads, work).mT
+    s.mul_(tile.scale)
     t, cap = None, tile.terms.softcap
     if cap is not None:
         t = s.div_(cap).tanh_()
         s = t * cap
     bias = tile.bias(piece.rows, piece.columns, work)
     if bias is not None:
-        s = s + bias
+        s.add_(bias)
     s = s.to(rounded).to(work)
     seen = tile.visible(piece, piece.rows, piece.columns, q)
     if seen is not None:
-        s = s.masked_fill(~seen, -torch.inf)
+        s.masked_fill_(~seen, -torch.inf)
     return s, t
 
 

@@ -5,13 +5,12 @@ plain loops: all pairs of mask, strategy, layouts, world, lengths, type and kern
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from mask_cases import FACTORS, Row, assert_right, assert_row
+from mask_cases import FACTORS, Row, all_pairs, assert_right, assert_row
 from mask_truths import Sizes, cells_of, truth_of
 from spec import reference
 from worlds import Case, attend_over_threads
@@ -31,44 +30,7 @@ from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.kernels.cuts import Part
 from burst_rt.planning.masks import pieces
 
-_Pair = tuple[int, int, int, int]  # two factors, and the number of a value of each
-
-
-def _pairs_of(row: Sequence[int]) -> set[_Pair]:
-    return {(a, b, row[a], row[b]) for a, b in combinations(range(len(row)), 2)}
-
-
-def _fits(row: Sequence[int]) -> bool:
-    lengths: tuple[int, int] = FACTORS[4][row[4]]
-    return truth_of(FACTORS[0][row[0]], Sizes(*lengths, 1)) is not None
-
-
-def _pairs() -> Iterator[Row]:
-    """Rows in which every pair of two factors' values stands that is possible.
-
-    Greedy: of many drawn rows, each with a pair that is missing, the one with most missing pairs.
-    """
-    chance, lengths = random.Random(0), [len(values) for values in FACTORS]
-    missing = {
-        (a, b, x, y)
-        for a, b in combinations(range(len(lengths)), 2)
-        for x, y in product(range(lengths[a]), range(lengths[b]))
-    }
-    missing = {pair for pair in missing if pair[:2] != (0, 4) or _fits([pair[2], 0, 0, 0, pair[3]])}
-    while missing:
-        drawn = []
-        for a, b, x, y in chance.choices(sorted(missing), k=30):
-            row = [chance.randrange(length) for length in lengths]
-            row[a], row[b] = x, y
-            if _fits(row):
-                drawn.append(row)
-        if drawn:
-            best = max(drawn, key=lambda row: len(missing & _pairs_of(row)))
-            missing -= _pairs_of(best)
-            yield Row(*(values[number] for values, number in zip(FACTORS, best, strict=True)))
-
-
-_ROWS = list(_pairs())
+_ROWS = list(all_pairs(FACTORS))
 
 
 def test_the_array_covers_all_pairs() -> None:

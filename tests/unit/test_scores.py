@@ -90,8 +90,9 @@ def test_parts_of_long_tiles(terms: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Tiles that the CPU kernel does in parts, with an edge of the mask in many of them."""
     from burst_rt.kernels import cpu
 
-    for name in ("_PART", "_SMALL_PART", "_MATRIX_PART"):
+    for name in ("_PART", "_SMALL_PART", "_DISTANCES_PART"):
         monkeypatch.setattr(cpu, name, Part(21, 32, 1))
+    monkeypatch.setattr(cpu, "_matrix_part", lambda heads: Part(21, 32, 1))
     for mask, batch in ((Causal(), 2), (SlidingWindow(70, 5), 2), (SlidingWindow(70, 5), 1)):
         _assert_right(2, _BASE.but(**_TERMS[terms], q_len=200, mask=mask, batch=batch))
 

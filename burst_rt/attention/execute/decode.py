@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_rt.attention.execute.slots import SlotRun
+from burst_rt.attention.execute.ring import SlotRun
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Partial
 from burst_rt.planning.masks.spans import Spans
