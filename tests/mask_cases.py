@@ -109,7 +109,8 @@ def all_pairs(factors: Sequence[Sequence[Any]]) -> Iterator[Row]:
         if (a, b) != (0, 4) or Row(x, "", ("", ""), 1, y, torch.float32, "").possible
     )
     while missing:
-        best, most = None, []
+        best: Row | None = None
+        most: list[_Pair] = []
         for a, b, x, y in chance.choices(list(missing), k=30):
             values = [chance.choice(factor) for factor in factors]
             values[a], values[b] = x, y

@@ -112,8 +112,10 @@ def _worst(
         padding = case.padding if number == 0 else None
         step = cache.step(tokens, padding=padding, sharded=sharded)
         q, k, v = (step.cut(x) for x in _new(case, number))
-        options = {"mask": case.mask, "softcap": case.softcap, "sinks": _sinks(case)}
-        out = step.attend(0, q, k, v, strategy=case.strategy, **options)
+        out = step.attend(
+            0, q, k, v,
+            mask=case.mask, softcap=case.softcap, sinks=_sinks(case), strategy=case.strategy,
+        )  # fmt: skip
         lengths = cache.lengths
         step.commit()
         if not step.sharded:
@@ -294,6 +296,14 @@ def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:
         assert (lengths, capacity) == ((30, 30), 100)
 
 
+_BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0)))
+
+
+def _shorter(ctx: Context, cache: KVCache) -> None:
+    cache.truncate(30 - ctx.rank)
+    cache.step(1)
+
+
 _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "too many tokens": ("make room with", lambda _, c: c.step(71)),
     "no tokens": ("tokens must be", lambda _, c: c.step(0)),
@@ -315,7 +325,6 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "type": ("float64, float32", lambda ctx, _: _cache(ctx, dtype=torch.int8)),
     "no context": ("burst_rt.init", lambda ctx, _: _cache(None)),  # type: ignore[arg-type]
 }
-_BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0)))
 
 
 def _attend(
@@ -354,7 +363,7 @@ def test_wrong_arguments_are_refused_on_every_rank_and_change_nothing(name: str)
 
 _DIFFER: dict[str, Callable[[Context, KVCache, KVCache], object]] = {
     "tokens": lambda ctx, a, b: a.step(1 + ctx.rank),
-    "lengths": lambda ctx, a, b: (a.truncate(30 - ctx.rank), a.step(1)),
+    "lengths": lambda ctx, a, b: _shorter(ctx, a),
     "cache": lambda ctx, a, b: (a, b)[ctx.rank].step(1),
     "about": lambda ctx, a, b: a.step(1, about=str(ctx.rank)),
     "capacity": lambda ctx, a, b: _cache(ctx, capacity=100 + ctx.rank),
