@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 import numpy as np
 import torch
 
-from burst_rt.attention.call import CAUSAL
+from burst_rt.attention.call import CAUSAL, check_factors, check_scores
 from burst_rt.attention.decode import run_decode
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import run_forward
@@ -39,7 +39,8 @@ __all__ = ["DECODED_TOGETHER", "KVCache", "Step"]
 
 # The most new tokens of a sequence that every rank has (decode); more are spread (prefill).
 DECODED_TOGETHER = 16
-_CONTRACT = Contract({"call": "KVCache.attend"})
+_ATTEND = "KVCache.attend"
+_CONTRACT = Contract({"call": _ATTEND})
 
 
 class _Layer(NamedTuple):
@@ -490,9 +491,10 @@ class Step:
         options = (mask, scale, softcap, strategy)
         try:
             structure = CAUSAL if mask is None else self._structure(mask)
-            self._check(layer, qkv, terms, strategy)
+            self._check(layer, qkv, (scale, softcap), strategy)
+            check_scores(_ATTEND, q, structure, scale, softcap, None, sinks)
         except InputError as error:
-            cache.setup.runtime.refuse("KVCache.attend", error)
+            cache.setup.runtime.refuse(_ATTEND, error)
         self._words.update(repr((layer, q.shape[2], *options, sinks is None)).encode())
         with torch.no_grad():
             own = cache._layers[layer]
@@ -519,19 +521,21 @@ class Step:
     def _structure(self, mask: Mask) -> Mask:
         if not isinstance(mask, Mask):
             raise InputError(
-                f"KVCache.attend: mask must be a burst_rt.Mask such as SlidingWindow(1023), got "
+                f"{_ATTEND}: mask must be a burst_rt.Mask such as SlidingWindow(1023), got "
                 f"{type(mask).__name__}"
             )
         if not mask.has_spans or mask.batch > 1 or mask.mover is not None:
             raise InputError(
-                f"KVCache.attend: mask must have spans and be one for all sequences, got {mask!r}; "
+                f"{_ATTEND}: mask must have spans and be one for all sequences, got {mask!r}; "
                 "give left padding to KVCache.step, and use a cache for each document"
             )
         return CAUSAL & mask
 
-    def _check(self, layer: int, qkv: QKV, terms: ScoreTerms, strategy: str) -> None:
+    def _check(
+        self, layer: int, qkv: QKV, factors: tuple[float | None, ...], strategy: str
+    ) -> None:
         """Raises InputError for what does not fit the step."""
-        cache, where = self.cache, "KVCache.attend"
+        cache, where = self.cache, _ATTEND
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
         if not (_is_count(layer, 0) and layer < cache.num_layers):
@@ -539,6 +543,7 @@ class Step:
                 f"{where}: layer must be a number from 0 to {cache.num_layers - 1}, got {layer!r}"
             )
         check_name(strategy)
+        check_factors(where, *factors)
         heads = qkv.q.shape[2] if isinstance(qkv.q, torch.Tensor) and qkv.q.ndim == 4 else 0
         rows = (cache.batch, self.num_tokens)
         expected = QKV(
@@ -573,11 +578,6 @@ class Step:
             raise InputError(
                 f"{where}: q, k and v must not require grad, because a cache has no backward; call "
                 "the model under torch.inference_mode()"
-            )
-        if terms.sinks is not None and tuple(terms.sinks.shape) != (heads,):
-            raise InputError(
-                f"{where}: sinks must have shape ({heads},), a number for each of q's heads, got "
-                f"{tuple(terms.sinks.shape)}"
             )
 
     def _append(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -614,7 +614,7 @@ class Step:
         try:
             plan = self._plan(q.shape[2], structure, terms, strategy)
         except InputError as error:
-            setup.runtime.refuse("KVCache.attend", error)
+            setup.runtime.refuse(_ATTEND, error)
         columns = self._rows.columns(self._dealt, self._rank)
         k, v = (x[:columns].transpose(0, 1) for x in layer)
         out, _ = run_forward(_Chunk(setup, plan, scale), QKV(q, k, v), terms)
@@ -666,7 +666,7 @@ class Step:
         columns = max(count(after, self._rank) for after in self._rows.after)
         k, v = (x[:columns].transpose(0, 1) for x in layer)
         return run_decode(
-            cache.setup, "KVCache.attend", QKV(q, k, v), seen, keys=cache.capacity, scale=scale,
+            cache.setup, _ATTEND, QKV(q, k, v), seen, keys=cache.capacity, scale=scale,
             terms=terms,
         )  # fmt: skip
 

@@ -34,7 +34,9 @@ __all__ = [
     "Call",
     "Needs",
     "Options",
+    "check_factors",
     "check_kinds",
+    "check_scores",
     "check_values",
     "make_call",
     "needs_of",
@@ -44,6 +46,8 @@ __all__ = [
 # and makes no mask of its own.
 FULL, CAUSAL = Full(), Causal()
 
+
+_WHERE = "burst_attention"
 
 # Whether q, k, v and sinks need gradients.
 Needs = tuple[bool, bool, bool, bool]
@@ -247,7 +251,7 @@ def make_call(
         kv_layout = kv_layout or layout
         _check_arguments(layout, kv_layout, scale, softcap, strategy)
         _check_tensors(q, k, v, layout, kv_layout, scale)
-        _check_scores(q, chosen, scale, softcap, alibi_slopes, sinks)
+        check_scores(_WHERE, q, chosen, scale, softcap, alibi_slopes, sinks)
         check_mask(
             chosen,
             layout.seq_len,
@@ -354,13 +358,18 @@ def _check_arguments(
     strategy: str,
 ) -> None:
     """Checks everything else but tensors and the mask. Raises InputError."""
-    where = "burst_attention"
+    where = _WHERE
     if layout.setup is not kv_layout.setup:
         raise InputError(
             f"{where}: layout and kv_layout must belong to one context, got layouts of two "
             "contexts; make both with the layout(...) of the same context"
         )
     check_name(strategy)
+    check_factors(where, scale, softcap)
+
+
+def check_factors(where: str, scale: object, softcap: object) -> None:
+    """Raises InputError where one of them is neither None nor a number above 0."""
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and not _is_positive(number):
             raise InputError(
@@ -444,7 +453,8 @@ def _check_tensors(
         )
 
 
-def _check_scores(
+def check_scores(
+    where: str,
     q: torch.Tensor,
     mask: Mask,
     scale: float | None,
@@ -452,8 +462,8 @@ def _check_scores(
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Checks what changes the scores. Raises InputError."""
-    where, (batch, _, heads, head_dim) = "burst_attention", q.shape
+    """Checks what changes the scores; the factors are numbers above 0. Raises InputError."""
+    batch, _, heads, head_dim = q.shape
     wide = sum_dtype(q.dtype)
     if softcap is not None:
         cap = torch.tensor(softcap, dtype=wide)
@@ -464,7 +474,7 @@ def _check_scores(
                 f"which scores are computed, got softcap {softcap!r} and scale {scale!r}"
             )
     if slopes is not None:
-        _check_of_heads("alibi_slopes", slopes, q, ((heads,), (batch, heads)))
+        _check_of_heads(f"{where}: alibi_slopes", slopes, q, ((heads,), (batch, heads)))
         if mask.mover is not None:
             raise InputError(
                 f"{where}: alibi_slopes go by the distance in the whole sequence, and "
@@ -472,14 +482,14 @@ def _check_scores(
                 "queries as keys"
             )
     if sinks is not None:
-        _check_of_heads("sinks", sinks, q, ((heads,),))
+        _check_of_heads(f"{where}: sinks", sinks, q, ((heads,),))
 
 
 def _check_of_heads(
-    name: str, x: torch.Tensor, q: torch.Tensor, shapes: tuple[tuple[int, ...], ...]
+    where: str, x: torch.Tensor, q: torch.Tensor, shapes: tuple[tuple[int, ...], ...]
 ) -> None:
     """Checks a tensor that has a number for each head. Raises InputError."""
-    where, allowed = f"burst_attention: {name}", " or ".join(map(str, shapes))
+    allowed = " or ".join(map(str, shapes))
     if not isinstance(x, torch.Tensor):
         raise InputError(
             f"{where} must be a torch.Tensor of shape {allowed}, got {type(x).__name__}"

@@ -101,7 +101,7 @@ def run_decode(
         _, free = runtime.perform(
             Contract({"call": call}), plan.schedule, run.operations, run.memory,
             progress=progress, subject=plan, takes=plan.explain,
-            agreed=True, stall_s=runtime.timeout_s,
+            agreed=True, one_of_several=True,
         )  # fmt: skip
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()

@@ -66,7 +66,7 @@ def run_forward(
         _, free = runtime.perform(
             contract, plan.schedule, run.operations, run.memory,
             progress=binding.progress, subject=plan, takes=partial(_takes, plan),
-            agreed=call.agreed, stall_s=runtime.timeout_s if call.agreed else None,
+            agreed=call.agreed, one_of_several=call.agreed,
         )  # fmt: skip
         runtime.machine.give_back(plan, run.slots, free)
         run.forget()

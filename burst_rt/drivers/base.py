@@ -16,12 +16,16 @@ from typing import Protocol
 import torch
 
 from burst_rt.drivers.watch import Backoff, Watch
-from burst_rt.errors import BurstError, DeviceError, InternalError, Stalled
+from burst_rt.errors import BurstError, ContractMismatch, DeviceError, InternalError, Stalled
 from burst_rt.job.flight import FlightRecord
 from burst_rt.scheduler import Event, Graph, Message, Span, Task, TaskDone, TaskFailed, Trace
 from burst_rt.transport import Memory, Transport
 
 __all__ = ["BaseDriver", "DriverOptions", "Opening", "Progress", "is_out_of_memory"]
+
+
+# After so long a rank that waits for messages asks whether their senders are in a later call.
+_ASKS_AFTER_S = 1.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,6 +65,9 @@ class DriverOptions:
     # Says how much memory the call takes, for the error when memory runs out.
     takes: Callable[[], str] | None = None
     flight: FlightRecord | None = None  # the record that the present task is written to
+    # Whether it is one of several runs that the ranks agreed on at once: a rank that has not come
+    # to it may have gone on to another call.
+    one_of_several: bool = False
 
 
 class BaseDriver:
@@ -296,6 +303,8 @@ class BaseDriver:
         lost = self._watch.lost(
             None if self._control is not None else {peer for _, peer in self._about.values()}
         )
+        if lost is None and self._options.one_of_several and not own:
+            lost = self._gone_on(backoff)
         if lost:
             return _failed(task, lost)
         # The last sign of life of any rank counts as progress. It says nothing about this rank's
@@ -303,6 +312,25 @@ class BaseDriver:
         heard_s = 0.0 if own else max((when for when, _ in self._watch.alive.values()), default=0.0)
         silent_s = time.perf_counter() - max(backoff.started_s, heard_s)
         return None if silent_s <= limit_s else _failed(task, self._stalled(task, silent_s))
+
+    def _gone_on(self, backoff: Backoff) -> ContractMismatch | None:
+        """The error for a rank that is awaited here and waits in a later call; or None."""
+        waited_s, number = backoff.elapsed_s(), self._opening.number
+        if waited_s < _ASKS_AFTER_S:
+            return None
+        awaited = {peer for _, peer in self._about.values()}
+        self._watch.ask(awaited, number)
+        later = [peer for peer in awaited if self._watch.entered.get(peer, 0) > number]
+        if not later or waited_s < 2 * _ASKS_AFTER_S:  # its messages may be on their way
+            return None
+        rank, peer = self._graph.rank, min(later)
+        return ContractMismatch(
+            f"rank {rank}: rank {peer} left this step, of which call {number} is the agreement, "
+            f"and waits in call {self._watch.entered[peer]}. Look at the error of rank {peer}; "
+            "every rank must call all layers of a step, in one order",
+            rank=rank,
+            peer=peer,
+        )
 
     def _stalled(self, task: Task, silent_s: float) -> Stalled:
         rank, watch = self._graph.rank, self._watch

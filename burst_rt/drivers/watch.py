@@ -5,6 +5,7 @@ A wait must neither burn a core nor outlive its deadline.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -182,6 +183,14 @@ class Watch:
                 self.control.notify(peer, NoticeKind.ENTERED, number)
         self._curious.clear()
 
+    def ask(self, peers: Iterable[int], number: int) -> None:
+        """Asks peers which call they wait in, where they do. Does not wait; asks once a call.
+
+        number: of the call that this rank is in.
+        """
+        self._curious.update(peers)
+        self.say_entered(number, 0.0, math.inf)
+
     def leave(self, code: int, error: str = "") -> None:
         """Says that this rank has left (`say_left`), and closes the control group."""
         self.say_left(code, error)
@@ -280,6 +289,11 @@ class SharedWatch(Watch):
         """See `Watch.say_entered`."""
         with self._lock:
             super().say_entered(number, waited_s, timeout_s)
+
+    def ask(self, peers: Iterable[int], number: int) -> None:
+        """See `Watch.ask`."""
+        with self._lock:
+            super().ask(peers, number)
 
     def leave(self, code: int, error: str = "") -> None:
         """See `Watch.leave`."""

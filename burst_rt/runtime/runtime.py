@@ -145,8 +145,8 @@ class Runtime:
         subject: object = None,
         takes: Callable[[], str] | None = None,
         agreed: bool = False,
+        one_of_several: bool = False,
         counted: bool = True,
-        stall_s: float | None = None,
     ) -> tuple[BaseDriver, DeviceEvent | None]:
         """Runs a schedule on all ranks, once the ranks agree on it. Collective.
 
@@ -162,9 +162,10 @@ class Runtime:
         takes: says how much memory the call takes, for the error when memory runs out.
         agreed: whether the ranks have agreed on the call by `agree`. If so, the schedule need not
             open with an agreement, and one that it opens with is done at once.
+        one_of_several: whether it is one of several calls that the ranks agreed on at once. A rank
+            may come to it late then: nothing need move for `timeout_s`. A rank that waits in a
+            later call instead is found out.
         counted: whether `stats` counts the call.
-        stall_s: how long nothing may move inside the call; None: the runtime's. Of several calls
-            that were agreed on at once, a rank may come to one while others work between two.
 
         Returns the driver, which has the trace, and the device event after which the call's memory
         is free, or None where the memory is free already. Raises ContractMismatch, or the error
@@ -179,9 +180,8 @@ class Runtime:
             agreement = Agreement(self.control, self._number, contract)
             options = DriverOptions(
                 operations=operations, memory=memory, watch=self.watch,
-                opening=Agreed(self._number) if agreed else agreement,
-                timeout_s=self.timeout_s, stall_s=stall_s or self.stall_s, takes=takes,
-                flight=self._flight,
+                opening=Agreed(self._number) if agreed else agreement, timeout_s=self.timeout_s,
+                stall_s=self.timeout_s if one_of_several else self.stall_s, takes=takes, flight=self._flight, one_of_several=one_of_several,
             )  # fmt: skip
             with self._in_call(contract.call):
                 driver = progress.driver = self.machine.driver(schedule, options)

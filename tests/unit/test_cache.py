@@ -17,7 +17,7 @@ from spec import reference, relative_error, seen
 from tolerances import ERROR
 
 from burst_rt import Causal, Context, First, KVCache, Mask, SlidingWindow, Step, run_local
-from burst_rt.errors import ContractMismatch, DeviceError, InputError
+from burst_rt.errors import ContractMismatch, DeviceError, InputError, PeerLost
 from burst_rt.planning.cached import Cached, Dealt, Rows
 from burst_rt.planning.masks import spans_of
 from burst_rt.planning.problem import Problem
@@ -318,6 +318,8 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "dtype": ("dense torch.float32", lambda _, c: _attend(c, dtype=torch.float64)),
     "tokens of the step": ("shape (2, 1, 2, 8)", lambda _, c: _attend(c, tokens=2)),
     "gradients": ("inference_mode", lambda _, c: _attend(c, grad=True)),
+    "scale": ("scale must be", lambda _, c: _attend(c, scale=-1.0)),
+    "sinks": ("sinks must be", lambda _, c: _attend(c, sinks=torch.ones(3))),
     "a mask of rows": ("one for all sequences", lambda _, c: _attend(c, mask=_BY_ROW)),
     "no mask": ("SlidingWindow", lambda _, c: _attend(c, mask="causal")),
     "capacity": ("capacity must be", lambda ctx, _: _cache(ctx, capacity=0)),
@@ -336,12 +338,15 @@ def _attend(
     tokens: int = 1,
     grad: bool = False,
     mask: object = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     step = cache.step(1)
     q, k, v = (torch.ones(2, tokens, n, 8, dtype=dtype) for n in (kv_heads * 2, kv_heads, kv_heads))
     if kv_heads > 1:
         q, k, v = q[:, :, :1].expand(-1, -1, 3, -1)[:, :, :0], k[:, :, :1], v[:, :, :1]
-    step.attend(layer, q.requires_grad_(grad), k, v, mask=mask)  # type: ignore[arg-type]
+    q.requires_grad_(grad)
+    step.attend(layer, q, k, v, mask=mask, scale=scale, sinks=sinks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", _WRONG)
@@ -466,3 +471,19 @@ def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
         faults = Faults(seed=seed)
         rehearsal = rehearse([Schedule.of(graph) for graph in graphs], faults)
         assert not verdict(rehearsal, faults, expected)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_layer_that_one_rank_cannot_call_ends_all_ranks(wrong: int) -> None:
+    """The others wait for its messages by then, and are not to wait for `timeout_s`."""
+
+    def differ(ctx: Context) -> str:
+        cache = _filled(ctx)
+        step = cache.step(1)
+        step.attend(0, *_tensors(step))
+        with pytest.raises((PeerLost, ContractMismatch)) as error:
+            step.attend(2 if ctx.rank == wrong else 1, *_tensors(step))
+        return str(error.value)
+
+    found = run_local(3, differ, timeout_s=60)
+    assert all("left this step" in message for message in found)
