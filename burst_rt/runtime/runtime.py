@@ -181,7 +181,8 @@ class Runtime:
             options = DriverOptions(
                 operations=operations, memory=memory, watch=self.watch,
                 opening=Agreed(self._number) if agreed else agreement, timeout_s=self.timeout_s,
-                stall_s=self.timeout_s if one_of_several else self.stall_s, takes=takes, flight=self._flight, one_of_several=one_of_several,
+                stall_s=self.timeout_s if one_of_several else self.stall_s, takes=takes,
+                flight=self._flight, one_of_several=one_of_several,
             )  # fmt: skip
             with self._in_call(contract.call):
                 driver = progress.driver = self.machine.driver(schedule, options)
