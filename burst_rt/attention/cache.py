@@ -580,26 +580,32 @@ class Step:
                 "the model under torch.inference_mode()"
             )
 
-    def _append(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes this rank's new keys and values to its shard."""
-        count, rank = self._dealt.count, self._rank
+    @cached_property
+    def _places_in_shard(self) -> list[tuple[slice, slice, slice | list[int]]]:
+        """Where new tokens go: rows of the batch, columns of the shard, which of the new tokens."""
+        count, owner, found = self._dealt.count, self._dealt.owner, []
         rows = list(zip(self._rows.before, self._rows.after, strict=True))
         for number, (before, after) in enumerate(rows):
-            at = slice(None) if len(rows) == 1 else slice(number, number + 1)
-            first, last = count(before, rank), count(after, rank)
+            first, last = count(before, self._rank), count(after, self._rank)
             if first == last:
                 continue
-            for cached, new in ((layer.k, k), (layer.v, v)):
-                new = new[at].transpose(0, 1)
-                if self.sharded:
-                    cached[first:last, at] = new[: last - first]
-                else:
-                    cached[first:last, at] = new[self._own(before, after)]
+            chosen: slice | list[int] = slice(last - first)
+            if not self.sharded and last - first < after - before:
+                chosen = [at - before for at in range(before, after) if owner(at) == self._rank]
+            batch = slice(None) if len(rows) == 1 else slice(number, number + 1)
+            found.append((batch, slice(first, last), chosen))
+        return found
 
-    def _own(self, before: int, after: int) -> list[int]:
-        """Which of a row's new tokens are this rank's."""
-        owner = self._dealt.owner
-        return [at - before for at in range(before, after) if owner(at) == self._rank]
+    def _append(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes this rank's new keys and values to its shard."""
+        for batch, columns, chosen in self._places_in_shard:
+            for cached, new in ((layer.k, k), (layer.v, v)):
+                cached[columns, batch] = new[batch].transpose(0, 1)[chosen]
+
+    @cached_property
+    def _num_columns(self) -> int:
+        """How many columns of this rank's shard are filled after the step."""
+        return max(self._dealt.count(after, self._rank) for after in self._rows.after)
 
     def _prefill(
         self,
@@ -658,13 +664,12 @@ class Step:
         scale: float | None,
         terms: ScoreTerms,
     ) -> torch.Tensor:
-        cache, count = self.cache, self._dealt.count
+        cache = self.cache
         seen = self._seen.get(structure)
         if seen is None:
             spans = self._rows.spans(structure, self._places)
             seen = self._seen[structure] = in_columns(spans, self._dealt, self._rank)
-        columns = max(count(after, self._rank) for after in self._rows.after)
-        k, v = (x[:columns].transpose(0, 1) for x in layer)
+        k, v = (x[: self._num_columns].transpose(0, 1) for x in layer)
         return run_decode(
             cache.setup, _ATTEND, QKV(q, k, v), seen, keys=cache.capacity, scale=scale,
             terms=terms,

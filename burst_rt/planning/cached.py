@@ -49,9 +49,12 @@ class Dealt:
         It is the column of position `length` where the rank owns it. Worked example: in blocks of 4
         over 2 ranks, of 10 positions 6 belong to rank 0 (0 to 3, 8 and 9) and 4 to rank 1.
         """
-        turns, rest = np.divmod(length, self.block * self.world_size)
-        found = turns * self.block + np.clip(rest - rank * self.block, 0, self.block)
-        return int(found) if np.ndim(found) == 0 else found
+        turns, rest = divmod(length, self.block * self.world_size)
+        own = rest - rank * self.block
+        if isinstance(own, int):
+            # numpy takes twenty times as long for one number, and a decode asks for some.
+            return turns * self.block + min(max(own, 0), self.block)
+        return turns * self.block + np.clip(own, 0, self.block)
 
     def position(self, column: Positions, rank: int | Positions) -> Positions:
         """The position at a column of a rank."""

@@ -60,7 +60,7 @@ class DecodeRun(SlotRun):
     def _split(self, blocks: torch.Tensor) -> Partial:
         """acc, m and l of some blocks, `[blocks, batch, heads, q_len, ...]`. Views."""
         rows = prod(self._shape[:3])
-        acc, m, l = blocks.split([rows * self._shape[3], rows, rows], 1)  # noqa: E741
+        acc, m, l = blocks.split_with_sizes([rows * self._shape[3], rows, rows], 1)  # noqa: E741
         shape = (len(blocks), *self._shape)
         return Partial(acc.view(shape), m.view(shape[:4]), l.view(shape[:4]))
 

@@ -86,6 +86,8 @@ def one_span(starts: Positions | int, stops: Positions | int, like: Positions) -
 
 def beside(parts: Sequence[Spans], axis: int) -> Spans:
     """The spans of all parts. axis: 0, where the parts are batch rows; 1, where they are rows."""
+    if len(parts) == 1:
+        return parts[0]
     width = max(part.width for part in parts)
     bounds = []
     for each in zip(*parts, strict=True):

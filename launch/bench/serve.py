@@ -1,0 +1,329 @@
+"""The ranks' side of `burst-rt bench serve`; start it through that command.
+
+The model is the byte-level one that `burst-rt train` makes, with the weights it begins with. Both
+sides of a comparison run in turn in one job, so that the machine's noise hits them alike. The side
+of one process, with as many threads as there are ranks, is rank 0 while the other ranks sleep. A
+time is the slowest rank's, from a common start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import burst_rt
+from burst_rt import KVCache, SlidingWindow, Step
+from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.launch.bench.timing import progress, slowest_s
+from burst_rt.launch.train.config import ModelConfig
+from burst_rt.launch.train.model import Attend, Decoder
+
+__all__ = ["MODEL", "PARTS", "Bench", "main"]
+
+MODEL = ModelConfig(layers=2, dim=512, heads=8, kv_heads=2)
+_PROMPTS = (4096, 8192, 16384, 32768)
+_CACHED = tuple(1024 << power for power in range(8))
+# Tokens that are timed for each pair that the other parts run.
+_TOKENS_A_PAIR = 20
+
+Rows: TypeAlias = list[dict[str, Cell]]
+
+
+class _Token(NamedTuple):
+    """The seconds of one rank in one token."""
+
+    once: float  # the agreement of the ranks, and what the first layer does for all
+    layer: float  # `Step.attend` of a later layer
+    kernel: float  # in it, attention to the rank's own keys
+
+
+class _Model:
+    """The model over the ranks of a context, with a cache of one sequence."""
+
+    def __init__(self, ctx: burst_rt.Context, decoder: Decoder, capacity: int) -> None:
+        self._ctx, self._decoder = ctx, decoder
+        self.cache = _cache(ctx, decoder.config, decoder.config.layers, capacity)
+
+    def first_token(self, tokens_BS: Tensor, chunk: int) -> Tensor:
+        """Scores `[vocab_size]` of the token after a prompt, on every rank; chunk: tokens a step.
+
+        Collective.
+        """
+        self.cache.reset()
+        for part_BS in tokens_BS.split(chunk, 1):
+            step, layers = self.cache.step(part_BS.shape[1]), count()
+            attend = _attending(step, layers)
+            scores_BSV = self._decoder(step.cut(part_BS), step.positions[0], attend)
+            step.commit()
+        if not step.sharded:
+            return _last(scores_BSV)
+        found = torch.zeros(scores_BSV.shape[-1])
+        if step.last_owner[0] == self._ctx.rank:
+            found += scores_BSV[0, -1]
+        return self._ctx.all_reduce(found)
+
+
+class Bench:
+    """One rank of the benchmark job. Every method blocks for the other ranks."""
+
+    def __init__(
+        self, ctx: burst_rt.Context, config: ModelConfig, *, pairs: int, max_tokens: int, chunk: int
+    ) -> None:
+        self.ctx, self.config, self.pairs = ctx, config, pairs
+        self.max_tokens, self.chunk = max_tokens, chunk
+        torch.manual_seed(0)
+        self._decoder = Decoder(config, seed=0)
+
+    def first_token(self) -> Rows:
+        """From a prompt to the scores of the first token, against torch in one process."""
+        return [self._first_token(tokens) for tokens in self._up_to(_PROMPTS)]
+
+    def _first_token(self, tokens: int) -> dict[str, Cell]:
+        model, prompt = _Model(self.ctx, self._decoder, tokens), self._prompt(tokens)
+        found: dict[str, Tensor] = {}
+
+        def ours() -> None:
+            found["ours"] = model.first_token(prompt, tokens)
+
+        def theirs() -> None:
+            at = torch.arange(tokens)
+            found["theirs"] = _last(self._decoder(prompt, at, _torch_attention))
+
+        cold_s = slowest_s(self.ctx, ours)
+        self._alone_s(theirs)
+        pairs = [(slowest_s(self.ctx, ours), self._alone_s(theirs)) for _ in range(self.pairs)]
+        return {
+            "tokens": tokens,
+            "ranks s": median([mine for mine, _ in pairs]),
+            "torch s": median([other for _, other in pairs]),
+            "of torch's time, paired": median([mine / other for mine, other in pairs]),
+            "first run s": cold_s,
+            "scores differ by": self._difference(found),
+        }
+
+    def _difference(self, found: dict[str, Tensor]) -> float:
+        """The relative difference of two results that rank 0 has, on every rank."""
+        differ = torch.zeros(1, dtype=torch.float64)
+        if self.ctx.rank == 0:
+            ours, theirs = (found[name].double() for name in ("ours", "theirs"))
+            differ += (ours - theirs).norm() / theirs.norm()
+        return float(self.ctx.all_reduce(differ))
+
+    def chunks(self) -> Rows:
+        """A prompt in chunks against the same prompt at once."""
+        rows: Rows = []
+        for tokens in self._up_to(_PROMPTS):
+            if tokens <= self.chunk:
+                continue
+            model, prompt = _Model(self.ctx, self._decoder, tokens), self._prompt(tokens)
+            sides = [
+                lambda size=size: model.first_token(prompt, size)  # type: ignore[misc]
+                for size in (tokens, self.chunk)
+            ]
+            pairs = self._in_turn(sides)
+            rows.append(
+                {
+                    "tokens": tokens, "chunk": self.chunk,
+                    "whole s": median([whole for whole, _ in pairs]),
+                    "in chunks s": median([parts for _, parts in pairs]),
+                    "more %": 100 * (median([parts / whole for whole, parts in pairs]) - 1),
+                }
+            )  # fmt: skip
+        return rows
+
+    def token(self) -> Rows:
+        """One layer's attention of one new token, by how much is cached.
+
+        The lengths take turns. Of a token, what the runtime adds is the slowest rank's time without
+        the longest that a rank spent in its kernel: messages, the merge, and all that is not
+        attention to keys. "once": what a token takes beside, whatever the number of layers.
+        """
+        lengths = self._up_to(_CACHED)
+        caches = {length: self._filled(length, 2, room=1) for length in lengths}
+        new = self._new_tokens(1)
+        took: dict[int, list[_Token]] = {length: [] for length in lengths}
+        for turn in range(1 + self.pairs * _TOKENS_A_PAIR):
+            for length in lengths:
+                token = self._token(caches[length], new)
+                if turn:
+                    took[length].append(token)
+        return [self._token_row(length, took[length]) for length in lengths]
+
+    def _token(self, cache: KVCache, new: tuple[Tensor, Tensor, Tensor]) -> _Token:
+        start_s = time.perf_counter()
+        step = cache.step(1)
+        step.attend(0, *new)
+        first_s = time.perf_counter()
+        step.attend(1, *new)
+        layer_s = time.perf_counter() - first_s
+        last_run = self.ctx.runtime.last_run
+        assert last_run is not None
+        kernel_s = sum(s.ended_s - s.started_s for s in last_run[1].trace if s.name == "attend")
+        return _Token(first_s - start_s - layer_s, layer_s, kernel_s)
+
+    def _token_row(self, length: int, own: Sequence[_Token]) -> dict[str, Cell]:
+        everyone = torch.zeros(self.ctx.world_size, len(own), len(_Token._fields)).double()
+        everyone[self.ctx.rank] = torch.tensor(own)
+        once, layer, kernel = self.ctx.all_reduce(everyone).amax(0).T.tolist()
+        added = sorted(a - b for a, b in zip(layer, kernel, strict=True))
+        return {
+            "cached": length,
+            "layer ms": 1e3 * median(layer),
+            "kernel ms": 1e3 * median(kernel),
+            "runtime adds ms": 1e3 * median(added),
+            "a tenth below ms": 1e3 * added[len(added) // 10],
+            "once a token ms": 1e3 * median(once),
+        }
+
+    def question(self) -> Rows:
+        """One layer's attention of a question after a document, by keys and by queries."""
+        document = min(32768, self.max_tokens)
+        tokens = max(1, document // 32)
+        cache = self._filled(document, 1, room=tokens)
+        step = cache.step(tokens, sharded=True)
+        new = self._new_tokens(step.num_tokens)
+        names = ("ring-kv", "ring-q", "auto")
+
+        def attending(strategy: str) -> Callable[[], object]:
+            return lambda: step.attend(0, *new, strategy=strategy)
+
+        took = list(zip(*self._in_turn([attending(name) for name in names]), strict=True))
+        rows: Rows = []
+        for name, seconds in zip(names, took, strict=True):
+            sent = self.ctx.stats().bytes_sent
+            attending(name)()
+            most = torch.zeros(self.ctx.world_size, dtype=torch.int64)
+            most[self.ctx.rank] = self.ctx.stats().bytes_sent - sent
+            said = step.explain(self.config.heads, strategy=name).splitlines()[0]
+            rows.append(
+                {
+                    "document": document, "question": tokens, "strategy": name,
+                    "ms": 1e3 * median(seconds),
+                    "of ring-kv's time, paired": median(
+                        [mine / by_keys for mine, by_keys in zip(seconds, took[0], strict=True)]
+                    ),
+                    "sent MiB": int(self.ctx.all_reduce(most).max()) / 2**20, "plan": said,
+                }
+            )  # fmt: skip
+        return rows
+
+    def _in_turn(self, sides: Sequence[Callable[[], object]]) -> list[tuple[float, ...]]:
+        """Seconds of some functions that run in turn on all ranks; a first turn does not count."""
+        turns = [
+            tuple(slowest_s(self.ctx, side) for side in sides) for _ in range(1 + self.pairs)
+        ]
+        return turns[1:]
+
+    def _alone_s(self, fn: Callable[[], object]) -> float:
+        """Seconds of `fn` on rank 0, with a thread for each rank, while the other ranks sleep."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.ctx.world_size)
+        try:
+            return slowest_s(self.ctx, fn if self.ctx.rank == 0 else None)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _up_to(self, lengths: Iterable[int]) -> list[int]:
+        """The lengths that are asked for; the largest allowed one where all are too long."""
+        return [length for length in lengths if length <= self.max_tokens] or [self.max_tokens]
+
+    def _prompt(self, tokens: int) -> Tensor:
+        made = torch.Generator().manual_seed(tokens)
+        return torch.randint(self.config.vocab_size, (1, tokens), generator=made)
+
+    def _filled(self, length: int, num_layers: int, *, room: int) -> KVCache:
+        """A cache of random keys and values, with room for more."""
+        cache = _cache(self.ctx, self.config, num_layers, length + room)
+        step = cache.step(length, sharded=True)
+        # What is cached does not depend on what the prompt itself sees: next to nothing.
+        new = self._new_tokens(step.num_tokens)
+        for layer in range(num_layers):
+            step.attend(layer, *new, mask=SlidingWindow(1))
+        step.commit()
+        return cache
+
+    def _new_tokens(self, num: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of one layer, the same on every rank that has as many tokens."""
+        heads, kv_heads = self.config.heads, self.config.kv_heads
+        made = torch.Generator().manual_seed(num)
+        q, k, v = (
+            torch.randn(1, num, each, self.config.head_dim, generator=made)
+            for each in (heads, kv_heads, kv_heads)
+        )
+        return q, k, v
+
+
+def _cache(
+    ctx: burst_rt.Context, config: ModelConfig, num_layers: int, capacity: int
+) -> KVCache:
+    return KVCache(
+        ctx, num_layers=num_layers, batch=1, num_kv_heads=config.kv_heads,
+        head_dim=config.head_dim, capacity=capacity, dtype=torch.float32,
+    )  # fmt: skip
+
+
+def _attending(step: Step, layers: Iterable[int]) -> Attend:
+    """Attention of one layer after the other."""
+    numbers = iter(layers)
+    return lambda q, k, v: step.attend(next(numbers), q, k, v)
+
+
+def _torch_attention(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSGE, v_BSGE))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _last(scores_BSV: Tensor) -> Tensor:
+    return scores_BSV[0, -1]
+
+
+PARTS = {
+    "first-token": (
+        Bench.first_token,
+        "time to first token, against torch's fused attention in one process, same weights",
+    ),
+    "chunks": (Bench.chunks, "a prompt in chunks, against the same prompt at once"),
+    "token": (Bench.token, "one layer's attention of one new token"),
+    "question": (Bench.question, "one layer's attention of a question after a document"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the parts asked for on all ranks; rank 0 prints and writes."""
+    parser = argparse.ArgumentParser(prog="burst_rt.launch.bench.serve")
+    parser.add_argument("--part", action="append", choices=list(PARTS))
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=131072)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    with burst_rt.init(timeout_s=1200, stall_s=120) as ctx, torch.inference_mode():
+        bench = Bench(
+            ctx, MODEL, pairs=options.pairs, max_tokens=options.max_tokens, chunk=options.chunk
+        )
+        parts, first = options.part or list(PARTS), ctx.rank == 0
+        with progress(first, len(parts)) as step:
+            for part in parts:
+                step(part)
+                measure, title = PARTS[part]
+                rows = measure(bench)
+                if first and rows:
+                    publish(
+                        f"{title}, {ctx.world_size} ranks x 1 thread", rows, options.out,
+                        f"{MODEL.layers} layers, dim {MODEL.dim}, {MODEL.heads} heads and "
+                        f"{MODEL.kv_heads} kv heads x {MODEL.head_dim}, feed-forward "
+                        f"{MODEL.hidden_dim}, float32; medians of {options.pairs}, interleaved",
+                    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
