@@ -69,7 +69,8 @@ def hulls(seen: Spans, num_columns: int) -> list[tuple[int, int]]:
 
     (0, 0) where nothing is seen.
     """
-    starts, stops = (x.reshape(len(x), -1).clip(0, num_columns) for x in seen)
+    starts = np.maximum(seen.starts.reshape(len(seen.starts), -1), 0)
+    stops = np.minimum(seen.stops.reshape(starts.shape), num_columns)
     some = starts < stops
     first = np.where(some, starts, num_columns).min(1)
     last = np.where(some, stops, 0).max(1)

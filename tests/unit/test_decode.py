@@ -35,6 +35,7 @@ from burst_rt.scheduler import (
 )
 from burst_rt.scheduler.simulator import Faults, rehearse, simulate
 from burst_rt.scheduler.simulator import reference as of_program_order
+from burst_rt.telemetry.describe import describe
 from burst_rt.transport.staged import staged
 
 _WORLDS = (1, 2, 3, 4, 5)
@@ -203,7 +204,9 @@ def test_bytes_and_messages_of_a_run() -> None:
         before = ctx.stats().bytes_sent
         decode(ctx, case)
         (plan,) = ctx.setup.decodes.values()
-        assert "decode" in plan.explain()
+        told = describe(plan, ctx.runtime.machine, ctx.rank)
+        assert told.kind == "decode"
+        assert f"{plan.program.num_rounds} rounds" in told.explain
         return ctx.stats().bytes_sent - before, plan.bytes_sent()
 
     for world in _WORLDS:
