@@ -10,6 +10,7 @@ from pathlib import Path
 
 from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
 from burst_rt.kernels.triton.configs import ARCHES, KINDS, Loads, default_config
+from burst_rt.kernels.triton.tuned import TUNED
 from burst_rt.launch.bench.report import Cell, publish
 
 __all__ = ["main"]
@@ -50,8 +51,8 @@ def main(
         for arch in arches
         for head_dim in head_dims
         for kind in KINDS
-        # delta knows no mask.
-        for masked in ((False,) if kind == "delta" else (False, True))
+        # Only these are compiled with and without a mask.
+        for masked in ((False, True) if kind in TUNED else (False,))
     ]
     publish(
         ", ".join(filter(None, (f"kernels compiled ahead of time, {dtype}", *scores))),

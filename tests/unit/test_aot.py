@@ -163,6 +163,8 @@ def test_the_command(tmp_path: Path) -> None:
         "dkdv",
         "dkdv",
         "delta",
+        "decode",
+        "combine",
     ]
-    assert all("HGMMA" in row["tensor cores"] for row in rows[:-1])
-    assert rows[-1]["tensor cores"] == "none"
+    assert all("HGMMA" in row["tensor cores"] for row in rows[:6])
+    assert [row["tensor cores"] for row in rows[6:]] == ["none", "32 HMMA", "none"]
