@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -124,10 +125,7 @@ class Bench:
             if tokens <= self.chunk:
                 continue
             model, prompt = _Model(self.ctx, self._decoder, tokens), self._prompt(tokens)
-            sides = [
-                lambda size=size: model.first_token(prompt, size)  # type: ignore[misc]
-                for size in (tokens, self.chunk)
-            ]
+            sides = [partial(model.first_token, prompt, size) for size in (tokens, self.chunk)]
             pairs = self._in_turn(sides)
             rows.append(
                 {
@@ -217,9 +215,7 @@ class Bench:
 
     def _in_turn(self, sides: Sequence[Callable[[], object]]) -> list[tuple[float, ...]]:
         """Seconds of some functions that run in turn on all ranks; a first turn does not count."""
-        turns = [
-            tuple(slowest_s(self.ctx, side) for side in sides) for _ in range(1 + self.pairs)
-        ]
+        turns = [tuple(slowest_s(self.ctx, side) for side in sides) for _ in range(1 + self.pairs)]
         return turns[1:]
 
     def _alone_s(self, fn: Callable[[], object]) -> float:
@@ -261,9 +257,7 @@ class Bench:
         return q, k, v
 
 
-def _cache(
-    ctx: burst_rt.Context, config: ModelConfig, num_layers: int, capacity: int
-) -> KVCache:
+def _cache(ctx: burst_rt.Context, config: ModelConfig, num_layers: int, capacity: int) -> KVCache:
     return KVCache(
         ctx, num_layers=num_layers, batch=1, num_kv_heads=config.kv_heads,
         head_dim=config.head_dim, capacity=capacity, dtype=torch.float32,
