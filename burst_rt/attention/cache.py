@@ -289,8 +289,8 @@ class KVCache:
         `Step.commit` ends it. A step that is not committed leaves the cache as it was.
 
         tokens: new tokens of each sequence; one number for all, or one for each (0 is fine).
-        padding: with an empty cache, how many of each sequence's first tokens are padding at its
-            left, which nobody sees; the default is none.
+        padding: how many of each sequence's first tokens are padding at its left, which nobody
+            sees. It may grow while a sequence is padding alone; None: as before, at first none.
         sharded: whether each rank has its own tokens only (prefill), or every rank has all of them
             (decode, at most 16 a sequence). None: decode where there are at most 16.
         about: more that the ranks compare, such as a digest of the tokens.
@@ -345,18 +345,20 @@ class KVCache:
                 f"got {max(new)}; give more of them with sharded=True"
             )
         if padding is not None:
+            rows = list(zip(self._lengths, self._padding, new, strict=True))
             wrong = self._of_rows(padding) is None or isinstance(padding, int)
             if wrong or not all(
-                _is_count(p, 0) and p <= n for p, n in zip(padding, new, strict=True)
+                _is_count(p, 0) and p <= at + n for p, (at, _, n) in zip(padding, rows, strict=True)
             ):
                 return InputError(
                     f"{where}: padding must be a number for each of {self.batch} sequences, of at "
-                    f"most its new tokens, got {padding!r}"
+                    f"most its tokens, got {padding!r}"
                 )
-            if any(self._lengths):
+            if any(p != old and old < at for p, (at, old, _) in zip(padding, rows, strict=True)):
                 return InputError(
-                    f"{where}: padding is for an empty cache, and this cache has tokens "
-                    f"({self._few(self._lengths)} a sequence); call reset first, or leave it out"
+                    f"{where}: padding is for an empty cache, or for sequences of padding alone, "
+                    f"and this cache has {self._few(self._lengths)} tokens a sequence, "
+                    f"{self._few(self._padding)} of them padding; call reset first, or leave it out"
                 )
         return None
 

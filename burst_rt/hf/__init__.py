@@ -16,12 +16,13 @@ and two losses that add up over ranks where a call is sharded. Needs the extra `
 from __future__ import annotations
 
 from burst_rt.hf.attention import register
+from burst_rt.hf.cache import Cache
 from burst_rt.hf.loss import register_losses
 from burst_rt.hf.prepare import prepare
 from burst_rt.hf.shard import shard
 from burst_rt.hf.trainer import Trainer
 
-__all__ = ["Trainer", "prepare", "shard"]
+__all__ = ["Cache", "Trainer", "prepare", "shard"]
 
 register()
 register_losses()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from burst_rt.attention.api import burst_attention
 from burst_rt.batches import ShardedBatch
 from burst_rt.errors import InputError
+from burst_rt.hf.cache import CachedPart
 from burst_rt.hf.masks import Handed, mask_of
 from burst_rt.hf.prepare import is_prepared
 from burst_rt.hf.rotary import watch_of, why_rotary_differs
@@ -20,6 +22,7 @@ from burst_rt.runtime.refusing import refuse
 __all__ = ["attend", "register"]
 
 _NAME = "attn_implementation='burst_rt'"
+_CACHE = "past_key_values=burst_rt.hf.Cache(model, ctx, capacity=...)"
 # Types of layers, as `layer_types` of a configuration has them, that look at other tokens by
 # attention alone, or at none; and those that choose keys by one rank's scores.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
@@ -46,6 +49,9 @@ def _make_mask(
     mask_function: Any,
     attention_mask: torch.Tensor | None = None,
     config: object = None,
+    q_length: int = 0,
+    q_offset: int = 0,
+    kv_length: int = 0,
     **others: Any,
 ) -> Handed:
     """The mask of a kind of layers, for whole sequences. Arguments: as transformers names them.
@@ -58,9 +64,12 @@ def _make_mask(
     if choosing:
         _refuse(_mixed(choosing), None)
     try:
-        return Handed(mask_of(mask_function))
+        mask = mask_of(mask_function)
     except InputError as error:
         refuse(_NAME, error)
+    if mask != Full() and kv_length > q_offset + q_length:
+        _refuse(f"a static cache or a prefix is not done; expected none, or {_CACHE}", None)
+    return Handed(mask)
 
 
 def attend(
@@ -91,14 +100,11 @@ def attend(
     Part.asked = True
     part = others.get(KEYWORD)
     reason = _why_not(
-        module, part, attention_mask, others, dropout=dropout, position_bias=position_bias,
-        cache=cache,
+        module, part, attention_mask, others, dropout=dropout, is_causal=is_causal,
+        position_bias=position_bias, cache=cache,
     )  # fmt: skip
     if reason:
         _refuse(reason, part)
-    assert isinstance(part, Part)
-    part.attended = True
-    queries, keys, shown = _sides(part, module)
     if isinstance(attention_mask, Handed):
         structure = attention_mask.mask
     else:
@@ -110,6 +116,18 @@ def attend(
     if torch.is_autocast_enabled(kind):
         # As for torch's own attention. Rotary embeddings have left q and k in float32.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    if isinstance(part, CachedPart):
+        count, tokens = part.step.num_tokens, query.shape[2]
+        q, k, v = (x.transpose(1, 2)[:, :count] for x in (query, key, value))
+        out = part.step.attend(
+            cast(int, module.layer_idx), q, k, v,
+            mask=structure, scale=scaling, softcap=softcap, sinks=s_aux,
+        )  # fmt: skip
+        # A rank without tokens runs one that nobody sees.
+        return functional.pad(out, (0, 0, 0, 0, 0, tokens - count)), None
+    assert isinstance(part, Part)
+    part.attended = True
+    queries, keys, shown = _sides(part, module)
     out = burst_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         layout=queries.layout, kv_layout=keys.layout,
@@ -126,15 +144,16 @@ def _why_not(
     others: dict[str, Any],
     *,
     dropout: float,
+    is_causal: bool | None,
     position_bias: object,
     cache: object,
 ) -> str | None:
     """What keeps a layer from its attention, in words."""
-    if not isinstance(part, Part):
+    if not isinstance(part, (Part, CachedPart)):
         return (
             f"expected the keyword {KEYWORD!r}, got none: this rank's tokens do not say which part "
             "of the sequence they are; call model(**burst_rt.hf.shard(batch, ctx)) with the whole "
-            "batch, and a model that hands keywords on to its layers"
+            f"batch, and a model that hands keywords on to its layers; or generate with {_CACHE}"
         )
     if dropout:
         return (
@@ -151,9 +170,13 @@ def _why_not(
             f"attention_mask: expected [batch, tokens] or none, got {type(attention_mask).__name__}"
             f" of shape {shape}: a matrix for each row would be one rank's alone"
         )
+    config = getattr(module, "config", None)
+    if isinstance(part, CachedPart):
+        causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
+        if not causal or is_causal is False:
+            return "attention to later tokens is not done with a cache; expected causal attention"
     if part.ctx.world_size == 1:
         return None
-    config = getattr(module, "config", None)
     mixing = [each for each in _layer_types(config) if each not in _KNOWN]
     if mixing:
         return _mixed(mixing)
@@ -168,7 +191,10 @@ def _why_not(
             "compared with one process; call burst_rt.hf.prepare(model, ctx) once, before the "
             "model is wrapped"
         )
-    wrong = _wrong_positions(part, others.get("position_ids"))
+    positions = others.get("position_ids")
+    if isinstance(part, CachedPart):
+        return part.wrong_positions(positions)
+    wrong = _wrong_positions(part, positions)
     if wrong or watch_of(module) in part.told:
         return wrong
     return why_rotary_differs(config, part.batch)
@@ -216,5 +242,5 @@ def _sides(part: Part, module: torch.nn.Module) -> tuple[ShardedBatch, ShardedBa
 
 
 def _refuse(reason: str, part: object) -> NoReturn:
-    runtime = part.ctx.runtime if isinstance(part, Part) else None
+    runtime = part.ctx.runtime if isinstance(part, (Part, CachedPart)) else None
     refuse(_NAME, InputError(f"{_NAME}: {reason}"), runtime)

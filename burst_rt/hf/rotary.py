@@ -7,12 +7,12 @@ length at which the choice changes while another rank's end behind it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from burst_rt.batches import ShardedBatch
-from burst_rt.hf.shard import KEYWORD, Part
+from burst_rt.hf.shard import KEYWORD
 
 __all__ = ["Watch", "watch_of", "watch_positions", "why_rotary_differs"]
 
@@ -38,11 +38,19 @@ def watch_of(module: torch.nn.Module) -> Watch | None:
     return watch
 
 
+class _Part(Protocol):
+    """How a call is cut: `shard.Part`, or `cache.CachedPart`."""
+
+    told: set[object]
+
+    def largest(self, position_ids: torch.Tensor) -> int: ...
+
+
 class Watch:
     """Puts one more token, at the largest position of all, in front of a rotary embedding."""
 
     def __init__(self) -> None:
-        self._part: Part | None = None
+        self._part: _Part | None = None
         self.compared = ""  # with one process: "with loss", "without loss" or not yet
         self.checks = False  # whether every call's output is looked at
 
@@ -65,9 +73,7 @@ class Watch:
 
     def _longer(self, positions: torch.Tensor) -> torch.Tensor:
         assert self._part is not None
-        batches = [self._part.batch, *([self._part.encoder] if self._part.encoder else [])]
-        own = next((each for each in batches if positions is each.position_ids), batches[0])
-        largest = max(own.largest_positions)
+        largest = self._part.largest(positions)
         return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), largest)], -1)
 
     def after_rotary(

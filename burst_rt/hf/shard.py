@@ -52,6 +52,12 @@ class Part:
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         return self  # wrappers copy a model's arguments
 
+    def largest(self, position_ids: torch.Tensor) -> int:
+        """The largest position of all ranks, of the sequence that these are positions of."""
+        known = [self.batch, *([self.encoder] if self.encoder else [])]
+        own = next((each for each in known if position_ids is each.position_ids), self.batch)
+        return max(own.largest_positions)
+
 
 def _warn_unless_asked() -> None:
     """Once, as a part is gone. A forward that raised is no news: it has asked, or ended the job."""

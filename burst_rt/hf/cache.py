@@ -1,0 +1,257 @@
+"""A cache of transformers that is spread over ranks, so that `model.generate` works on all of them.
+
+    cache = burst_rt.hf.Cache(model, ctx, capacity=100_000)
+    tokens = model.generate(**inputs, past_key_values=cache)  # the same inputs on every rank
+
+A call of the model with the cache is one step of a `KVCache`: a chunk of a prompt is cut before the
+model sees it (`cached_call.py`, `hooks.py`), the layers attend by the step (`attention.py`), and
+what one rank finds for the next token becomes what all ranks go on with (`spread.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from burst_rt.attention.cache import KVCache, Step
+from burst_rt.context import Context
+from burst_rt.errors import ConfigError, InputError
+from burst_rt.hf.cached_call import CachedCall
+from burst_rt.hf.hooks import HookedCache, attach, check_model, detach, what_layers_keep
+from burst_rt.hf.prepare import prepare
+from burst_rt.hf.shard import KEYWORD
+from burst_rt.hf.spread import spread
+from burst_rt.runtime.refusing import refuse
+
+__all__ = ["Cache", "CachedPart"]
+
+_NAME = "hf.Cache"
+
+
+@dataclass(eq=False)
+class CachedPart:
+    """One call of a model with a cache, for the attention function. See `shard.Part`."""
+
+    ctx: Context
+    step: Step
+    position_ids: torch.Tensor  # of this rank's tokens
+    largest_position: int  # of all ranks' tokens
+    # Of the models whose rotary embeddings were told the largest position (`rotary.Watch`).
+    told: set[object] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CachedPart:
+        return self  # wrappers copy a model's arguments
+
+    def largest(self, position_ids: torch.Tensor) -> int:
+        """The largest position of all ranks' tokens."""
+        return self.largest_position
+
+    def wrong_positions(self, given: torch.Tensor | None) -> str | None:
+        """Why these are not the positions of this rank's tokens, in words."""
+        if given is None or given is self.position_ids or torch.equal(given, self.position_ids):
+            return None
+        return "position_ids: expected those of the cache's step, got others in a layer"
+
+
+class Cache(HookedCache):
+    """The keys and values of a model's layers over the ranks of a context; see the module.
+
+    Collective: every rank makes the same cache. Blocks as `KVCache` and `prepare` do.
+
+    model: can generate, is no encoder-decoder, and has attn_implementation="burst_rt". It may be
+        wrapped by `fully_shard`. Where it needs `prepare`, that is done here. It is asked for one
+        token, on each rank alone: what its layers would keep of it is what the cache holds.
+    capacity: the most tokens of a sequence, left padding and new tokens included.
+    batch: how many sequences, times beams or num_return_sequences; None: as the first call has.
+        The memory is taken as soon as that is known; see `KVCache`.
+    block: as in `KVCache`.
+
+    In `model.generate(..., past_key_values=cache)` each rank runs only its part of a prompt through
+    the model, at most ceil(tokens / ranks) + block of them. After each call every rank has the
+    logits of the last token and the state of torch's random generators that rank 0 has; of a prompt
+    the logits are those of the rank that has its last token.
+
+    Raises InputError on every rank for a model that cannot be used. A forward raises, on every
+    rank, InputError for other arguments and ContractMismatch where the ranks' tokens differ.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ctx: Context,
+        *,
+        capacity: int,
+        batch: int | None = None,
+        block: int = 128,
+    ) -> None:
+        if not isinstance(ctx, Context):
+            got = type(ctx).__name__
+            raise InputError(f"{_NAME}: ctx must be a context of burst_rt.init, got {got}")
+        super().__init__(model)
+        self.ctx = ctx
+        self.capacity = capacity
+        self._part: CachedPart | None = None  # of the call under way
+        self._kv: KVCache | None = None
+        try:
+            check_model(model)
+        except InputError as error:
+            refuse(_NAME, error, ctx.runtime)
+        prepare(model, ctx, loss=False)
+        try:
+            shapes = what_layers_keep(model, ctx)
+        except InputError as error:
+            refuse(_NAME, error, ctx.runtime)
+        self._make = partial(KVCache, ctx, capacity=capacity, block=block, **shapes)
+        self._num_layers: int = shapes["num_layers"]
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        if batch is not None:
+            self._kv = self._make(batch=batch)
+        attach(model)
+        self._detach = weakref.finalize(self, detach, model)
+        self._detach.atexit = False
+
+    @property
+    def kv(self) -> KVCache | None:
+        """The cache underneath; None where the batch is not known yet."""
+        return self._kv
+
+    def close(self) -> None:
+        """Gives the memory back, and leaves the model alone. Local. Idempotent."""
+        self._detach()
+        self._kv = self._part = None
+
+    # What transformers asks of a cache. Rows have the same length: their padding is cached too.
+
+    def __repr__(self) -> str:
+        return f"<burst_rt.hf.Cache of {self.get_seq_length()} of {self.capacity} tokens>"
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each sequence that are cached, left padding included."""
+        return 0 if self._kv is None else max(self._kv.lengths)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The capacity."""
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys a call with so many new tokens sees, and the first of them."""
+        return self.get_seq_length() + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences; -1 where that is not known yet."""
+        return -1 if self._kv is None else self._kv.batch
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: ranks meet in every layer."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the memory has been taken."""
+        return self._kv is not None
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing: the attention function appends. Raises InputError outside of a model's call."""
+        self._check_open()
+        if self._part is None:
+            self.refuse(
+                f"expected a call of the {type(self.model).__name__} that this cache was made for, "
+                "got one of another model, or of a part of it; call that model, or make a cache "
+                "for this one"
+            )
+        return key_states, value_states
+
+    def reset(self) -> None:
+        """Forgets all tokens. Local; every rank does the same."""
+        if self._kv is not None:
+            self._kv.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens, `-tokens_to_remove` of each sequence. Local, as `reset`."""
+        if tokens_to_remove > 0:
+            self.refuse(
+                f"crop: expected a number of tokens to remove as 0 or less, got {tokens_to_remove}"
+            )
+        if self._kv is not None and tokens_to_remove:
+            self._kv.truncate(self.get_seq_length() + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was. Local, as `reset`."""
+        if self._kv is not None:
+            self._kv.reorder(beam_idx.cpu())
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Not done."""
+        self.refuse("contrastive search and others that repeat a cache's rows are not done")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
+        """Not done."""
+        self.refuse("generation that drops rows of a cache is not done")
+
+    def activate_past_recording(self) -> NoReturn:
+        """Not done: assisted decoding asks for it."""
+        self.refuse(
+            "assisted decoding (assistant_model, prompt_lookup_num_tokens) is not done; expected "
+            "greedy search, sampling or beam search; leave it out"
+        )
+
+    # A call of the model.
+
+    def begin(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Begins a step: what the model is called with in place of these arguments.
+
+        Collective; blocks and raises as `KVCache.step`.
+        """
+        self._check_open()
+        try:
+            call = CachedCall.of(options, self._kv)
+        except InputError as error:
+            refuse(_NAME, error, self.ctx.runtime)
+        if self._kv is None:
+            self._kv = self._make(batch=call.rows)
+        step = self._kv.step(call.tokens, padding=call.padding, about=call.about)
+        # A rank without tokens runs one that nobody sees: not every model takes none.
+        cut = {}
+        for name, x in call.cut.items():
+            x = x.to(self.ctx.device)
+            cut[name] = step.cut(x) if step.num_tokens else x[:, :1]
+        self._part = CachedPart(self.ctx, step, cut["position_ids"], call.largest_position)
+        found = {**options, **cut, KEYWORD: self._part}
+        if step.sharded and self._keeps_logits:
+            found["logits_to_keep"] = 1
+        return found
+
+    def end(self, logits: torch.Tensor) -> torch.Tensor:
+        """Ends the step: the logits that all ranks go on with. Collective; blocks as `agree`."""
+        assert self._part is not None
+        step, self._part = self._part.step, None
+        source = step.last_owner[0] if step.sharded else 0
+        found = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
+        step.commit()
+        return found
+
+    def _check_open(self) -> None:
+        if not self._detach.alive:
+            error = ConfigError(f"{_NAME}: this cache is closed; make another")
+            refuse(_NAME, error, self.ctx.runtime)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises InputError on every rank that waits for this one."""
+        refuse(_NAME, InputError(f"{_NAME}: {reason}"), self.ctx.runtime)

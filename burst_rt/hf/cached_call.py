@@ -1,0 +1,153 @@
+"""What a model is called with when it has a cache over ranks, checked before anything is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from burst_rt.attention.cache import KVCache
+from burst_rt.errors import InputError
+from burst_rt.hf.shard import KEYWORD
+from burst_rt.hf.spread import bytes_of
+
+__all__ = ["CachedCall"]
+
+_NAME = "hf.Cache"
+_GO_ON = (
+    "give the whole text so far as input_ids, with its attention_mask, or call cache.reset() "
+    "before another text"
+)
+# Arguments of a forward with one value a token, which are cut and which the ranks compare.
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+# Results that would be of one rank's tokens, or need all tokens.
+_REFUSED = ("labels", "output_hidden_states", "output_attentions", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """What a forward with a cache is called with, checked."""
+
+    rows: int
+    tokens: int  # new ones, of each row
+    padding: list[int]  # of each row, at its left
+    about: str  # what the ranks compare
+    cut: dict[str, torch.Tensor]
+    largest_position: int
+
+    @classmethod
+    def of(cls, options: dict[str, Any], kv: KVCache | None) -> CachedCall:
+        """Raises InputError, on this rank alone, for what is not done or does not go on."""
+        _check_options(options)
+        given = {name: options[name] for name in _PER_TOKEN if options.get(name) is not None}
+        first = given.get("input_ids", given.get("inputs_embeds"))
+        if first is None or first.ndim < 2:
+            raise _wrong("input_ids or inputs_embeds", "[batch, tokens]", first)
+        rows, tokens = first.shape[:2]
+        length = 0 if kv is None else max(kv.lengths)
+        if not tokens:
+            raise InputError(
+                f"{_NAME}: expected new tokens behind the {length} that are cached, got none; "
+                f"{_GO_ON}"
+            )
+        if kv is not None and kv.batch != rows:
+            raise InputError(
+                f"{_NAME}: expected a batch of {kv.batch} sequences (times beams), as this cache "
+                f"was made for, got {rows}; make another cache"
+            )
+        for name, x in options.items():
+            known_name = name in given or name in ("attention_mask", "position_ids")
+            if isinstance(x, torch.Tensor) and x.ndim and not known_name:
+                raise InputError(
+                    f"{_NAME}: {name} is not known; expected text alone "
+                    f"({', '.join(_PER_TOKEN)}, attention_mask)"
+                )
+            if name in given and name != "position_ids" and x.shape[:2] != (rows, tokens):
+                raise _wrong(name, f"[batch, tokens] = {(rows, tokens)}", x)
+        mask = options.get("attention_mask")
+        known = [0] * rows if kv is None else list(kv.padding)
+        padding = known if mask is None else _left_padding(mask, rows, length + tokens)
+        # A row whose cached tokens are padding alone may have more of it.
+        if any(new != old and old < length for new, old in zip(padding, known, strict=True)):
+            raise InputError(
+                f"{_NAME}: attention_mask: expected the padding that the cached tokens have, "
+                f"{known} at the left of the rows, got {padding}; {_GO_ON}"
+            )
+        largest = length + tokens - 1 - min(padding)
+        given["position_ids"] = _positions(
+            given.get("position_ids"), first.device, padding, length, tokens
+        )
+        return cls(rows, tokens, padding, _digest(given), given, max(largest, 0))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raises InputError for what a forward with a cache cannot give."""
+    if options.get(KEYWORD) is not None:
+        raise InputError(
+            f"{_NAME}: expected the whole batch, got one that burst_rt.hf.shard has cut; a call "
+            "with a cache is cut by the cache"
+        )
+    for name in _REFUSED:
+        if options.get(name) is not None and options[name] is not False:
+            raise InputError(
+                f"{_NAME}: {name} is not done with a cache over ranks; expected none; leave it out"
+            )
+    for name in ("use_cache", "return_dict"):
+        if options.get(name) is False:
+            raise InputError(
+                f"{_NAME}: {name}: expected True, got False, of the call or of the model's "
+                f"configuration; call it with {name}=True"
+            )
+    keep = options.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep > 1:
+        raise InputError(
+            f"{_NAME}: logits_to_keep: expected 0 or 1, got {keep!r}: a call gives the logits of "
+            "the last token"
+        )
+
+
+def _wrong(name: str, expected: str, got: object) -> InputError:
+    shape = tuple(got.shape) if isinstance(got, torch.Tensor) else got
+    return InputError(f"{_NAME}: {name}: expected {expected}, got {shape}")
+
+
+def _left_padding(mask: Any, rows: int, tokens: int) -> list[int]:
+    """Of each row, how many tokens are padding. Raises InputError for padding elsewhere."""
+    if not isinstance(mask, torch.Tensor) or mask.shape != (rows, tokens):
+        raise _wrong("attention_mask", f"[batch, cached and new tokens] = {(rows, tokens)}", mask)
+    shown = mask.cpu() != 0
+    padding = (~shown).sum(1)
+    if not torch.equal((shown.cumsum(1) == 0).sum(1), padding):
+        raise InputError(
+            f"{_NAME}: attention_mask: expected padding before a row's tokens, got some among or "
+            "behind them; pad on the left (tokenizer.padding_side = 'left')"
+        )
+    return cast(list[int], padding.tolist())
+
+
+def _positions(
+    given: torch.Tensor | None, device: torch.device, padding: list[int], length: int, tokens: int
+) -> torch.Tensor:
+    """`[batch, tokens]`, as the cache counts. Raises InputError where others are given."""
+    pads = torch.tensor(padding)[:, None]
+    expected = (torch.arange(length, length + tokens) - pads).clamp(min=0)
+    if given is not None:
+        fits = given.ndim == 2 and given.shape[1] == tokens
+        if not fits or not torch.equal(given.cpu().expand_as(expected), expected):
+            got = given.flatten()[0].item() if fits else f"shape {tuple(given.shape)}"
+            raise InputError(
+                f"{_NAME}: position_ids: expected {tokens} tokens from {int(expected[0, 0])} on, "
+                f"as {length} are cached, got {got}; {_GO_ON}"
+            )
+    return expected.to(device)
+
+
+def _digest(given: dict[str, torch.Tensor]) -> str:
+    """A few letters that stand for the values."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, x in sorted(given.items()):
+        found.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        found.update(bytes_of(x))
+    return f"tokens {found.hexdigest()}"

@@ -1,0 +1,175 @@
+"""What a model has while there are caches over ranks for it: hooks that look at its calls.
+
+Calls with such a cache are cut, and their logits are those of all ranks. Other calls are left as
+they are. When the last cache of a model is gone, so are the hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from burst_rt.context import Context
+from burst_rt.errors import InputError
+from burst_rt.hf.shard import KEYWORD
+
+__all__ = ["HookedCache", "attach", "check_model", "detach", "what_layers_keep"]
+
+_NAME = "hf.Cache"
+_HOOKS = "_burst_rt_hooks"  # of a model's attribute
+
+
+class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has no types
+    """A cache with which a call of its model begins and ends a step."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(layers=[])
+        self.model = model
+
+    def begin(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Begins a step: what the model is called with in place of these arguments."""
+        raise NotImplementedError
+
+    def end(self, logits: torch.Tensor) -> torch.Tensor:
+        """Ends the step: the logits that all ranks go on with."""
+        raise NotImplementedError
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises InputError on every rank that waits for this one."""
+        raise NotImplementedError
+
+
+def check_model(model: Any) -> None:
+    """Raises InputError for one that cannot generate over ranks."""
+    name = type(model).__name__
+    if not isinstance(model, transformers.PreTrainedModel) or not model.can_generate():
+        raise InputError(f"{_NAME}: expected a model of transformers that can generate, got {name}")
+    if model.config.is_encoder_decoder:
+        raise InputError(
+            f"{_NAME}: encoder-decoders are not done: expected a decoder, got {name}, whose "
+            "cross-attention would need a cache of its own"
+        )
+    if (got := model.config._attn_implementation) != KEYWORD:
+        raise InputError(
+            f"{_NAME}: expected a model with attn_implementation={KEYWORD!r}, got {got!r}; load it "
+            f"with that, or call model.set_attn_implementation({KEYWORD!r})"
+        )
+
+
+@torch.no_grad()
+def what_layers_keep(model: Any, ctx: Context) -> dict[str, Any]:
+    """The arguments of a `KVCache` that fits the model, found by one token of one process.
+
+    Raises InputError for layers that keep something else, or that differ.
+    """
+    kept = transformers.DynamicCache(config=model.config.get_text_config(decoder=True))
+    model.set_attn_implementation("eager")
+    try:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=ctx.device)
+        model(input_ids=token, past_key_values=kept, use_cache=True)
+    finally:
+        model.set_attn_implementation(KEYWORD)
+    found = set()
+    for number, layer in enumerate(kept.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+            raise InputError(
+                f"{_NAME}: expected layers that keep keys and values of their own, got layer "
+                f"{number} of {type(model).__name__}, which does not ({type(layer).__name__})"
+            )
+        assert layer.keys is not None
+        assert layer.values is not None
+        _, heads, _, head_dim = layer.keys.shape
+        found.add((heads, head_dim, layer.values.shape[-1], layer.keys.dtype))
+    if len(found) != 1:
+        raise InputError(
+            f"{_NAME}: expected layers of {type(model).__name__} that keep tensors of one shape, "
+            f"got (kv heads, head_dim, v_head_dim, dtype) of {sorted(map(str, found))}"
+        )
+    heads, head_dim, v_head_dim, dtype = found.pop()
+    return {
+        "num_layers": len(kept.layers), "num_kv_heads": heads, "head_dim": head_dim,
+        "v_head_dim": v_head_dim, "dtype": dtype,
+    }  # fmt: skip
+
+
+class _Hooks:
+    """What a model has while it has caches."""
+
+    def __init__(self, model: Any) -> None:
+        self.num_caches = 0
+        self._handles = [
+            # First, so that other hooks know how the call is cut.
+            model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
+            model.register_forward_hook(_after, with_kwargs=True),
+        ]
+        model.prepare_inputs_for_generation = MethodType(_prepared(type(model)), model)
+
+    def remove(self, model: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        del model.prepare_inputs_for_generation
+
+
+def attach(model: Any) -> None:
+    """Counts one more cache of a model. Local."""
+    if not hasattr(model, _HOOKS):
+        setattr(model, _HOOKS, _Hooks(model))
+    getattr(model, _HOOKS).num_caches += 1
+
+
+def detach(model: Any) -> None:
+    """Counts one less. Local."""
+    hooks: _Hooks = getattr(model, _HOOKS)
+    hooks.num_caches -= 1
+    if not hooks.num_caches:
+        hooks.remove(model)
+        delattr(model, _HOOKS)
+
+
+def _before(
+    model: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if args:
+        bound = inspect.signature(model.forward).bind_partial(*args)
+        options = {**bound.arguments, **options}
+    cache = options.get("past_key_values")
+    if not isinstance(cache, HookedCache):
+        return None
+    if cache.model is not model:
+        cache.refuse(
+            f"expected a call of the {type(cache.model).__name__} that this cache was made for, "
+            f"got another {type(model).__name__}; make a cache for it"
+        )
+    return (), cache.begin(options)
+
+
+def _after(model: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    cache = options.get("past_key_values")
+    if isinstance(cache, HookedCache):
+        output.logits = cache.end(output.logits)
+
+
+def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
+    """The class's own, but for models that leave the cache out to begin again without it.
+
+    Phi-3 does where "longrope" changes its frequencies, as cached keys have the other ones. The
+    cache then begins again.
+    """
+
+    @wraps(kind.prepare_inputs_for_generation)
+    def prepare_inputs(self: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = kind.prepare_inputs_for_generation(self, *args, **options)
+        cache = options.get("past_key_values")
+        if isinstance(cache, HookedCache) and found.get("past_key_values") is None:
+            cache.reset()
+            found["past_key_values"] = cache
+        return found
+
+    return prepare_inputs

@@ -1,0 +1,94 @@
+"""Rank program: `generate` of small models over ranks, beside what one process generates.
+
+`generate.py TRUTHS RESULTS` reads what `small_generation.truth` gives for every model and case, and
+writes the largest difference of logits on any rank, infinite where tokens differ; and how many
+tokens of a prompt a rank ran through the model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from small_generation import BATCHES, PROMPT, Generated, generate, make_decoder
+
+import burst_rt
+import burst_rt.hf
+
+_BLOCK = 8
+
+
+def main(ctx: burst_rt.Context, truths: dict[str, dict[str, Generated]]) -> dict[str, float]:
+    found = {}
+    for name, by_case in truths.items():
+        model = make_decoder(name, "burst_rt")
+        caches = {
+            batch: burst_rt.hf.Cache(model, ctx, capacity=128, batch=batch, block=_BLOCK)
+            for batch in {BATCHES[case] for case in by_case}
+        }
+        for case, truth in by_case.items():
+            cache = caches[BATCHES[case]]
+            cache.reset()
+            # The other ranks' own seeds count for nothing.
+            off = _difference(generate(model, case, cache, seed=7 + ctx.rank), truth)
+            found[f"{name} {case}"] = _largest(off, ctx)
+        for cache in caches.values():
+            cache.close()
+        assert not model._forward_pre_hooks or ctx.world_size > 1  # what `prepare` has left
+    found["a rank's tokens"] = _largest(_most_tokens(ctx), ctx)
+    found["rank 0 decides"] = _largest(_difference_with_noise(ctx, truths["Llama"]), ctx)
+    return found
+
+
+def _difference(found: Generated, truth: Generated) -> float:
+    if not torch.equal(found["tokens"], truth["tokens"]):
+        return float("inf")
+    off = (found["logits"] - truth["logits"]).abs().max() / truth["logits"].abs().max()
+    return float(off)
+
+
+def _largest(x: float, ctx: burst_rt.Context) -> float:
+    everyones = torch.zeros(ctx.world_size, dtype=torch.float64)
+    everyones[ctx.rank] = x
+    return ctx.all_reduce(everyones).max().item()
+
+
+def _most_tokens(ctx: burst_rt.Context) -> float:
+    """The most tokens that this rank runs through the embedding or an MLP in one call."""
+    model = make_decoder("Llama", "burst_rt")
+    counts: list[int] = []
+
+    def count(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        counts.append(args[0].shape[1])
+
+    model.model.embed_tokens.register_forward_pre_hook(count)
+    model.model.layers[1].mlp.register_forward_pre_hook(count)
+    cache = burst_rt.hf.Cache(model, ctx, capacity=PROMPT, block=_BLOCK)
+    counts.clear()  # of the token by which the cache is made
+    prompt = torch.ones(1, PROMPT, dtype=torch.int64)
+    model.generate(prompt, past_key_values=cache, max_new_tokens=1, use_cache=True)
+    assert len(counts) == 2
+    return max(counts)
+
+
+def _difference_with_noise(ctx: burst_rt.Context, truths: dict[str, Generated]) -> float:
+    """The same logits, though those of the other ranks are far off while tokens are decoded."""
+    model = make_decoder("Llama", "burst_rt")
+    cache = burst_rt.hf.Cache(model, ctx, capacity=128, block=_BLOCK)
+
+    def spoil(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        decoding = cache.get_seq_length() >= PROMPT
+        return output.flip(-1) if ctx.rank and decoding else output
+
+    model.lm_head.register_forward_hook(spoil)
+    return _difference(generate(model, "chunks", cache), truths["chunks"])
+
+
+if __name__ == "__main__":
+    with burst_rt.init() as ctx:
+        results = main(ctx, torch.load(sys.argv[1]))
+        if ctx.rank == 0:
+            with open(sys.argv[2], "w", encoding="utf-8") as file:
+                json.dump(results, file)

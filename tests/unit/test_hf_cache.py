@@ -1,0 +1,326 @@
+"""`burst_rt.hf.Cache`: what it refuses on every rank, and what it leaves behind. That models
+generate the same over ranks is tested in tests/mpi/test_generate.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_generation import make_decoder
+from small_models import make_model
+
+import burst_rt
+import burst_rt.hf
+from burst_rt.errors import BurstError, ContractMismatch, InputError
+
+# Made once: ranks that are threads share one random state.
+_LLAMA = make_decoder("Llama", "burst_rt")
+_EAGER = make_decoder("Llama", "eager")
+_IDS = torch.arange(3, 53).view(2, 25)
+
+
+def _llama() -> Any:
+    return deepcopy(_LLAMA)
+
+
+def _generate(model: Any, cache: Any, ids: torch.Tensor = _IDS, **options: Any) -> torch.Tensor:
+    given = {"max_new_tokens": 2, "use_cache": True, "do_sample": False, **options}
+    found: torch.Tensor = model.generate(ids, past_key_values=cache, **given)
+    return found
+
+
+def _cache(model: Any, ctx: burst_rt.Context, **options: Any) -> burst_rt.hf.Cache:
+    return burst_rt.hf.Cache(model, ctx, **{"capacity": 40, "block": 4, **options})
+
+
+def _filled(model: Any, cache: Any, ctx: burst_rt.Context, ids: torch.Tensor) -> None:
+    _generate(model, cache)
+    _generate(model, cache, ids)
+
+
+def _closed(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    cache.close()
+    model(_IDS, past_key_values=_cache(model, ctx))  # hooks of another cache are there
+    _generate(model, cache)
+
+
+def _of_another(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    _generate(deepcopy(model), cache)
+
+
+def _of_a_model_without_caches(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    _generate(_llama(), cache)
+
+
+def _part_of_the_model(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    model.model(_IDS, past_key_values=cache)
+
+
+def _shown(*hidden: tuple[int, int]) -> torch.Tensor:
+    shown = torch.ones(2, 25, dtype=torch.int64)
+    for row, at in hidden:
+        shown[row, at] = 0
+    return shown
+
+
+def _longer_padding(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    model(_IDS, past_key_values=cache)
+    shown = torch.ones(2, 26, dtype=torch.int64)
+    shown[1, 0] = 0
+    model(_IDS[:, :1], attention_mask=shown, past_key_values=cache)
+
+
+def _cut_before(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    part = burst_rt.hf.shard({"input_ids": _IDS}, ctx)
+    model(**part, past_key_values=cache)
+
+
+def _no_causal_model(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    model.model.layers[0].self_attn.is_causal = False
+    _generate(model, cache)
+
+
+def _several_logits(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    model(_IDS, past_key_values=cache, logits_to_keep=2)
+
+
+# With a Llama and a cache of it; what the ranks raise.
+REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] = {
+    "more tokens than there is room": (
+        lambda model, cache, ctx: _generate(model, cache, max_new_tokens=20),
+        "the capacity is 40 tokens",
+    ),
+    "another text after the first, much shorter": (
+        lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:, :12]),
+        r"expected new tokens behind the 26 that are cached, got none; .* cache.reset\(\)",
+    ),
+    "another text after the first": (
+        lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:, :20]),
+        r"position_ids: expected .* as 26 are cached, .* cache.reset\(\)",
+    ),
+    "another batch": (
+        lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:1]),
+        "expected a batch of 2 sequences",
+    ),
+    "a cache that is closed": (_closed, "this cache is closed"),
+    "a copy of the model": (_of_another, "that this cache was made for, got another"),
+    "another model": (_of_a_model_without_caches, "that this cache was made for, got one of"),
+    "a part of the model": (_part_of_the_model, "got one of another model, or of a part of it"),
+    "padding behind": (
+        lambda model, cache, ctx: _generate(model, cache, attention_mask=_shown((0, 24))),
+        "expected padding before a row's tokens",
+    ),
+    "padding among tokens": (
+        lambda model, cache, ctx: _generate(model, cache, attention_mask=_shown((0, 0), (0, 7))),
+        "expected padding before a row's tokens",
+    ),
+    "padding that comes later": (_longer_padding, "expected the padding that the cached tokens"),
+    "a mask of the new tokens alone": (
+        lambda model, cache, ctx: model(
+            _IDS, attention_mask=_shown()[:, :5], past_key_values=cache
+        ),
+        r"attention_mask: expected \[batch, cached and new tokens\] = \(2, 25\)",
+    ),
+    "a batch that was cut": (_cut_before, "a call with a cache is cut by the cache"),
+    "hidden states": (
+        lambda model, cache, ctx: _generate(
+            model, cache, output_hidden_states=True, return_dict_in_generate=True
+        ),
+        "output_hidden_states is not done",
+    ),
+    "a loss": (
+        lambda model, cache, ctx: model(_IDS, labels=_IDS, past_key_values=cache),
+        "labels is not done",
+    ),
+    "several logits": (_several_logits, "logits_to_keep: expected 0 or 1, got 2"),
+    "no cache in use": (
+        lambda model, cache, ctx: _generate(model, cache, use_cache=False),
+        "use_cache: expected True, got False",
+    ),
+    "images": (
+        lambda model, cache, ctx: model(
+            _IDS, pixel_values=torch.ones(1, 3), past_key_values=cache
+        ),
+        "pixel_values is not known; expected text alone",
+    ),
+    "attention to later tokens": (_no_causal_model, "attention to later tokens is not done"),
+    "assisted decoding": (
+        lambda model, cache, ctx: _generate(model, cache, _IDS[:1], prompt_lookup_num_tokens=2),
+        "assisted decoding .* is not done",
+    ),
+    "a cache of transformers'": (
+        lambda model, cache, ctx: _generate(model, None),
+        "past_key_values=burst_rt.hf.Cache",
+    ),
+    "a static cache": (
+        lambda model, cache, ctx: _generate(model, None, cache_implementation="static"),
+        "a static cache or a prefix is not done; .* past_key_values=burst_rt.hf.Cache",
+    ),
+    "rows that are repeated": (
+        lambda model, cache, ctx: cache.batch_repeat_interleave(2), "contrastive search",
+    ),
+    "a crop to a length": (lambda model, cache, ctx: cache.crop(7), "expected a number .* or less"),
+    "another implementation": (
+        lambda model, cache, ctx: _cache(make_decoder("Llama", "sdpa"), ctx),
+        "expected a model with attn_implementation='burst_rt', got 'sdpa'",
+    ),
+    "an encoder-decoder": (
+        lambda model, cache, ctx: _cache(make_model("T5Gemma"), ctx),
+        "encoder-decoders are not done",
+    ),
+    "a model without a head": (
+        lambda model, cache, ctx: _cache(model.model, ctx), "expected a model .* that can generate",
+    ),
+    "no capacity": (
+        lambda model, cache, ctx: _cache(model, ctx, capacity=0, batch=1), "capacity must be",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_call_that_would_be_wrong_is_refused_on_every_rank(case: str) -> None:
+    call, message = REFUSED[case]
+
+    @torch.no_grad()
+    def run(ctx: burst_rt.Context) -> str:
+        model = _llama()
+        cache = _cache(model, ctx)
+        with pytest.raises(BurstError) as caught:
+            call(model, cache, ctx)
+        assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
+        return str(caught.value)
+
+    for found in burst_rt.run_local(2, run, timeout_s=60):
+        assert re.search(message, found), found
+
+
+def _config(kind: str, **options: Any) -> Any:
+    return getattr(transformers, kind)(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **options,
+    )  # fmt: skip
+
+
+def test_layers_that_keep_something_else_are_refused() -> None:
+    config = _config("Lfm2Config", layer_types=["conv", "full_attention"], block_dim=32)
+    model = transformers.Lfm2ForCausalLM(config).eval()
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match="got layer 0 of Lfm2ForCausalLM, which does not"):
+            _cache(model, ctx)
+
+    burst_rt.run_local(1, run, timeout_s=60)
+
+
+def test_a_model_that_is_compared_first() -> None:
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(_config("Qwen2Config")).eval()
+    expected = _generate(model, None)
+    model.set_attn_implementation("burst_rt")
+
+    def run(ctx: burst_rt.Context) -> None:
+        mine = deepcopy(model)
+        assert torch.equal(_generate(mine, _cache(mine, ctx)), expected)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_ranks_with_other_tokens_do_not_go_on() -> None:
+    """At the first call, or at any later one."""
+
+    @torch.no_grad()
+    def run(ctx: burst_rt.Context) -> list[str]:
+        model = _llama()
+        cache = _cache(model, ctx)
+        found = []
+        for count in (25, 1):
+            model(_IDS[:, :count], past_key_values=cache)
+            with pytest.raises(ContractMismatch) as caught:
+                model(_IDS[:, :1] + ctx.rank, past_key_values=cache)
+            found.append(str(caught.value))
+            assert cache.get_seq_length() == count
+            cache.reset()
+        return found
+
+    for texts in burst_rt.run_local(2, run, timeout_s=60):
+        assert all("about: tokens" in text for text in texts)
+
+
+def test_one_ranks_error_is_every_ranks() -> None:
+    def run(ctx: burst_rt.Context) -> str:
+        model = _llama()
+        cache = _cache(model, ctx)
+        with pytest.raises(InputError) as caught:
+            _generate(model, cache, attention_mask=_shown(*[(0, 24)] * ctx.rank))
+        expected = _generate(_EAGER, None)
+        assert torch.equal(_generate(model, cache), expected)  # the cache is usable
+        return str(caught.value)
+
+    for text in burst_rt.run_local(2, run, timeout_s=60):
+        assert text.startswith("rank 1: hf.Cache: attention_mask")
+
+
+def test_a_forward_without_generate() -> None:
+    """All logits of a few tokens, those of the last of many; positions are the cache's."""
+    expected = _EAGER(_IDS).logits.detach()
+
+    @torch.no_grad()
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        cache = _cache(model, ctx, batch=2)
+        few = model(_IDS[:, :3], past_key_values=cache).logits
+        torch.testing.assert_close(few, expected[:, :3], rtol=1e-4, atol=1e-5)
+        many = model(input_ids=_IDS[:, 3:], past_key_values=cache).logits
+        torch.testing.assert_close(many, expected[:, -1:], rtol=1e-4, atol=1e-5)
+        cache.crop(-20)
+        assert cache.get_seq_length() == 5
+        assert cache.get_mask_sizes(2, 0) == (7, 0)
+        again = model(_IDS[:, 5:10], past_key_values=cache).logits
+        torch.testing.assert_close(again, expected[:, 5:10], rtol=1e-4, atol=1e-5)
+
+    burst_rt.run_local(3, run, timeout_s=60)
+
+
+_PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+
+
+def test_the_page_runs() -> None:
+    shown = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    block = next(block for block in shown if "generate" in block)
+    expected = _generate(_EAGER, None, max_new_tokens=200)
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        model.generation_config.use_cache = True
+        inputs = {"input_ids": _IDS, "attention_mask": torch.ones_like(_IDS)}
+        names: dict[str, Any] = {"burst_rt": burst_rt, "model": model, "ctx": ctx, "inputs": inputs}
+        exec(block.replace("100_000", "1_000"), names)
+        assert torch.equal(names["tokens"], expected)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_a_model_is_as_before_once_its_caches_are_gone() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        before = set(vars(model)), len(model._forward_hooks), len(model._forward_pre_hooks)
+        first, second = _cache(model, ctx), _cache(model, ctx)
+        first.close()
+        first.close()
+        assert _generate(model, second).shape == (2, 27)
+        del second
+        gc.collect()
+        now = set(vars(model)), len(model._forward_hooks), len(model._forward_pre_hooks)
+        assert now == before
+
+    burst_rt.run_local(1, run, timeout_s=60)
