@@ -25,7 +25,7 @@ from burst_rt.launch.train.model import Decoder
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
 
-__all__ = ["Cached", "Source", "bytes_source", "folder_source"]
+__all__ = ["ByteStreamer", "Cached", "Source", "bytes_source", "folder_source"]
 
 
 class Cached(Protocol):
@@ -87,7 +87,7 @@ class _ByteModel:
         return self._world.all_reduce(last)
 
 
-class _ByteStreamer:
+class ByteStreamer:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -105,7 +105,7 @@ def bytes_source(decoder: Decoder, world: Context, *, seq_len: int, dtype: torch
         ends=frozenset(SEPARATOR),
         unit="byte",
         longest=seq_len,
-        streamer=_ByteStreamer,
+        streamer=ByteStreamer,
         cached=lambda capacity: _ByteModel(decoder, world, capacity, dtype),
     )
 
