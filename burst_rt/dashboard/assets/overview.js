@@ -145,7 +145,9 @@ class Serving {
   constructor() {
     this.facts = new Facts();
     this.facts.node.classList.remove("panel");
-    this.node = el("section", { class: "panel serving", "aria-label": "serving", hidden: true }, this.facts.node);
+    this.node = panel("Serving", "", this.facts.node).node;
+    this.node.classList.add("serving");
+    this.node.hidden = true;
   }
 
   update(present) {
