@@ -16,7 +16,7 @@ from burst_rt.launch.generate.loop import generate
 from burst_rt.launch.train.export import export
 from burst_rt.telemetry.record import Record, replay
 
-pytestmark = pytest.mark.xdist_group("generate")
+pytestmark = pytest.mark.xdist_group("generate_command")
 _NUM_TOKENS = 24
 
 

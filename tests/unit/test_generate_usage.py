@@ -1,5 +1,5 @@
 """`burst-rt generate`: how a token is chosen, when a text ends, and errors in one line that say
-what to do. That ranks write the right text is tested in tests/mpi/test_generate.py.
+what to do. That ranks write the right text is tested in tests/mpi/test_generate_command.py.
 """
 
 from __future__ import annotations
