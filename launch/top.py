@@ -158,7 +158,7 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
 def _serving(values: Mapping[str, float]) -> str:
     """What a job reports of tokens and of their cache, in a line."""
     said = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
-    if "time_per_token_s" in values:
+    if "output_tokens_per_s" in values:
         mean = _milliseconds(values["mean_time_per_token_s"])
         said.append(f"a token {_milliseconds(values['time_per_token_s'])} (mean {mean})")
         said.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")

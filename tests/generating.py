@@ -18,9 +18,10 @@ from burst_rt.launch.train.model import Decoder
 
 __all__ = ["PROMPT", "SEQ_LEN", "make_options", "make_run", "plain_text"]
 
-SEQ_LEN = 500
-# Longer than two blocks of a cache, of which three ranks have one each; ä is two bytes.
-PROMPT = "Bären and other animals, " * 11
+SEQ_LEN = 900
+# More than five blocks of a cache: the last of them is rank 1's of two, rank 2's of three. ä is two
+# bytes.
+PROMPT = "Bären and other animals, " * 26
 _LETTERS = slice(ord(" "), ord("~") + 1)
 
 

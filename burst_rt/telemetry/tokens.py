@@ -35,7 +35,8 @@ class TokenMeter:
         model.generate(**inputs, past_key_values=cache, streamer=meter)
 
     A loop of one's own calls `put(prompt)`, `put(token)` for each token (or a few at once), and
-    `end()`. Every rank of the cache's context may have one: rank 0 alone reports.
+    `end()`, also where a text breaks off by an error. Every rank of the cache's context may have
+    one: rank 0 alone reports.
 
     cache: a `KVCache` or a `burst_rt.hf.Cache`; None: no figures of a cache, and every rank that
         has a meter reports.

@@ -81,6 +81,16 @@ def test_ranks_that_are_threads_write_what_one_process_writes_without_a_cache(
     assert "time to first byte" in shown.err
 
 
+def test_rank_0_chooses_for_all(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = iter(b"xyz")
+    monkeypatch.setattr("burst_rt.launch.generate.loop.choose", lambda *_, **__: next(letters))
+    _generate(3, checkpoint=run, prompt="abc", max_new_tokens=3)
+    assert capsys.readouterr().out == "abcxyz\n"
+    assert list(letters) == []
+
+
 def test_a_text_ends_where_the_model_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,9 +158,9 @@ def test_what_only_ranks_can_refuse_is_refused_on_every_rank(
     for options, said in (
         ({"prompt": ""}, "--prompt: expected at least one token, got an empty text"),
         (
-            {"prompt": "a" * 400, "max_new_tokens": 101},
+            {"prompt": "a" * 800, "max_new_tokens": 101},
             f"--prompt: expected at most {SEQ_LEN} bytes, as the model was made for, with the "
-            "text; got 400 and --max-new-tokens 101; shorten",
+            "text; got 800 and --max-new-tokens 101; shorten",
         ),
         ({"prompt": "a", "model": tmp_path}, f"--model: {run} holds a byte-level model of its own"),
         ({"prompt_file": tmp_path / "nothing"}, "nothing'; make the file or folder accessible"),
