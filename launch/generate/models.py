@@ -88,6 +88,8 @@ class _ByteModel:
 
 
 class ByteStreamer:
+    """Prints bytes as text: each character when it is whole, U+FFFD for what is none."""
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
