@@ -27,8 +27,9 @@ Examples:
                                                a model of transformers, a local folder
   burst-rt generate --checkpoint runs/book --prompt "import " --temperature 0
                                                the most likely text, on one rank
-  mpirun -n 4 burst-rt generate --checkpoint runs/book --prompt "def "
-                                               under an MPI launcher, srun likewise
+  mpirun -n 4 --output :raw burst-rt generate --checkpoint runs/book --prompt "def "
+                                               under an MPI launcher, srun likewise (only Open MPI 5
+                                               needs :raw: it keeps lines until they are whole)
 
 Prompt and text go to standard output as they come, figures to standard error. --dashboard shows
 them in a browser. Beside --checkpoint, --model says where the folder is now that the checkpoint
@@ -86,7 +87,8 @@ def command(context: click.Context, /, num_ranks: int | None, **values: object) 
     if num_ranks is not None:
         with before_ranks():
             _check_before_ranks(options)
-        sys.exit(relaunch(context, ["burst_rt.launch.generate"], num_ranks))
+        rank = ["burst_rt.launch.generate"]
+        sys.exit(relaunch(context, rank, num_ranks, as_it_comes=True))
     from burst_rt.launch.generate.loop import generate
     from burst_rt.launch.train.world import job_world
 

@@ -297,12 +297,18 @@ def before_ranks() -> Iterator[None]:
 
 
 def relaunch(
-    context: click.Context, rank: Sequence[str], num_ranks: int, extra: Sequence[str] = ()
+    context: click.Context,
+    rank: Sequence[str],
+    num_ranks: int,
+    extra: Sequence[str] = (),
+    *,
+    as_it_comes: bool = False,
 ) -> int:
     """Run this command on `num_ranks` ranks with its options but `-n`, and `extra`; return the
     job's exit code. Blocks.
 
     rank: the module that is one rank of this command, and words that go first.
+    as_it_comes: see `launch`.
     """
     if sys.stdout.isatty():
         # A rank's stdout is a pipe of mpirun's, which has no width.
@@ -317,7 +323,7 @@ def relaunch(
             arguments += (parameter.opts if value else parameter.secondary_opts)[:1]
         else:
             arguments += [parameter.opts[0], str(value)]
-    code = launch(["-m", *rank, *arguments, *extra], num_ranks=num_ranks)
+    code = launch(["-m", *rank, *arguments, *extra], num_ranks=num_ranks, as_it_comes=as_it_comes)
     if sys.stdout.isatty():
         # A rank that was killed has hidden the cursor for its progress bar.
         sys.stdout.write(_SHOW_CURSOR)

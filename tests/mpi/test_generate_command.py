@@ -4,7 +4,11 @@ world; its figures, on standard error and in telemetry.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from jobs import Job, run_command
 
 from burst_rt import run_local
 from burst_rt.launch.generate.loop import generate
+from burst_rt.launch.run import kill_job
 from burst_rt.launch.train.export import export
 from burst_rt.telemetry.record import Record, replay
 
@@ -80,6 +85,25 @@ def test_a_seed_gives_the_same_text_on_one_rank_and_on_three(
     assert job.out == capsys.readouterr().out
     assert job.out.startswith(PROMPT)
     assert job.out != plain_text(run, PROMPT, _NUM_TOKENS) + "\n"
+
+
+def test_the_text_comes_while_it_is_written(run: Path, tmp_path: Path) -> None:
+    words = ["generate", "-n", "2", "--checkpoint", str(run), "--prompt", "abc"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "burst_rt.launch.main", *words, "--max-new-tokens", "800"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 3) == b"abc"
+        # Of a line that is passed on when it is whole, the job has reached the end here.
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=60.0)
+    finally:
+        kill_job(process)
+    assert process.returncode == 128 + signal.SIGINT, said
+    assert len(rest) < 800
+    assert b"stopped by SIGINT" in said
 
 
 def test_a_folder_of_transformers_writes_the_same(run: Path, tmp_path: Path) -> None:

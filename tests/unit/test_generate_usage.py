@@ -19,6 +19,7 @@ from burst_rt.errors import ConfigError, DeviceError
 from burst_rt.launch.generate.loop import choose, generate
 from burst_rt.launch.generate.models import ByteStreamer
 from burst_rt.launch.main import cli
+from burst_rt.launch.run import MpiLauncher
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,16 @@ def test_what_only_ranks_can_refuse_is_refused_on_every_rank(
     monkeypatch.setattr(KVCache, "_take", refuse)
     with pytest.raises(ConfigError, match="out of memory: use more ranks"):
         _generate(2, checkpoint=run, prompt="a")
+
+
+def test_only_open_mpi_5_is_told_to_pass_on_what_is_no_line_yet() -> None:
+    for family, version, expected in (
+        ("Open MPI", "(Open MPI) 5.0.11", ["--output", ":raw"]),
+        ("Open MPI", "(Open MPI) 4.1.4", []),
+        ("MPICH", "Version: 5.0.1", []),
+        ("unknown", "version unknown", []),
+    ):
+        assert MpiLauncher(Path("mpirun"), family, version).as_it_comes() == expected
 
 
 def test_weights_that_are_no_numbers_are_said(
