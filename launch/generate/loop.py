@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,11 +56,13 @@ def choose(
 
     Nucleus sampling, arXiv 1904.09751.
     """
-    if scores_V.isnan().any():
+    # Below 0, so that no temperature makes infinity of a score.
+    scores_V = scores_V.double() - scores_V.max()
+    if scores_V.isnan().any() or math.isnan(temperature):
         return _NOT_A_NUMBER
     if temperature == 0:
         return int(scores_V.argmax())
-    likely_V, tokens_V = (scores_V.double() / temperature).softmax(0).sort(0, descending=True)
+    likely_V, tokens_V = (scores_V / temperature).softmax(0).sort(0, descending=True)
     likely_V[likely_V.cumsum(0) - likely_V >= top_p] = 0
     return int(tokens_V[torch.multinomial(likely_V, 1, generator=generator)])
 

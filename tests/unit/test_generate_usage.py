@@ -56,9 +56,16 @@ def test_tokens_are_drawn_by_their_probabilities_among_the_most_likely() -> None
 
 
 def test_scores_that_are_no_numbers_are_no_token() -> None:
-    scores, generator = torch.tensor([0.0, torch.nan]), torch.Generator()
-    for temperature in (0.0, 1.0):
-        assert choose(scores, temperature=temperature, top_p=0.9, generator=generator) == -1
+    generator = torch.Generator()
+    for scores in ([0.0, torch.nan], [torch.inf, 0.0]):
+        for temperature in (0.0, 1.0):
+            chosen = choose(
+                torch.tensor(scores), temperature=temperature, top_p=0.9, generator=generator
+            )
+            assert chosen == -1
+    # A model may rule a token out, and temperatures may be tiny.
+    scores = torch.tensor([-torch.inf, 80.0, 81.0])
+    assert choose(scores, temperature=1e-320, top_p=1.0, generator=generator) == 2
 
 
 def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
