@@ -64,8 +64,8 @@ def test_scores_that_are_no_numbers_are_no_token() -> None:
             )
             assert chosen == -1
     # A model may rule a token out, and temperatures may be tiny.
-    scores = torch.tensor([-torch.inf, 80.0, 81.0])
-    assert choose(scores, temperature=1e-320, top_p=1.0, generator=generator) == 2
+    ruled_out = torch.tensor([-torch.inf, 80.0, 81.0])
+    assert choose(ruled_out, temperature=1e-320, top_p=1.0, generator=generator) == 2
 
 
 def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
