@@ -27,6 +27,10 @@ _COMMANDS = {
         "burst_rt.launch.train.cli:eval_command",
         "Measure the perplexity of a checkpoint, or of a model of transformers.",
     ),
+    "generate": (
+        "burst_rt.launch.generate.cli:command",
+        "Generate text with a trained model, its cache over ranks.",
+    ),
     "export": (
         "burst_rt.launch.train.cli:export_command",
         "Write a trained model as a folder that transformers loads.",

@@ -106,6 +106,14 @@ class MpiLauncher:
         )
         return [str(self.path), "-n", str(num_ranks), *exports, *mpi_args, *program]
 
+    def as_it_comes(self) -> list[str]:
+        """Arguments by which output is passed on as it comes, and not line by line.
+
+        Open MPI 5 keeps a line until it is whole; others pass on what they get.
+        """
+        whole_lines = self.family == "Open MPI" and not self.version.startswith("(Open MPI) 4")
+        return ["--output", ":raw"] if whole_lines else []
+
     @staticmethod
     def _exported() -> list[str]:
         return [*_THREAD_VARIABLES, *(name for name in VARIABLES.values() if name in os.environ)]
@@ -218,7 +226,12 @@ def find_launcher() -> MpiLauncher:
 
 
 def launch(
-    argv: Sequence[str], *, num_ranks: int, threads: int | None = None, mpi_args: Sequence[str] = ()
+    argv: Sequence[str],
+    *,
+    num_ranks: int,
+    threads: int | None = None,
+    mpi_args: Sequence[str] = (),
+    as_it_comes: bool = False,
 ) -> int:
     """Run `SCRIPT args...` or `-m MODULE args...` on `num_ranks` ranks of this Python.
 
@@ -230,11 +243,13 @@ def launch(
     have the last word.
 
     `threads` is the number of OpenMP threads per rank; None means what `OMP_NUM_THREADS` says, else
-    cores / ranks. Raises InputError for an invalid argument and ConfigError where there is no
-    working mpirun.
+    cores / ranks. `as_it_comes`: parts of lines are passed on, too, so lines of several ranks may
+    mix. Raises InputError for an invalid argument and ConfigError where there is no working mpirun.
     """
     _check(argv, num_ranks, threads)
     launcher = find_launcher()
+    if as_it_comes:
+        mpi_args = [*launcher.as_it_comes(), *mpi_args]
     program = [sys.executable, "-P", "-m", "burst_rt.launch.child", *argv]
     # A rank that has been killed may not be quite gone yet.
     with tempfile.TemporaryDirectory(prefix="burst-rt-", ignore_cleanup_errors=True) as folder:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,7 +142,9 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
         style="dim",
     )
     text.append(f"{job.command}\n", style="cyan")
-    if progress.at_s is not None:
+    if "time_to_first_token_s" in progress.values:
+        text.append(_serving(progress.values))
+    elif progress.at_s is not None:
         text.append(f"step {progress.step}", style="bold")
         for name, value in progress.values.items():
             text.append(f"  {name} ", style="dim")
@@ -151,6 +153,23 @@ def _head(snapshot: Snapshot, losses: Iterable[float]) -> Text:
     else:
         text.append("no report yet", style="dim")
     return text
+
+
+def _serving(values: Mapping[str, float]) -> str:
+    """What a job reports of tokens and of their cache, in a line."""
+    said = [f"first token {_milliseconds(values['time_to_first_token_s'])}"]
+    if "output_tokens_per_s" in values:
+        mean = _milliseconds(values["mean_time_per_token_s"])
+        said.append(f"a token {_milliseconds(values['time_per_token_s'])} (mean {mean})")
+        said.append(f"{_counted(values['output_tokens_per_s'], '')} tokens/s")
+    if "cached_tokens" in values:
+        room = f"{values['cache_capacity_tokens']:,.0f}"
+        said.append(f"cache {values['cached_tokens']:,.0f} of {room} tokens")
+    return "  ".join(said)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 class _Ranks:

@@ -76,6 +76,17 @@ DCGM: dict[str, _Field] = {
 }
 
 
+# What a job that serves reports (`telemetry.TokenMeter`).
+_SERVING = {
+    "time_to_first_token_s": "burst_rt_time_to_first_token_seconds",
+    "time_per_token_s": "burst_rt_time_per_output_token_seconds",
+    "mean_time_per_token_s": "burst_rt_time_per_output_token_mean_seconds",
+    "output_tokens_per_s": "burst_rt_output_tokens_per_second",
+    "cached_tokens": "burst_rt_cache_tokens",
+    "cache_capacity_tokens": "burst_rt_cache_capacity_tokens",
+}
+
+
 def exposition(snapshot: Snapshot, links: Iterable[LinkView]) -> bytes:
     """The text that Prometheus gets."""
     registry = CollectorRegistry(auto_describe=False)
@@ -122,8 +133,13 @@ def _of_job(snapshot: Snapshot) -> Iterator[Metric]:
             "burst_rt_job_report", "Values of the job's last report.", labels=("name",)
         )
         for name, value in sorted(progress.values.items()):
-            reported.add_metric((name,), value)
+            if name not in _SERVING:
+                reported.add_metric((name,), value)
         yield reported
+    for name, field in _SERVING.items():
+        if name in progress.values:
+            label = METRICS[name].label
+            yield GaugeMetricFamily(field, f"{label[0].upper()}{label[1:]}.", progress.values[name])
 
 
 def _of_ranks(ranks: Iterable[RankView]) -> Iterator[Metric]:

@@ -94,6 +94,13 @@ METRICS: dict[str, Metric] = {
     # entry here.
     "loss": Metric(unit="1", label="training loss", low=-math.inf, high=math.inf),
     "tokens_per_s": Metric(unit="1/s", label="tokens, all ranks together"),
+    # The same, from `telemetry.TokenMeter`.
+    "time_to_first_token_s": Metric(unit="s", label="from the last prompt to its first token"),
+    "time_per_token_s": Metric(unit="s", label="of the last output token"),
+    "mean_time_per_token_s": Metric(unit="s", label="of an output token, mean since the start"),
+    "output_tokens_per_s": Metric(unit="1/s", label="output tokens, all sequences together"),
+    "cached_tokens": Metric(unit="1", label="tokens in the cache, all ranks together"),
+    "cache_capacity_tokens": Metric(unit="1", label="tokens that the cache has room for"),
 }
 
 # nvmlClocksEventReasons of nvml.h. Some of these reasons a healthy chip shows at any time: they are

@@ -39,7 +39,10 @@ from burst_rt.launch.train.config import (
 )
 from burst_rt.launch.where import VARIABLES, machine_options, telemetry_options
 
-__all__ = ["before_ranks", "eval_command", "export_command", "train_command"]
+__all__ = [
+    "SHOWN", "before_ranks", "eval_command", "export_command", "num_ranks_option", "relaunch",
+    "train_command",
+]  # fmt: skip
 
 _TRAIN_EPILOG = """\b
 Examples:
@@ -76,11 +79,13 @@ Examples:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+# The module that is one rank; its __main__.py says which words it takes.
+_RANK = "burst_rt.launch.train"
 _SHOW_CURSOR = "\x1b[?25h"
-# How both commands show their help.
-_SHOWN = {"show_default": True, "max_content_width": 120}
+# How commands that start ranks show their help.
+SHOWN = {"show_default": True, "max_content_width": 120}
 _PATH = click.Path(path_type=str, resolve_path=True)
-_num_ranks_option = click.option(
+num_ranks_option = click.option(
     "-n",
     "num_ranks",
     type=click.IntRange(min=1),
@@ -105,8 +110,8 @@ def _config_options(command: _F) -> _F:
     return command
 
 
-@click.command("train", epilog=_TRAIN_EPILOG, context_settings=_SHOWN)
-@_num_ranks_option
+@click.command("train", epilog=_TRAIN_EPILOG, context_settings=SHOWN)
+@num_ranks_option
 @_config_options
 @click.option(
     "--out",
@@ -161,7 +166,7 @@ def train_command(
             _check_before_ranks(begun, num_ranks)
         shown = "bar" if sys.stdout.isatty() else "lines"
         extra = ["--progress", shown] if progress == "auto" else []
-        sys.exit(_relaunch(context, num_ranks, extra))
+        sys.exit(relaunch(context, [_RANK], num_ranks, extra))
     from burst_rt.launch.train.loop import train
     from burst_rt.launch.train.world import job_world
 
@@ -171,7 +176,7 @@ def train_command(
         print(json.dumps(asdict(summary)), flush=True)
 
 
-@click.command("eval", epilog=_EVAL_EPILOG, context_settings=_SHOWN)
+@click.command("eval", epilog=_EVAL_EPILOG, context_settings=SHOWN)
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
@@ -182,7 +187,7 @@ def train_command(
     type=_PATH,
     help="Folder of a model of transformers (config.json, safetensors, tokenizer).",
 )
-@_num_ranks_option
+@num_ranks_option
 @click.option(
     "--data",
     type=_PATH,
@@ -228,7 +233,7 @@ def eval_command(
             if checkpoint is not None:
                 begun = find_manifest(checkpoint).config
             _check_before_ranks(begun.evaluated(chosen, num_ranks), num_ranks)
-        sys.exit(_relaunch(context, num_ranks))
+        sys.exit(relaunch(context, [_RANK, "eval"], num_ranks))
     from burst_rt.launch.train.loop import evaluate
     from burst_rt.launch.train.report import show_evaluation
     from burst_rt.launch.train.world import job_world
@@ -243,7 +248,7 @@ def eval_command(
         show_evaluation(evaluation)
 
 
-@click.command("export", epilog=_EXPORT_EPILOG, context_settings=_SHOWN)
+@click.command("export", epilog=_EXPORT_EPILOG, context_settings=SHOWN)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 def export_command(run: Path, folder: Path) -> None:
@@ -291,16 +296,25 @@ def before_ranks() -> Iterator[None]:
         ) from error
 
 
-def _relaunch(context: click.Context, num_ranks: int, extra: Sequence[str] = ()) -> int:
+def relaunch(
+    context: click.Context,
+    rank: Sequence[str],
+    num_ranks: int,
+    extra: Sequence[str] = (),
+    *,
+    as_it_comes: bool = False,
+) -> int:
     """Run this command on `num_ranks` ranks with its options but `-n`, and `extra`; return the
     job's exit code. Blocks.
+
+    rank: the module that is one rank of this command, and words that go first.
+    as_it_comes: see `launch`.
     """
     if sys.stdout.isatty():
         # A rank's stdout is a pipe of mpirun's, which has no width.
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     chosen = _chosen_options(context)
-    # __main__.py says which words it takes.
-    arguments = ["eval"] if context.command is eval_command else []
+    arguments = []
     for parameter in context.command.params:
         if parameter.name not in chosen or parameter.name == "num_ranks":
             continue
@@ -309,7 +323,7 @@ def _relaunch(context: click.Context, num_ranks: int, extra: Sequence[str] = ())
             arguments += (parameter.opts if value else parameter.secondary_opts)[:1]
         else:
             arguments += [parameter.opts[0], str(value)]
-    code = launch(["-m", "burst_rt.launch.train", *arguments, *extra], num_ranks=num_ranks)
+    code = launch(["-m", *rank, *arguments, *extra], num_ranks=num_ranks, as_it_comes=as_it_comes)
     if sys.stdout.isatty():
         # A rank that was killed has hidden the cursor for its progress bar.
         sys.stdout.write(_SHOW_CURSOR)

@@ -56,7 +56,7 @@ from burst_rt.launch.train.world import (
 if TYPE_CHECKING:
     from burst_rt.launch.train.pretrained import ModelFolder
 
-__all__ = ["evaluate", "train"]
+__all__ = ["evaluate", "open_same_folder", "train"]
 
 
 def train(
@@ -85,7 +85,7 @@ def train(
         resumed = take_folder() if options.resume else None
         shared = read_shared(world, resumed.path) if resumed else None
         config = together(world, resolve)
-        source = _open_same_folder(world, config, shared)
+        source = open_same_folder(world, config, shared)
         corpus = _load_same_corpus(world, config, source)
         if shared is not None and shared.manifest.corpus != corpus.fingerprint:
             raise ConfigError(
@@ -132,7 +132,7 @@ def evaluate(world: Context, path: Path | None, chosen: Mapping[str, object]) ->
     shared = read_shared(world, path) if path else None
     trained = shared.manifest.config if shared else TrainConfig(model=str(chosen["model"]))
     config = together(world, lambda: trained.evaluated(chosen, world.world_size))
-    source = _open_same_folder(world, config, shared)
+    source = open_same_folder(world, config, shared)
     corpus = _load_same_corpus(world, config, source)
     with open_mesh(world, config.context_parallel) as mesh:
         model = _make_model(config, mesh, source)
@@ -315,7 +315,7 @@ def _make_model(config: TrainConfig, mesh: Mesh, source: ModelFolder | None) -> 
     return model
 
 
-def _open_same_folder(
+def open_same_folder(
     world: Context, config: TrainConfig, shared: SharedCheckpoint | None
 ) -> ModelFolder | None:
     """The folder of `config`'s model, the same on every rank and as the checkpoint knows it; None

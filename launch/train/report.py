@@ -29,7 +29,7 @@ from burst_rt.launch.train.config import ProgressMode
 
 __all__ = [
     "LAST_STEPS", "Evaluation", "MetricsFile", "Report", "StepRecord", "Summary", "plot_loss",
-    "show_evaluation",
+    "show_evaluation", "table",
 ]  # fmt: skip
 
 # The training loss of a run is the mean over this many steps at its end.
@@ -214,14 +214,15 @@ def show_evaluation(evaluation: Evaluation) -> None:
         "time": f"{evaluation.elapsed_s:.1f} s",
     }
     # Under mpirun stdout looks like a terminal even where it is a file, so no colours.
-    Console(color_system=None, highlight=False).print(_table("held-out text", rows))
+    Console(color_system=None, highlight=False).print(table("held-out text", rows))
 
 
-def _table(title: str, rows: Mapping[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+def table(title: str, rows: Mapping[str, str]) -> Table:
+    """A table of names and what is said of them."""
+    made = Table(title=title, title_justify="left", show_header=False)
     for name, text in rows.items():
-        table.add_row(name, escape(text))
-    return table
+        made.add_row(name, escape(text))
+    return made
 
 
 class Report:
@@ -315,7 +316,7 @@ class Report:
             ),
         }
         self._bar.stop()
-        self._console.print(_table("training finished", rows))
+        self._console.print(table("training finished", rows))
 
     def __enter__(self) -> Self:
         return self

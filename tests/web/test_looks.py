@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -16,9 +17,10 @@ from playwright.sync_api import Browser, Page, expect
 from telemetry_feed import Load, arrive, gpu_sample, offset_s
 
 from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.messages import Presence, Sample, Source
+from burst_rt.telemetry.messages import JobReport, Presence, Sample, Source
 
 _LAPTOP = {"width": 1440, "height": 900}
+_PHONE = {"width": 390, "height": 844}
 # Texts of the ring with their boxes, and points along its links, in pixels of the page.
 _RING = """(svg) => {
   const box = (node) => {
@@ -121,6 +123,47 @@ def test_a_job_that_is_stopped_has_lost_nobody(browser: Browser) -> None:
         expect(page.locator("#health")).to_have_text("○ 3 ranks stopped")
         expect(page.locator(".events")).to_contain_text("job stopping by SIGINT")
         expect(page.locator(".lost")).to_have_count(0)
+        page.close()
+
+
+def test_a_job_that_serves_has_a_block_of_its_own(browser: Browser, pictures: Path) -> None:
+    with serving(_job(4)) as running:
+        page = _open(browser, running.served.link)
+        expect(page.locator(".facts").first).to_contain_text("Step")
+        expect(page.locator(".serving")).to_be_hidden()
+        for i in range(1, 41):
+            values = {
+                "time_to_first_token_s": 1.5,
+                "time_per_token_s": 0.02 + 0.001 * (i % 7),
+                "mean_time_per_token_s": 0.023,
+                "output_tokens_per_s": 1 / 0.023,
+                "cached_tokens": 9000.0 + 10 * i,
+                "cache_capacity_tokens": 16384.0,
+            }
+            at_s = 8.0 + i / 20
+            told = JobReport(at_s - offset_s(0), 10 * i, values)
+            running.do(lambda model, at_s=at_s, told=told: model.apply(at_s, 0, told))  # type: ignore[misc]
+        block = page.locator(".serving")
+        for name, value in (
+            ("Time to first token", "1.50 s"),
+            ("Time per token, last", "25.0 ms"),
+            ("Time per token, mean", "23.0 ms"),
+            ("Output tokens/s", "43.5"),
+            ("Tokens cached", "9,400"),
+            ("Cache", "57 % of 16,384"),
+        ):
+            fact = block.locator(".fact", has=page.get_by_text(name, exact=True))
+            expect(fact.locator("dd")).to_have_text(value)
+        # The step of such a job is a number of tokens, which the block has.
+        expect(page.locator(".facts").first).not_to_contain_text("Step")
+        for size, viewport in (("laptop", _LAPTOP), ("phone", _PHONE)):
+            page.set_viewport_size(viewport)  # type: ignore[arg-type]  # the type's name is private
+            page.wait_for_timeout(600)
+            page.screenshot(path=pictures / f"serving-{size}.png")
+            cells = block.locator(".fact").evaluate_all(
+                "(cells) => cells.filter((cell) => cell.scrollWidth > cell.clientWidth + 1).length"
+            )
+            assert cells == 0, "words that do not fit"
         page.close()
 
 

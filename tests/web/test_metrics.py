@@ -98,6 +98,30 @@ def test_the_runtime_has_its_own_names() -> None:
     assert found["burst_rt_host_cpu_percent"][(("host", "host"),)] == 12.5
 
 
+def test_a_job_that_serves_has_times_of_tokens_and_its_cache_with_units() -> None:
+    model = _full_job()
+    before = set(_exposed(model))
+    values = {
+        "time_to_first_token_s": 1.5,
+        "time_per_token_s": 0.02,
+        "mean_time_per_token_s": 0.03,
+        "output_tokens_per_s": 33.0,
+        "cached_tokens": 900.0,
+        "cache_capacity_tokens": 4096.0,
+    }
+    model.apply(4.0, 0, JobReport(4.0, 57, values))
+    found = _exposed(model)
+    assert {name: found[name][()] for name in set(found) - before} == {
+        "burst_rt_time_to_first_token_seconds": 1.5,
+        "burst_rt_time_per_output_token_seconds": 0.02,
+        "burst_rt_time_per_output_token_mean_seconds": 0.03,
+        "burst_rt_output_tokens_per_second": 33.0,
+        "burst_rt_cache_tokens": 900.0,
+        "burst_rt_cache_capacity_tokens": 4096.0,
+    }
+    assert set(found["burst_rt_job_report"]) == {(("name", "loss"),), (("name", "tokens_per_s"),)}
+
+
 def test_a_job_that_has_measured_nothing_exposes_no_made_up_figures() -> None:
     found = _exposed(JobModel(1e9))
     assert not [

@@ -53,7 +53,11 @@ export function now() {
   return job.state === "live" && !job.present.job.replayed ? told + (performance.now() - job.readAt) / 1000 : told;
 }
 
-const CURVED = { process: ["compute_percent", "sent_bytes_per_s", "process_percent"], gpu: ["sm_percent"], job: ["loss", "tokens_per_s"] };
+const CURVED = {
+  process: ["compute_percent", "sent_bytes_per_s", "process_percent"],
+  gpu: ["sm_percent"],
+  job: ["loss", "tokens_per_s", "time_to_first_token_s", "time_per_token_s", "output_tokens_per_s", "cached_tokens"],
+};
 
 function take(present) {
   job.present = present;

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { el, panel, text, attribute } from "./dom.js";
-import { bytes, bytesOf, clock, count, looks, measure, percent, rate, SIGNS, tenths } from "./format.js";
+import { bytes, bytesOf, clock, count, looks, measure, percent, rate, seconds, SIGNS, tenths } from "./format.js";
 import { curve, firstLost, job } from "./live.js";
 import { Ring } from "./ring.js";
 import { spark } from "./spark.js";
@@ -15,6 +15,7 @@ const REPAINT_MS = 480; // curves change no faster than they are told
 export class Overview {
   constructor() {
     this.facts = new Facts();
+    this.serving = new Serving();
     this.ring = new Ring();
     this.cards = new Map();
     this.grid = el("div", { class: "cards" });
@@ -28,7 +29,7 @@ export class Overview {
     const loss = panel("Loss", "", this.loss.node);
     this.lossPanel = loss.node;
     this.lossNote = loss.hint;
-    this.node = el("div", { class: "page overview" }, this.facts.node,
+    this.node = el("div", { class: "page overview" }, this.facts.node, this.serving.node,
       el("div", { class: "aside" }, ring.node, panel("Events", "newest first", this.cause, this.events).node),
       el("div", { class: "ranks" }, this.grid, loss.node));
   }
@@ -36,6 +37,7 @@ export class Overview {
   update(repaint = false) {
     const { present } = job;
     this.facts.update(present);
+    this.serving.update(present);
     this.ring.update(present);
     this.grid.classList.toggle("gpus", present.ranks.some((rank) => rank.gpu));
     this.grid.classList.toggle("dense", phone.matches || present.ranks.length > DENSE);
@@ -96,10 +98,12 @@ class Facts {
 
   update(present) {
     const values = present.progress.values;
+    // The step of a job that serves is its number of tokens.
+    const step = present.progress.at_s != null && !serves(values);
     const of = (metric) => present.ranks.map((rank) => (rank.status === "live" ? job.sources.get(rank.source)?.values[metric] : null));
     const sum = (metric) => of(metric).reduce((total, value) => total + (value || 0), 0);
     const facts = [];
-    if (present.progress.at_s != null) facts.push(["Step", String(present.progress.step)]);
+    if (step) facts.push(["Step", String(present.progress.step)]);
     if ("loss" in values) facts.push(["Loss", values.loss.toFixed(3), curve("job", "loss")]);
     if ("tokens_per_s" in values) facts.push(["Tokens/s", count(values.tokens_per_s), curve("job", "tokens_per_s")]);
     const compute = mean(of("compute_percent"));
@@ -111,6 +115,11 @@ class Facts {
     facts.push(["Sent, all ranks", rate(sum("sent_bytes_per_s"))]);
     const flops = sum("flops_per_s");
     if (flops) facts.push(["Compute", measure(flops, "flop/s")]);
+    this.show(facts);
+  }
+
+  // Each is its name, its value in words and, where it has one, its curve.
+  show(facts) {
     const order = facts.map(([name]) => name).join();
     if (order !== this.order) {
       this.order = order;
@@ -128,6 +137,36 @@ class Facts {
     }
   }
 }
+
+const serves = (values) => "time_to_first_token_s" in values;
+
+// What a job reports of tokens and of their cache (telemetry/tokens.py).
+class Serving {
+  constructor() {
+    this.facts = new Facts();
+    this.facts.node.classList.remove("panel");
+    this.node = panel("Serving", "", this.facts.node).node;
+    this.node.classList.add("serving");
+    this.node.hidden = true;
+  }
+
+  update(present) {
+    const values = present.progress.values;
+    this.node.hidden = !serves(values);
+    if (this.node.hidden) return;
+    const facts = [["Time to first token", seconds(values.time_to_first_token_s), curve("job", "time_to_first_token_s")]];
+    const told = (name, value, metric) => { if (metric in values) facts.push([name, value(values[metric]), curve("job", metric)]); };
+    told("Time per token, last", seconds, "time_per_token_s");
+    if ("mean_time_per_token_s" in values) facts.push(["Time per token, mean", seconds(values.mean_time_per_token_s)]);
+    told("Output tokens/s", count, "output_tokens_per_s");
+    told("Tokens cached", whole, "cached_tokens");
+    const room = values.cache_capacity_tokens;
+    if (room) facts.push(["Cache", `${percent((100 * values.cached_tokens) / room)} of ${whole(room)}`]);
+    this.facts.show(facts);
+  }
+}
+
+const whole = (value) => value.toLocaleString("en-US");
 
 // One rank. Fields that its machine does not have are left out.
 class Card {

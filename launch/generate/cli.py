@@ -1,0 +1,105 @@
+"""`burst-rt generate`: its options, and how it starts itself on ranks.
+
+As `train` and `eval` do: with `-n` what can be seen without ranks is checked first, and only ranks
+need torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from burst_rt.launch.generate.options import Options
+from burst_rt.launch.train.checkpoint import find_manifest
+from burst_rt.launch.train.cli import SHOWN, before_ranks, num_ranks_option, relaunch
+from burst_rt.launch.train.config import DTYPES, require_model
+from burst_rt.launch.where import machine_options, telemetry_options
+
+__all__ = ["command"]
+
+_EPILOG = """\b
+Examples:
+  burst-rt generate --checkpoint runs/book --prompt "def main(" -n 2
+                                               the run's newest checkpoint, on two ranks
+  burst-rt generate --model llama --prompt-file question.txt -n 4 --max-new-tokens 50
+                                               a model of transformers, a local folder
+  burst-rt generate --checkpoint runs/book --prompt "import " --temperature 0
+                                               the most likely text, on one rank
+  mpirun -n 4 --output :raw burst-rt generate --checkpoint runs/book --prompt "def "
+                                               under an MPI launcher, srun likewise (only Open MPI 5
+                                               needs :raw: it keeps lines until they are whole)
+
+Prompt and text go to standard output as they come, figures to standard error. --dashboard shows
+them in a browser. Beside --checkpoint, --model says where the folder is now that the checkpoint
+was fine-tuned from."""
+
+
+@click.command("generate", epilog=_EPILOG, context_settings=SHOWN)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Folder of a run (its newest checkpoint) or of one checkpoint.",
+)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, resolve_path=True),
+    help="Folder of a model of transformers (config.json, safetensors, tokenizer).",
+)
+@click.option("--prompt", metavar="TEXT", help="What the text begins with.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="The same, from a file.")
+@num_ranks_option
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=200,
+    help="Where the text ends, unless the model ends it before.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.8,
+    help="How freely tokens are drawn; 0: always the most likely one.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=0.95,
+    help="Draw among the most likely tokens that together have this probability.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of what is drawn.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="Of weights and cache.")
+@machine_options
+@telemetry_options
+@click.pass_context
+def command(context: click.Context, /, num_ranks: int | None, **values: object) -> None:
+    """Generate text with a trained model, its cache of keys and values over MPI ranks.
+
+    Each rank runs a part of the prompt through the model and keeps a part of the cache. The same
+    seed gives the same text on any number of ranks, up to rounding.
+    """
+    options = Options(**values)  # type: ignore[arg-type]  # the options above are its fields
+    if options.checkpoint is None and options.model is None:
+        raise click.UsageError("Missing option '--checkpoint' or '--model'", context)
+    if (options.prompt is None) == (options.prompt_file is None):
+        raise click.UsageError("Give one of '--prompt' and '--prompt-file'", context)
+    if num_ranks is not None:
+        with before_ranks():
+            _check_before_ranks(options)
+        rank = ["burst_rt.launch.generate"]
+        sys.exit(relaunch(context, rank, num_ranks, as_it_comes=True))
+    from burst_rt.launch.generate.loop import generate
+    from burst_rt.launch.train.world import job_world
+
+    with job_world() as world:
+        generate(world, options)
+
+
+def _check_before_ranks(options: Options) -> None:
+    run = options.checkpoint
+    model = options.source(find_manifest(run).config if run is not None else None).model
+    if model is not None:
+        require_model(Path(model))
+    if options.prompt_file is not None:
+        options.prompt_file.open("rb").close()

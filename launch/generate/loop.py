@@ -1,0 +1,169 @@
+"""Text on the ranks of a world: rank 0 decides each token and tells the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from burst_rt.context import Context
+from burst_rt.errors import ConfigError, DeviceError
+from burst_rt.launch.generate.models import Cached, Source, bytes_source, folder_source
+from burst_rt.launch.generate.options import Options
+from burst_rt.launch.train.loop import open_same_folder
+from burst_rt.launch.train.model import Decoder
+from burst_rt.launch.train.report import table
+from burst_rt.launch.train.world import on_first, read_shared, share_bytes, together
+from burst_rt.telemetry import TokenMeter
+
+__all__ = ["choose", "generate"]
+
+_NOT_A_NUMBER = -1
+
+
+def generate(world: Context, options: Options) -> None:
+    """Print prompt and text, then a table of figures on standard error, on rank 0. Collective.
+
+    Raises ConfigError or InputError, the same on every rank, for what cannot run.
+    """
+    source = _open(world, options)
+    prompt = share_bytes(world, on_first(world, lambda: _prompt(options)))
+    tokens = together(world, lambda: _encode(source, prompt, options))
+    try:
+        model = source.cached(len(tokens) + options.max_new_tokens)
+    except DeviceError as error:
+        raise ConfigError(error.message) from error
+    meter = TokenMeter(model.kv, to=source.streamer() if world.rank == 0 else None)
+    before = world.stats().bytes_sent
+    with torch.inference_mode():
+        _run(world, model, tokens, source.ends, options, meter)
+    totals = torch.tensor([world.stats().bytes_sent - before, model.kv.nbytes], device=world.device)
+    bytes_sent, cache_bytes = world.all_reduce(totals).tolist()
+    if world.rank == 0:
+        _show(meter, model, source.unit, len(tokens), bytes_sent, cache_bytes)
+
+
+def choose(
+    scores_V: Tensor, *, temperature: float, top_p: float, generator: torch.Generator
+) -> int:
+    """The next token: drawn among the most likely ones that together have the probability `top_p`,
+    or the most likely one where the temperature is 0. -1 where the scores are no numbers.
+
+    Nucleus sampling, arXiv 1904.09751.
+    """
+    # Below 0, so that no temperature makes infinity of a score.
+    scores_V = scores_V.double() - scores_V.max()
+    if scores_V.isnan().any() or math.isnan(temperature):
+        return _NOT_A_NUMBER
+    if temperature == 0:
+        return int(scores_V.argmax())
+    likely_V, tokens_V = (scores_V / temperature).softmax(0).sort(0, descending=True)
+    likely_V[likely_V.cumsum(0) - likely_V >= top_p] = 0
+    return int(tokens_V[torch.multinomial(likely_V, 1, generator=generator)])
+
+
+def _run(
+    world: Context,
+    model: Cached,
+    prompt: list[int],
+    ends: frozenset[int],
+    options: Options,
+    meter: TokenMeter,
+) -> None:
+    generator = torch.Generator().manual_seed(options.seed)
+    draw = partial(
+        choose, temperature=options.temperature, top_p=options.top_p, generator=generator
+    )
+    tokens_BS = torch.tensor([prompt], device=world.device)
+    meter.put(tokens_BS)
+    for _ in range(options.max_new_tokens):
+        scores_V = model(tokens_BS)
+        chosen = torch.zeros(1, dtype=torch.int64, device=world.device)
+        if world.rank == 0:
+            chosen += draw(scores_V.cpu())
+        tokens_BS = world.all_reduce(chosen)[None]
+        token = int(tokens_BS)
+        if token == _NOT_A_NUMBER:
+            raise ConfigError(
+                "the model's scores are not numbers: its weights are damaged, or too large for "
+                f"--dtype {options.dtype}; try --dtype float32."
+            )
+        if token in ends:
+            break
+        meter.put(tokens_BS[0])
+    meter.end()
+
+
+def _open(world: Context, options: Options) -> Source:
+    """The model with its weights, the same on every rank. Collective."""
+    shared = read_shared(world, options.checkpoint) if options.checkpoint else None
+    config = options.source(shared.manifest.config if shared else None)
+    dtype = getattr(torch, options.dtype)
+    if config.architecture is not None:
+        decoder = Decoder(config.architecture, seed=config.seed)
+        assert shared is not None  # or there is a folder
+        shared.fill(world, {n: p.detach() for n, p in decoder.named_parameters()})
+        return bytes_source(decoder.eval(), world, seq_len=config.seq_len, dtype=dtype)
+    folder = open_same_folder(world, replace(config, seq_len=1), shared)
+    assert folder is not None
+    model = together(world, folder.load)
+    if shared is not None:
+        shared.fill(world, {n: p.detach() for n, p in model.named_parameters()})
+    return folder_source(folder, model, world, dtype=dtype)
+
+
+def _prompt(options: Options) -> bytes:
+    if options.prompt_file is None:
+        assert options.prompt is not None  # one of the two is given
+        return options.prompt.encode()
+    return Path(options.prompt_file).read_bytes()
+
+
+def _encode(source: Source, prompt: bytes, options: Options) -> list[int]:
+    tokens = source.encode(prompt)
+    if not tokens:
+        raise ConfigError("--prompt: expected at least one token, got an empty text; write one.")
+    longest, wanted = source.longest, len(tokens) + options.max_new_tokens
+    if longest is not None and wanted > longest:
+        raise ConfigError(
+            f"--prompt: expected at most {longest:,} {source.unit}s, as the model was made for, "
+            f"with the text; got {len(tokens):,} and --max-new-tokens {options.max_new_tokens:,}; "
+            "shorten one of them."
+        )
+    return tokens
+
+
+def _show(
+    meter: TokenMeter,
+    model: Cached,
+    unit: str,
+    num_prompt: int,
+    bytes_sent: int,
+    cache_bytes: int,
+) -> None:
+    kv = model.kv
+    rows = {
+        "prompt": f"{num_prompt:,} {unit}s",
+        f"time to first {unit}": _seconds(meter.time_to_first_token_s),
+        f"time per {unit}": (
+            f"{_seconds(meter.mean_token_s)} (the last: {_seconds(meter.last_token_s)})"
+        ),
+        f"{unit}s/s": "-" if meter.tokens_per_s is None else f"{meter.tokens_per_s:.1f}",
+        "sent by attention": f"{bytes_sent:,} bytes, all ranks together",
+        "cache": (
+            f"{kv.lengths[0]:,} of {kv.capacity:,} {unit}s; {cache_bytes:,} bytes, all ranks "
+            "together"
+        ),
+    }
+    Console(stderr=True, color_system=None, highlight=False).print(table("generated", rows))
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

@@ -1,0 +1,157 @@
+"""What can generate: the byte-level model of a run, or a model of transformers, over ranks.
+
+Both take new tokens and give the scores of the token after them. The cache of the one is a
+`KVCache`, of the other a `burst_rt.hf.Cache`, which has one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from burst_rt import KVCache
+from burst_rt.context import Context
+from burst_rt.errors import ConfigError
+from burst_rt.launch.train.data import SEPARATOR
+from burst_rt.launch.train.model import Decoder
+
+if TYPE_CHECKING:
+    from burst_rt.launch.train.pretrained import ModelFolder
+
+__all__ = ["ByteStreamer", "Cached", "Source", "bytes_source", "folder_source"]
+
+
+class Cached(Protocol):
+    """A model with a cache of one sequence."""
+
+    @property
+    def kv(self) -> KVCache: ...
+
+    def __call__(self, tokens_BS: Tensor) -> Tensor:
+        """Scores `[vocab_size]` of the token after these, which go on with what is cached.
+
+        Takes all new tokens, the same on every rank; every rank gets the same scores. Collective.
+        """
+
+
+class _Streamer(Protocol):
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model before its cache, and what its tokens mean."""
+
+    encode: Callable[[bytes], list[int]]
+    ends: frozenset[int]  # tokens that end the text
+    unit: str  # what a token is called
+    longest: int | None  # tokens of a sequence that the model was made for
+    streamer: Callable[[], _Streamer]  # prints tokens as text as they come
+    cached: Callable[[int], Cached]  # for that many tokens; collective
+
+
+class _ByteModel:
+    def __init__(self, decoder: Decoder, world: Context, capacity: int, dtype: torch.dtype) -> None:
+        self._decoder, self._world = decoder.to(world.device, dtype), world
+        config = decoder.config
+        self.kv = KVCache(
+            world, num_layers=config.layers, batch=1, num_kv_heads=config.kv_heads,
+            head_dim=config.head_dim, capacity=capacity, dtype=dtype,
+        )  # fmt: skip
+
+    def __call__(self, tokens_BS: Tensor) -> Tensor:
+        about = hashlib.blake2b(tokens_BS.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+        step, layers = self.kv.step(tokens_BS.shape[1], about=about), count()
+
+        def attend(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:
+            return step.attend(next(layers), q_BSHE, k_BSGE, v_BSGE)
+
+        scores_BSV = self._decoder(step.cut(tokens_BS), step.positions[0], attend)
+        step.commit()
+        if not step.sharded:
+            last: Tensor = scores_BSV[0, -1].float()
+            return last
+        # The sum of one rank's scores and zeros.
+        last = torch.zeros(scores_BSV.shape[-1], device=scores_BSV.device)
+        if step.last_owner[0] == self._world.rank:
+            last += scores_BSV[0, -1]
+        return self._world.all_reduce(last)
+
+
+class ByteStreamer:
+    """Prints bytes as text: each character when it is whole, U+FFFD for what is none."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def put(self, value: Tensor) -> None:
+        print(self._decoder.decode(bytes(value.flatten().tolist())), end="", flush=True)
+
+    def end(self) -> None:
+        print(self._decoder.decode(b"", final=True), flush=True)
+
+
+def bytes_source(decoder: Decoder, world: Context, *, seq_len: int, dtype: torch.dtype) -> Source:
+    """The byte-level model, trained with sequences of `seq_len` bytes."""
+    return Source(
+        encode=list,
+        ends=frozenset(SEPARATOR),
+        unit="byte",
+        longest=seq_len,
+        streamer=ByteStreamer,
+        cached=lambda capacity: _ByteModel(decoder, world, capacity, dtype),
+    )
+
+
+class _Pretrained:
+    def __init__(self, model: Any, world: Context, capacity: int) -> None:
+        import burst_rt.hf
+
+        self._model = model
+        self._cache = burst_rt.hf.Cache(model, world, capacity=capacity, batch=1)
+
+    @property
+    def kv(self) -> KVCache:
+        assert self._cache.kv is not None  # the batch is known
+        return self._cache.kv
+
+    def __call__(self, tokens_BS: Tensor) -> Tensor:
+        logits_BSV = self._model(input_ids=tokens_BS, past_key_values=self._cache).logits
+        last: Tensor = logits_BSV[0, -1].float()
+        return last
+
+
+def folder_source(folder: ModelFolder, model: Any, world: Context, *, dtype: torch.dtype) -> Source:
+    """A model of transformers, and its tokenizer."""
+    import transformers
+
+    def encode(prompt: bytes) -> list[int]:
+        try:
+            text = prompt.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--prompt-file: {error}; give a text in UTF-8.") from error
+        tokens: list[int] = folder.tokenizer(text, verbose=False)["input_ids"]
+        return tokens
+
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    known = {end for end in (*ends, folder.tokenizer.eos_token_id) if end is not None}
+    text_config = folder.config.get_text_config()
+    longest = getattr(text_config, "max_position_embeddings", None) or -1
+    return Source(
+        encode=encode,
+        ends=frozenset(known),
+        unit="token",
+        longest=longest if longest > 0 else None,
+        streamer=lambda: transformers.TextStreamer(folder.tokenizer, skip_special_tokens=True),
+        cached=lambda capacity: _Pretrained(model.to(world.device, dtype), world, capacity),
+    )

@@ -1,0 +1,40 @@
+"""What a job that generates is told. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from burst_rt.errors import ConfigError
+from burst_rt.launch.train.config import TrainConfig
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `burst-rt generate`, which have its help."""
+
+    checkpoint: Path | None
+    model: Path | None
+    prompt: str | None
+    prompt_file: Path | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    dtype: str
+
+    def source(self, begun: TrainConfig | None) -> TrainConfig:
+        """The run's configuration (None: there is no run), with the folder that is to be read.
+
+        Raises ConfigError for a folder beside a run that needs none.
+        """
+        if self.model is None:
+            return begun or TrainConfig()
+        if begun is not None and begun.model is None:
+            raise ConfigError(
+                f"--model: {self.checkpoint} holds a byte-level model of its own; leave --model "
+                "out, or --checkpoint."
+            )
+        return replace(begun or TrainConfig(), model=str(self.model))
