@@ -12,7 +12,7 @@ import torch
 from jobs import run_job
 from small_generation import DECODERS, PROMPT, cases, truth
 
-pytestmark = pytest.mark.xdist_group("models")
+pytestmark = pytest.mark.xdist_group("generate")
 _PROGRAM = Path(__file__).parent / "programs" / "generate.py"
 _LARGEST = 1e-5  # of the largest value, in float32
 _BLOCK = 8
