@@ -315,7 +315,9 @@ class KVCache:
         pads = self._padding if padding is None else [int(p) for p in padding]
         if sharded is None:
             sharded = max(new) > DECODED_TOGETHER
-        return Step(self, Rows.of(self._lengths, new, pads), tuple(new), sharded=sharded)
+        return Step(
+            self, Rows.of(self._lengths, new, pads, self.capacity), tuple(new), sharded=sharded
+        )
 
     def _refuses_step(
         self,

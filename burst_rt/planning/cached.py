@@ -4,9 +4,10 @@ Position p of a sequence belongs to rank (p // block) % W. A rank keeps its posi
 order, in columns. So a rank's shard is even within a block, whatever the lengths of the sequences,
 and column c of rank r is position c // block * block * W + r * block + c % block of every sequence.
 
-A chunk of new tokens is an ordinary attention problem. Its queries and its keys are numbered rank
-by rank: first the queries (columns) of rank 0, then those of rank 1. Where rows of the batch have
-different lengths, one number stands for another position in each row; `Cached` knows which.
+A chunk of new tokens is an attention problem like any other. Its queries and its keys are numbered
+rank by rank: first the queries (columns) of rank 0, then those of rank 1. Where rows of the batch
+have different lengths, one number stands for another position in each row; `Cached` knows which.
+Rows are sent by lengths that are rounded up (`Rows.room`), so that few chunks need a new graph.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from burst_rt.planning.masks.pieces import MOST_SPANS, cut
 from burst_rt.planning.masks.spans import END, beside, intersect, one_span
 from burst_rt.planning.needs import ROWS_TOGETHER
 
-__all__ = ["Cached", "Dealt", "Rows"]
+__all__ = ["Cached", "Dealt", "Rows", "in_columns"]
+
+# The least that lengths are rounded to, in tokens of all ranks.
+_LEAST_ROOM = 1024
 
 
 @dataclass(frozen=True)
@@ -69,13 +73,17 @@ class Rows:
     before: tuple[int, ...]  # tokens that were cached before
     tokens: tuple[int, ...]  # new tokens
     padding: tuple[int, ...]  # of the cached and new tokens, how many at the left are padding
+    capacity: int  # the most tokens that there may be
 
     @staticmethod
-    def of(before: Sequence[int], tokens: Sequence[int], padding: Sequence[int]) -> Rows:
+    def of(
+        before: Sequence[int], tokens: Sequence[int], padding: Sequence[int], capacity: int
+    ) -> Rows:
         """Rows that are all alike are one row."""
         numbers = list(zip(before, tokens, padding, strict=True))
         alike = numbers[:1] if len(set(numbers)) == 1 else numbers
-        return Rows(*(tuple(each) for each in zip(*alike, strict=True)))
+        before, tokens, padding = (tuple(each) for each in zip(*alike, strict=True))
+        return Rows(before, tokens, padding, capacity)
 
     def __len__(self) -> int:
         return len(self.before)
@@ -90,10 +98,14 @@ class Rows:
         rows = zip(self.before, self.after, strict=True)
         return max(dealt.count(b, rank) - dealt.count(a, rank) for a, b in rows)
 
+    @property
+    def room(self) -> int:
+        """The largest `after`, rounded up to a sixteenth to an eighth of itself."""
+        return min(_rounded_up(max(self.after)), self.capacity)
+
     def columns(self, dealt: Dealt, rank: int) -> int:
         """The columns of a rank's shard that a chunk looks at, in whole `ROWS_TOGETHER`."""
-        filled = max(dealt.count(length, rank) for length in self.after)
-        return -(-filled // ROWS_TOGETHER) * ROWS_TOGETHER
+        return -(-dealt.count(self.room, rank) // ROWS_TOGETHER) * ROWS_TOGETHER
 
     def spans(self, structure: Mask, places: Positions) -> Spans:
         """What queries at these places of their rows see of the rows' positions.
@@ -111,6 +123,15 @@ class Rows:
         return beside(found, axis=0)
 
 
+def _step_of(length: int) -> int:
+    """What a length is rounded to."""
+    return max(_LEAST_ROOM, 1 << max(0, (length - 1).bit_length() - 4))
+
+
+def _rounded_up(length: int) -> int:
+    return -(-length // _step_of(length)) * _step_of(length)
+
+
 @dataclass(frozen=True)
 class Cached(Mask):
     """What the queries of a chunk see of a cache, by the numbers of the module's text."""
@@ -124,6 +145,25 @@ class Cached(Mask):
         """See `Mask.batch`."""
         return len(self.rows)
 
+    @property
+    def alike(self) -> Mask:
+        """See `Mask.alike`: one row of rounded lengths, without padding."""
+        tokens, room = _rounded_up(max(self.rows.tokens)), self.rows.room
+        rows = Rows((max(0, room - tokens),), (tokens,), (0,), max(room, tokens))
+        return Cached(self.structure, self.dealt, rows)
+
+    @property
+    def sent(self) -> Mask:
+        """See `Mask.sent`: what any query sees that may stand in such a chunk."""
+        first = min(self.rows.before)
+        first -= first % _step_of(self.rows.room)
+        return _Sent(self.structure, self.dealt, first, self.rows.room)
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """See `Mask.layouts`."""
+        return self.layout(queries=True), self.layout(queries=False)
+
     def layout(self, *, queries: bool) -> Layout:
         """The layout of the chunk's queries, or of the columns that the chunk looks at."""
         return _layout(self.dealt, self.rows, queries)
@@ -131,14 +171,7 @@ class Cached(Mask):
     def spans(self, q: Positions) -> Spans:
         """One span for each rank and span of the structure."""
         found = self.rows.spans(self.structure, self._places(q))
-        starts = self._firsts(queries=False)
-        parts = [self._columns(found, rank) for rank in range(self.dealt.world_size)]
-        bounds = []
-        for number in range(2):
-            moved = [part[number] + start for part, start in zip(parts, starts, strict=False)]
-            bounds.append(np.concatenate(moved, axis=-1))
-        first, last = bounds
-        return Spans(np.where(first < last, first, END), np.where(first < last, last, END))
+        return _numbered(found, self.dealt, self._firsts(queries=False))
 
     def relation(self, q: range, kv: range) -> Relation:
         """By the spans of the rank that the columns are of."""
@@ -177,12 +210,47 @@ class Cached(Mask):
 
     def _firsts(self, *, queries: bool) -> list[int]:
         """The number of each rank's first query, or column."""
-        layout = self.layout(queries=queries)
-        lengths = map(layout.shard_len, range(self.dealt.world_size))
-        return list(accumulate(lengths, initial=0))[:-1]
+        return _firsts(self.layout(queries=queries))
 
-    def _columns(self, spans: Spans, rank: int) -> Spans:
-        return in_columns(spans, self.dealt, rank)
+
+@dataclass(frozen=True)
+class _Sent(Mask):
+    """The keys that any query at positions from `first` to below `room` sees."""
+
+    structure: Mask
+    dealt: Dealt
+    first: int
+    room: int
+
+    uniform = True
+
+    def spans(self, q: Positions) -> Spans:
+        """The same for all queries."""
+        starts, stops = self.structure.spans(positions_of(range(self.first, self.room)))
+        hull = Spans(
+            starts.min((0, 1), keepdims=True).clip(0),
+            np.where(starts < stops, stops, 0).max((0, 1), keepdims=True).clip(0, self.room),
+        )
+        rows = Rows((0,), (self.room,), (0,), self.room)
+        found = _numbered(hull, self.dealt, _firsts(_layout(self.dealt, rows, False)))
+        shape = (1, len(q), found.width)
+        return Spans(*(np.broadcast_to(bound, shape) for bound in found))
+
+
+def _numbered(spans: Spans, dealt: Dealt, firsts: Sequence[int]) -> Spans:
+    """Spans of positions by the numbers of columns: one for each rank and span."""
+    parts = [in_columns(spans, dealt, rank) for rank in range(dealt.world_size)]
+    first, last = (
+        np.concatenate([part[bound] + at for part, at in zip(parts, firsts, strict=True)], axis=-1)
+        for bound in range(2)
+    )
+    return Spans(np.where(first < last, first, END), np.where(first < last, last, END))
+
+
+def _firsts(layout: Layout) -> list[int]:
+    """The number of each rank's first token."""
+    lengths = map(layout.shard_len, range(layout.world_size))
+    return list(accumulate(lengths, initial=0))[:-1]
 
 
 def in_columns(spans: Spans, dealt: Dealt, rank: int) -> Spans:

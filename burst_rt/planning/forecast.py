@@ -123,6 +123,9 @@ def typical(problem: Problem) -> Problem:
     mask = problem.mask.alike
     if mask == problem.mask:
         return problem
+    if mask.layouts is not None:
+        q_layout, kv_layout = mask.layouts
+        return replace(problem, mask=mask, q_layout=q_layout, kv_layout=kv_layout)
 
     def alike(layout: Layout) -> Layout:
         try:

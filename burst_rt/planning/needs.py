@@ -64,11 +64,16 @@ def find_needs(mask: Mask, q_runs: Sequence[range], kv_runs: Sequence[range]) ->
         found.queries[..., 1] = meet * q_lengths[:, None]
         found.keys[..., 1] = meet * lengths
         return found
+    kv = [kv_runs[other] for other in there]
+    alike = _meet(spans_of(mask, range(1)), kv, 1) if mask.uniform else None
     for number, q in enumerate(q_runs):
         if not q:
             continue
+        if alike is not None:
+            rows, columns = alike
+            found.queries[number, there], found.keys[number, there] = rows * len(q), columns
+            continue
         if mask.has_spans and sees_few(mask, q):
-            kv = [kv_runs[other] for other in there]
             rows, columns = _meet(spans_of(mask, q), kv, stretches)
             found.queries[number, there], found.keys[number, there] = rows, columns
             continue

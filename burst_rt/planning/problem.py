@@ -109,7 +109,7 @@ class Problem:
     def needs(self) -> Needs:
         """What of each two runs meets; runs are numbered rank by rank."""
         sides = (self.q_runs, self.kv_runs)
-        return find_needs(self.mask, *([run for own in side for run in own] for side in sides))
+        return find_needs(self.mask.sent, *([run for own in side for run in own] for side in sides))
 
     @property
     def q_token_bytes(self) -> int:

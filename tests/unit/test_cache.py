@@ -296,7 +296,7 @@ def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:
         assert (lengths, capacity) == ((30, 30), 100)
 
 
-_BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0)))
+_BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0), 99))
 
 
 def _shorter(ctx: Context, cache: KVCache) -> None:
@@ -421,7 +421,7 @@ def test_columns_and_positions_are_one_formula(world: int, block: int) -> None:
 @pytest.mark.parametrize("world", [1, 3, 12])
 def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
     """`Cached.spans` and `Cached.pieces` against the structure, cell by cell."""
-    rows = Rows((30, 0, 7), (20, 41, 1), (3, 0, 5))
+    rows = Rows((30, 0, 7), (20, 41, 1), (3, 0, 5), 99)
     dealt = Dealt(4, world)
     for structure in (Causal(), Causal() & (SlidingWindow(9) | First(2))):
         mask = Cached(structure, dealt, rows)
@@ -457,7 +457,7 @@ def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
 @pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
 def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     """Every value is made from the right ones, in any order of events."""
-    mask = Cached(Causal(), Dealt(16, 4), Rows((200,), (120,), (0,)))
+    mask = Cached(Causal(), Dealt(16, 4), Rows((200,), (120,), (0,), 999))
     problem = Problem(
         q_layout=mask.layout(queries=True), kv_layout=mask.layout(queries=False), mask=mask,
         batch=1, num_heads=2, num_kv_heads=1, head_dim=8, input_bytes=4, sum_bytes=4,
@@ -487,3 +487,31 @@ def test_a_layer_that_one_rank_cannot_call_ends_all_ranks(wrong: int) -> None:
 
     found = run_local(3, differ, timeout_s=60)
     assert all("left this step" in message for message in found)
+
+
+def _chunk(before: int, tokens: int, structure: Mask, world: int = 4) -> Problem:
+    rows = Rows((before,), (tokens,), (0,), 1 << 20)
+    mask = Cached(structure, Dealt(128, world), rows)
+    q_layout, kv_layout = mask.layouts
+    return Problem(
+        q_layout=q_layout, kv_layout=kv_layout, mask=mask, batch=1, num_heads=8, num_kv_heads=8,
+        head_dim=64, input_bytes=2, sum_bytes=4, needs_grad=(False, False, False),
+    )  # fmt: skip
+
+
+def test_chunks_of_a_prompt_share_graphs_and_send_little_more_than_they_must() -> None:
+    ways = set()
+    for before in range(0, 64 * 512, 512):
+        program = choose(_chunk(before, 512, Causal()), "ring-kv", forward=True).program
+        ways.add(program.way)
+        # Keys and values of all that is cached afterwards, to all other ranks.
+        least = (before + 512) * 8 * (64 + 64) * 2 * 3
+        most = -(-(before + 512) // 1024) * 1024 if before < 8192 else (before + 512) * 1.125
+        assert least <= program.wire_bytes() <= most * 8 * (64 + 64) * 2 * 3
+    assert len(ways) <= 26
+
+
+def test_a_window_keeps_far_keys_at_home() -> None:
+    window = choose(_chunk(60_000, 512, SlidingWindow(1000)), "ring-kv", forward=True).program
+    full = choose(_chunk(60_000, 512, Causal()), "ring-kv", forward=True).program
+    assert window.wire_bytes() < full.wire_bytes() / 6

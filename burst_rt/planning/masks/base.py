@@ -104,6 +104,8 @@ class Mask:
     # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
     # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
+    # Whether all queries see the same keys.
+    uniform: ClassVar[bool] = False
     # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
@@ -201,6 +203,16 @@ class Mask:
         Packed batches bring a new mask with every step, and no new forecast.
         """
         return self
+
+    @property
+    def sent(self) -> Mask:
+        """The mask by which rows are sent to ranks: it shows at least as much as this one."""
+        return self
+
+    @property
+    def layouts(self) -> tuple[Any, Any] | None:
+        """The layouts of queries and keys that this mask is for; None: it is for any."""
+        return None
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """Why the mask does not fit a call of these sizes (tokens of whole sequences), or None."""

@@ -115,11 +115,11 @@ class Ring(Hops):
 
     @cached_property
     def way(self) -> Hashable:
-        """What the graphs depend on: lengths, bytes, and the rows that ranks need."""
+        """What the graphs depend on: lengths of what travels, bytes, and rows that ranks need."""
+        at_home = tuple(any(runs) for runs in self.resident)
         return (
             self.operation, self.queries_travel, self.bundle, self.sums, self.home, self.home_sums,
-            self.route, self.problem.sink_bytes, self.travelling_bounds, self.resident_bounds,
-            self.needed,
+            self.route, self.problem.sink_bytes, self.travelling_bounds, at_home, self.needed,
         )  # fmt: skip
 
     def wire_bytes(self) -> int:
