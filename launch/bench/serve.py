@@ -46,6 +46,7 @@ class _Token(NamedTuple):
     once: float  # the agreement of the ranks, and what the first layer does for later ones, too
     layer: float  # `Step.attend` of a later layer
     kernel: float  # in it, attention to the rank's own keys
+    processor: float  # in it, the processor's time of the calling thread, kernel and polls included
 
 
 class Bench:
@@ -132,20 +133,23 @@ class Bench:
         step = cache.step(1)
         step.attend(0, *new)
         first_s, first = time.perf_counter(), self.ctx.runtime.last_run
+        processor_s = time.thread_time()
         step.attend(1, *new)
+        processor_s = time.thread_time() - processor_s
         layer_s, later = time.perf_counter() - first_s, self.ctx.runtime.last_run
         of_first_s, of_later_s = map(_kernel_s, (first, later))
         once_s = first_s - start_s - of_first_s - (layer_s - of_later_s)
-        return _Token(once_s, layer_s, of_later_s)
+        return _Token(once_s, layer_s, of_later_s, processor_s)
 
     def _token_row(self, length: int, own: Sequence[_Token]) -> dict[str, Cell]:
         everyone = torch.zeros(self.ctx.world_size, len(own), len(_Token._fields)).double()
         everyone[self.ctx.rank] = torch.tensor(own)
-        once, layer, kernel = self.ctx.all_reduce(everyone).amax(0).T.tolist()
+        once, layer, kernel, processor = self.ctx.all_reduce(everyone).amax(0).T.tolist()
         added = sorted(a - b for a, b in zip(layer, kernel, strict=True))
         return {
             "cached": length,
             "layer ms": 1e3 * median(layer),
+            "processor ms": 1e3 * median(processor),
             "kernel ms": 1e3 * median(kernel),
             "runtime adds ms": 1e3 * median(added),
             "a tenth below ms": 1e3 * added[len(added) // 10],

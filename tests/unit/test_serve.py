@@ -45,8 +45,8 @@ def test_every_part_measures(parts: dict[str, Rows]) -> None:
         },
         "chunks": {"tokens", "chunk", "whole s", "in chunks s", "more %"},
         "token": {
-            "cached", "layer ms", "kernel ms", "runtime adds ms", "a tenth below ms",
-            "once a token ms",
+            "cached", "layer ms", "processor ms", "kernel ms", "runtime adds ms",
+            "a tenth below ms", "once a token ms",
         },
         "question": {
             "document", "question", "strategy", "ms", "of ring-kv's time, paired", "sent MiB",
