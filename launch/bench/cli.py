@@ -252,6 +252,68 @@ def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | 
 
 @command.command()
 @_WORLDS
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(["first-token", "chunks", "token", "question", "simulated"]),
+    help="Only this part; may be repeated. [default: all]",
+)
+@click.option(
+    "--pairs",
+    default=10,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Runs of each side, in turn; medians are reported. A token has 20 times as many.",
+)
+@click.option(
+    "--max-tokens",
+    default=131072,
+    show_default=True,
+    type=click.IntRange(64),
+    help="Leave out longer prompts and caches.",
+)
+@click.option(
+    "--chunk",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(17),
+    help="Tokens of a prompt's chunk.",
+)
+@_OUT
+def serve(
+    worlds: tuple[int, ...],
+    parts: tuple[str, ...],
+    pairs: int,
+    max_tokens: int,
+    chunk: int,
+    out: Path | None,
+) -> None:
+    """Serving over MPI ranks, one thread each: time to first token against torch in one process,
+    prompts in chunks, time of a token by what is cached, a question after a document; and, from
+    simulation, first tokens of large models beside published figures.
+
+    Default: 2 ranks.
+    """
+    from burst_rt.launch.plan import paper, prefill
+    from burst_rt.launch.run import launch
+
+    measured = [part for part in parts if part != "simulated"]
+    if measured or not parts:
+        argv = ["-m", "burst_rt.launch.bench.serve", "--pairs", str(pairs)]
+        argv += ["--max-tokens", str(max_tokens), "--chunk", str(chunk)]
+        argv += [word for part in measured for word in ("--part", part)]
+        argv += ["--out", str(out.absolute())] if out else []
+        for num_ranks in worlds or (2,):
+            if code := launch(argv, num_ranks=num_ranks, threads=1):
+                sys.exit(code)
+    if not parts or "simulated" in parts:
+        paper.first_token(out)
+        prefill.main(out)
+
+
+@command.command()
+@_WORLDS
 @_TOKENS
 @_REPEATS
 @_OUT
@@ -410,7 +472,7 @@ def _strategies(
 @_OUT
 def every(ctx: click.Context, out: Path | None) -> None:
     """Run all benchmarks that need no GPU, with their defaults (an hour or two)."""
-    for each in (engine, attention, layer, strategies, predict, scaling, paper, aot):
+    for each in (engine, attention, layer, strategies, predict, scaling, serve, paper, aot):
         ctx.invoke(each, out=out)
     ctx.invoke(masks, parts=("simulated",), out=out)
 

@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -21,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import burst_rt
-from burst_rt import KVCache, SlidingWindow, Step
+from burst_rt import KVCache, SlidingWindow
+from burst_rt.drivers import BaseDriver
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import progress, slowest_s
+from burst_rt.launch.generate.models import bytes_source
 from burst_rt.launch.train.config import ModelConfig
-from burst_rt.launch.train.model import Attend, Decoder
+from burst_rt.launch.train.model import Decoder
+from burst_rt.scheduler import Graph
 
 __all__ = ["MODEL", "PARTS", "Bench", "main"]
 
@@ -41,35 +43,10 @@ Rows: TypeAlias = list[dict[str, Cell]]
 class _Token(NamedTuple):
     """The seconds of one rank in one token."""
 
-    once: float  # the agreement of the ranks, and what the first layer does for all
+    once: float  # the agreement of the ranks, and what the first layer does for later ones, too
     layer: float  # `Step.attend` of a later layer
     kernel: float  # in it, attention to the rank's own keys
-
-
-class _Model:
-    """The model over the ranks of a context, with a cache of one sequence."""
-
-    def __init__(self, ctx: burst_rt.Context, decoder: Decoder, capacity: int) -> None:
-        self._ctx, self._decoder = ctx, decoder
-        self.cache = _cache(ctx, decoder.config, decoder.config.layers, capacity)
-
-    def first_token(self, tokens_BS: Tensor, chunk: int) -> Tensor:
-        """Scores `[vocab_size]` of the token after a prompt, on every rank; chunk: tokens a step.
-
-        Collective.
-        """
-        self.cache.reset()
-        for part_BS in tokens_BS.split(chunk, 1):
-            step, layers = self.cache.step(part_BS.shape[1]), count()
-            attend = _attending(step, layers)
-            scores_BSV = self._decoder(step.cut(part_BS), step.positions[0], attend)
-            step.commit()
-        if not step.sharded:
-            return _last(scores_BSV)
-        found = torch.zeros(scores_BSV.shape[-1])
-        if step.last_owner[0] == self._ctx.rank:
-            found += scores_BSV[0, -1]
-        return self._ctx.all_reduce(found)
+    processor: float  # in it, the processor's time of the calling thread, kernel and polls included
 
 
 class Bench:
@@ -80,7 +57,6 @@ class Bench:
     ) -> None:
         self.ctx, self.config, self.pairs = ctx, config, pairs
         self.max_tokens, self.chunk = max_tokens, chunk
-        torch.manual_seed(0)
         self._decoder = Decoder(config, seed=0)
 
     def first_token(self) -> Rows:
@@ -88,15 +64,15 @@ class Bench:
         return [self._first_token(tokens) for tokens in self._up_to(_PROMPTS)]
 
     def _first_token(self, tokens: int) -> dict[str, Cell]:
-        model, prompt = _Model(self.ctx, self._decoder, tokens), self._prompt(tokens)
+        prompted, prompt = self._prompted(tokens), self._prompt(tokens)
         found: dict[str, Tensor] = {}
 
         def ours() -> None:
-            found["ours"] = model.first_token(prompt, tokens)
+            found["ours"] = prompted(prompt, tokens)
 
         def theirs() -> None:
             at = torch.arange(tokens)
-            found["theirs"] = _last(self._decoder(prompt, at, _torch_attention))
+            found["theirs"] = self._decoder(prompt, at, _torch_attention)[0, -1]
 
         cold_s = slowest_s(self.ctx, ours)
         self._alone_s(theirs)
@@ -120,22 +96,19 @@ class Bench:
 
     def chunks(self) -> Rows:
         """A prompt in chunks against the same prompt at once."""
-        rows: Rows = []
-        for tokens in self._up_to(_PROMPTS):
-            if tokens <= self.chunk:
-                continue
-            model, prompt = _Model(self.ctx, self._decoder, tokens), self._prompt(tokens)
-            sides = [partial(model.first_token, prompt, size) for size in (tokens, self.chunk)]
-            pairs = self._in_turn(sides)
-            rows.append(
-                {
-                    "tokens": tokens, "chunk": self.chunk,
-                    "whole s": median([whole for whole, _ in pairs]),
-                    "in chunks s": median([parts for _, parts in pairs]),
-                    "more %": 100 * (median([parts / whole for whole, parts in pairs]) - 1),
-                }
-            )  # fmt: skip
-        return rows
+        return [self._chunks(tokens) for tokens in self._up_to(_PROMPTS) if tokens > self.chunk]
+
+    def _chunks(self, tokens: int) -> dict[str, Cell]:
+        prompted, prompt = self._prompted(tokens), self._prompt(tokens)
+        sides = [partial(prompted, prompt, size) for size in (tokens, self.chunk)]
+        pairs = self._in_turn(sides)
+        return {
+            "tokens": tokens,
+            "chunk": self.chunk,
+            "whole s": median([whole for whole, _ in pairs]),
+            "in chunks s": median([parts for _, parts in pairs]),
+            "more %": 100 * (median([parts / whole for whole, parts in pairs]) - 1),
+        }
 
     def token(self) -> Rows:
         """One layer's attention of one new token, by how much is cached.
@@ -159,22 +132,24 @@ class Bench:
         start_s = time.perf_counter()
         step = cache.step(1)
         step.attend(0, *new)
-        first_s = time.perf_counter()
+        first_s, first = time.perf_counter(), self.ctx.runtime.last_run
+        processor_s = time.thread_time()
         step.attend(1, *new)
-        layer_s = time.perf_counter() - first_s
-        last_run = self.ctx.runtime.last_run
-        assert last_run is not None
-        kernel_s = sum(s.ended_s - s.started_s for s in last_run[1].trace if s.name == "attend")
-        return _Token(first_s - start_s - layer_s, layer_s, kernel_s)
+        processor_s = time.thread_time() - processor_s
+        layer_s, later = time.perf_counter() - first_s, self.ctx.runtime.last_run
+        of_first_s, of_later_s = map(_kernel_s, (first, later))
+        once_s = first_s - start_s - of_first_s - (layer_s - of_later_s)
+        return _Token(once_s, layer_s, of_later_s, processor_s)
 
     def _token_row(self, length: int, own: Sequence[_Token]) -> dict[str, Cell]:
         everyone = torch.zeros(self.ctx.world_size, len(own), len(_Token._fields)).double()
         everyone[self.ctx.rank] = torch.tensor(own)
-        once, layer, kernel = self.ctx.all_reduce(everyone).amax(0).T.tolist()
+        once, layer, kernel, processor = self.ctx.all_reduce(everyone).amax(0).T.tolist()
         added = sorted(a - b for a, b in zip(layer, kernel, strict=True))
         return {
             "cached": length,
             "layer ms": 1e3 * median(layer),
+            "processor ms": 1e3 * median(processor),
             "kernel ms": 1e3 * median(kernel),
             "runtime adds ms": 1e3 * median(added),
             "a tenth below ms": 1e3 * added[len(added) // 10],
@@ -231,6 +206,21 @@ class Bench:
         """The lengths that are asked for; the largest allowed one where all are too long."""
         return [length for length in lengths if length <= self.max_tokens] or [self.max_tokens]
 
+    def _prompted(self, tokens: int) -> Callable[[Tensor, int], Tensor]:
+        """A function of a prompt and of the tokens of a chunk, with an empty cache of that size.
+
+        It gives the scores `[vocab_size]` of the first token, on every rank, as `burst-rt generate`
+        comes to them. Collective.
+        """
+        source = bytes_source(self._decoder, self.ctx, seq_len=tokens, dtype=torch.float32)
+        model = source.cached(tokens)
+
+        def prompted(prompt_BS: Tensor, chunk: int) -> Tensor:
+            model.kv.reset()
+            return [model(part_BS) for part_BS in prompt_BS.split(chunk, 1)][-1]
+
+        return prompted
+
     def _prompt(self, tokens: int) -> Tensor:
         made = torch.Generator().manual_seed(tokens)
         return torch.randint(self.config.vocab_size, (1, tokens), generator=made)
@@ -264,20 +254,16 @@ def _cache(ctx: burst_rt.Context, config: ModelConfig, num_layers: int, capacity
     )  # fmt: skip
 
 
-def _attending(step: Step, layers: Iterable[int]) -> Attend:
-    """Attention of one layer after the other."""
-    numbers = iter(layers)
-    return lambda q, k, v: step.attend(next(numbers), q, k, v)
+def _kernel_s(run: tuple[Graph, BaseDriver] | None) -> float:
+    """How long a decode attended to the rank's own keys."""
+    assert run is not None  # the decode that was just made
+    return sum(span.ended_s - span.started_s for span in run[1].trace if span.name == "attend")
 
 
 def _torch_attention(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGE: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSGE, v_BSGE))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
-
-
-def _last(scores_BSV: Tensor) -> Tensor:
-    return scores_BSV[0, -1]
 
 
 PARTS = {

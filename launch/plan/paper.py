@@ -12,7 +12,7 @@ from burst_rt.launch.bench.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, forecast_model, published_mask
 from burst_rt.planning.machines import load_hardware
 
-__all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "main"]
+__all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "first_token", "main"]
 
 STRATEGIES = ("tensor-parallel", "tensor-parallel+sequence", "burst")
 # First-token latency in seconds, LLaMA-7B on 8 GPUs, by tokens: one column a strategy.
@@ -51,6 +51,12 @@ _TRAINED = (
 
 def main(out: Path | None) -> None:
     """Prints the tables of first-token latency and training, and adds them to `out` if given."""
+    first_token(out)
+    _training(out)
+
+
+def first_token(out: Path | None) -> None:
+    """Prints the table of first-token latency, and adds it to `out` if given."""
     hardware, model = load_hardware("a100-pcie"), MODELS["llama-7b"]
     rows: list[dict[str, Cell]] = []
     for tokens, published in FIRST_TOKEN_S.items():
@@ -82,13 +88,17 @@ def main(out: Path | None) -> None:
         "simulated on a100-pcie; V1: tensor-parallel, V3: tensor-parallel+sequence, naive: "
         "ring-naive, untiled: burst-untiled",
     )
+
+
+def _training(out: Path | None) -> None:
+    hardware, model = load_hardware("a100-pcie"), MODELS["llama-7b"]
     tokens, world = _TRAINING
     trained = [
         forecast_model(model, name, world, tokens, hardware, "train", mask=mask)
         for name, mask in _TRAINED
     ]
     base = next(f for f in trained if f.strategy == STRATEGIES[1])
-    rows = [
+    rows: list[dict[str, Cell]] = [
         {
             "strategy": f.strategy, "mask": f.mask, "step s": f.time_s,
             "times as fast as V3": (base.time_s or 0) / f.time_s,

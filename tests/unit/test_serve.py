@@ -1,0 +1,121 @@
+"""The benchmark of serving: every part at tiny sizes on ranks that are threads, and its forecasts
+of large models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tolerances import ERROR
+
+from burst_rt import Context, run_local
+from burst_rt.errors import ConfigError
+from burst_rt.launch.bench.serve import PARTS, Bench, Rows
+from burst_rt.launch.plan.model import parse_model
+from burst_rt.launch.plan.prefill import LLAMA_405B, PUBLISHED_S, fitted, prefill
+from burst_rt.launch.train.config import ModelConfig
+from burst_rt.planning.machines import load_hardware
+
+_TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
+_LARGE, _H100 = parse_model(LLAMA_405B), load_hardware("h100-sxm")
+
+
+def _measured(ctx: Context) -> dict[str, Rows]:
+    # Two lengths of cache, and a question that is worth sending instead of keys.
+    with torch.inference_mode():
+        bench = Bench(ctx, _TINY, pairs=1, max_tokens=2048, chunk=500)
+        return {name: measure(bench) for name, (measure, _) in PARTS.items()}
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Rows]:
+    first, second = run_local(2, _measured)
+    assert first.keys() == second.keys()
+    return first
+
+
+def test_every_part_measures(parts: dict[str, Rows]) -> None:
+    columns = {
+        "first-token": {
+            "tokens", "ranks s", "torch s", "of torch's time, paired", "first run s",
+            "scores differ by",
+        },
+        "chunks": {"tokens", "chunk", "whole s", "in chunks s", "more %"},
+        "token": {
+            "cached", "layer ms", "processor ms", "kernel ms", "runtime adds ms",
+            "a tenth below ms", "once a token ms",
+        },
+        "question": {
+            "document", "question", "strategy", "ms", "of ring-kv's time, paired", "sent MiB",
+            "plan",
+        },
+    }  # fmt: skip
+    assert {name: set(rows[0]) for name, rows in parts.items()} == columns
+    for rows in parts.values():
+        for row in rows:
+            numbers = [value for value in row.values() if isinstance(value, int | float)]
+            assert all(map(math.isfinite, numbers))
+    assert [row["cached"] for row in parts["token"]] == [1024, 2048]
+
+
+def test_ranks_and_torch_give_the_same_scores(parts: dict[str, Rows]) -> None:
+    (row,) = parts["first-token"]
+    difference = row["scores differ by"]
+    assert isinstance(difference, float)
+    assert 0 < difference < ERROR[torch.float32]
+
+
+def test_a_question_goes_by_keys_by_queries_and_as_planned(parts: dict[str, Rows]) -> None:
+    plans = {row["strategy"]: str(row["plan"]) for row in parts["question"]}
+    assert "k, v travel" in plans["ring-kv"]
+    assert "q, acc, ml travel" in plans["ring-q"]
+    assert plans["auto"] == plans["ring-q"]
+    sent = {row["strategy"]: float(row["sent MiB"] or 0) for row in parts["question"]}
+    # Half of the keys and values, and half of the questions, go to the other rank.
+    tokens = 2048 + 64
+    assert sent["ring-kv"] == pytest.approx(tokens / 2 * 2 * 2 * 8 * 4 / 2**20, rel=0.3)
+    assert 0 < sent["auto"] == sent["ring-q"] < sent["ring-kv"]
+
+
+def test_llama_405b_on_16_nodes_is_attention_and_the_rest() -> None:
+    assert _LARGE.num_weights == pytest.approx(405e9, rel=0.01)
+    short, long = (
+        prefill(_LARGE, tokens, _H100, num_nodes=16, fp8=True) for tokens in (131_072, 1_048_576)
+    )
+    assert long.linear_s / short.linear_s == pytest.approx(8, rel=0.05)
+    assert long.attention_s / short.attention_s == pytest.approx(64, rel=0.1)
+    assert long.time_s == long.linear_s + long.attention_s
+    # Its half of all cells, at the machine's own speed.
+    flops = 126 * 2 * 1_048_576**2 * 16384 / 128
+    forward = _H100.device.rates["forward"]
+    assert forward.flops_per_s is not None
+    assert long.attention_s > flops / (forward.flops_per_s * forward.efficiency)
+
+
+def test_a_feed_forward_in_fp8_takes_half_the_time_and_memory() -> None:
+    half, whole = (prefill(_LARGE, 131_072, _H100, num_nodes=16, fp8=fp8) for fp8 in (True, False))
+    assert half.attention_s == whole.attention_s
+    weights = _LARGE.num_layers * _LARGE.layer.num_weights("gate_up", "down") / 8
+    assert whole.weight_bytes - half.weight_bytes == pytest.approx(weights, rel=1e-6)
+    linear = _H100.device.rates["linear"]
+    assert linear.flops_per_s is not None
+    speed = linear.flops_per_s * linear.efficiency
+    saved = 2 * weights * 131_072 / 16 / 2 / speed
+    assert whole.linear_s - half.linear_s == pytest.approx(saved, rel=1e-3)
+    assert whole.weight_bytes > _H100.device.memory_bytes > half.weight_bytes
+
+
+def test_the_fitted_machine_comes_out_where_it_is_fitted() -> None:
+    machine = fitted(_H100, _LARGE)
+    found = prefill(_LARGE, 1_000_000, machine, num_nodes=16, fp8=False)
+    assert found.time_s == pytest.approx(PUBLISHED_S["1M"], rel=0.03)
+
+
+def test_nodes_that_share_a_network_card_are_refused() -> None:
+    assert _H100.nics is not None
+    shared = replace(_H100, nics=replace(_H100.nics, count=4))
+    with pytest.raises(ConfigError, match="a network card for each of a node's 8 ranks, got 4"):
+        prefill(_LARGE, 131_072, shared, num_nodes=16, fp8=True)
