@@ -83,7 +83,7 @@ class Bench:
             "torch s": median([other for _, other in pairs]),
             "of torch's time, paired": median([mine / other for mine, other in pairs]),
             "first run s": cold_s,
-            "scores differ by": self._difference(found),
+            "scores differ x 1e7": 1e7 * self._difference(found),
         }
 
     def _difference(self, found: dict[str, Tensor]) -> float:
