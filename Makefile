@@ -16,8 +16,9 @@ RUN_EXTRAS := $(subst $(space),$(comma),$(filter-out dev,$(subst $(comma),$(spac
 stamp = .venv/installed-$(subst $(comma),-,$(1))
 ALL := $(call stamp,$(EXTRAS))
 RUN := $(call stamp,$(RUN_EXTRAS))
+DOCS := $(call stamp,docs$(comma)hf)
 
-.PHONY: help run test test-all test-masks check lint types unit other-cpus faults bench gpu-wheels gpu-check clean
+.PHONY: help run test test-all test-masks check lint types docs unit other-cpus faults bench gpu-wheels gpu-check clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -60,6 +61,9 @@ types: $(ALL) ## mypy, strict, on the package and on the tests
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt
 	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests
+
+docs: $(DOCS) ## the guide, as pages in build/guide/docs; a link that leads nowhere is an error
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -E -c docs . build/guide
 
 unit: $(ALL) ## the tests that need no MPI job
 	$(BIN)/pytest $(PARALLEL) tests/unit tests/sim
@@ -119,6 +123,6 @@ clean: ## remove what was built, but not .venv
 	@test -n "$(PYTHON)" || { echo "burst_rt needs Python 3.11 or newer: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-$(sort $(ALL) $(RUN)): setup.cfg pyproject.toml constraints.txt | .venv/bin/python
+$(sort $(ALL) $(RUN) $(DOCS)): setup.cfg pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(subst -,$(comma),$(patsubst .venv/installed-%,%,$@))]'
 	touch $@

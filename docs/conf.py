@@ -1,0 +1,60 @@
+"""How Sphinx builds the guide: `make docs`. Sources are the repository's Markdown and docstrings."""
+
+import re
+
+from burst_rt.version import __version__
+
+project = "burst_rt"
+version = release = __version__
+html_title = f"burst_rt {__version__}"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_enable_extensions = ["dollarmath"]
+# Sources lie where GitHub shows them, so a link works there and here.
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "*.md"]
+exclude_patterns = [".*", "build", "runs", "**/__pycache__"]
+myst_heading_anchors = 3
+# The theme that comes with Sphinx loads no font and no script from elsewhere.
+html_theme = "alabaster"
+html_theme_options = {"page_width": "1100px", "sidebar_width": "240px", "fixed_sidebar": True}
+html_copy_source = False
+html_show_copyright = False
+pygments_style = "default"
+# In docstrings `x` is code.
+default_role = "code"
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+
+_FIELD = re.compile(r"(\w+(?:, \w+)*): (?=\S)")
+
+
+def _to_rest(app: object, what: str, name: str, obj: object, options: object, lines: list[str]):
+    """Docstrings are plain text: `q: queries` becomes a field, an indented paragraph code."""
+    paragraphs = [part.splitlines() for part in re.split(r"\n\s*\n", "\n".join(lines)) if part.strip()]
+    lines.clear()
+    for paragraph in paragraphs:
+        if all(line.startswith(" ") for line in paragraph):
+            lines += [".. code-block:: python", "", *paragraph, ""]
+            continue
+        within = False
+        for line in (_escaped(line) for line in paragraph):
+            field = _FIELD.match(line)
+            if within and line.startswith(" "):
+                line = f"    {line.strip()}"
+            elif field or within:
+                lines.append("")
+            within = bool(field) or (within and line.startswith(" "))
+            lines.append(f":{field[1]}: {line[field.end() :]}" if field else line)
+        lines.append("")
+
+
+def _escaped(line: str) -> str:
+    """The line with `*` and `|` as themselves, but for a list's mark and inside of code."""
+    parts = line.split("`")
+    parts[::2] = [re.sub(r"(?<!^)\*|\|", r"\\\g<0>", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _to_rest)
