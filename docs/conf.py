@@ -8,7 +8,6 @@ project = "burst_rt"
 version = release = __version__
 html_title = f"burst_rt {__version__}"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-myst_enable_extensions = ["dollarmath"]
 # Sources lie where GitHub shows them, so a link works there and here.
 root_doc = "docs/index"
 include_patterns = ["docs/*.md", "*.md"]
@@ -30,9 +29,9 @@ _FIELD = re.compile(r"(\w+(?:, \w+)*): (?=\S)")
 
 def _to_rest(app: object, what: str, name: str, obj: object, options: object, lines: list[str]):
     """Docstrings are plain text: `q: queries` becomes a field, an indented paragraph code."""
-    paragraphs = [part.splitlines() for part in re.split(r"\n\s*\n", "\n".join(lines)) if part.strip()]
+    text = "\n".join(lines).strip("\n")
     lines.clear()
-    for paragraph in paragraphs:
+    for paragraph in (part.splitlines() for part in re.split(r"\n(?:\s*\n)+", text)):
         if all(line.startswith(" ") for line in paragraph):
             lines += [".. code-block:: python", "", *paragraph, ""]
             continue

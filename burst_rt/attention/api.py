@@ -211,6 +211,7 @@ class BurstAttention(torch.nn.Module):
         softcap: float | None = None,
         strategy: str = "auto",
     ) -> None:
+        """The options are those of `burst_attention`; layout may come with each call instead."""
         super().__init__()
         self.layout = layout
         self.mask = mask
