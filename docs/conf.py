@@ -1,4 +1,4 @@
-"""How Sphinx builds the guide: `make docs`. Sources are the repository's Markdown and docstrings."""
+"""How Sphinx builds the guide (`make docs`), from Markdown files and docstrings."""
 
 import re
 
