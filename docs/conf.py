@@ -24,26 +24,25 @@ default_role = "code"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 
-_FIELD = re.compile(r"(\w+(?:, \w+)*): (?=\S)")
+_FIELD = re.compile(r"(\w+(?:(?:,| and) \w+)*): (?=\S)")
 
 
 def _to_rest(app: object, what: str, name: str, obj: object, options: object, lines: list[str]):
-    """Docstrings are plain text: `q: queries` becomes a field, an indented paragraph code."""
+    """Docstrings are plain text: `q: queries` becomes a definition, an indented paragraph code."""
     text = "\n".join(lines).strip("\n")
     lines.clear()
     for paragraph in (part.splitlines() for part in re.split(r"\n(?:\s*\n)+", text)):
         if all(line.startswith(" ") for line in paragraph):
             lines += [".. code-block:: python", "", *paragraph, ""]
             continue
-        within = False
-        for line in (_escaped(line) for line in paragraph):
-            field = _FIELD.match(line)
-            if within and line.startswith(" "):
-                line = f"    {line.strip()}"
-            elif field or within:
-                lines.append("")
-            within = bool(field) or (within and line.startswith(" "))
-            lines.append(f":{field[1]}: {line[field.end() :]}" if field else line)
+        text_lines = [_escaped(line) for line in paragraph]
+        if all(line.startswith(" ") or _FIELD.match(line) for line in text_lines):
+            for line in text_lines:
+                field = _FIELD.match(line)
+                lines += [f"`{field[1]}`"] if field else []
+                lines.append(f"    {line[field.end() :] if field else line.strip()}")
+        else:
+            lines += text_lines
         lines.append("")
 
 
