@@ -128,6 +128,7 @@ class KVCache:
             error = self._take(capacity)
         runtime.agree(words, error)
         self._lengths, self._padding = [0] * batch, [0] * batch
+        self._written = 0  # the most tokens that a row has had, forgotten ones included
         # The caches of a context are told apart by the call that made them.
         self._name = f"made in call {runtime.number}"
 
@@ -404,6 +405,7 @@ class Step:
         self._seen: dict[Mask, Spans] = {}
         self._words = hashlib.blake2b(digest_size=8)
         self._done = False
+        cache._written = max(cache._written, *rows.after)
 
     @cached_property
     def _places(self) -> Positions:
@@ -606,6 +608,16 @@ class Step:
             for cached, new in ((layer.k, k), (layer.v, v)):
                 cached[columns, batch] = new[batch].transpose(0, 1)[chosen]
 
+    def _clear(self, layer: _Layer) -> None:
+        """Zeros in the place of tokens that were forgotten, behind those of the step.
+
+        They may be NaN; kernels load whole blocks, and what is hidden is multiplied by 0.
+        """
+        alike, last = len(self._rows) == 1, self._dealt.count(self.cache._written, self._rank)
+        for row, after in enumerate(self._rows.after):
+            for x in layer if after < self.cache._written else ():
+                x[self._dealt.count(after, self._rank) : last, slice(None) if alike else row] = 0
+
     @cached_property
     def _num_columns(self) -> int:
         """How many columns of this rank's shard are filled after the step."""
@@ -626,6 +638,7 @@ class Step:
         except InputError as error:
             setup.runtime.refuse(_ATTEND, error)
         columns = self._rows.columns(self._dealt, self._rank)
+        self._clear(layer)
         k, v = (x[:columns].transpose(0, 1) for x in layer)
         out, _ = run_forward(_Chunk(setup, plan, scale), QKV(q, k, v), terms)
         return out

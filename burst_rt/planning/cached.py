@@ -21,7 +21,15 @@ from typing import overload
 import numpy as np
 
 from burst_rt.planning.layouts import Layout
-from burst_rt.planning.masks import Mask, Piece, Positions, Relation, Spans, positions_of
+from burst_rt.planning.masks import (
+    Mask,
+    Piece,
+    Positions,
+    Relation,
+    Spans,
+    positions_of,
+    spans_of,
+)
 from burst_rt.planning.masks.pieces import MOST_SPANS, cut
 from burst_rt.planning.masks.spans import END, beside, intersect, one_span
 from burst_rt.planning.needs import ROWS_TOGETHER
@@ -174,7 +182,7 @@ class Cached(Mask):
         return _numbered(found, self.dealt, self._firsts(queries=False))
 
     def relation(self, q: range, kv: range) -> Relation:
-        """By the spans of the rank that the columns are of."""
+        """By the spans of the ranks that the columns are of."""
         starts, stops = _of_tile(self, q, kv)
         seen = (stops - starts).sum(-1)
         if seen.max() == 0:
@@ -182,7 +190,7 @@ class Cached(Mask):
         return Relation.FULL if seen.min() == len(kv) else Relation.PARTIAL
 
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
-        """By the spans of the rank that the columns are of; see `Mask.pieces`."""
+        """By the spans of the ranks that the columns are of; see `Mask.pieces`."""
         if not q or not kv:
             return ()
         tile = _of_tile(self, q, kv)
@@ -286,11 +294,14 @@ def _positions_seen(mask: Cached, q: range) -> Spans:
 
 @lru_cache(maxsize=64)
 def _of_tile(mask: Cached, q: range, kv: range) -> Spans:
-    """What the queries see of some columns of one rank, by columns of the run `kv`."""
+    """What the queries see of some columns, by columns of the run `kv`."""
     firsts = mask._firsts(queries=False)
     lengths = [mask.layout(queries=False).shard_len(r) for r in range(mask.dealt.world_size)]
     owners = (r for r, at in enumerate(firsts) if at <= kv.start < at + lengths[r])
     rank = next(owners)
+    if kv.stop > firsts[rank] + lengths[rank]:
+        # An all-to-all brings the columns of several ranks together.
+        return spans_of(mask, q).columns(kv)
     spans = in_columns(_positions_seen(mask, q), mask.dealt, rank)
     offset = kv.start - firsts[rank]
     return Spans(*(np.clip(bound - offset, 0, len(kv)) for bound in spans))

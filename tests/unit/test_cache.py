@@ -169,6 +169,12 @@ _CASES = {
         (((90, 20), None), ((40, 30), None)), strategy="ring-q", padding=(10, 0)
     ),
     "by keys": Case((((400,), None), ((40,), None)), strategy="ring-kv"),
+    "by heads": Case(
+        (((200, 90), None), ((40, 30), None)),
+        strategy="hybrid",
+        mask=SlidingWindow(30) | First(4),
+        padding=(10, 0),
+    ),
 }
 
 
@@ -248,6 +254,21 @@ def test_a_step_that_is_not_committed_changes_nothing() -> None:
         return cache.lengths, torch.equal(first, again.attend(0, *_tensors(again)))
 
     assert run_local(2, lengths) == [((30, 30), True)] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
+def test_what_was_forgotten_does_not_come_back(strategy: str) -> None:
+    def finite(ctx: Context) -> bool:
+        cache = _cache(ctx, num_layers=1)
+        step = cache.step(90)
+        step.attend(0, *(x * torch.nan for x in _tensors(step)))
+        step.commit()
+        cache.reset()
+        step = cache.step([80, 20])
+        out = step.attend(0, *_tensors(step), strategy=strategy)
+        return bool(out[step.valid].isfinite().all())
+
+    assert run_local(2, finite) == [True] * 2
 
 
 def test_thousands_of_decodes_take_a_few_plans() -> None:
