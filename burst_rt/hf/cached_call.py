@@ -134,7 +134,7 @@ def _positions(
     pads = torch.tensor(padding)[:, None]
     expected = (torch.arange(length, length + tokens) - pads).clamp(min=0)
     if given is not None:
-        fits = given.ndim == 2 and given.shape[1] == tokens
+        fits = given.ndim == 2 and given.shape[1] == tokens and len(given) in (1, len(padding))
         if not fits or not torch.equal(given.cpu().expand_as(expected), expected):
             got = given.flatten()[0].item() if fits else f"shape {tuple(given.shape)}"
             raise InputError(

@@ -7,6 +7,7 @@ length at which the choice changes while another rank's end behind it.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -50,16 +51,22 @@ class Watch:
     """Puts one more token, at the largest position of all, in front of a rotary embedding."""
 
     def __init__(self) -> None:
-        self._part: _Part | None = None
+        # Weak: a call's part leads to a cache, whose memory must not live as long as the model.
+        self._call: weakref.ref[_Part] | None = None
         self.compared = ""  # with one process: "with loss", "without loss" or not yet
         self.checks = False  # whether every call's output is looked at
 
     def before_model(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        self._part = options.get(KEYWORD)
-        if self._part is not None:
-            self._part.told.add(self)
+        part = options.get(KEYWORD)
+        self._call = None if part is None else weakref.ref(part)
+        if part is not None:
+            part.told.add(self)
+
+    @property
+    def _part(self) -> _Part | None:
+        return None if self._call is None else self._call()
 
     def before_rotary(
         self, module: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]
@@ -72,8 +79,9 @@ class Watch:
         return (x, self._longer(positions), *others), options
 
     def _longer(self, positions: torch.Tensor) -> torch.Tensor:
-        assert self._part is not None
-        largest = self._part.largest(positions)
+        part = self._part
+        assert part is not None
+        largest = part.largest(positions)
         return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), largest)], -1)
 
     def after_rotary(

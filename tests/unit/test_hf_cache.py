@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -88,6 +89,10 @@ def _no_causal_model(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
     _generate(model, cache)
 
 
+def _positions_of_three(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    model(_IDS, position_ids=torch.arange(25).expand(3, -1), past_key_values=cache)
+
+
 def _several_logits(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
     model(_IDS, past_key_values=cache, logits_to_keep=2)
 
@@ -139,6 +144,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     "a loss": (
         lambda model, cache, ctx: model(_IDS, labels=_IDS, past_key_values=cache),
         "labels is not done",
+    ),
+    "positions of another batch": (
+        _positions_of_three, r"position_ids: expected 25 tokens .* got shape \(3, 25\)",
     ),
     "several logits": (_several_logits, "logits_to_keep: expected 0 or 1, got 2"),
     "no cache in use": (
@@ -306,6 +314,19 @@ def test_the_page_runs() -> None:
         names: dict[str, Any] = {"burst_rt": burst_rt, "model": model, "ctx": ctx, "inputs": inputs}
         exec(block.replace("100_000", "1_000"), names)
         assert torch.equal(names["tokens"], expected)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_memory_is_given_back_though_the_model_lives_on() -> None:
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        cache = _cache(model, ctx)
+        with torch.no_grad():
+            model(_IDS, past_key_values=cache)
+        kv = weakref.ref(cache.kv)
+        cache.close()
+        assert kv() is None
 
     burst_rt.run_local(2, run, timeout_s=60)
 
