@@ -53,7 +53,11 @@ class Operation(Protocol):
 
 
 class Op(NamedTuple):
-    """An operation of a custom pipeline: its name, and its arguments (plain, hashable data)."""
+    """An operation of a custom pipeline: its name, and its arguments (plain, hashable data).
+
+    Parts and buffers among the arguments must be among those that the task reads, writes or
+    accumulates into; whoever runs the graph hands over what they hold.
+    """
 
     name: str
     args: tuple[Hashable, ...] = ()
@@ -198,6 +202,11 @@ class Graph:
             for part in self.parts
             if part.id in self.written and part.size_bytes and not part.initialised
         )
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """How many bytes this rank sends."""
+        return sum(m.size_bytes for task in self.tasks for m in task.sends)
 
     @cached_property
     def sent(self) -> frozenset[int]:

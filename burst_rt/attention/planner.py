@@ -136,7 +136,7 @@ class RankPlan:
 
     def bytes_sent(self) -> int:
         """Bytes this rank sends in one run: the sum over the graph's messages."""
-        return sum(m.size_bytes for task in self.graph.tasks for m in task.sends)
+        return self.graph.wire_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

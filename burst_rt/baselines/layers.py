@@ -305,9 +305,7 @@ class SpreadLayer:
         attention strategies      attention's own, and in the backward
                                   2 (W-1)/W x the bytes of all weights
         """
-        return sum(
-            m.size_bytes for task in self.graph(rank, forward=forward).tasks for m in task.sends
-        )
+        return self.graph(rank, forward=forward).wire_bytes
 
     def memory(self, rank: int) -> LayerMemory:
         """The bytes of this layer on one rank; see `LayerMemory`."""

@@ -78,18 +78,9 @@ class Collectives:
         if self.runtime.world_size == 1:
             return
         pipeline = self._pipeline(name, tuple(part.nbytes for part in parts))
-        largest = max(part.numel() for part in parts)
-        slots = {f"whole slot{number}": parts[0].new_empty(largest) for number in range(2)}
-
-        def add(_: str, part: int, slot: str) -> None:
-            mine = parts[part].view(-1)
-            mine.add_(slots[slot][: mine.numel()])
-
         # A part with one number or none counts as contiguous whatever its strides are. Flattened,
         # the part is contiguous for every reader.
-        pipeline.run(
-            buffers={"whole": [part.view(-1) for part in parts], **slots}, ops={"add": add}
-        )
+        pipeline.run(buffers={"whole": [part.view(-1) for part in parts]}, ops={})
 
     def _build(self, name: str, sizes: tuple[int, ...]) -> Pipeline:
         collective: Callable[[GraphBuilder, Buffer], int] = getattr(collectives, name)

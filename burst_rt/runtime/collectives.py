@@ -10,10 +10,10 @@ all-reduce twice as many. In each hop every rank sends one part to the next rank
 part from the rank before. The tags of the messages begin at `tag`, and each function returns the
 first free tag. `reads`: buffers that must be written before anything is sent.
 
-Received parts are added up by compute tasks `Op("add", (buffer, part, slot))` on `lane`:
-buffer[part] += slot. The slot is one of a double-buffered pair named "<buffer> slot0" and
-"<buffer> slot1". Terms are added in the order of the ring, so every run gives the same bits. After
-an all-reduce every rank has the same bits.
+Received parts are added up by compute tasks `Op("add", (part, slot))` on `lane`: part += slot. The
+slot is one of a double-buffered pair named "<buffer> slot0" and "<buffer> slot1". `Pipeline.run`
+needs neither the slots nor a function for "add". Terms are added in the order of the ring, so every
+run gives the same bits. After an all-reduce every rank has the same bits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def reduce_scatter(
         )
         if coming.size_bytes:
             op, cost = (
-                Op("add", (whole.name, coming.index, slot.name)),
+                Op("add", (coming, slot)),
                 Cost(0, 3 * coming.size_bytes),
             )
             g.compute(

@@ -11,7 +11,7 @@ from burst_rt.drivers import Progress
 from burst_rt.errors import BurstError, ConfigError, InputError
 from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.runtime import Runtime
-from burst_rt.scheduler import Graph, Op, Schedule, Trace, check_world
+from burst_rt.scheduler import Buffer, Graph, Op, Part, Schedule, Trace, check_world
 from burst_rt.transport import Memory
 
 __all__ = ["Pipeline", "make_pipeline"]
@@ -20,6 +20,8 @@ __all__ = ["Pipeline", "make_pipeline"]
 def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
     """Builds and verifies a custom pipeline; see `Context.pipeline`. Local; does not block."""
     graphs = [build(rank) for rank in range(runtime.world_size)]
+    for graph in graphs:
+        _check_named(graph)
     check_world(graphs)
     tasks = Contract({"tasks": repr([graph.tasks for graph in graphs])})
     fingerprint = format(tasks.digest, "x")
@@ -55,14 +57,18 @@ class Pipeline:
         Collective; blocks until this rank's part is done, within the context's deadlines. With NCCL
         blocks until all work is on streams.
 
-        buffers: for every buffer that is sent or received, by its name, one tensor or a tensor for
-        each part. A tensor must be contiguous and at least as large as its messages. ops: the
-        function for each `Op.name`, called with `Op.args`.
+        buffers: for every buffer that is sent, received or named by an operation, one tensor or a
+        tensor for each part, by the buffer's name. A tensor must be contiguous and at least as
+        large as its messages. A buffer that holds nothing at the start may be left out: the run
+        then has bytes (uint8) for it. Other runs may have other tensors.
+
+        ops: the function for each `Op.name`, called with `Op.args`. A part among the arguments
+        comes as its tensor, as does a buffer of one part; a buffer of several parts comes as a
+        tuple of tensors. "add" need not be given: it is what `collectives` add up with.
 
         Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs)
         on every rank alike, before anything is sent; PeerLost, Stalled and DeviceError later.
         """
-        memory: dict[int, Memory] = {}
         error: BurstError | None = None
         for name, given, of in (
             ("buffers", buffers, "tensors, by the names of buffers"),
@@ -78,17 +84,20 @@ class Pipeline:
         bound_to: dict[int, torch.Tensor] = {}
         for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
             largest[m.part] = max(m.end, largest.get(m.part, 0))
-        for part_id, size in largest.items():
+        absent: list[Part] = []
+        for part_id in sorted(largest.keys() | _named(self.graph)):
             part = self.graph.parts[part_id]
+            if error is None and part.buffer not in buffers and not part.initialised:
+                absent.append(part)
+                continue
             tensor = _bound(buffers, part.buffer, part.index)
-            error = error or self._refuses(part.name, tensor, size)
+            error = error or self._refuses(part.name, tensor, largest.get(part_id))
             if error is None:
-                memory[part_id] = self.runtime.machine.memory(tensor)
                 bound_to[part_id] = tensor
         error = error or self._overlap(bound_to)
         missing = sorted(
             {task.op.name for task in self.graph.tasks if task.op and task.lane != "control"}
-            - set(ops)
+            - {"add", *ops}
         )
         if missing:
             error = InputError(
@@ -99,11 +108,27 @@ class Pipeline:
         # agreement.
         self.runtime.agree(contract.words, error)
 
-        def named(op: Op) -> None:
-            ops[op.name](*op.args)
+        device = next((bound_to[part].device for part in largest if part in bound_to), None)
+        for part in absent:
+            bound_to[part.id] = torch.empty(
+                part.size_bytes, dtype=torch.uint8, device=device or self.runtime.device
+            )
+        memory: dict[int, Memory] = {
+            part: self.runtime.machine.memory(bound_to[part]) for part in largest
+        }
+        functions: dict[str, Callable[..., None]] = {"add": _add, **ops}
+
+        def tensors(arg: object) -> object:
+            if isinstance(arg, Buffer) and len(arg.parts) > 1:
+                return tuple(bound_to[part.id] for part in arg.parts)
+            named = _parts_of(arg)
+            return bound_to[named[0].id] if named else arg
+
+        def perform(op: Op) -> None:
+            functions[op.name](*map(tensors, op.args))
 
         driver, _ = self.runtime.perform(
-            contract, self.schedule, {Op: named}, memory,
+            contract, self.schedule, {Op: perform}, memory,
             progress=self.progress, agreed=True, counted=False,
         )  # fmt: skip
         return driver.trace
@@ -125,14 +150,19 @@ class Pipeline:
                     )
         return None
 
-    def _refuses(self, name: str, tensor: object, size: int) -> BurstError | None:
-        """Why a tensor cannot be a part whose messages take up to `size` bytes, or None."""
+    def _refuses(self, name: str, tensor: object, size: int | None) -> BurstError | None:
+        """Why a tensor cannot be a part whose messages take up to `size` bytes, or None.
+
+        size: None for a part without messages, which may be any tensor.
+        """
         where, device = f"Pipeline.run: {name}", self.runtime.device
         if not isinstance(tensor, torch.Tensor):
             return InputError(
                 f"{where} must be a tensor, got "
                 f"{'nothing' if tensor is None else type(tensor).__name__}"
             )
+        if size is None:
+            return None
         if tensor.device.type != "cpu" and self.runtime.machine.transport_name == "staged":
             # The graphs of attention are lowered to copies and chunks; a custom graph is not.
             return ConfigError(
@@ -168,3 +198,37 @@ def _bound(
     if isinstance(bound, Sequence):
         return bound[index] if index < len(bound) else None
     return bound
+
+
+def _parts_of(arg: object) -> tuple[Part, ...]:
+    """The parts that an argument of an operation names."""
+    if isinstance(arg, Buffer):
+        return arg.parts
+    return (arg,) if isinstance(arg, Part) else ()
+
+
+def _named(graph: Graph) -> set[int]:
+    """The parts that operations name."""
+    ops = (task.op for task in graph.tasks if isinstance(task.op, Op))
+    return {part.id for op in ops for arg in op.args for part in _parts_of(arg)}
+
+
+def _check_named(graph: Graph) -> None:
+    """Raises InputError where an operation names a part that its task does not declare."""
+    for task in graph.tasks:
+        if not isinstance(task.op, Op):
+            continue
+        declared = {graph.parts[part] for part in (*task.reads, *task.writes, *task.accumulates)}
+        for part in (part for arg in task.op.args for part in _parts_of(arg)):
+            if part not in declared:
+                raise InputError(
+                    f"Context.pipeline: rank {graph.rank}: the operation of task {task.name!r} "
+                    f"names {part.name}, which the task neither reads, writes nor accumulates; "
+                    "give it to GraphBuilder.compute in reads=, writes= or accumulates="
+                )
+
+
+def _add(total: torch.Tensor, term: torch.Tensor) -> None:
+    """total += term, whose memory may be larger, and may be bytes."""
+    flat = total.view(-1)
+    flat.add_(term.view(-1).view(flat.dtype)[: flat.numel()])

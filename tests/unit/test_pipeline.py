@@ -262,3 +262,47 @@ def test_a_graph_for_other_lanes_is_refused() -> None:
 
     for message in burst_rt.run_local(2, call):
         assert "the lanes of this context (local on cpu), got others" in message
+
+
+def test_operations_get_the_tensors_that_they_name() -> None:
+    """Parts and buffers come as tensors, also those that the run itself makes."""
+
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        own = g.buffer("own", parts=2, size_bytes=[8, 16], initialised=True)
+        slot, total = g.buffer("slot", size_bytes=16), g.buffer("total", initialised=True)
+        g.exchange("swap", sends=[(own[1], 1 - rank)], recvs=[(slot, 1 - rank)], tag=0)
+        g.compute("add", Op("add", (total, slot)), reads=[slot], accumulates=[total])
+        g.compute("both", Op("both", (own, total[0], 7)), reads=[own], accumulates=[total])
+        return g.build()
+
+    def call(ctx: Context) -> None:
+        pipeline = ctx.pipeline(build)
+        assert pipeline.graph.wire_bytes == 16
+        total = torch.zeros(2, dtype=torch.float64)
+
+        def both(parts: tuple[torch.Tensor, ...], into: torch.Tensor, number: int) -> None:
+            assert [part.numel() for part in parts] == [1, 2]
+            into.add_(number + parts[0])
+
+        for once in (1.0, 2.0):  # other tensors, the same pipeline
+            own = [torch.full((n,), once * (1 + ctx.rank), dtype=torch.float64) for n in (1, 2)]
+            pipeline.run(buffers={"own": own, "total": total.zero_()}, ops={"both": both})
+            assert total.tolist() == [7 + 3 * once] * 2
+        with pytest.raises(InputError, match=r"own\[0\] must be a tensor, got nothing"):
+            pipeline.run(buffers={"total": total}, ops={"both": both})
+
+    burst_rt.run_local(2, call)
+
+
+def test_an_operation_names_what_its_task_declares() -> None:
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, 1)
+        g.compute("t", Op("f", (g.buffer("hidden"),)))
+        return g.build()
+
+    def call(ctx: Context) -> None:
+        with pytest.raises(InputError, match=r"task 't' names hidden\[0\], which the task neither"):
+            ctx.pipeline(build)
+
+    burst_rt.run_local(1, call)
