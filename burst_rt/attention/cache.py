@@ -41,6 +41,7 @@ __all__ = ["DECODED_TOGETHER", "KVCache", "Step"]
 DECODED_TOGETHER = 16
 _ATTEND = "KVCache.attend"
 _CONTRACT = Contract({"call": _ATTEND})
+_STALE = "another step has been begun since, or the cache's rows were changed"
 
 
 class _Layer(NamedTuple):
@@ -129,6 +130,7 @@ class KVCache:
         runtime.agree(words, error)
         self._lengths, self._padding = [0] * batch, [0] * batch
         self._written = 0  # the most tokens that a row has had, forgotten ones included
+        self._changes = 0  # steps begun, and rows changed: a step begun before is none any more
         # The caches of a context are told apart by the call that made them.
         self._name = f"made in call {runtime.number}"
 
@@ -247,6 +249,7 @@ class KVCache:
                 f"sequences' {self._few(self._lengths)}, got {lengths!r}",
             )
         assert wanted is not None
+        self._changes += 1
         self._lengths = list(wanted)
         self._padding = [min(p, n) for p, n in zip(self._padding, wanted, strict=True)]
 
@@ -267,6 +270,7 @@ class KVCache:
             )  # fmt: skip
         if chosen == list(range(self.batch)):
             return
+        self._changes += 1
         index = torch.tensor(chosen, device=self.setup.runtime.device)
         used = self._columns(max(self._lengths))
         with torch.no_grad():
@@ -405,6 +409,9 @@ class Step:
         self._seen: dict[Mask, Spans] = {}
         self._words = hashlib.blake2b(digest_size=8)
         self._done = False
+        self._attended: set[int] = set()  # layers
+        cache._changes += 1
+        self._change = cache._changes
         cache._written = max(cache._written, *rows.after)
 
     @cached_property
@@ -502,6 +509,7 @@ class Step:
         except InputError as error:
             cache.setup.runtime.refuse(_ATTEND, error)
         self._words.update(repr((layer, q.shape[2], *options, sinks is None)).encode())
+        self._attended.add(layer)
         with torch.no_grad():
             own = cache._layers[layer]
             self._append(own, k, v)
@@ -517,8 +525,16 @@ class Step:
         return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
 
     def commit(self) -> None:
-        """Ends the step: the tokens are cached. Local. Calls after the first do nothing."""
+        """Ends the step: the tokens are cached. Local. Calls after the first do nothing.
+
+        Raises InputError, on every rank that waits for this one, where a layer has not attended,
+        or where another step has been begun since, or the cache's rows were changed.
+        """
         if not self._done:
+            missing = set(range(self.cache.num_layers)) - self._attended
+            if missing or self._change != self.cache._changes:
+                why = f"layer {min(missing)} has not attended" if missing else _STALE
+                self.cache._refuse("step", f"commit: {why}; begin another: cache.step(n)")
             self._done = True
             rows = len(self._rows)
             padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
@@ -544,6 +560,8 @@ class Step:
         cache, where = self.cache, _ATTEND
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
+        if self._change != cache._changes:
+            raise InputError(f"{where}: {_STALE}; begin another: cache.step(n)")
         if not (_is_count(layer, 0) and layer < cache.num_layers):
             raise InputError(
                 f"{where}: layer must be a number from 0 to {cache.num_layers - 1}, got {layer!r}"

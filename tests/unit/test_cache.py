@@ -317,6 +317,22 @@ def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:
         assert (lengths, capacity) == ((30, 30), 100)
 
 
+def _stale(cache: KVCache, *, attend: bool, between: Callable[[KVCache], object]) -> None:
+    step = cache.step(1)
+    for layer in range(cache.num_layers):
+        step.attend(layer, *_tensors(step))
+    between(cache)
+    if attend:
+        step.attend(0, *_tensors(step))
+    step.commit()
+
+
+def _without_a_layer(cache: KVCache) -> None:
+    step = cache.step(1)
+    step.attend(0, *_tensors(step))
+    step.commit()
+
+
 _BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0), 99))
 
 
@@ -343,6 +359,15 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "sinks": ("sinks must be", lambda _, c: _attend(c, sinks=torch.ones(3))),
     "a mask of rows": ("one for all sequences", lambda _, c: _attend(c, mask=_BY_ROW)),
     "no mask": ("SlidingWindow", lambda _, c: _attend(c, mask="causal")),
+    "two steps": (
+        "another step has been begun",
+        lambda _, c: _stale(c, attend=False, between=lambda c: c.step(1)),
+    ),
+    "rows changed": (
+        "rows were changed",
+        lambda _, c: _stale(c, attend=True, between=lambda c: c.reorder([1, 0])),
+    ),
+    "a layer left out": ("layer 1 has not attended", lambda _, c: _without_a_layer(c)),
     "capacity": ("capacity must be", lambda ctx, _: _cache(ctx, capacity=0)),
     "block": ("block must be", lambda ctx, _: _cache(ctx, block=0)),
     "type": ("float64, float32", lambda ctx, _: _cache(ctx, dtype=torch.int8)),
