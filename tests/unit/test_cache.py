@@ -434,7 +434,7 @@ def test_ranks_that_differ_are_refused_on_every_rank(name: str) -> None:
 
 def test_layers_that_were_called_otherwise_are_found_out_in_the_next_step() -> None:
     def differ(ctx: Context) -> str:
-        cache = _filled(ctx)
+        cache = _filled(ctx, num_layers=1)
         step = cache.step(1)
         step.attend(0, *_tensors(step), scale=0.5 + ctx.rank)
         step.commit()
