@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from burst_rt.attention.call import CAUSAL, check_factors, check_scores
-from burst_rt.attention.decode import run_decode
+from burst_rt.attention.decode import plan_decode, run_decode
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import run_forward
 from burst_rt.attention.setup import Setup
@@ -404,7 +404,6 @@ class Step:
         self._rows, self._tokens = rows, tokens
         self._dealt, self._rank = cache._dealt, cache.setup.runtime.rank
         self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
-        self._masks: dict[object, Cached] = {}
         self._plans: dict[object, Plan] = {}
         self._seen: dict[Mask, Spans] = {}
         self._words = hashlib.blake2b(digest_size=8)
@@ -520,9 +519,14 @@ class Step:
     def explain(self, num_heads: int, mask: Mask | None = None, strategy: str = "auto") -> str:
         """How a layer of this step would attend, in words: what travels, bytes, memory. Local."""
         structure = CAUSAL if mask is None else self._structure(mask)
-        if not self.sharded:
-            return "decode: every rank attends to its own keys; partial results are gathered"
-        return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
+        if self.sharded:
+            return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
+        cache = self.cache
+        q_shape = (cache.batch, self.num_tokens, num_heads, cache.head_dim)
+        return plan_decode(
+            cache.setup, q_shape, cache.num_kv_heads, cache.v_head_dim, cache.dtype,
+            keys=cache.capacity, scores=ScoreOptions(),
+        ).explain()  # fmt: skip
 
     def commit(self) -> None:
         """Ends the step: the tokens are cached. Local. Calls after the first do nothing.
@@ -539,6 +543,8 @@ class Step:
             rows = len(self._rows)
             padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
             self.cache._ended(self._tokens, padding, self._words.hexdigest())
+            if self.sharded:  # all layers have been cleared behind the step's tokens
+                self.cache._written = max(self._rows.after)
 
     def _structure(self, mask: Mask) -> Mask:
         if not isinstance(mask, Mask):

@@ -25,7 +25,7 @@ from burst_rt.planning.strategies.decode import Decode
 from burst_rt.runtime.agreement import Contract
 from burst_rt.scheduler import Schedule
 
-__all__ = ["DecodePlan", "bucket_of", "run_decode"]
+__all__ = ["DecodePlan", "bucket_of", "plan_decode", "run_decode"]
 
 # The smallest bucket: with so few keys a decode takes as long as its messages.
 _FEW_KEYS = 1024
@@ -85,7 +85,13 @@ def run_decode(
             raise InputError(
                 f"{call}: a decode has no ALiBi, got alibi_slopes; use a model with other positions"
             )
-        plan, qkv, progress = _plan(setup, qkv, keys, terms), qkv.detach(), Progress()
+        qkv, progress = qkv.detach(), Progress()
+        plan = plan_decode(
+            setup, qkv.q.shape, qkv.k.shape[2], qkv.v.shape[3], qkv.q.dtype, keys=keys,
+            scores=ScoreOptions(
+                softcap=terms.softcap is not None, sinks=terms.sinks is not None
+            ),
+        )  # fmt: skip
         try:
             run = DecodeRun(
                 plan, runtime.machine, qkv, seen,
@@ -108,20 +114,28 @@ def run_decode(
         return run.out
 
 
-def _plan(setup: Setup, qkv: QKV, keys: int, terms: ScoreTerms) -> DecodePlan:
-    """The plan of a decode: kept, or made and verified."""
-    (q, k, v), runtime, bucket = qkv, setup.runtime, bucket_of(keys)
-    scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
-    key = (q.shape, k.shape[2], v.shape[3], q.dtype, bucket, scores)
+def plan_decode(
+    setup: Setup,
+    q_shape: tuple[int, ...],
+    num_kv_heads: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    *,
+    keys: int,
+    scores: ScoreOptions,
+) -> DecodePlan:
+    """The plan of a decode: kept, or made and verified. Local. keys: as in `run_decode`."""
+    runtime, bucket = setup.runtime, bucket_of(keys)
+    key = (q_shape, num_kv_heads, v_head_dim, dtype, bucket, scores)
     plan = setup.decodes.get(key)
     if plan is None:
-        batch, q_len, heads, head_dim = q.shape
+        batch, q_len, heads, head_dim = q_shape
         program = Decode(
             world_size=runtime.world_size, batch=batch, num_queries=q_len, num_heads=heads,
-            num_kv_heads=k.shape[2], head_dim=head_dim, v_head_dim=v.shape[3],
-            input_bytes=q.dtype.itemsize, sum_bytes=sum_dtype(q.dtype).itemsize, keys=bucket,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+            input_bytes=dtype.itemsize, sum_bytes=sum_dtype(dtype).itemsize, keys=bucket,
         )  # fmt: skip
-        work = Work(runtime.device, q.dtype, head_dim, Full(), scores=scores, v_head_dim=v.shape[3])
+        work = Work(runtime.device, dtype, head_dim, Full(), scores=scores, v_head_dim=v_head_dim)
         picked = pick_decode(work, setup.kernel)
         own = program.graph(runtime.rank, runtime.machine.lanes)
         schedule = Schedule.of(setup.planner.lowered(program, own))

@@ -25,7 +25,6 @@ from burst_rt.planning.masks import (
     Mask,
     Piece,
     Positions,
-    Relation,
     Spans,
     positions_of,
     spans_of,
@@ -181,22 +180,14 @@ class Cached(Mask):
         found = self.rows.spans(self.structure, self._places(q))
         return _numbered(found, self.dealt, self._firsts(queries=False))
 
-    def relation(self, q: range, kv: range) -> Relation:
+    def columns(self, q: range, kv: range) -> Spans:
         """By the spans of the ranks that the columns are of."""
-        starts, stops = _of_tile(self, q, kv)
-        seen = (stops - starts).sum(-1)
-        if seen.max() == 0:
-            return Relation.EMPTY
-        return Relation.FULL if seen.min() == len(kv) else Relation.PARTIAL
+        return _of_tile(self, q, kv)
 
     def pieces(self, q: range, kv: range) -> tuple[Piece, ...]:
-        """By the spans of the ranks that the columns are of; see `Mask.pieces`."""
-        if not q or not kv:
-            return ()
-        tile = _of_tile(self, q, kv)
-        if tile.width <= MOST_SPANS:
-            return cut(tile)
-        return super().pieces(q, kv)
+        """See `Mask.pieces`: of one rank there are few spans, though there may be many ranks."""
+        tile = self.columns(q, kv) if q and kv else None
+        return super().pieces(q, kv) if tile is None or tile.width > MOST_SPANS else cut(tile)
 
     def _places(self, q: Positions) -> Positions:
         """Where the queries stand in their rows, `[rows, queries]`; -1 for none.

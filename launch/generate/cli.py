@@ -13,7 +13,13 @@ import click
 
 from burst_rt.launch.generate.options import Options
 from burst_rt.launch.train.checkpoint import find_manifest
-from burst_rt.launch.train.cli import SHOWN, before_ranks, num_ranks_option, relaunch
+from burst_rt.launch.train.cli import (
+    SHOWN,
+    before_ranks,
+    checkpoint_option,
+    num_ranks_option,
+    relaunch,
+)
 from burst_rt.launch.train.config import DTYPES, require_model
 from burst_rt.launch.where import machine_options, telemetry_options
 
@@ -37,11 +43,7 @@ was fine-tuned from."""
 
 
 @click.command("generate", epilog=_EPILOG, context_settings=SHOWN)
-@click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    help="Folder of a run (its newest checkpoint) or of one checkpoint.",
-)
+@checkpoint_option
 @click.option(
     "--model",
     type=click.Path(path_type=Path, resolve_path=True),

@@ -85,6 +85,11 @@ _SHOW_CURSOR = "\x1b[?25h"
 # How commands that start ranks show their help.
 SHOWN = {"show_default": True, "max_content_width": 120}
 _PATH = click.Path(path_type=str, resolve_path=True)
+checkpoint_option = click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Folder of a run (its newest checkpoint) or of one checkpoint.",
+)
 num_ranks_option = click.option(
     "-n",
     "num_ranks",
@@ -177,11 +182,7 @@ def train_command(
 
 
 @click.command("eval", epilog=_EVAL_EPILOG, context_settings=SHOWN)
-@click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    help="Folder of a run (its newest checkpoint) or of one checkpoint.",
-)
+@checkpoint_option
 @click.option(
     "--model",
     type=_PATH,

@@ -285,6 +285,22 @@ def test_thousands_of_decodes_take_a_few_plans() -> None:
     assert max(count for _, count in found) <= 12
 
 
+def test_a_step_explains_what_it_sends() -> None:
+    def said(ctx: Context) -> list[tuple[str, int]]:
+        cache, found = _cache(ctx, num_layers=1), []
+        for tokens in (60, 1):
+            step, before = cache.step(tokens), ctx.stats().bytes_sent
+            step.attend(0, *_tensors(step), strategy="ring-kv")
+            found.append((step.explain(2, strategy="ring-kv"), ctx.stats().bytes_sent - before))
+            step.commit()
+        return found
+
+    (prefill, sent), (decode, gathered) = run_local(2, said)[0]
+    assert "strategy ring-kv; k, v travel" in prefill
+    assert f"this rank sends {sent:,}" in prefill
+    assert f"this rank sends {gathered:,} bytes" in decode
+
+
 def test_room_is_made_and_what_is_cached_stays() -> None:
     def grown(ctx: Context) -> tuple[bool, int, int]:
         cache = _filled(ctx, capacity=31)

@@ -239,6 +239,10 @@ class Mask:
         """Spans outside of which nothing is seen: `spans`, where the mask has them."""
         return self.spans(q) if self.has_spans else one_span(BEGIN, END, like=q)
 
+    def columns(self, q: range, kv: range) -> Spans:
+        """What queries at these positions see of these keys, by columns; see `Spans.columns`."""
+        return spans_of(self, q).columns(kv)
+
     def seen_cells(self, cells: Cells) -> Any:
         """Which of a tile's cells are seen: booleans that broadcast to `[batch, heads, q, kv]`."""
         return cells.by_spans(self) if self.has_spans else cells.allowed(self)
@@ -250,7 +254,7 @@ class Mask:
         """
         if not self.has_spans:
             raise NotImplementedError  # only the mask's own `relation` could tell
-        starts, stops = spans_of(self, q).columns(kv)
+        starts, stops = self.columns(q, kv)
         seen = (stops - starts).sum(-1)
         if seen.max() == 0:
             return Relation.EMPTY
@@ -285,7 +289,7 @@ class Mask:
         num_cells = len(q) * len(kv)
         if masked:
             if self.has_spans and sees_few(self, q):
-                return cut(spans_of(self, q).columns(kv))
+                return cut(self.columns(q, kv))
             some = _sampled(q)
             num_cells = spans_of(self, some).num_cells(kv) * len(q) // len(some)
         return (Piece(0, len(q), 0, len(kv), False, masked, num_cells),)
