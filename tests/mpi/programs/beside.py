@@ -7,6 +7,7 @@ FOLDER/losses.json. docs/beside.md shows these lines.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,9 @@ def main(folder: Path, names: list[str]) -> None:
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    # torch 2.13 keeps the groups that `fully_shard` was given. A thread of such a gloo group that
+    # frees the tensors of the last collective while the interpreter ends aborts the process.
+    os._exit(0)
 
 
 main(Path(sys.argv[1]), sys.argv[2:])
