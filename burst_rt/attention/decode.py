@@ -64,7 +64,7 @@ def run_decode(
     scale: float | None,
     terms: ScoreTerms,
 ) -> torch.Tensor:
-    """Attention of a few queries to the keys of all ranks. Collective.
+    """Attention of a few queries to the keys of all ranks, under `torch.no_grad()`. Collective.
 
     The ranks must have agreed on the call before: nothing is compared here. Blocks until this
     rank's part is done, or issued; no rank may stay away for longer than the runtime's timeout_s.
@@ -85,7 +85,7 @@ def run_decode(
             raise InputError(
                 f"{call}: a decode has no ALiBi, got alibi_slopes; use a model with other positions"
             )
-        qkv, progress = qkv.detach(), Progress()
+        progress = Progress()
         plan = plan_decode(
             setup, qkv.q.shape, qkv.k.shape[2], qkv.v.shape[3], qkv.q.dtype, keys=keys,
             scores=ScoreOptions(

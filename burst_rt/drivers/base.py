@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -52,9 +52,9 @@ class Opening(Protocol):
         """Why the call may not go on, or None. To be called once `test` is True."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DriverOptions:
-    """What a driver needs for a run beside the graph and the transports."""
+    """What a driver needs for one run beside the graph and the transports. The driver owns it."""
 
     operations: Mapping[type, Callable[..., None]]  # by type; called with the task's operation
     memory: Mapping[int, Memory]  # the bytes of each part that a message names
@@ -152,7 +152,7 @@ class BaseDriver:
 
     def forget(self) -> None:
         """Lets go of the run's memory, and keeps the trace. To be called after the run."""
-        self._options = replace(self._options, operations={}, memory={})
+        self._options.operations, self._options.memory = {}, {}
 
     def settle(self, timeout_s: float) -> None:
         """Blocks until the trace of the run is complete, at most `timeout_s`."""

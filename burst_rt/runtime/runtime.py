@@ -47,9 +47,9 @@ from burst_rt.transport import ControlGroup, LocalTransport, Memory, Pending
 
 __all__ = ["Runtime", "Stats"]
 
-# How many calls on a device may wait for their times to be read. Reading the times costs time on
-# the host, so it is put off until somebody asks for statistics.
-_UNCOUNTED_UP_TO = 64
+# How many calls may wait for their times to be read. Reading the times costs time, so it is put off
+# until somebody asks for statistics.
+_UNREAD_UP_TO = 64
 
 _P = TypeVar("_P", bound=Pending)
 
@@ -104,8 +104,10 @@ class Runtime:
         threads = isinstance(machine.ends, LocalTransport)
         self._flight = None if threads else own_flight()
         self._busy = threading.Lock()
-        self._stats = Stats()
-        self._uncounted: deque[BaseDriver] = deque()  # of calls whose times `_stats` lacks
+        # The counts of `Stats`, and the drivers of the calls whose times they lack.
+        self._calls = self._sent = self._received = 0
+        self._compute_s = self._wait_s = self._total_s = 0.0
+        self._unread: deque[BaseDriver] = deque()
         # Ranks that are threads need no farewell at exit: no other process waits for them.
         if not threads:
             process.open.add(self)
@@ -177,10 +179,12 @@ class Runtime:
                 self._enter()
             started_s = time.perf_counter()
             sent, received = self.transport.bytes_sent, self.transport.bytes_received
-            agreement = Agreement(self.control, self._number, contract)
+            opening: Agreement | Agreed = (
+                Agreed(self._number) if agreed else Agreement(self.control, self._number, contract)
+            )
             options = DriverOptions(
                 operations=operations, memory=memory, watch=self.watch,
-                opening=Agreed(self._number) if agreed else agreement, timeout_s=self.timeout_s,
+                opening=opening, timeout_s=self.timeout_s,
                 stall_s=self.timeout_s if one_of_several else self.stall_s, takes=takes,
                 flight=self._flight, one_of_several=one_of_several,
             )  # fmt: skip
@@ -195,7 +199,8 @@ class Runtime:
                     run(Engine(schedule), driver)
                 except BaseException as error:
                     if driver.refused and isinstance(error, ContractMismatch):
-                        self._not_agreed(agreement, driver)
+                        assert isinstance(opening, Agreement)  # nothing else refuses a call
+                        self._not_agreed(opening, driver)
                     # Messages may be under way, so their memory must outlive this call.
                     self._kept.append((memory, operations))
                     self._break(error)
@@ -266,12 +271,10 @@ class Runtime:
 
         On a device, compute_s and wait_s cover only the calls that have ended.
         """
-        while self._uncounted and self._uncounted[0].settled():
-            s, driver = self._stats, self._uncounted.popleft()
-            self._stats = s._replace(
-                compute_s=s.compute_s + driver.compute_s, wait_s=s.wait_s + driver.wait_s
-            )
-        return self._stats
+        self._read_times()
+        return Stats(
+            self._calls, self._sent, self._received, self._compute_s, self._wait_s, self._total_s
+        )
 
     def _count(self, driver: BaseDriver, started_s: float, sent: int, received: int) -> None:
         """Counts a call that has been performed. Does not block.
@@ -279,18 +282,20 @@ class Runtime:
         started_s: when the call began, by `time.perf_counter`. sent, received: the transport's
         counts of bytes at that time.
         """
-        self._uncounted.append(driver)
-        # On a device the work of the call may not have ended.
-        counts_now = self.device.type == "cpu" or len(self._uncounted) > _UNCOUNTED_UP_TO
-        s = self.stats() if counts_now else self._stats
-        self._stats = Stats(
-            s.calls + 1,
-            s.bytes_sent + self.transport.bytes_sent - sent,
-            s.bytes_received + self.transport.bytes_received - received,
-            s.compute_s,
-            s.wait_s,
-            s.total_s + time.perf_counter() - started_s,
-        )
+        self._calls += 1
+        self._sent += self.transport.bytes_sent - sent
+        self._received += self.transport.bytes_received - received
+        self._total_s += time.perf_counter() - started_s
+        self._unread.append(driver)
+        if len(self._unread) > _UNREAD_UP_TO:
+            self._read_times()
+
+    def _read_times(self) -> None:
+        """Adds the times of the calls that have ended. Does not block."""
+        while self._unread and self._unread[0].settled():
+            driver = self._unread.popleft()
+            self._compute_s += driver.compute_s
+            self._wait_s += driver.wait_s
 
     def close(self, code: int = 0, error: str = "") -> None:
         """Leaves the group, and tells the other ranks. Does not wait for them.

@@ -43,10 +43,7 @@ class DecodeRun(SlotRun):
         batch, q_len, heads, _ = qkv.q.shape
         self._shape = (batch, heads, q_len, qkv.v.shape[3])
         wide = sum_dtype(qkv.q.dtype)
-        own = self.storage[plan.slots[0].id]
-        # The parts lie one after another, and so do the blocks.
-        blocks = own.as_strided((plan.program.world_size * own.numel(),), (1,))
-        self._blocks = blocks.view(wide).view(plan.program.world_size, -1)
+        self._acc, self._m, self._l = self._blocks(sum_dtype(qkv.q.dtype))
         self.out = self.fresh(batch, q_len, heads, self._shape[3], dtype=qkv.q.dtype)
         self.operations |= {Attend: self._attend, Merge: self._merge}
 
@@ -57,39 +54,57 @@ class DecodeRun(SlotRun):
         pieces = whole.split(sizes)
         return {part.id: piece for part, piece in zip(self._plan.slots, pieces, strict=True)}
 
-    def _split(self, blocks: torch.Tensor) -> Partial:
-        """acc, m and l of some blocks, `[blocks, batch, heads, q_len, ...]`. Views."""
-        rows = prod(self._shape[:3])
-        acc, m, l = blocks.split_with_sizes([rows * self._shape[3], rows, rows], 1)  # noqa: E741
-        shape = (len(blocks), *self._shape)
-        return Partial(acc.view(shape), m.view(shape[:4]), l.view(shape[:4]))
+    def _blocks(self, wide: torch.dtype) -> Partial:
+        """acc, m and l of all blocks, `[world, batch, heads, q_len, ...]`. Views of the slots.
+
+        Block j is that of rank (rank + j) % world.
+        """
+        views, part = self.slots.views, self._plan.slots[0].id
+        names = [(part, number) for number in range(len(Partial._fields))]
+        if names[0] not in views:
+            own, world = self.storage[part], self._program.world_size
+            # The parts lie one after another, and so do the blocks.
+            blocks = own.as_strided((world * own.numel(),), (1,)).view(wide).view(world, -1)
+            rows = prod(self._shape[:3])
+            acc, m, l = blocks.split_with_sizes([rows * self._shape[3], rows, rows], 1)  # noqa: E741
+            for name, x, shape in zip(
+                names, (acc, m, l), (self._shape, self._shape[:3], self._shape[:3]), strict=True
+            ):
+                views[name] = x.view(world, *shape)
+        return Partial(*(views[name] for name in names))
 
     def _attend(self, _: Attend) -> None:
-        acc, m, l = self._split(self._blocks[:1])  # noqa: E741
-        into = Partial(acc[0], m[0], l[0])
+        into = Partial(self._acc[0], self._m[0], self._l[0])
         self._kernel.decode(self._qkv, self._seen, self._scale, self._terms.softcap, into)
 
     def _merge(self, _: Merge) -> None:
-        # Block j is that of rank (rank + j) % world. Every rank copies the blocks to the order of
-        # ranks and then does the same on the same numbers, so all get the same bits.
-        acc, m, l = self._split(self._blocks.roll(self._rank, 0))  # noqa: E741
-        sinks, top = self._terms.sinks, m.amax(0)
-        if sinks is not None:
-            top = torch.maximum(top, sinks[:, None])
-        # exp(-inf - -inf) would be NaN: such a row has seen no key.
-        top = top.clamp_min_(torch.finfo(top.dtype).min)
-        weights = torch.exp(m - top)
-        total = _sum(l * weights)
-        if sinks is not None:
-            total = total + torch.exp(sinks[:, None] - top)
-        norm = total.masked_fill_(total == 0, 1.0).unsqueeze(-1)
-        whole = _sum(acc * weights.unsqueeze(-1)).div_(norm)
-        self.out.copy_(whole.transpose(1, 2))
+        acc, l, sinks = self._acc, self._l, self._terms.sinks  # noqa: E741
+        if len(acc) == 1 and sinks is None:
+            whole, total = acc[0], l[0]
+        else:
+            # The same shapes and strides on every rank, because with them `exp` may round otherwise.
+            m = self._m.roll(self._rank, 0)  # by rank
+            top = m.amax(0)
+            if sinks is not None:
+                top = torch.maximum(top, sinks[:, None])
+            # exp(-inf - -inf) would be NaN: such a row has seen no key.
+            top = top.clamp_min_(torch.finfo(top.dtype).min)
+            weights = (m - top).exp_()
+            total, whole = self._sum(l, weights), self._sum(acc, weights.unsqueeze(-1))
+            if sinks is not None:
+                total += torch.exp(sinks[:, None] - top)
+        # A row that has seen no key has acc = 0 and l = 0.
+        norm = total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
+        torch.div(whole, norm, out=self.out.transpose(1, 2))
 
+    def _sum(self, blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of all blocks. weights: by rank.
 
-def _sum(parts: torch.Tensor) -> torch.Tensor:
-    """The sum over the first dimension, one after another. Overwrites parts[0]."""
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
+        Every rank does the same on the same numbers in one order, so all get the same bits.
+        """
+        by_rank = (blocks[(rank - self._rank) % len(blocks)] for rank in range(len(blocks)))
+        (block, weight), *later = zip(by_rank, weights, strict=True)
+        total = block * weight
+        for block, weight in later:
+            total.addcmul_(block, weight)
+        return total
