@@ -97,6 +97,8 @@ class Cache(HookedCache):
         self.capacity = capacity
         self._part: CachedPart | None = None  # of the call under way
         self._kv: KVCache | None = None
+        self._text: torch.Tensor | None = None  # the tokens that are cached, -1 for unknown ones
+        self._new: torch.Tensor | None = None  # input_ids of the call under way
         try:
             check_model(model)
         except InputError as error:
@@ -123,7 +125,7 @@ class Cache(HookedCache):
     def close(self) -> None:
         """Gives the memory back, and leaves the model alone. Local. Idempotent."""
         self._detach()
-        self._kv = self._part = None
+        self._kv = self._part = self._text = self._new = None
 
     # What transformers asks of a cache. Rows have the same length: their padding is cached too.
 
@@ -196,6 +198,8 @@ class Cache(HookedCache):
         """Row i becomes what row `beam_idx[i]` was. Local, as `reset`."""
         if self._kv is not None:
             self._kv.reorder(beam_idx.cpu())
+        if self._text is not None:
+            self._text = self._text[beam_idx.to(self._text.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Not done."""
@@ -233,6 +237,7 @@ class Cache(HookedCache):
             x = x.to(self.ctx.device)
             cut[name] = step.cut(x) if step.num_tokens else x[:, :1]
         self._part = CachedPart(self.ctx, step, cut["position_ids"], call.largest_position)
+        self._new = options.get("input_ids")
         found = {**options, **cut, KEYWORD: self._part}
         if step.sharded and self._keeps_logits:
             found["logits_to_keep"] = 1
@@ -244,8 +249,35 @@ class Cache(HookedCache):
         step, self._part = self._part.step, None
         source = step.last_owner[0] if step.sharded else 0
         found = spread(self.ctx, logits[:, -1:] if step.sharded else logits, source)
+        before = self.get_seq_length()
         step.commit()
+        self._remember(before)
         return found
+
+    def check_text(self, text: torch.Tensor, new: int) -> None:
+        """See `HookedCache`. Tokens that are not known (inputs_embeds) pass."""
+        length = self.get_seq_length()
+        if self._text is None or text.shape != (len(self._text), length + new):
+            return  # not the whole text, or another batch, which the model's call refuses
+        cached = self._text[:, :length].to(text.device)
+        wrong = (cached != text[:, :length]) & (cached >= 0)
+        if wrong.any():
+            row, at = wrong.nonzero()[0].tolist()
+            self.refuse(
+                f"expected a text that begins with the {length} tokens that are cached, got one "
+                f"with token {int(text[row, at])} at {at} of row {row}, where "
+                f"{int(cached[row, at])} is cached; call cache.reset() before another text"
+            )
+
+    def _remember(self, before: int) -> None:
+        """Keeps the tokens of a step that has ended. before: how many were cached."""
+        assert self._kv is not None
+        if self._text is None:
+            shape = (self._kv.batch, self.capacity)
+            self._text = torch.full(shape, -1, device=self.ctx.device)
+        after = self.get_seq_length()
+        self._text[:, before:after] = -1 if self._new is None else self._new
+        self._new = None
 
     def _check_open(self) -> None:
         if not self._detach.alive:

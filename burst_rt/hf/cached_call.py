@@ -41,6 +41,11 @@ class CachedCall:
     def of(cls, options: dict[str, Any], kv: KVCache | None) -> CachedCall:
         """Raises InputError, on this rank alone, for what is not done or does not go on."""
         _check_options(options)
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise InputError(
+                f"{_NAME}: expected a call without autocast, because cached keys keep the model's "
+                "own dtype, got one with it; load the model with dtype=torch.bfloat16 in its place"
+            )
         given = {name: options[name] for name in _PER_TOKEN if options.get(name) is not None}
         first = given.get("input_ids", given.get("inputs_embeds"))
         if first is None or first.ndim < 2:
@@ -100,8 +105,8 @@ def _check_options(options: dict[str, Any]) -> None:
                 f"{_NAME}: {name}: expected True, got False, of the call or of the model's "
                 f"configuration; call it with {name}=True"
             )
-    keep = options.get("logits_to_keep", 0)
-    if isinstance(keep, torch.Tensor) or keep > 1:
+    keep = options.get("logits_to_keep")
+    if keep is not None and (isinstance(keep, torch.Tensor) or keep not in (0, 1)):
         raise InputError(
             f"{_NAME}: logits_to_keep: expected 0 or 1, got {keep!r}: a call gives the logits of "
             "the last token"

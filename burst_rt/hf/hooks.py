@@ -41,6 +41,13 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
         """Ends the step: the logits that all ranks go on with."""
         raise NotImplementedError
 
+    def check_text(self, text: torch.Tensor, new: int) -> None:
+        """Refuses a text `[batch, tokens]` that does not begin with the tokens that are cached.
+
+        new: how many tokens at its end are not cached yet.
+        """
+        raise NotImplementedError
+
     def refuse(self, reason: str) -> NoReturn:
         """Raises InputError on every rank that waits for this one."""
         raise NotImplementedError
@@ -157,16 +164,23 @@ def _after(model: Any, args: tuple[Any, ...], options: dict[str, Any], output: A
 
 
 def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
-    """The class's own, but for models that leave the cache out to begin again without it.
+    """The class's own, which is given the whole text, and takes the tokens that are not cached.
 
+    The text is checked here. Some models leave the cache out, to begin again without it:
     Phi-3 does where "longrope" changes its frequencies, as cached keys have the other ones. The
     cache then begins again.
     """
 
     @wraps(kind.prepare_inputs_for_generation)
-    def prepare_inputs(self: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        found: dict[str, Any] = kind.prepare_inputs_for_generation(self, *args, **options)
-        cache = options.get("past_key_values")
+    def prepare_inputs(
+        self: Any, input_ids: torch.Tensor, *args: Any, **options: Any
+    ) -> dict[str, Any]:
+        cache, new = options.get("past_key_values"), options.get("next_sequence_length")
+        if isinstance(cache, HookedCache) and new is not None and new > 0:
+            cache.check_text(input_ids, new)
+        found: dict[str, Any] = kind.prepare_inputs_for_generation(
+            self, input_ids, *args, **options
+        )
         if isinstance(cache, HookedCache) and found.get("past_key_values") is None:
             cache.reset()
             found["past_key_values"] = cache

@@ -97,6 +97,11 @@ def _several_logits(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
     model(_IDS, past_key_values=cache, logits_to_keep=2)
 
 
+def _under_autocast(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(_IDS, past_key_values=cache)
+
+
 # With a Llama and a cache of it; what the ranks raise.
 REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] = {
     "more tokens than there is room": (
@@ -106,6 +111,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     "another text after the first, much shorter": (
         lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:, :12]),
         r"expected new tokens behind the 26 that are cached, got none; .* cache.reset\(\)",
+    ),
+    "another text after the first, longer": (
+        lambda model, cache, ctx: _filled(model, cache, ctx, torch.cat([_IDS, _IDS], 1)),
+        r"begins with the 26 tokens .* got one with token 3 at 25 of row 0, where \d+ is cached",
     ),
     "another text after the first": (
         lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:, :20]),
@@ -149,6 +158,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
         _positions_of_three, r"position_ids: expected 25 tokens .* got shape \(3, 25\)",
     ),
     "several logits": (_several_logits, "logits_to_keep: expected 0 or 1, got 2"),
+    "autocast": (_under_autocast, "without autocast, .* dtype=torch.bfloat16"),
     "no cache in use": (
         lambda model, cache, ctx: _generate(model, cache, use_cache=False),
         "use_cache: expected True, got False",
@@ -293,7 +303,7 @@ def test_a_forward_without_generate() -> None:
         cache.crop(-20)
         assert cache.get_seq_length() == 5
         assert cache.get_mask_sizes(2, 0) == (7, 0)
-        again = model(_IDS[:, 5:10], past_key_values=cache).logits
+        again = model(_IDS[:, 5:10], past_key_values=cache, logits_to_keep=None).logits
         torch.testing.assert_close(again, expected[:, 5:10], rtol=1e-4, atol=1e-5)
 
     burst_rt.run_local(3, run, timeout_s=60)

@@ -42,7 +42,6 @@ class DecodeRun(SlotRun):
         self._qkv, self._seen, self._scale, self._terms = qkv, seen, scale, terms
         batch, q_len, heads, _ = qkv.q.shape
         self._shape = (batch, heads, q_len, qkv.v.shape[3])
-        wide = sum_dtype(qkv.q.dtype)
         self._acc, self._m, self._l = self._blocks(sum_dtype(qkv.q.dtype))
         self.out = self.fresh(batch, q_len, heads, self._shape[3], dtype=qkv.q.dtype)
         self.operations |= {Attend: self._attend, Merge: self._merge}
@@ -82,7 +81,7 @@ class DecodeRun(SlotRun):
         if len(acc) == 1 and sinks is None:
             whole, total = acc[0], l[0]
         else:
-            # The same shapes and strides on every rank, because with them `exp` may round otherwise.
+            # The same strides on every rank, because with others `exp` may round otherwise.
             m = self._m.roll(self._rank, 0)  # by rank
             top = m.amax(0)
             if sinks is not None:
