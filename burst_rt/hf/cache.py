@@ -241,6 +241,8 @@ class Cache(HookedCache):
         found = {**options, **cut, KEYWORD: self._part}
         if step.sharded and self._keeps_logits:
             found["logits_to_keep"] = 1
+        elif found.get("logits_to_keep", 0) is None:  # models would index with it
+            del found["logits_to_keep"]
         return found
 
     def end(self, logits: torch.Tensor) -> torch.Tensor:
