@@ -11,6 +11,7 @@ from spec import reference
 from burst_rt import Context
 from burst_rt.attention.decode import run_decode
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks.spans import END, Spans
 
 __all__ = ["CASES", "Case", "decode", "own_columns", "spans_of"]
@@ -112,7 +113,7 @@ def decode(ctx: Context, case: Case) -> torch.Tensor:
         cache[:, : len(own)] = x[:, own].masked_fill(~hull[..., None, None], torch.nan)
         caches.append(cache[:, : len(own)])
     return run_decode(
-        ctx.setup, "a decode", QKV(q, *caches), spans_of(cells[:, :, own]),
+        ctx.setup, "a decode", QKV(q, *caches), Seen(spans_of(cells[:, :, own]), len(own)),
         keys=k.shape[1], scale=case.scale, terms=case.terms(),
     )  # fmt: skip
 

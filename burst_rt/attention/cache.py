@@ -28,8 +28,9 @@ from burst_rt.attention.setup import Setup
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import BurstError, DeviceError, InputError
 from burst_rt.kernels import DTYPES, QKV, ScoreTerms, sum_dtype
+from burst_rt.kernels.decode import Seen
 from burst_rt.planning.cached import Cached, Dealt, Rows, in_columns
-from burst_rt.planning.masks import Mask, Positions, Spans
+from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import Problem, ScoreOptions
 from burst_rt.planning.strategies import check_name
@@ -405,7 +406,7 @@ class Step:
         self._dealt, self._rank = cache._dealt, cache.setup.runtime.rank
         self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
         self._plans: dict[object, Plan] = {}
-        self._seen: dict[Mask, Spans] = {}
+        self._seen: dict[Mask, Seen] = {}
         self._words = hashlib.blake2b(digest_size=8)
         self._done = False
         self._attended: set[int] = set()  # layers
@@ -709,7 +710,8 @@ class Step:
         seen = self._seen.get(structure)
         if seen is None:
             spans = self._rows.spans(structure, self._places)
-            seen = self._seen[structure] = in_columns(spans, self._dealt, self._rank)
+            own = in_columns(spans, self._dealt, self._rank)
+            seen = self._seen[structure] = Seen(own, self._num_columns)
         k, v = (x[: self._num_columns].transpose(0, 1) for x in layer)
         return run_decode(
             cache.setup, _ATTEND, QKV(q, k, v), seen, keys=cache.capacity, scale=scale,

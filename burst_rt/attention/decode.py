@@ -18,8 +18,8 @@ from burst_rt.attention.setup import Setup
 from burst_rt.drivers import Progress, is_out_of_memory
 from burst_rt.errors import DeviceError, InputError
 from burst_rt.kernels import QKV, ScoreTerms, Work, pick_decode, sum_dtype
+from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks import Full
-from burst_rt.planning.masks.spans import Spans
 from burst_rt.planning.problem import ScoreOptions
 from burst_rt.planning.strategies.decode import Decode
 from burst_rt.runtime.agreement import Contract
@@ -58,7 +58,7 @@ def run_decode(
     setup: Setup,
     call: str,
     qkv: QKV,
-    seen: Spans,
+    seen: Seen,
     *,
     keys: int,
     scale: float | None,

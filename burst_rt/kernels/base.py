@@ -18,9 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from burst_rt.kernels.cells import Asked, positions_at
-from burst_rt.kernels.decode import Partial, decode_plainly
+from burst_rt.kernels.decode import Partial, Seen, decode_plainly
 from burst_rt.planning.masks import Mask, Piece, Relation
-from burst_rt.planning.masks.spans import Spans
 from burst_rt.planning.problem import ScoreOptions, TileShape
 
 __all__ = [
@@ -309,7 +308,7 @@ class Kernel(Protocol):
         """Adds the gradients of the tile's pieces to the sums in `grads`."""
 
     def decode(
-        self, qkv: QKV, seen: Spans, scale: float, softcap: float | None, into: Partial
+        self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
     ) -> None:
         """Writes what the keys make of a few queries: not folded into what `into` holds.
 

@@ -50,10 +50,9 @@ from burst_rt.kernels.cuts import (
     parts_of,
     parts_under_the_mask,
 )
-from burst_rt.kernels.decode import Partial, folded, hidden_cells, hulls, parts_of_columns
+from burst_rt.kernels.decode import Partial, Seen, folded, parts_of_columns
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.planning.masks import Piece
-from burst_rt.planning.masks.spans import Spans
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["CpuKernel", "cpu_capabilities"]
@@ -146,13 +145,13 @@ class CpuKernel(Kernel):
             state.finish()
 
     def decode(
-        self, qkv: QKV, seen: Spans, scale: float, softcap: float | None, into: Partial
+        self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
     ) -> None:
         """See `Kernel.decode`. Sequences that see the same columns are done together."""
         if softcap is not None:
             super().decode(qkv, seen, scale, softcap, into)
             return
-        found = hulls(seen, qkv.k.shape[1])
+        found = seen.hulls
         if len(set(found)) == 1:
             _decode(qkv, seen, found[0], scale, into)
             return
@@ -350,7 +349,7 @@ def _hidden(
     return False, seen, bias
 
 
-def _decode(qkv: QKV, seen: Spans, hull: tuple[int, int], scale: float, into: Partial) -> None:
+def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Partial) -> None:
     """`CpuKernel.decode` for sequences that all see columns between those of one hull."""
     (q, k, v), dtype = qkv, into.m.dtype
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
@@ -366,7 +365,7 @@ def _decode(qkv: QKV, seen: Spans, hull: tuple[int, int], scale: float, into: Pa
     for columns in parts_of_columns(first, last, column_bytes) if copied else whole:
         at = slice(columns.start, columns.stop)
         rows, keys, values = _alike(q, *(_heads_first(_cut(x, 1, at), dtype) for x in (k, v)))
-        hidden = hidden_cells(seen, columns, q.device)
+        hidden = seen.hidden(columns, q.device)
         mask = None
         if hidden is not None:
             # The rows of a kv head are those of its query heads, one after another.

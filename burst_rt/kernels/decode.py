@@ -8,15 +8,18 @@ cast in parts of bounded size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from burst_rt.planning.masks.spans import Spans
 
-__all__ = ["Partial", "decode_plainly", "folded", "hidden_cells", "hulls", "parts_of_columns"]
+__all__ = ["Partial", "Seen", "decode_plainly", "folded", "parts_of_columns"]
+
+_T = TypeVar("_T")
 
 # Bytes of the keys, values and scores of a part, where they are copied.
 _PART_BYTES = 1 << 24
@@ -64,24 +67,51 @@ def folded(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tens
     return q.to(dtype).transpose(1, 2).reshape(q.shape[0], num_kv_heads, -1, q.shape[3])
 
 
-def hulls(seen: Spans, num_columns: int) -> list[tuple[int, int]]:
-    """For each batch row of `seen`, the first and one after the last column that a row sees.
+class Seen:
+    """Which of a rank's columns the rows of a decode see. One object for all layers of a step.
 
-    (0, 0) where nothing is seen.
+    spans: by columns; `num_columns` there are. What kernels make of them is kept: see `once`.
     """
-    starts = np.maximum(seen.starts.reshape(len(seen.starts), -1), 0)
-    stops = np.minimum(seen.stops.reshape(starts.shape), num_columns)
-    some = starts < stops
-    first = np.where(some, starts, num_columns).min(1)
-    last = np.where(some, stops, 0).max(1)
-    return [(a, b) if a < b else (0, 0) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+    def __init__(self, spans: Spans, num_columns: int) -> None:
+        self.spans = spans
+        self.num_columns = num_columns
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` returns; made once for each key."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: _T = self._made[key]
+        return made
+
+    def row(self, number: int) -> Seen:
+        """The same of one batch row."""
+        return self.once(("row", number), lambda: Seen(self.spans.row(number), self.num_columns))
+
+    @cached_property
+    def hulls(self) -> list[tuple[int, int]]:
+        """For each batch row of the spans, the first and one after the last column that is seen.
+
+        (0, 0) where nothing is seen.
+        """
+        starts, stops = (bound.reshape(len(bound), -1) for bound in self.spans)
+        starts, stops = np.maximum(starts, 0), np.minimum(stops, self.num_columns)
+        some = starts < stops
+        first = np.where(some, starts, self.num_columns).min(1)
+        last = np.where(some, stops, 0).max(1)
+        both = zip(first.tolist(), last.tolist(), strict=True)
+        return [(a, b) if a < b else (0, 0) for a, b in both]
+
+    def hidden(self, columns: range, device: torch.device) -> torch.Tensor | None:
+        """Which of these columns the rows do not see: bool `[batch or 1, rows, columns]`, or None.
+
+        None: every row sees all of them.
+        """
+        return self.once((columns, device), lambda: _hidden(self.spans, columns, device))
 
 
-def hidden_cells(seen: Spans, columns: range, device: torch.device) -> torch.Tensor | None:
-    """Which of these columns the rows do not see: bool `[batch or 1, rows, columns]`, or None.
-
-    None: every row sees all of them.
-    """
+def _hidden(seen: Spans, columns: range, device: torch.device) -> torch.Tensor | None:
     whole = (seen.starts <= columns.start) & (seen.stops >= columns.stop)
     if whole.any(-1).all():
         return None
@@ -104,7 +134,7 @@ def decode_plainly(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    seen: Spans,
+    seen: Seen,
     scale: float,
     softcap: float | None,
     into: Partial,
@@ -112,7 +142,7 @@ def decode_plainly(
     """See `Kernel.decode`. By matrix products, in the type of the sums, on any device."""
     (batch, q_len, heads, _), kv_heads, work = q.shape, k.shape[2], into.m.dtype
     into.start()
-    found = [hull for hull in hulls(seen, k.shape[1]) if hull != (0, 0)]
+    found = [hull for hull in seen.hulls if hull != (0, 0)]
     if not found:
         return
     group, rows, sums = heads // kv_heads, folded(q, kv_heads, work), into.grouped(kv_heads)
@@ -125,7 +155,7 @@ def decode_plainly(
         s = rows @ keys.mT * scale
         if softcap is not None:
             s = s.div_(softcap).tanh_().mul_(softcap)
-        hidden = hidden_cells(seen, columns, q.device)
+        hidden = seen.hidden(columns, q.device)
         if hidden is not None:
             s.view(batch, kv_heads, group, q_len, length).masked_fill_(
                 hidden[:, None, None], -torch.inf

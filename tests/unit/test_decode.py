@@ -18,7 +18,7 @@ from burst_rt.attention.decode import bucket_of, run_decode
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, QKV, ScoreTerms
 from burst_rt.kernels import decode as decode_kernels
-from burst_rt.kernels.decode import Partial
+from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.planning.bruck import bruck_gather, bruck_parts
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.masks.spans import Spans
@@ -184,9 +184,9 @@ def test_few_plans_for_many_lengths() -> None:
         for length in range(1, 4097):
             num = len(own_columns(length, ctx.rank, ctx.world_size))
             cache = torch.zeros(1, num, 2, 16)
-            seen = Spans(np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), num, np.int64))
+            spans = Spans(np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), num, np.int64))
             run_decode(
-                ctx.setup, "a step", QKV(q, cache, cache), seen,
+                ctx.setup, "a step", QKV(q, cache, cache), Seen(spans, num),
                 keys=length, scale=None, terms=ScoreTerms(),
             )  # fmt: skip
         verified = len(ctx.setup.planner._verified)
@@ -230,7 +230,7 @@ def test_no_alibi() -> None:
     def call(ctx: Context) -> None:
         q = torch.zeros(1, 1, 2, 16)
         terms = ScoreTerms(alibi_slopes=torch.ones(1, 2))
-        nothing = Spans(np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1), np.int64))
+        nothing = Seen(Spans(np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1), np.int64)), 1)
         run_decode(ctx.setup, "a step", QKV(q, q, q), nothing, keys=1, scale=None, terms=terms)
 
     with pytest.raises(InputError, match="no ALiBi"):

@@ -12,8 +12,7 @@ import torch
 
 from burst_rt.attention.execute.ring import SlotRun
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
-from burst_rt.kernels.decode import Partial
-from burst_rt.planning.masks.spans import Spans
+from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.planning.strategies.decode import Attend, Merge
 from burst_rt.runtime.machine import Machine
 
@@ -31,7 +30,7 @@ class DecodeRun(SlotRun):
         plan: DecodePlan,
         machine: Machine,
         qkv: QKV,
-        seen: Spans,
+        seen: Seen,
         *,
         scale: float,
         terms: ScoreTerms,
@@ -103,7 +102,7 @@ class DecodeRun(SlotRun):
         """
         by_rank = (blocks[(rank - self._rank) % len(blocks)] for rank in range(len(blocks)))
         (block, weight), *later = zip(by_rank, weights, strict=True)
-        total = block * weight
+        total: torch.Tensor = block * weight
         for block, weight in later:
             total.addcmul_(block, weight)
         return total

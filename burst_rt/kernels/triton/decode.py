@@ -8,21 +8,18 @@ powers of two inside; m comes out as a natural logarithm (`kernels/decode.py`).
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from burst_rt.kernels.base import QKV
-from burst_rt.kernels.decode import Partial, hulls
+from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import LOG2_E, strides
 from burst_rt.kernels.triton.scores import tanh
+from burst_rt.kernels.triton.tables import table_of_decode
 from burst_rt.kernels.triton.work import bounds_of, seen_of
-from burst_rt.planning.masks.spans import Spans
 
 __all__ = ["combine_kernel", "decode_kernel", "launch_decode"]
 
@@ -198,7 +195,7 @@ def combine_kernel(
 
 def launch_decode(
     qkv: QKV,
-    seen: Spans,
+    seen: Seen,
     scale: float,
     softcap: float | None,
     into: Partial,
@@ -213,42 +210,29 @@ def launch_decode(
     (q, k, v), device = qkv, qkv.q.device
     (batch, q_len, heads, head_dim), kv_heads, v_head_dim = q.shape, k.shape[2], v.shape[3]
     group, num_rows = heads // kv_heads, batch * heads * q_len
-    # A power of two, so that there are few kernels.
-    width = 1 << (seen.width - 1).bit_length()
-    table, longest = _table(width, seen, k.shape[1])
-    if longest == 0:
+    table = table_of_decode(seen, device)
+    if table.longest == 0:
         into.start()
         return
     blocks = triton.cdiv(group * q_len, config.block_m) * kv_heads * batch
     num_splits = min(
-        -(-_PROGRAMS * num_processors // blocks), -(-longest // config.block_n), _MOST_SPLITS
+        -(-_PROGRAMS * num_processors // blocks), -(-table.longest // config.block_n), _MOST_SPLITS
     )
     acc = torch.empty((num_splits, num_rows, v_head_dim), dtype=torch.float32, device=device)
     m, l = torch.empty((2, num_splits, num_rows), dtype=torch.float32, device=device)  # noqa: E741
     factor, cap_scale = (scale, 0.0) if softcap is None else (softcap, scale / softcap)
     decode_kernel[blocks, num_splits](
-        q, k, v, acc, m, l, torch.from_numpy(table).to(device),
+        q, k, v, acc, m, l, table.seen,
         *strides(q), *strides(k), *strides(v), heads, group, q_len, num_splits,
-        int(len(table) > 1),
+        table.by_row,
         factor * LOG2_E, cap_scale,
         HEAD_DIM=head_dim, BLOCK_D=padded(head_dim),
         V_HEAD_DIM=v_head_dim, BLOCK_DV=padded(v_head_dim),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        WIDTH=width, SOFTCAP=softcap is not None, INTERPRET=interpret,
+        WIDTH=table.width, SOFTCAP=softcap is not None, INTERPRET=interpret,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     combine_kernel[(num_rows,)](
         acc, m, l, *into, num_rows, num_splits,
         V_HEAD_DIM=v_head_dim, BLOCK_DV=padded(v_head_dim), num_warps=1,
     )  # fmt: skip
-
-
-def _table(
-    width: int, seen: Spans, num_columns: int
-) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
-    """p_seen of `decode_kernel`, and the most columns that it names for a batch row."""
-    found = np.array(hulls(seen, num_columns), np.int32)
-    bounds = np.stack(seen).clip(0, num_columns)  # [2, batch, q_len, spans]
-    bounds = np.pad(bounds, ((0, 0), (0, 0), (0, 0), (0, width - seen.width)))
-    spans = bounds.transpose(1, 0, 3, 2).reshape(len(found), -1).astype(np.int32)
-    return np.concatenate((found, spans), 1), int((found[:, 1] - found[:, 0]).max())

@@ -29,7 +29,7 @@ from burst_rt.kernels.base import (
     Upstream,
     Work,
 )
-from burst_rt.kernels.decode import Partial
+from burst_rt.kernels.decode import Partial, Seen
 from burst_rt.kernels.triton.configs import Config, arch_of, default_config
 from burst_rt.kernels.triton.launch import LOG2_E, TileArguments
 from burst_rt.kernels.triton.parts import ascending, in_order, parts_of
@@ -41,7 +41,6 @@ from burst_rt.kernels.triton.tables import (
     spans_of_tile,
 )
 from burst_rt.kernels.triton.tuned import tuned
-from burst_rt.planning.masks.spans import Spans
 from burst_rt.planning.problem import TileShape
 
 __all__ = ["TritonKernel"]
@@ -140,7 +139,7 @@ class TritonKernel(Kernel):
         tile.progress()
 
     def decode(
-        self, qkv: QKV, seen: Spans, scale: float, softcap: float | None, into: Partial
+        self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
     ) -> None:
         """See `Kernel.decode`."""
         if not qkv.k.shape[1]:

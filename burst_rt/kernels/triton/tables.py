@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from burst_rt.kernels.base import Places, Tile
+from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks import Mask, positions_of
 from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
 
 __all__ = [
-    "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
-    "positions_of_tile", "spans_of_tile",
+    "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
+    "positions_of_tile", "spans_of_tile", "table_of_decode",
 ]  # fmt: skip
 
 # Of the tables that are kept, on all devices together.
@@ -49,6 +50,15 @@ class Lists(NamedTuple):
     by_row: int  # 1 where each batch row has lines and spans of its own, else 0
 
 
+class DecodeTable(NamedTuple):
+    """What the rows of a decode see."""
+
+    seen: torch.Tensor  # int32, p_seen of `decode_kernel`
+    width: int  # spans of a row
+    longest: int  # the most columns between the first and the last that a batch row sees
+    by_row: int  # 1 where each batch row has spans of its own, else 0
+
+
 class _Uploaded(NamedTuple):
     """Arrays on a device, and from when on they are there."""
 
@@ -61,7 +71,7 @@ class _Uploaded(NamedTuple):
 class _Kept(NamedTuple):
     """A table with its memory."""
 
-    table: Any  # SpanTable, Lists, or positions of rows and columns
+    table: Any  # SpanTable, Lists, DecodeTable, or positions of rows and columns
     uploaded: _Uploaded
 
 
@@ -130,6 +140,28 @@ def positions_of_tile(tile: Tile, device: torch.device) -> tuple[torch.Tensor, t
     return table
 
 
+def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
+    """What the rows of a decode see, on a device: one table for all layers of a step.
+
+    Does not wait for the device.
+    """
+
+    def make() -> _Kept:
+        # A power of two, so that there are few kernels.
+        width = 1 << (seen.spans.width - 1).bit_length()
+        found = np.array(seen.hulls, np.int32)
+        bounds = np.stack(seen.spans).clip(0, seen.num_columns)  # [2, batch, q_len, spans]
+        bounds = np.pad(bounds, ((0, 0), (0, 0), (0, 0), (0, width - seen.spans.width)))
+        spans = bounds.transpose(1, 0, 3, 2).reshape(len(found), -1).astype(np.int32)
+        uploaded = _upload([np.concatenate((found, spans), 1)], device)
+        longest = int((found[:, 1] - found[:, 0]).max())
+        (table,) = uploaded.views
+        return _Kept(DecodeTable(table, width, longest, int(len(found) > 1)), uploaded)
+
+    table: DecodeTable = _on_stream(seen.once(("table", device), make), device)
+    return table
+
+
 def bytes_of_tables(
     mask: Mask,
     places: Places,
@@ -176,6 +208,11 @@ def _kept(key: Hashable, device: torch.device, make: Callable[[], _Kept]) -> Any
         with _lock:
             _tables[key] = kept
             _forget_some()
+    return _on_stream(kept, device)
+
+
+def _on_stream(kept: _Kept, device: torch.device) -> Any:
+    """The table, once the current stream waits for its copy."""
     _, whole, copied, copied_on = kept.uploaded
     if copied is not None:
         stream = torch.cuda.current_stream(device)
