@@ -10,6 +10,8 @@ import click
 
 __all__ = ["command"]
 
+# A latecomer is named where the others wait for it in so much of their time in calls.
+_WORTH_SAYING = 0.01
 _RUN = click.argument(
     "run", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="RUN"
 )
@@ -81,6 +83,7 @@ def summary(run: Path, as_json: bool) -> None:
                     "ranks": [asdict(rank) for rank in found.ranks],
                     "stalls": stalls,
                     "incomplete": found.incomplete,
+                    "latecomer": found.latecomer and asdict(found.latecomer),
                 }
             )
         )
@@ -91,6 +94,7 @@ def summary(run: Path, as_json: bool) -> None:
         "rank",
         "calls",
         "in calls s",
+        "between s",
         "compute s",
         "exposed %",
         "skew %",
@@ -111,16 +115,26 @@ def summary(run: Path, as_json: bool) -> None:
             str(rank.rank),
             str(rank.calls),
             f"{rank.total_s:.3f}",
+            f"{rank.between_s:.3f}",
             f"{rank.compute_s:.3f}",
             *shares,
             hidden,
             balance,
         )
     console.print(table)
+    late = found.latecomer
+    if late is not None and late.waited_share >= _WORTH_SAYING:
+        console.print(
+            f"rank {late.rank} comes late: between calls it spends {late.beyond_s * 1e3:.1f} ms more "
+            f"than the others (at most {late.most_s * 1e3:.1f} ms). They waited "
+            f"{late.waited_s:.3f} s for it: {100 * late.waited_share:.1f} % of their time in calls",
+            soft_wrap=True,
+        )
     console.print("longest stalls:" if found.stalls else "no stalls")
     for stall in found.stalls:
         where = f"rank {stall.rank}, {stall.kind} call {stall.call} at {stall.started_s:.3f} s"
-        console.print(f"  {stall.duration_s * 1e3:8.2f} ms  {where}: {stall.cause}", markup=False)
+        line = f"  {stall.duration_s * 1e3:8.2f} ms  {where}: {stall.cause}"
+        console.print(line, markup=False, soft_wrap=True)
     if found.incomplete:
         console.print(
             f"left out: {found.incomplete} calls, because spans of some ranks are missing"

@@ -89,7 +89,8 @@ class Wait(NamedTuple):
     ended_s: float
     on_wire: bool  # exposed communication; False: skew
     task: int  # the exchange that ended the wait, or the nearest one where none did
-    peer: int  # the rank at the other side of that exchange's last message
+    peer: int  # the rank at the other side of that exchange's last message, sent or received
+    posted_s: float  # when both sides of that message were posted
 
 
 def exposed(
@@ -145,13 +146,21 @@ def waits(
     """
     spans = list(map(_by_task, traces))
     # An exchange that receives is on the wire from the moment when both sides of its last message
-    # are posted until it ends. Kept for each: that moment, and the sender.
+    # are posted until it ends. Kept for each: that moment, and the rank at the other side.
     posted: list[dict[int, tuple[float, int]]] = [{} for _ in spans]
+    sent: list[tuple[Endpoint, float, int]] = []
     for end, source in matched.items():
         both = max(spans[end.rank][end.task].issued_s, spans[source.rank][source.task].issued_s)
         posted[end.rank][end.task] = max(
             (both, source.rank), posted[end.rank].get(end.task, (0.0, -1))
         )
+        sent.append((source, both, end.rank))
+    for source, both, receiver in sent:
+        # What the exchange sends holds it up too, until the receiver has come to it. A transport
+        # that takes a message at once has ended the exchange by then.
+        own = posted[source.rank]
+        if source.task in own and both < spans[source.rank][source.task].ended_s:
+            own[source.task] = max((both, receiver), own[source.task])
     result: list[list[Wait]] = []
     for known, own in zip(spans, posted, strict=True):
         if not known:
@@ -162,8 +171,8 @@ def waits(
         gaps = _gaps(start, stop, sorted((s.started_s, s.ended_s) for s in own_work))
         wire = _union((both, known[t].ended_s) for t, (both, _) in own.items())
         early = _union((known[t].issued_s, both) for t, (both, _) in own.items())
-        arrivals = sorted((known[t].ended_s, t, peer) for t, (_, peer) in own.items())
-        meetings = sorted((both, t, peer) for t, (both, peer) in own.items())
+        arrivals = sorted((known[t].ended_s, t, peer, both) for t, (both, peer) in own.items())
+        meetings = sorted((both, t, peer, both) for t, (both, peer) in own.items())
         found = [Wait(*piece, True, *_ending(piece, arrivals)) for piece in _cut(gaps, wire)]
         # A late peer counts only while nothing else is on the wire.
         alone = _cut(_cut(gaps, early), _gaps(start, stop, wire))
@@ -172,10 +181,10 @@ def waits(
     return result
 
 
-def _ending(piece: _Interval, moments: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
-    """The task and the peer of the last moment within the piece, or else of the first moment after
-    it.
-    """
+def _ending(
+    piece: _Interval, moments: Sequence[tuple[float, int, int, float]]
+) -> tuple[int, int, float]:
+    """What belongs to the last moment within the piece, or else to the first moment after it."""
     i = bisect_right(moments, piece[1], key=itemgetter(0))
     if i == len(moments) or (i > 0 and moments[i - 1][0] > piece[0]):
         i -= 1

@@ -79,11 +79,13 @@ def beat(
     )
 
 
-def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRank]:
+def arrive(
+    rank: int, world_size: int = 2, *, gpu: bool = False, agree: bool = False
+) -> list[FromRank]:
     """What a rank says first.
 
     Its plan has three tasks: 0 sends 1,000 bytes to the next rank and receives as many from the
-    rank before, 1 works meanwhile, 2 works on what came.
+    rank before, 1 works meanwhile, 2 works on what came. agree: 3 waits until all ranks are here.
     """
     following, preceding = (rank + 1) % world_size, (rank - 1) % world_size
     tasks = [
@@ -121,6 +123,20 @@ def arrive(rank: int, world_size: int = 2, *, gpu: bool = False) -> list[FromRan
             recvs=[],
         ),
     ]
+    if agree:
+        tasks.append(
+            TaskInfo(
+                name="agree",
+                lane="control",
+                op="agree",
+                hop=-1,
+                size_bytes=0,
+                flops=0,
+                ordered=False,
+                sends=[],
+                recvs=[],
+            )
+        )
     group = f"0-{world_size - 1}"
     said: list[FromRank] = [
         hello(rank, world_size, gpu=gpu),

@@ -27,6 +27,8 @@ class CallOfAll:
     number: int
     members: list[int]  # ranks of the job, by place in the group
     ranks: dict[int, tuple[PlanSummary, KeptCall]] = field(default_factory=dict)
+    # Since the rank's call before this one had ended, in any group; without the rank's first call.
+    between_s: dict[int, float] = field(default_factory=dict)
     whole: WholeCall | None = None  # None while some rank's part is missing
 
     @property
@@ -42,6 +44,7 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
     fitted: dict[tuple[tuple[int, int], ...], Mapping[Endpoint, Endpoint] | None] = {}
     offsets: dict[int, float] = {}
     waiting: OrderedDict[tuple[str, int], CallOfAll] = OrderedDict()
+    ended_s: dict[int, float] = {}  # of each rank's last call, by the rank's own clock
 
     def finished(call: CallOfAll) -> CallOfAll:
         if len(call.ranks) == len(call.members):
@@ -88,6 +91,9 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
                 spans=message.spans,
             )
             call.ranks[rank] = (plans[rank, message.plan], kept)
+            if rank in ended_s:
+                call.between_s[rank] = message.started_s - ended_s[rank]
+            ended_s[rank] = message.ended_s
             if len(call.ranks) == len(call.members):
                 yield finished(waiting.pop(key))
             elif len(waiting) > _MAX_OPEN:

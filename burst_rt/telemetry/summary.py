@@ -1,13 +1,24 @@
 """What a record says about a run's communication: how much of it was exposed, which ranks compute
-more than others, and the longest stalls.
+more than others, which come late to the calls, and the longest stalls.
+
+A rank that waits for another rank, and not for the wire, does so for one of two reasons. The other
+rank had more to compute in calls: skew. Or it spent more time outside of calls: late entry. A rank
+that comes late need not be waited for at once. The others have tiles of their own to compute first,
+and stand still in the midst of the call, or in a later one. So lateness is an account: what a rank
+spent outside of calls beyond another one is due, until the other has waited for it or it has caught
+up.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from burst_rt.scheduler import Span, overlap
+import numpy as np
+import numpy.typing as npt
+
+from burst_rt.scheduler import Span, Wait, overlap
 from burst_rt.telemetry.reading import CallOfAll, calls_of
 from burst_rt.telemetry.record import Record
 
@@ -37,10 +48,22 @@ class RankSummary:
     total_s: float = 0.0
     compute_s: float = 0.0
     exposed_s: float = 0.0  # see `scheduler.Idle`
-    skew_s: float = 0.0  # see `scheduler.Idle`
-    late_s: float = 0.0  # idle until the last rank had entered the call
+    skew_s: float = 0.0  # while a peer was late that had computed longer
+    late_s: float = 0.0  # while a peer was late that had spent more time outside of calls
+    between_s: float = 0.0  # outside of calls, from the first of them to the last
     transfer_s: float = 0.0
     hidden_s: float = 0.0  # part of the transfers during which the rank computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latecomer:
+    """The rank that costs the others most by coming late to the calls."""
+
+    rank: int
+    beyond_s: float  # what it spends outside of calls beyond the mean of the others, a call
+    most_s: float  # the most of that before one call
+    waited_s: float  # what the others waited for it, all together
+    waited_share: float  # of the others' time in calls
 
 
 @dataclass
@@ -50,100 +73,178 @@ class RecordSummary:
     ranks: list[RankSummary] = field(default_factory=list)  # in the order of their numbers
     stalls: list[IdleSpan] = field(default_factory=list)  # the longest ones, longest first
     incomplete: int = 0  # calls that are left out because some ranks have no spans of them
+    latecomer: Latecomer | None = None  # None where late entry costs no rank anything
+
+
+class _Lateness:
+    """The ranks of a group, by place: who is late for whom by time spent outside of calls."""
+
+    def __init__(self, num_ranks: int) -> None:
+        # due_s[r, p]: how much later p comes than r because of that, which r has not waited for
+        # yet. What was before the group's first call is not known, and counts as time outside.
+        self.due_s: npt.NDArray[np.float64] = np.full((num_ranks, num_ranks), np.inf)
+        self.waited_s = np.zeros(num_ranks)  # what the others have waited for each rank
+        self.beyond_s = np.zeros(num_ranks)
+        self.most_s = np.zeros(num_ranks)
+        self.num_calls = 0
+
+    def enter(self, entered_s: Iterable[float], between_s: Iterable[float]) -> None:
+        """The ranks enter a call. between_s: what each was outside of calls before; NaN where that
+        is not known.
+        """
+        entered, between = np.fromiter(entered_s, float), np.fromiter(between_s, float)
+        if np.isfinite(between).all():
+            self.due_s += between[None, :] - between[:, None]
+            others = max(1, len(between) - 1)
+            beyond = between - (between.sum() - between) / others
+            self.num_calls += 1
+            self.beyond_s += beyond
+            self.most_s = np.maximum(self.most_s, beyond)
+        self.due_s = np.clip(self.due_s, 0.0, np.maximum(0.0, entered[None, :] - entered[:, None]))
+
+    def wait(self, place: int, waited_s: float) -> float:
+        """How much of a rank's waits for other ranks in the call is late entry."""
+        latest = int(self.due_s[place].argmax())
+        late_s = min(waited_s, float(self.due_s[place, latest]))
+        self.waited_s[latest] += late_s
+        self.due_s[place] -= late_s
+        return late_s
 
 
 def summarise(record: Record) -> RecordSummary:
     """Reads a record to its end."""
     ranks: dict[int, RankSummary] = {}
+    groups: dict[str, tuple[list[int], _Lateness]] = {}
     longest: list[IdleSpan] = []
     incomplete = 0
     for call in calls_of(record):
         if call.whole is None:
             incomplete += 1
             continue
-        for place, rank in enumerate(call.members):
-            stalls = _add(ranks.setdefault(rank, RankSummary(rank=rank)), call, place)
+        members = call.members
+        _, lateness = groups.setdefault(call.group, (members, _Lateness(len(members))))
+        lateness.enter(
+            (call.ranks[rank][1].started_s for rank in members),
+            (call.between_s.get(rank, np.nan) for rank in members),
+        )
+        for place, rank in enumerate(members):
+            into = ranks.setdefault(rank, RankSummary(rank=rank))
+            stalls, waited_s = _add(into, call, place)
+            late_s = lateness.wait(place, waited_s)
+            into.late_s += late_s
+            into.skew_s += waited_s - late_s
             longest = heapq.nlargest(
                 _NUM_STALLS, [*longest, *stalls], key=lambda stall: stall.duration_s
             )
-    return RecordSummary([ranks[rank] for rank in sorted(ranks)], longest, incomplete)
+    return RecordSummary(
+        [ranks[rank] for rank in sorted(ranks)],
+        longest,
+        incomplete,
+        _latecomer(ranks, groups.values()),
+    )
 
 
-def _add(into: RankSummary, call: CallOfAll, place: int) -> list[IdleSpan]:
+def _latecomer(
+    ranks: dict[int, RankSummary], groups: Iterable[tuple[list[int], _Lateness]]
+) -> Latecomer | None:
+    found = []
+    for members, lateness in groups:
+        place = int(lateness.waited_s.argmax())
+        waited_s, num_calls = float(lateness.waited_s[place]), lateness.num_calls
+        if waited_s > 0 and num_calls:
+            others_s = sum(ranks[rank].total_s for rank in members if rank != members[place])
+            found.append(
+                Latecomer(
+                    rank=members[place],
+                    beyond_s=float(lateness.beyond_s[place]) / num_calls,
+                    most_s=float(lateness.most_s[place]),
+                    waited_s=waited_s,
+                    waited_share=waited_s / max(1e-9, others_s),
+                )
+            )
+    return max(found, key=lambda late: late.waited_s, default=None)
+
+
+def _add(into: RankSummary, call: CallOfAll, place: int) -> tuple[list[IdleSpan], float]:
+    """Adds the call to its rank; the stalls of the rank, and how long it waited for other ranks."""
     assert call.whole is not None
     trace, rank = call.whole.traces[place], call.members[place]
     _, kept = call.ranks[rank]
     transfer_s, hidden_s = overlap(trace)
     into.calls += 1
     into.total_s += kept.ended_s - kept.started_s
+    into.between_s += call.between_s.get(rank, 0.0)
     into.compute_s += sum(s.ended_s - s.started_s for s in trace if s.lane == "compute")
     into.transfer_s += transfer_s
     into.hidden_s += hidden_s
-    stalls = []
-    for wait in call.whole.waits[place]:
-        took_s = wait.ended_s - wait.started_s
-        if wait.on_wire:
-            into.exposed_s += took_s
-            cause = _wire(call, place, wait.task, wait.peer)
-        else:
-            into.skew_s += took_s
-            cause = _late(call, place, wait.task, wait.peer, wait.started_s, wait.ended_s)
+    stalls, waited_s = [], 0.0
+
+    def stalled(started_s: float, took_s: float, cause: str) -> None:
         stalls.append(
             IdleSpan(
                 duration_s=took_s,
                 rank=rank,
                 call=call.number,
                 kind=call.kind,
-                started_s=wait.started_s,
+                started_s=started_s,
                 cause=cause,
             )
         )
-    # Nothing is sent until the last rank has entered the call.
+
+    for wait in call.whole.waits[place]:
+        took_s = wait.ended_s - wait.started_s
+        if wait.on_wire:
+            into.exposed_s += took_s
+            stalled(wait.started_s, took_s, _wire(call, place, wait))
+        else:
+            waited_s += took_s
+            stalled(wait.started_s, took_s, _late(call, place, wait))
+    # Nothing is sent until the last rank has entered the call and the ranks have agreed.
     last_s, last = max((call.ranks[member][1].started_s, member) for member in call.members)
-    idle_s = (
-        last_s
-        - kept.started_s
-        - sum(max(0.0, min(s.ended_s, last_s) - s.started_s) for s in trace if s.lane == "compute")
-    )
+    until_s = min(last_s, max((s.ended_s for s in trace if s.lane == "control"), default=0.0))
+    idle_s = until_s - kept.started_s - _computed_s(trace, until_s)
     if last != rank and idle_s > 0:
-        into.late_s += idle_s
+        waited_s += idle_s
         cause = f"rank {last} entered the call {(last_s - kept.started_s) * 1e3:.1f} ms later"
-        stalls.append(
-            IdleSpan(
-                duration_s=idle_s,
-                rank=rank,
-                call=call.number,
-                kind=call.kind,
-                started_s=kept.started_s,
-                cause=cause,
-            )
-        )
-    return stalls
+        stalled(kept.started_s, idle_s, cause)
+    return stalls, waited_s
 
 
-def _wire(call: CallOfAll, place: int, task: int, peer: int) -> str:
+def _computed_s(trace: Iterable[Span], until_s: float) -> float:
+    """How long a rank computed up to a time."""
+    own = (s for s in trace if s.lane == "compute")
+    return sum(max(0.0, min(s.ended_s, until_s) - s.started_s) for s in own)
+
+
+def _wire(call: CallOfAll, place: int, wait: Wait) -> str:
+    """The wire as the cause: for how long, once all sides were there, and what was on it."""
     assert call.whole is not None
-    size = sum(size for _, _, size in call.whole.plans[place].tasks[task].recvs)
-    span = next(s for s in call.whole.traces[place] if s.task == task)
-    took_s = max(1e-9, span.ended_s - span.started_s)
-    return (
-        f"{span.name!r} from rank {call.members[peer]} was on the wire: {size:,} bytes in "
-        f"{took_s * 1e3:.1f} ms"
-    )
+    task = call.whole.plans[place].tasks[wait.task]
+    span = next(s for s in call.whole.traces[place] if s.task == wait.task)
+    moved = [
+        f"{sum(size for other, _, size in messages if other == peer):,} bytes {way} rank "
+        f"{call.members[peer]}"
+        for way, messages in (("from", task.recvs), ("to", task.sends))
+        for peer in sorted({other for other, _, _ in messages})
+    ]
+    took_ms = (span.ended_s - wait.posted_s) * 1e3
+    return f"{task.name!r} was on the wire for {took_ms:.1f} ms: {', '.join(moved)}"
 
 
-def _late(
-    call: CallOfAll, place: int, task: int, peer: int, started_s: float, ended_s: float
-) -> str:
-    """A late peer as the cause, with what the peer did meanwhile."""
+def _late(call: CallOfAll, place: int, wait: Wait) -> str:
+    """A late peer as the cause, with what the peer did meanwhile, and whether it came late."""
     assert call.whole is not None
 
     def shared_s(span: Span) -> float:
-        return min(span.ended_s, ended_s) - max(span.started_s, started_s)
+        return min(span.ended_s, wait.ended_s) - max(span.started_s, wait.started_s)
 
-    name = call.whole.plans[place].tasks[task].name
+    name = call.whole.plans[place].tasks[wait.task].name
     busy = max(
-        (s for s in call.whole.traces[peer] if s.lane == "compute"), key=shared_s, default=None
+        (s for s in call.whole.traces[wait.peer] if s.lane == "compute"), key=shared_s, default=None
     )
     doing = f"was still in {busy.name!r} and " if busy is not None and shared_s(busy) > 0 else ""
-    return f"rank {call.members[peer]} {doing}had not reached {name!r}"
+    here, there = (call.ranks[call.members[p]][1].started_s for p in (place, wait.peer))
+    entered = f", having entered the call {(there - here) * 1e3:.1f} ms later"
+    # Not worth saying where it explains less than half of the wait.
+    after = entered if 2 * (there - here) > wait.ended_s - wait.started_s else ""
+    return f"rank {call.members[wait.peer]} {doing}had not reached {name!r}{after}"

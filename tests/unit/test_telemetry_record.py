@@ -18,7 +18,7 @@ from burst_rt.launch.trace import command
 from burst_rt.telemetry.job_model import JobModel
 from burst_rt.telemetry.messages import Counters, FromRank, LaneCounters, PlanSummary, Presence
 from burst_rt.telemetry.record import Record, Recorder, replay
-from burst_rt.telemetry.summary import summarise
+from burst_rt.telemetry.summary import RecordSummary, summarise
 
 
 def _messages() -> list[tuple[float, int, FromRank | Presence]]:
@@ -191,13 +191,17 @@ def test_a_summary_names_the_longest_stalls_and_their_cause(path: Path) -> None:
     assert [first.calls, first.total_s, first.compute_s] == pytest.approx([2, 1.4, 0.6], rel=1e-5)
     # Call 7: 10.2 to 10.5. Call 8: rank 1 comes at 12.5, then 0.2 s on the wire.
     assert first.exposed_s == pytest.approx(0.5, rel=1e-5)
-    assert first.skew_s == pytest.approx(0.3, rel=1e-5)
-    assert first.late_s == pytest.approx(0.3, rel=1e-5)
+    assert [first.skew_s, first.late_s] == pytest.approx([0.0, 0.3], abs=1e-5)
+    assert first.between_s == pytest.approx(1.4, rel=1e-5)  # from 10.6 to 12.0
     assert [first.transfer_s, first.hidden_s] == pytest.approx([1.2, 0.4])
     causes = [stall.cause for stall in found.stalls]
-    assert "rank 1 entered the call 500.0 ms later" in causes
-    assert "rank 1 had not reached 'hop 0'" in causes
-    assert "'hop 0' from rank 1 was on the wire: 1,000 bytes in 500.0 ms" in causes
+    late = "rank 1 had not reached 'hop 0', having entered the call 500.0 ms later"
+    moved = "1,000 bytes from rank 1, 1,000 bytes to rank 1"
+    assert sorted(causes) == [
+        f"'hop 0' was on the wire for 200.0 ms: {moved}",
+        f"'hop 0' was on the wire for 400.0 ms: {moved}",
+        late,
+    ]
     assert [stall.duration_s for stall in found.stalls] == sorted(
         (stall.duration_s for stall in found.stalls), reverse=True
     )
@@ -207,8 +211,123 @@ def test_the_summary_command_prints_it(path: Path) -> None:
     done = CliRunner().invoke(command, ["summary", str(path)])
     assert done.exit_code == 0, done.output
     assert "longest stalls" in done.output
-    assert "rank 1 entered the call 500.0 ms later" in done.output
+    assert "having entered the call 500.0 ms later" in done.output
     assert "left out: 1 calls" in done.output
     as_json = json.loads(CliRunner().invoke(command, ["summary", str(path), "--json"]).output)
     assert as_json["ranks"][0]["exposed_s"] == pytest.approx(0.5, rel=1e-5)
     assert len(as_json["stalls"]) == 3
+
+
+_Times = tuple[tuple[float, float, float], ...]
+
+
+def _three_ranks(
+    path: Path, calls: list[dict[int, tuple[float, _Times]]], *, agree: bool = False
+) -> RecordSummary:
+    """A record of calls: when each rank enters, and (issued, started, ended) of its tasks."""
+    recorder = Recorder(path, 1e9, "0.1")
+    for rank in range(3):
+        for message in arrive(rank, 3, agree=agree):
+            recorder.add_message(0.0, rank, message)
+    for number, ranks in enumerate(calls):
+        for rank, (entered_s, times) in ranks.items():
+            recorder.add_message(60.0, rank, call(rank, number, entered_s, *times, group="0-2"))
+    recorder.close()
+    return summarise(Record(path))
+
+
+# The ranks exchange once their first tiles, of 0.3 s, are done; the last tile takes 0.2 s.
+def _times(first_s: float, met_s: float) -> _Times:
+    """first_s: when the own first tile is done. met_s: when the last rank's is."""
+    return ((first_s, first_s, met_s), (0.0, 0.0, first_s), (met_s, met_s, met_s + 0.2))
+
+
+def test_a_rank_that_comes_late_is_waited_for_behind_the_first_tile(tmp_path: Path) -> None:
+    # Before every call rank 1 sleeps 0.1 s. The others have a tile to compute then; when it is
+    # done, they wait 0.1 s for rank 1, which is in its own.
+    calls = []
+    for number in range(10):
+        at_s = 1.0 + 0.6 * number
+        early, late = _times(0.3, 0.4), _times(0.3, 0.3)
+        calls.append({0: (at_s, early), 1: (at_s + 0.1, late), 2: (at_s, early)})
+    found = _three_ranks(tmp_path / "late", calls)
+    for rank, late_s in ((0, 1.0), (1, 0.0), (2, 1.0)):
+        summary = found.ranks[rank]
+        shares = [summary.late_s, summary.skew_s, summary.exposed_s]
+        assert shares == pytest.approx([late_s, 0.0, 0.0], abs=1e-4)
+    assert [rank.between_s for rank in found.ranks] == pytest.approx([0.0, 0.9, 0.0], abs=1e-4)
+    latecomer = found.latecomer
+    assert latecomer is not None
+    assert latecomer.rank == 1
+    figures = [latecomer.beyond_s, latecomer.most_s, latecomer.waited_s, latecomer.waited_share]
+    assert figures == pytest.approx([0.1, 0.1, 2.0, 1 / 6], abs=1e-4)
+    said = CliRunner().invoke(command, ["summary", str(tmp_path / "late")]).output
+    assert (
+        "rank 1 comes late: between calls it spends 100.0 ms more than the others (at most 100.0 "
+        "ms). They waited 2.000 s for it: 16.7 % of their time in calls"
+    ) in said
+    assert "rank 1 had not reached 'hop 0', having entered the call 100.0 ms later" in said
+
+
+def test_a_rank_that_computes_longer_is_no_latecomer(tmp_path: Path) -> None:
+    # Rank 1 enters on time, but its first tile takes 0.1 s longer.
+    calls = []
+    for number in range(10):
+        at_s = 1.0 + 0.6 * number
+        quick, slow = _times(0.3, 0.4), _times(0.4, 0.4)
+        calls.append({0: (at_s, quick), 1: (at_s, slow), 2: (at_s, quick)})
+    found = _three_ranks(tmp_path / "slow", calls)
+    first = found.ranks[0]
+    assert [first.late_s, first.skew_s] == pytest.approx([0.0, 1.0], abs=1e-4)
+    assert found.latecomer is None
+    said = CliRunner().invoke(command, ["summary", str(tmp_path / "slow")]).output
+    assert "comes late" not in said
+    assert "rank 1 was still in 'hop 0 q0 kv0' and had not reached 'hop 0'\n" in said
+
+
+def test_lateness_from_computing_longer_in_the_call_before_is_skew(tmp_path: Path) -> None:
+    # In every call rank 1's last tile takes 0.1 s longer, and so it enters the next call later. It
+    # is outside of calls no longer than the others.
+    calls = []
+    for number in range(10):
+        at_s = 1.0 + 0.6 * number
+        behind_s = 0.1 if number else 0.0
+        early, late = _times(0.3, 0.3 + behind_s), _times(0.3, 0.3)
+        late = (*late[:2], (0.3, 0.3, 0.6))
+        calls.append({0: (at_s, early), 1: (at_s + behind_s, late), 2: (at_s, early)})
+    found = _three_ranks(tmp_path / "behind", calls)
+    first = found.ranks[0]
+    assert [first.late_s, first.skew_s] == pytest.approx([0.0, 0.9], abs=1e-4)
+
+
+def test_lateness_that_nobody_waited_for_yet_is_due_in_a_later_call(tmp_path: Path) -> None:
+    # Rank 1 sleeps once, before the second call, in which nobody needs it: all tiles are their own.
+    # In the third call the others wait for it.
+    own = ((0.0, 0.0, 0.1), (0.0, 0.0, 0.3), (0.3, 0.3, 0.5))
+    early, late = _times(0.3, 0.4), _times(0.3, 0.3)
+    found = _three_ranks(
+        tmp_path / "once",
+        [
+            {0: (1.0, own), 1: (1.0, own), 2: (1.0, own)},
+            {0: (1.6, own), 1: (1.7, own), 2: (1.6, own)},
+            {0: (2.2, early), 1: (2.3, late), 2: (2.2, early)},
+        ],
+    )
+    first = found.ranks[0]
+    assert [first.late_s, first.skew_s] == pytest.approx([0.1, 0.0], abs=1e-4)
+
+
+def test_a_rank_that_comes_late_is_waited_for_at_the_agreement(tmp_path: Path) -> None:
+    # Before every call rank 1 sleeps 0.5 s: longer than the others' first tiles take.
+    calls = []
+    for number in range(10):
+        at_s = 1.0 + number
+        early = (*((0.5, 0.5, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 1.0)), (0.0, 0.0, 0.5))
+        late = (*((0.0, 0.0, 0.0), (0.0, 0.0, 0.3), (0.3, 0.3, 0.5)), (0.0, 0.0, 0.0))
+        calls.append({0: (at_s, early), 1: (at_s + 0.5, late), 2: (at_s, early)})
+    found = _three_ranks(tmp_path / "agreement", calls, agree=True)
+    first = found.ranks[0]
+    assert [first.late_s, first.skew_s] == pytest.approx([2.0, 0.0], abs=1e-4)
+    assert {stall.cause for stall in found.stalls} == {"rank 1 entered the call 500.0 ms later"}
+    assert found.latecomer is not None
+    assert found.latecomer.rank == 1

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from burst_rt.errors import InputError
-from burst_rt.scheduler import Graph, GraphBuilder, Idle, Op, Span, Trace, exposed
+from burst_rt.scheduler import (
+    Graph,
+    GraphBuilder,
+    Idle,
+    Op,
+    Span,
+    Trace,
+    Wait,
+    exposed,
+    match_messages,
+    waits,
+)
 
 _WORK = Op("work")
 
@@ -138,6 +149,35 @@ def test_skew_before_one_transfer_is_no_skew_while_another_is_on_the_wire() -> N
     first = _spans(graphs[0], (0, 0, 3), (0, 0, 6))
     second = _spans(graphs[1], (1, 1, 3), (4, 4, 6))
     assert exposed(graphs, [first, second]) == [Idle(4.0, 2.0, 6.0), Idle(4.0, 0.0, 5.0)]
+
+
+def _ring(rank: int, *, receives_from: int, sends_to: int) -> Graph:
+    """Tasks of three ranks in a ring: 0 exchanges, 1 works meanwhile."""
+    g = GraphBuilder(rank, 3)
+    own, slot = g.buffer("own", size_bytes=8, initialised=True), g.buffer("slot", size_bytes=8)
+    g.exchange("hop", sends=[(own, sends_to)], recvs=[(slot, receives_from)], tag=0)
+    g.compute("tile", _WORK, reads=[own], writes=[g.buffer("out")])
+    return g.build()
+
+
+def test_a_receiver_that_is_late_is_skew_for_the_sender() -> None:
+    graphs = [_ring(r, receives_from=(r + 2) % 3, sends_to=(r + 1) % 3) for r in range(3)]
+    # Rank 0 sends to rank 1, which posts at 5. Rank 2, from which rank 0 receives, posts at 0. From
+    # 5 to 7 messages are on the wire. Ranks 0 and 2 idle from 2.
+    traces = [_spans(g, (0, 0, 7), (0, 0, 2)) for g in graphs]
+    traces[1] = _spans(graphs[1], (5, 5, 7), (0, 0, 5))
+    found = exposed(graphs, traces)
+    assert found == [Idle(2.0, 3.0, 7.0), Idle(2.0, 0.0, 7.0), Idle(2.0, 3.0, 7.0)]
+    own = waits(traces, match_messages(graphs))[0]
+    assert own == [Wait(2, 5, False, 0, 1, 5), Wait(5, 7, True, 0, 1, 5)]
+
+
+def test_a_message_that_was_taken_at_once_waits_for_no_receiver() -> None:
+    graphs = [_ring(r, receives_from=(r + 2) % 3, sends_to=(r + 1) % 3) for r in range(3)]
+    # Rank 0 has its message at 4, and its own has left, though rank 1 posts at 5.
+    traces = [_spans(g, (0, 0, 4), (0, 0, 2)) for g in graphs]
+    traces[1] = _spans(graphs[1], (5, 5, 6), (0, 0, 5))
+    assert exposed(graphs, traces)[0] == Idle(2.0, 0.0, 4.0)
 
 
 def test_another_lane_may_be_the_one_that_idles() -> None:
