@@ -125,8 +125,8 @@ def summary(run: Path, as_json: bool) -> None:
     late = found.latecomer
     if late is not None and late.waited_share >= _WORTH_SAYING:
         console.print(
-            f"rank {late.rank} comes late: between calls it spends {late.beyond_s * 1e3:.1f} ms more "
-            f"than the others (at most {late.most_s * 1e3:.1f} ms). They waited "
+            f"rank {late.rank} comes late: between calls it spends {late.beyond_s * 1e3:.1f} ms "
+            f"more than the others (at most {late.most_s * 1e3:.1f} ms). They waited "
             f"{late.waited_s:.3f} s for it: {100 * late.waited_share:.1f} % of their time in calls",
             soft_wrap=True,
         )
