@@ -10,8 +10,6 @@ import click
 
 __all__ = ["command"]
 
-# A latecomer is named where the others wait for it in so much of their time in calls.
-_WORTH_SAYING = 0.01
 _RUN = click.argument(
     "run", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="RUN"
 )
@@ -123,7 +121,7 @@ def summary(run: Path, as_json: bool) -> None:
         )
     console.print(table)
     late = found.latecomer
-    if late is not None and late.waited_share >= _WORTH_SAYING:
+    if late is not None:
         console.print(
             f"rank {late.rank} comes late: between calls it spends {late.beyond_s * 1e3:.1f} ms "
             f"more than the others (at most {late.most_s * 1e3:.1f} ms). They waited "

@@ -25,6 +25,8 @@ from burst_rt.telemetry.record import Record
 __all__ = ["IdleSpan", "RankSummary", "RecordSummary", "summarise"]
 
 _NUM_STALLS = 3
+# A latecomer is named where the others wait for it in so much of their time in calls.
+_WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class RecordSummary:
     ranks: list[RankSummary] = field(default_factory=list)  # in the order of their numbers
     stalls: list[IdleSpan] = field(default_factory=list)  # the longest ones, longest first
     incomplete: int = 0  # calls that are left out because some ranks have no spans of them
-    latecomer: Latecomer | None = None  # None where late entry costs no rank anything
+    latecomer: Latecomer | None = None  # None where late entry costs the others less than 1 %
 
 
 class _Lateness:
@@ -151,15 +153,15 @@ def _latecomer(
     for members, lateness in groups:
         place = int(lateness.waited_s.argmax())
         waited_s, num_calls = float(lateness.waited_s[place]), lateness.num_calls
-        if waited_s > 0 and num_calls:
-            others_s = sum(ranks[rank].total_s for rank in members if rank != members[place])
+        others_s = sum(ranks[rank].total_s for rank in members if rank != members[place])
+        if num_calls and waited_s > _WORTH_SAYING * others_s:
             found.append(
                 Latecomer(
                     rank=members[place],
                     beyond_s=float(lateness.beyond_s[place]) / num_calls,
                     most_s=float(lateness.most_s[place]),
                     waited_s=waited_s,
-                    waited_share=waited_s / max(1e-9, others_s),
+                    waited_share=waited_s / others_s,
                 )
             )
     return max(found, key=lambda late: late.waited_s, default=None)

@@ -319,6 +319,24 @@ def test_lateness_that_nobody_waited_for_yet_is_due_in_a_later_call(tmp_path: Pa
     assert [first.late_s, first.skew_s] == pytest.approx([0.1, 0.0], abs=1e-4)
 
 
+def test_lateness_that_was_waited_for_is_due_no_more(tmp_path: Path) -> None:
+    # Rank 1 sleeps once, before the second call, and is waited for there. Its last tile then takes
+    # 0.1 s longer, and so it enters the third call later.
+    own = ((0.0, 0.0, 0.1), (0.0, 0.0, 0.3), (0.3, 0.3, 0.5))
+    early, late = _times(0.3, 0.4), _times(0.3, 0.3)
+    slow = (*late[:2], (0.31, 0.31, 0.6))
+    found = _three_ranks(
+        tmp_path / "waited",
+        [
+            {0: (1.0, own), 1: (1.0, own), 2: (1.0, own)},
+            {0: (1.6, early), 1: (1.7, slow), 2: (1.6, early)},
+            {0: (2.3, early), 1: (2.4, late), 2: (2.3, early)},
+        ],
+    )
+    first = found.ranks[0]
+    assert [first.late_s, first.skew_s] == pytest.approx([0.1, 0.1], abs=1e-4)
+
+
 def test_a_rank_that_comes_late_is_waited_for_at_the_agreement(tmp_path: Path) -> None:
     # Before every call rank 1 sleeps 0.5 s: longer than the others' first tiles take.
     calls = []
