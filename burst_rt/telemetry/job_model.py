@@ -496,7 +496,7 @@ class JobModel:
         if not ended:
             if rank.beat.call < 0 and new.at_s - counts[-1].at_s >= _RATE_OVER_S:
                 # No call has ended for a while: the next one counts from here.
-                rank.rates = dict.fromkeys(rank.rates, 0.0)
+                rank.rates = {name: 100.0 * (name == "outside_percent") for name in rank.rates}
                 counts.clear()
                 counts.append(new)
             # Rates change only when a call ends. A call under way, which may take minutes, has
@@ -518,6 +518,7 @@ class JobModel:
                 "calls_per_s": (new.calls - old.calls) / elapsed_s,
                 "compute_percent": min(100.0, 100 * (new.compute_s - old.compute_s) / elapsed_s),
                 "wait_percent": min(100.0, 100 * (new.wait_s - old.wait_s) / elapsed_s),
+                "outside_percent": max(0.0, 100 - 100 * (new.total_s - old.total_s) / elapsed_s),
             }
             if transfer_s > 0:
                 rates["overlap_percent"] = min(

@@ -89,6 +89,7 @@ METRICS: dict[str, Metric] = {
     "calls_per_s": Metric(unit="1/s", label="calls", high=1e7),
     "compute_percent": _percent("time in tiles"),
     "wait_percent": _percent("time compute stood still while a transfer was under way"),
+    "outside_percent": _percent("time outside of calls"),
     "overlap_percent": _percent("share of the transfer time that compute hid"),
     # The job, from `telemetry.report`. Other values that a job reports have their own names, and no
     # entry here.

@@ -111,7 +111,17 @@ def test_counts_become_rates() -> None:
         "flops_per_s": 20.0, "sent_bytes_per_s": 1000.0, "calls_per_s": 1.0,
         "compute_percent": 50.0,
         "wait_percent": pytest.approx(10.0), "overlap_percent": pytest.approx(75.0),
+        "outside_percent": pytest.approx(0.0),
     }  # fmt: skip
+
+
+def test_time_outside_of_calls_is_a_rate() -> None:
+    model = _job()
+    for hub_s, calls in ((1.0, 2), (3.0, 4), (7.0, 5), (9.5, 5)):
+        model.apply(hub_s, 0, counters(0, hub_s, calls))
+    # Every call takes a second: two of the first two seconds, one of the next four, none at last.
+    shares = model.series("rank:0").values["outside_percent"]
+    assert shares == pytest.approx([0.0, 75.0, 100.0])
 
 
 def test_a_lost_rank_is_named_with_what_it_did() -> None:
