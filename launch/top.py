@@ -44,7 +44,7 @@ _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
 # The share of time in which a rank computes: as a bar, or as a number where the bar has no room.
 _BAR, _SHARE = "computing", "busy"
 # Columns that a narrow terminal leaves out, in this order, until "doing" has room.
-_DROPPED = ("graph calls", "flop/s", _BAR, "sends", "power", "temp", "memory", "outside", "waits")
+_DROPPED = ("graph calls", "flop/s", _BAR, "sends", "outside", "power", "temp", "memory", "waits")
 _LEAST_DOING = 24
 _BARS = "▁▂▃▄▅▆▇█"
 
