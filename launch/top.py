@@ -44,7 +44,7 @@ _SEVERITIES = {"info": "dim", "warning": "yellow", "error": "bold red"}
 # The share of time in which a rank computes: as a bar, or as a number where the bar has no room.
 _BAR, _SHARE = "computing", "busy"
 # Columns that a narrow terminal leaves out, in this order, until "doing" has room.
-_DROPPED = ("graph calls", "flop/s", _BAR, "sends", "outside", "power", "temp", "memory", "waits")
+_DROPPED = ("graph calls", "flop/s", _BAR, "sends", "away", "power", "temp", "memory", "waits")
 _LEAST_DOING = 24
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -225,7 +225,7 @@ class _Ranks:
             ),
             _BAR: _bar(own.get("compute_percent", 0.0)),
             "waits": _percent(own.get("wait_percent")),
-            "outside": _percent(own.get("outside_percent")),
+            "away": _percent(own.get("outside_percent")),
         }
         if any(rank.gpu for rank in self._ranks):
             cells |= {

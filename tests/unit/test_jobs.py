@@ -129,6 +129,7 @@ def test_top_shows_whole_columns_at_any_width(
     own = {
         "compute_percent": 85.0,
         "wait_percent": 8.0,
+        "outside_percent": 7.0,
         "process_percent": 57.0,
         "rss_bytes": 6.3e8,
         "sent_bytes_per_s": 2.8e7,
@@ -154,7 +155,8 @@ def test_top_shows_whole_columns_at_any_width(
     assert ("power" in header) == (gpu and width >= 80)
     assert ("memory" in header) == (width >= 80)
     assert ("computing" in header) == (width >= 100)
-    assert ("flop/s" in header) == (width >= 100)
+    assert ("away" in header) == (width >= (100 if gpu else 80))
+    assert ("flop/s" in header) == (width >= (120 if gpu else 100))
     assert ("calls" in header) == (width >= 120)
     for line in lines[3:15]:
         # Cut is only what a rank does, and that has room.
