@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -22,9 +25,21 @@ from burst_rt.telemetry.messages import (
     Source,
     TaskInfo,
 )
+from burst_rt.telemetry.record import Recorder
 from burst_rt.telemetry.timeline import SPAN
 
-__all__ = ["SECRET", "Load", "arrive", "beat", "call", "counters", "gpu_sample", "hello"]
+__all__ = [
+    "SECRET",
+    "Load",
+    "Times",
+    "arrive",
+    "beat",
+    "call",
+    "counters",
+    "gpu_sample",
+    "hello",
+    "record_calls",
+]
 
 SECRET = "a secret"
 # A rank's clock is (rank + 1) times this behind the hub's clock (the rank's offset).
@@ -187,6 +202,30 @@ def call(
         wait_s=0.0,
         spans=spans.tobytes(),
     )
+
+
+Times: TypeAlias = tuple[tuple[float, float, float], ...]
+
+
+def record_calls(
+    path: Path,
+    world_size: int,
+    calls: Sequence[Mapping[int, tuple[float, Times]]],
+    *,
+    agree: bool = False,
+) -> None:
+    """Writes a record of calls: when each rank enters, and (issued, started, ended) of its tasks in
+    seconds after that. agree: as in `arrive`.
+    """
+    recorder = Recorder(path, 1e9, "0.1")
+    for rank in range(world_size):
+        for message in arrive(rank, world_size, agree=agree):
+            recorder.add_message(0.0, rank, message)
+    for number, ranks in enumerate(calls):
+        for rank, (entered_s, times) in ranks.items():
+            group = f"0-{world_size - 1}"
+            recorder.add_message(60.0, rank, call(rank, number, entered_s, *times, group=group))
+    recorder.close()
 
 
 def counters(rank: int, hub_s: float, calls: int) -> Counters:

@@ -18,6 +18,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from telemetry_feed import record_calls
 
 import burst_rt
 from burst_rt.launch.main import cli
@@ -77,6 +78,45 @@ def test_the_plan_of_the_page() -> None:
     _, shown = _blocks(page, "text")
     # Which strategy wins may change with the forecasts: then so does the page's text.
     assert sorted(_kind(done.output)) == sorted(_kind(shown))
+
+
+def _words(text: str) -> list[str]:
+    """Lines of a summary without numbers, kinds of calls, and names of tasks and files."""
+    lines = re.sub(r"'[^']*'|[\w-]+\.record|forward|backward", "name", text).splitlines()
+    return [" ".join(re.sub(r"\d[\d,.]*", "0", line).split()) for line in lines]
+
+
+def test_the_summaries_of_the_page_are_in_the_words_of_the_command(tmp_path: Path) -> None:
+    # Rank 1 is late at the agreement; it is late and in its own tile when it is needed; it is in a
+    # longer tile; the wire is slow.
+    entered = {
+        0: (2.0, ((0.5, 0.5, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 1.0), (0.0, 0.0, 0.5))),
+        1: (2.5, ((0.0, 0.0, 0.0), (0.0, 0.0, 0.3), (0.3, 0.3, 0.5), (0.0, 0.0, 0.0))),
+    }
+    within = ((0.1, 0.1, 0.5), (0.0, 0.0, 0.1), (0.5, 0.5, 0.6), (0.0, 0.0, 0.0))
+    longer = ((0.4, 0.4, 0.5), (0.0, 0.0, 0.4), (0.5, 0.5, 0.6), (0.0, 0.0, 0.0))
+    printed: set[str] = set()
+    for name, call in (
+        ("agreement", entered),
+        ("tile", {0: (2.0, within), 1: (2.0, longer)}),
+        ("behind", {0: (2.0, within), 1: (2.3, (*longer[:1], *within[1:]))}),
+        ("wire", {0: (2.0, within), 1: (2.0, within)}),
+    ):
+        path = tmp_path / f"{name}.record"
+        record_calls(path, 2, [dict.fromkeys(range(2), (1.0, longer)), call], agree=True)
+        done = CliRunner().invoke(cli, ["trace", "summary", str(path)])
+        assert done.exit_code == 0, done.output
+        printed.update(_words(done.output.replace(f"{tmp_path}/", "")))
+    jobs = [_words(text) for text in _blocks(_ROOT / "docs" / "watching.md", "text")]
+    assert {line for job in jobs for line in job} - printed == set()
+    # Each of the three jobs has its own cause.
+    whole = [" ".join(job) for job in jobs if "longest stalls:" in job]
+    causes = ("was still in", "was on the wire", "comes late")
+    assert [[cause in job for job in whole] for cause in causes] == [
+        [True, False, False],
+        [False, True, False],
+        [False, False, True],
+    ]
 
 
 def _commands(page: Path) -> list[str]:

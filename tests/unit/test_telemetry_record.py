@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from telemetry_feed import arrive, beat, call, gpu_sample
+from telemetry_feed import Times, arrive, beat, call, gpu_sample, record_calls
 
 from burst_rt.errors import InputError
 from burst_rt.launch.trace import command
@@ -218,26 +218,15 @@ def test_the_summary_command_prints_it(path: Path) -> None:
     assert len(as_json["stalls"]) == 3
 
 
-_Times = tuple[tuple[float, float, float], ...]
-
-
 def _three_ranks(
-    path: Path, calls: list[dict[int, tuple[float, _Times]]], *, agree: bool = False
+    path: Path, calls: list[dict[int, tuple[float, Times]]], *, agree: bool = False
 ) -> RecordSummary:
-    """A record of calls: when each rank enters, and (issued, started, ended) of its tasks."""
-    recorder = Recorder(path, 1e9, "0.1")
-    for rank in range(3):
-        for message in arrive(rank, 3, agree=agree):
-            recorder.add_message(0.0, rank, message)
-    for number, ranks in enumerate(calls):
-        for rank, (entered_s, times) in ranks.items():
-            recorder.add_message(60.0, rank, call(rank, number, entered_s, *times, group="0-2"))
-    recorder.close()
+    record_calls(path, 3, calls, agree=agree)
     return summarise(Record(path))
 
 
 # The ranks exchange once their first tiles are done, in 0.01 s; the last tile takes 0.19 s.
-def _times(first_s: float, met_s: float) -> _Times:
+def _times(first_s: float, met_s: float) -> Times:
     """first_s: when the own first tile is done. met_s: when the last rank's is."""
     came_s = met_s + 0.01
     return ((first_s, first_s, came_s), (0.0, 0.0, first_s), (came_s, came_s, met_s + 0.2))

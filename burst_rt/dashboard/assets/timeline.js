@@ -252,7 +252,7 @@ export class Timeline extends Picture {
     if (kind === -2) {
       const { waits } = held;
       add("rank", String(rank));
-      add("for", `${this.spans.names[waits.name[at]]} from rank ${waits.peer[at]}`);
+      add("for", `${this.spans.names[waits.name[at]]} with rank ${waits.peer[at]}`);
       add("stood still", seconds(waits.end[at] - waits.start[at]));
       return [el("b", {}, waits.exposed[at] ? "exposed transfer" : "waits for a late peer"), el("dl", {}, ...rows)];
     }
