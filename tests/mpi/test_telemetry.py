@@ -19,6 +19,7 @@ from standin import build_standin, with_standin
 from burst_rt.launch.run import kill_job
 from burst_rt.telemetry.messages import Bye
 from burst_rt.telemetry.record import Record, replay
+from burst_rt.telemetry.summary import summarise
 from burst_rt.telemetry.views import Snapshot
 
 pytestmark = pytest.mark.xdist_group("telemetry")
@@ -60,6 +61,34 @@ def test_a_hub_that_is_killed_in_mid_run_hurts_nobody(
     assert (tmp_path / "ended_at").exists()
     assert time.monotonic() - started_s < _DEADLINE_S
     assert "Traceback" not in job.err, job.text
+
+
+_LATE = """
+import time, torch, burst_rt
+with burst_rt.init() as ctx:
+    layout = ctx.layout(TOKENS)
+    q, k, v = (torch.randn(1, layout.shard_len, 4, 64) for _ in range(3))
+    for _ in range(8):
+        if ctx.rank == 1:
+            time.sleep(0.2)
+        burst_rt.burst_attention(q, k, v, causal=True, layout=layout)
+"""
+
+
+# With 96 tokens the others are idle while rank 1 sleeps, with 9,216 they have tiles to compute.
+@pytest.mark.parametrize("tokens", [96, 9_216])
+def test_a_rank_that_sleeps_before_calls_is_named_with_what_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    path, program = tmp_path / "run.record", tmp_path / "late.py"
+    program.write_text(_LATE.replace("TOKENS", str(tokens)), encoding="utf-8")
+    monkeypatch.setenv("BURST_RT_RECORD", str(path))
+    job = run_job(program, 3, cwd=tmp_path, timeout_s=_DEADLINE_S)
+    assert job.exit_code == 0, job.text
+    found = summarise(Record(path))
+    assert found.latecomer is not None, found
+    assert found.latecomer.rank == 1
+    assert all(found.ranks[rank].late_s > found.ranks[1].late_s for rank in (0, 2))
 
 
 class _Run(NamedTuple):

@@ -87,8 +87,7 @@ def _words(text: str) -> list[str]:
 
 
 def test_the_summaries_of_the_page_are_in_the_words_of_the_command(tmp_path: Path) -> None:
-    # Rank 1 is late at the agreement; it is late and in its own tile when it is needed; it is in a
-    # longer tile; the wire is slow.
+    # Rank 1 is late at the agreement; it is in a longer tile; the wire is slow.
     entered = {
         0: (2.0, ((0.5, 0.5, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 1.0), (0.0, 0.0, 0.5))),
         1: (2.5, ((0.0, 0.0, 0.0), (0.0, 0.0, 0.3), (0.3, 0.3, 0.5), (0.0, 0.0, 0.0))),
@@ -99,7 +98,6 @@ def test_the_summaries_of_the_page_are_in_the_words_of_the_command(tmp_path: Pat
     for name, call in (
         ("agreement", entered),
         ("tile", {0: (2.0, within), 1: (2.0, longer)}),
-        ("behind", {0: (2.0, within), 1: (2.3, (*longer[:1], *within[1:]))}),
         ("wire", {0: (2.0, within), 1: (2.0, within)}),
     ):
         path = tmp_path / f"{name}.record"
