@@ -173,22 +173,23 @@ def waits(
         early = _union((known[t].issued_s, both) for t, (both, _) in own.items())
         arrivals = sorted((known[t].ended_s, t, peer, both) for t, (both, peer) in own.items())
         meetings = sorted((both, t, peer, both) for t, (both, peer) in own.items())
-        found = [Wait(*piece, True, *_ending(piece, arrivals)) for piece in _cut(gaps, wire)]
+        found = [_wait(piece, True, arrivals) for piece in _cut(gaps, wire)]
         # A late peer counts only while nothing else is on the wire.
         alone = _cut(_cut(gaps, early), _gaps(start, stop, wire))
-        found += [Wait(*piece, False, *_ending(piece, meetings)) for piece in alone]
+        found += [_wait(piece, False, meetings) for piece in alone]
         result.append(sorted(found))
     return result
 
 
-def _ending(
-    piece: _Interval, moments: Sequence[tuple[float, int, int, float]]
-) -> tuple[int, int, float]:
-    """What belongs to the last moment within the piece, or else to the first moment after it."""
+def _wait(
+    piece: _Interval, on_wire: bool, moments: Sequence[tuple[float, int, int, float]]
+) -> Wait:
+    """A wait for the last moment within the piece, or else for the first moment after it."""
     i = bisect_right(moments, piece[1], key=itemgetter(0))
     if i == len(moments) or (i > 0 and moments[i - 1][0] > piece[0]):
         i -= 1
-    return moments[i][1:]
+    _, task, peer, posted_s = moments[i]
+    return Wait(*piece, on_wire, task, peer, posted_s)
 
 
 _Interval = tuple[float, float]

@@ -328,11 +328,11 @@ def test_lateness_that_was_waited_for_is_due_no_more(tmp_path: Path) -> None:
 
 def test_a_rank_that_comes_late_is_waited_for_at_the_agreement(tmp_path: Path) -> None:
     # Before every call rank 1 sleeps 0.5 s: longer than the others' first tiles take.
+    early: Times = ((0.5, 0.5, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 1.0), (0.0, 0.0, 0.5))
+    late: Times = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.3), (0.3, 0.3, 0.5), (0.0, 0.0, 0.0))
     calls = []
     for number in range(10):
         at_s = 1.0 + number
-        early = (*((0.5, 0.5, 0.5), (0.0, 0.0, 0.3), (0.5, 0.5, 1.0)), (0.0, 0.0, 0.5))
-        late = (*((0.0, 0.0, 0.0), (0.0, 0.0, 0.3), (0.3, 0.3, 0.5)), (0.0, 0.0, 0.0))
         calls.append({0: (at_s, early), 1: (at_s + 0.5, late), 2: (at_s, early)})
     found = _three_ranks(tmp_path / "agreement", calls, agree=True)
     first = found.ranks[0]
