@@ -38,6 +38,7 @@ __all__ = [
     "counters",
     "gpu_sample",
     "hello",
+    "offset_s",
     "record_calls",
 ]
 

@@ -29,5 +29,11 @@ class Observer(Protocol):
         pipeline.
         """
 
+    def agreed(self, number: int, entered_s: float) -> None:
+        """The ranks have agreed in call `number`, which is none of these: it performs no schedule.
+
+        entered_s: when this rank entered it, by `time.perf_counter`.
+        """
+
     def left(self, code: int) -> None:
         """This rank has left the group with this exit code."""

@@ -364,11 +364,14 @@ class Runtime:
             return
         contract = Contract(description)
         agreement = Agreement(self.control, self._number, contract, error)
+        entered_s = time.perf_counter()
         with self._in_call(contract.call), self._unbroken():
             agreement.start()
             self.watch.wait_for(agreement, within_s or self.timeout_s, contract.call, self._number)
         if agreement.failure():
             self._settle(agreement)
+        if self.observer is not None:
+            self.observer.agreed(self._number, entered_s)
 
     def _not_agreed(self, agreement: Agreement, driver: BaseDriver) -> NoReturn:
         """Finds out with the other ranks why they do not agree, and raises it; nothing was sent.

@@ -20,6 +20,7 @@ import msgspec
 
 from burst_rt.scheduler import Graph, Lane, Message, Schedule, Task, overlap
 from burst_rt.telemetry.messages import (
+    Agreed,
     Candidate,
     Counters,
     EndedCall,
@@ -141,8 +142,9 @@ class Totals:
 
 
 class CallLog:
-    """The calls of one context, as whoever performs them tells. `began`, `ended`, `abandoned` and
-    `left` are for the thread that calls, the rest is for the agent's. when_left: called by `left`.
+    """The calls of one context, as whoever performs them tells. `began`, `ended`, `abandoned`,
+    `agreed` and `left` are for the thread that calls, the rest is for the agent's. when_left:
+    called by `left`.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class CallLog:
         self._started_s = 0.0
         self._stopped = False
         self._known: dict[int, _Known] = {}
-        self._waiting: deque[_Ended] = deque()
+        self._waiting: deque[_Ended | Agreed] = deque()
         self._described: set[int] = set()
 
     def began(self, number: int, driver: BaseDriver) -> None:
@@ -204,6 +206,17 @@ class CallLog:
         else:
             self.num_dropped += 1
 
+    def agreed(self, number: int, entered_s: float) -> None:
+        """The ranks have agreed in a call that runs no schedule."""
+        now_s = time.perf_counter()
+        self.totals.counts.total_s += now_s - entered_s
+        if self._stopped:
+            return
+        if len(self._waiting) < _MAX_WAITING:
+            self._waiting.append(Agreed(self.group.name, number, entered_s, now_s))
+        else:
+            self.num_dropped += 1
+
     def left(self, code: int) -> None:
         """The context is closed; what the log still holds is sent. code: the exit code of a rank
         that ends with its context.
@@ -229,14 +242,20 @@ class CallLog:
         task, since_s = found
         return Doing(number, task.name, since_s, _hop_number(task))
 
-    def take(self) -> list[PlanSummary | EndedCall]:
+    def take(self) -> list[PlanSummary | EndedCall | Agreed]:
         """One call that has ended, after its plan if the plan is new. Nothing where no call has
         ended, or where a device has yet to end it.
         """
-        if not self._waiting or not self._waiting[0].driver.settled():
+        if not self._waiting:
             return []
-        ended = self._waiting.popleft()
-        messages: list[PlanSummary | EndedCall] = []
+        ended = self._waiting[0]
+        if isinstance(ended, Agreed):
+            self._waiting.popleft()
+            return [ended]
+        if not ended.driver.settled():
+            return []
+        self._waiting.popleft()
+        messages: list[PlanSummary | EndedCall | Agreed] = []
         if ended.known.number not in self._described:
             self._described.add(ended.known.number)
             messages.append(self._plan(ended))

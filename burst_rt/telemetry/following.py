@@ -54,6 +54,7 @@ class Teller:
         self._machine, self._rank = runtime.machine, runtime.rank
         self.began = log.began
         self.abandoned = log.abandoned
+        self.agreed = log.agreed
         self.left = log.left
 
     def ended(self, schedule: Schedule, driver: BaseDriver, subject: object) -> None:

@@ -25,6 +25,7 @@ from burst_rt.scheduler import Span
 from burst_rt.scheduler.verify import Endpoint
 from burst_rt.telemetry.history import History
 from burst_rt.telemetry.messages import (
+    Agreed,
     Bye,
     Counters,
     EndedCall,
@@ -467,6 +468,8 @@ class JobModel:
                 else:
                     why = f": {message.text}" if message.text else ""
                     self._end(rank, "left", f"exit code {message.code}{why}", message.text)
+            case Agreed():
+                pass  # it has no spans; a summary of the record reads it
             case Hello():
                 raise AssertionError("a hello has its own way in")
 

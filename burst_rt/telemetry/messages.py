@@ -20,6 +20,7 @@ import msgspec
 
 __all__ = [
     "VERSION",
+    "Agreed",
     "Ask",
     "Bye",
     "Candidate",
@@ -161,6 +162,15 @@ class EndedCall(_Message, tag="call", kw_only=True):
     spans: bytes  # 16 bytes each, see `timeline.SPAN`; times count from started_s
 
 
+class Agreed(_Message, tag="agreed"):
+    """A call that ran no plan, in which the ranks agreed: on a cache's step, on a reduction."""
+
+    group: str
+    number: int  # of the call, the same on all ranks of the group
+    started_s: float  # when this rank entered it
+    ended_s: float  # when the ranks had agreed
+
+
 class LaneCounters(_Message):
     """What one lane has done since the start."""
 
@@ -244,6 +254,7 @@ FromRank: TypeAlias = (
     | Group
     | PlanSummary
     | EndedCall
+    | Agreed
     | Counters
     | Source
     | Sample

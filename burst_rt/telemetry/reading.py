@@ -9,12 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from burst_rt.scheduler.verify import Endpoint
-from burst_rt.telemetry.messages import EndedCall, Group, Heartbeat, PlanSummary
+from burst_rt.telemetry.messages import Agreed, EndedCall, Group, Heartbeat, PlanSummary
 from burst_rt.telemetry.record import Record
 from burst_rt.telemetry.timeline import KeptCall, WholeCall, match_plans, whole_call
 
 __all__ = ["CallOfAll", "calls_of"]
 
+# The plan of a call in which the ranks only agreed.
+_AGREEMENT = PlanSummary(
+    number=-1, group="", kind="agreement", tasks=[], explain="", predicted_s=None
+)
 # How many calls may wait for the rest of their ranks; beyond that the oldest is given as it is.
 _MAX_OPEN = 2000
 
@@ -33,7 +37,7 @@ class CallOfAll:
 
     @property
     def kind(self) -> str:
-        """ "forward", "backward" or "pipeline"."""
+        """ "forward", "backward", "pipeline" or, without spans, "agreement"."""
         return next(iter(self.ranks.values()))[0].kind
 
 
@@ -69,11 +73,11 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
             groups[message.name] = message.ranks
         elif isinstance(message, PlanSummary):
             plans[rank, message.number] = message
-        elif (
-            isinstance(message, EndedCall)
-            and (rank, message.plan) in plans
-            and message.group in groups
-        ):
+        elif isinstance(message, EndedCall | Agreed) and message.group in groups:
+            agreed = isinstance(message, Agreed)
+            plan = _AGREEMENT if agreed else plans.get((rank, message.plan))
+            if plan is None:
+                continue
             key, offset_s = (message.group, message.number), offsets.get(rank, 0.0)
             call = waiting.setdefault(
                 key,
@@ -84,13 +88,13 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
             kept = KeptCall(
                 group=message.group,
                 number=message.number,
-                plan=message.plan,
+                plan=plan.number,
                 started_s=message.started_s + offset_s,
                 ended_s=message.ended_s + offset_s,
-                wait_s=message.wait_s,
-                spans=message.spans,
+                wait_s=0.0 if agreed else message.wait_s,
+                spans=b"" if agreed else message.spans,
             )
-            call.ranks[rank] = (plans[rank, message.plan], kept)
+            call.ranks[rank] = (plan, kept)
             if rank in ended_s:
                 call.between_s[rank] = message.started_s - ended_s[rank]
             ended_s[rank] = message.ended_s

@@ -171,9 +171,9 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> tuple[list[IdleSpan]
     """Adds the call to its rank; the stalls of the rank, and how long it waited for other ranks."""
     assert call.whole is not None
     trace, rank = call.whole.traces[place], call.members[place]
-    _, kept = call.ranks[rank]
+    plan, kept = call.ranks[rank]
     transfer_s, hidden_s = overlap(trace)
-    into.calls += 1
+    into.calls += bool(plan.tasks)
     into.total_s += kept.ended_s - kept.started_s
     into.between_s += call.between_s.get(rank, 0.0)
     into.compute_s += sum(s.ended_s - s.started_s for s in trace if s.lane == "compute")
@@ -203,7 +203,8 @@ def _add(into: RankSummary, call: CallOfAll, place: int) -> tuple[list[IdleSpan]
             stalled(wait.started_s, took_s, _late(call, place, wait))
     # Nothing is sent until the last rank has entered the call and the ranks have agreed.
     last_s, last = max((call.ranks[member][1].started_s, member) for member in call.members)
-    until_s = min(last_s, max((s.ended_s for s in trace if s.lane == "control"), default=0.0))
+    agreed_s = max((s.ended_s for s in trace if s.lane == "control"), default=0.0)
+    until_s = min(last_s, agreed_s if plan.tasks else kept.ended_s)
     idle_s = until_s - kept.started_s - _computed_s(trace, until_s)
     if last != rank and idle_s > 0:
         waited_s += idle_s

@@ -71,17 +71,22 @@ with burst_rt.init() as ctx:
     for _ in range(8):
         if ctx.rank == 1:
             time.sleep(0.2)
+        FIRST
         burst_rt.burst_attention(q, k, v, causal=True, layout=layout)
 """
 
 
-# With 96 tokens the others are idle while rank 1 sleeps, with 9,216 they have tiles to compute.
-@pytest.mark.parametrize("tokens", [96, 9_216])
+# With 96 tokens the others are idle while rank 1 sleeps, with 9,216 they have tiles to compute. A
+# reduction before the call is where the ranks meet.
+@pytest.mark.parametrize(
+    ("tokens", "first"), [(96, ""), (9_216, ""), (96, "ctx.all_reduce(torch.ones(1))")]
+)
 def test_a_rank_that_sleeps_before_calls_is_named_with_what_it_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, first: str
 ) -> None:
     path, program = tmp_path / "run.record", tmp_path / "late.py"
-    program.write_text(_LATE.replace("TOKENS", str(tokens)), encoding="utf-8")
+    source = _LATE.replace("TOKENS", str(tokens)).replace("FIRST", first)
+    program.write_text(source, encoding="utf-8")
     monkeypatch.setenv("BURST_RT_RECORD", str(path))
     job = run_job(program, 3, cwd=tmp_path, timeout_s=_DEADLINE_S)
     assert job.exit_code == 0, job.text

@@ -11,12 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from telemetry_feed import Times, arrive, beat, call, gpu_sample, record_calls
+from telemetry_feed import Times, arrive, beat, call, gpu_sample, offset_s, record_calls
 
 from burst_rt.errors import InputError
 from burst_rt.launch.trace import command
 from burst_rt.telemetry.job_model import JobModel
-from burst_rt.telemetry.messages import Counters, FromRank, LaneCounters, PlanSummary, Presence
+from burst_rt.telemetry.messages import (
+    Agreed,
+    Counters,
+    FromRank,
+    LaneCounters,
+    PlanSummary,
+    Presence,
+)
 from burst_rt.telemetry.record import Record, Recorder, replay
 from burst_rt.telemetry.summary import RecordSummary, summarise
 
@@ -340,3 +347,31 @@ def test_a_rank_that_comes_late_is_waited_for_at_the_agreement(tmp_path: Path) -
     assert {stall.cause for stall in found.stalls} == {"rank 1 entered the call 500.0 ms later"}
     assert found.latecomer is not None
     assert found.latecomer.rank == 1
+
+
+def test_waits_in_a_call_that_only_agrees_are_late_entry(tmp_path: Path) -> None:
+    # Rank 1 comes to every step 0.5 s late. The calls after it begin together.
+    path = tmp_path / "steps"
+    recorder = Recorder(path, 1e9, "0.1")
+    for rank in range(2):
+        for message in arrive(rank):
+            recorder.add_message(0.0, rank, message)
+        for step in range(10):
+            at_s = 1.0 + step - offset_s(rank)
+            entered_s = at_s + 0.5 * (rank == 1)
+            recorder.add_message(60.0, rank, Agreed("0-1", 2 * step, entered_s, at_s + 0.5))
+            own = call(rank, 2 * step + 1, 1.5 + step, *_times(0.3, 0.3))
+            recorder.add_message(60.0, rank, own)
+    recorder.close()
+    found = summarise(Record(path))
+    first = found.ranks[0]
+    assert first.calls == 10
+    assert [first.late_s, first.skew_s] == pytest.approx([5.0, 0.0], abs=1e-4)
+    assert first.total_s == pytest.approx(10.0)  # steps and calls
+    assert found.latecomer is not None
+    assert found.latecomer.rank == 1
+    said = CliRunner().invoke(command, ["summary", str(path)]).output
+    assert "rank 0, agreement call 0 at 1.000 s: rank 1 entered the call 500.0 ms later" in said
+    out = tmp_path / "trace.json"
+    assert CliRunner().invoke(command, [str(path), "-o", str(out)]).exit_code == 0
+    assert replay(Record(path)).snapshot().ranks[0].status == "live"
