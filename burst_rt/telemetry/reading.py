@@ -74,8 +74,8 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
         elif isinstance(message, PlanSummary):
             plans[rank, message.number] = message
         elif isinstance(message, EndedCall | Agreed) and message.group in groups:
-            agreed = isinstance(message, Agreed)
-            plan = _AGREEMENT if agreed else plans.get((rank, message.plan))
+            ran = message if isinstance(message, EndedCall) else None
+            plan = _AGREEMENT if ran is None else plans.get((rank, ran.plan))
             if plan is None:
                 continue
             key, offset_s = (message.group, message.number), offsets.get(rank, 0.0)
@@ -91,8 +91,8 @@ def calls_of(record: Record) -> Iterator[CallOfAll]:
                 plan=plan.number,
                 started_s=message.started_s + offset_s,
                 ended_s=message.ended_s + offset_s,
-                wait_s=0.0 if agreed else message.wait_s,
-                spans=b"" if agreed else message.spans,
+                wait_s=0.0 if ran is None else ran.wait_s,
+                spans=b"" if ran is None else ran.spans,
             )
             call.ranks[rank] = (plan, kept)
             if rank in ended_s:
