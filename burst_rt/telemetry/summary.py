@@ -75,7 +75,7 @@ class RecordSummary:
     ranks: list[RankSummary] = field(default_factory=list)  # in the order of their numbers
     stalls: list[IdleSpan] = field(default_factory=list)  # the longest ones, longest first
     incomplete: int = 0  # calls that are left out because some ranks have no spans of them
-    latecomer: Latecomer | None = None  # None where late entry costs the others less than 1 %
+    latecomer: Latecomer | None = None  # None where no rank costs the others 1 % by late entry
 
 
 class _Lateness:
@@ -109,7 +109,7 @@ class _Lateness:
         latest = int(self.due_s[place].argmax())
         late_s = min(waited_s, float(self.due_s[place, latest]))
         self.waited_s[latest] += late_s
-        self.due_s[place] -= late_s
+        self.due_s[place] = np.maximum(0.0, self.due_s[place] - late_s)
         return late_s
 
 
@@ -154,11 +154,14 @@ def _latecomer(
         place = int(lateness.waited_s.argmax())
         waited_s, num_calls = float(lateness.waited_s[place]), lateness.num_calls
         others_s = sum(ranks[rank].total_s for rank in members if rank != members[place])
-        if num_calls and waited_s > _WORTH_SAYING * others_s:
+        beyond_s = float(lateness.beyond_s[place])
+        # Where ranks come late in turns, none of them spends more time outside than the others.
+        alone = 2 * beyond_s * (len(members) - 1) > waited_s
+        if num_calls and alone and waited_s > _WORTH_SAYING * others_s:
             found.append(
                 Latecomer(
                     rank=members[place],
-                    beyond_s=float(lateness.beyond_s[place]) / num_calls,
+                    beyond_s=beyond_s / num_calls,
                     most_s=float(lateness.most_s[place]),
                     waited_s=waited_s,
                     waited_share=waited_s / others_s,

@@ -375,3 +375,17 @@ def test_waits_in_a_call_that_only_agrees_are_late_entry(tmp_path: Path) -> None
     out = tmp_path / "trace.json"
     assert CliRunner().invoke(command, [str(path), "-o", str(out)]).exit_code == 0
     assert replay(Record(path)).snapshot().ranks[0].status == "live"
+
+
+def test_ranks_that_come_late_in_turns_are_no_latecomers(tmp_path: Path) -> None:
+    calls = []
+    for number in range(12):
+        at_s = 1.0 + 0.6 * number
+        early, late = _times(0.3, 0.4), _times(0.3, 0.3)
+        ranks = dict.fromkeys(range(3), (at_s, early)) | {number % 3: (at_s + 0.1, late)}
+        calls.append(ranks)
+    found = _three_ranks(tmp_path / "turns", calls)
+    # Each of the three waits for the others in eight of the twelve calls.
+    assert [rank.late_s for rank in found.ranks] == pytest.approx([0.8] * 3, abs=1e-4)
+    assert [rank.skew_s for rank in found.ranks] == pytest.approx([0.0] * 3, abs=1e-4)
+    assert found.latecomer is None
