@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import pytest
@@ -126,6 +127,8 @@ def _commands(page: Path) -> list[str]:
     ]
 
 
+# Options such as --record set variables, for the ranks of a job: not for the tests after this one.
+@mock.patch.dict(os.environ)
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
 def test_the_command_line_knows_the_commands_of_a_page(page: Path) -> None:
     for line in _commands(page):
