@@ -11,8 +11,6 @@ backward is the opposite, line by line.
     burst-rt run -n 3 examples/downsampled.py
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

@@ -10,8 +10,6 @@ the tokens while the other parts still travel. No line of the code says so.
     burst-rt run -n 3 examples/linformer.py
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

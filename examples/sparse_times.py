@@ -30,14 +30,13 @@ def measure(ctx: burst_rt.Context, tokens: int) -> None:
     torch.manual_seed(ctx.rank)
     layout = ctx.layout(tokens, kind="zigzag")
     width, own = 2 * HEADS * DIM, tokens // ctx.world_size
-    dtype = torch.float32
     q, k, v = (torch.randn(own, HEADS, DIM, requires_grad=True) for _ in range(3))
     e = torch.randn(own, 256, requires_grad=True)
     features = torch.randn(DIM, 128)
-    linformer = Linformer(ctx, 256, width, dtype)
+    linformer = Linformer(ctx, 256, width, q.dtype)
     down = Downsampled(ctx, tokens, 256, 16, width * 4)
-    state = HEADS * 128 * (DIM + 1)
-    full, causal = (Performer(ctx, tokens, state, dtype, each) for each in (False, True))
+    state = torch.empty(HEADS, 128, DIM + 1)
+    full, causal = (Performer(ctx, tokens, state, each) for each in (False, True))
     heads = [x.transpose(0, 1) for x in (q, k, v)]
     batch = [x[None] for x in (q, k, v)]
     ways = {

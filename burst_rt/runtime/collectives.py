@@ -1,8 +1,8 @@
-"""Collectives as tasks of a graph: all-gather, reduce-scatter and all-reduce, and ranges of rows.
+"""Collectives as tasks of a graph: all-gather, reduce-scatter, all-reduce, scans, ranges of rows.
 
 For tensor parallelism, sums of gradients, and custom pipelines. Pure: no torch, no MPI. The
-opposite of an all-gather is a reduce-scatter, and that of `gather_ranges` is `reduce_ranges`: a
-backward sends gradients by the opposite of what its forward sent.
+opposite of an all-gather is a reduce-scatter, that of `gather_ranges` is `reduce_ranges`, and that
+of a scan is a scan in reverse: a backward sends gradients by the opposite of its forward's way.
 
 All-gather, reduce-scatter and all-reduce go round a ring; source: P. Patarasuk and X. Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009. They work on a
@@ -28,6 +28,7 @@ from burst_rt.scheduler import COMPUTE, Buffer, Cost, GraphBuilder, Op, Part
 
 __all__ = [
     "all_gather", "all_reduce", "even_parts", "gather_ranges", "reduce_ranges", "reduce_scatter",
+    "scan",
 ]  # fmt: skip
 
 
@@ -122,6 +123,25 @@ def all_reduce(
     return all_gather(
         g, whole, tag=reduce_scatter(g, whole, tag=tag, reads=reads, lane=lane), reads=reads
     )
+
+
+def scan(
+    g: GraphBuilder, own: Buffer, before: Buffer, *, reverse: bool = False, tag: int = 0
+) -> int:
+    """Gives every rank the sum of the earlier ranks' terms, in `before`; reverse: of later ranks'.
+
+    Before, every rank has its term in `own`. After, `own` has the sum up to this rank's term. The
+    first rank's `before` stays as it was: let it hold zeros. Both buffers have one part, of the
+    same size. The sum goes from rank to rank, so each rank but the last sends size(own) bytes.
+    """
+    source, to = (g.rank + 1, g.rank - 1) if reverse else (g.rank - 1, g.rank + 1)
+    if 0 <= source < g.world_size:
+        g.exchange(f"{own.name} receive", recvs=[(before, source)], tag=tag)
+        op, cost = Op("add", (own, before)), Cost(0, 3 * own[0].size_bytes)
+        g.compute(f"{own.name} add", op, reads=[before], accumulates=[own], cost=cost)
+    if 0 <= to < g.world_size:
+        g.exchange(f"{own.name} pass on", sends=[(own, to)], tag=tag)
+    return tag + 1
 
 
 def gather_ranges(
