@@ -60,7 +60,7 @@ types: $(ALL) ## mypy, strict, on the package and on the tests
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt
-	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests
+	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests ../../examples
 
 docs: $(DOCS) ## the guide, as pages in build/guide/docs; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -E -c docs . build/guide

@@ -95,15 +95,16 @@ class Downsampled:
             seen = [(first <= tokens) & (tokens <= queries), (blocks + 1) * self.stride <= first]
             keys = torch.cat([near[first[0] - start :][: len(tokens)], far[: len(blocks)]])
             counts = torch.tensor([1.0] * len(tokens) + [float(self.stride)] * len(blocks)).double()
-            bias = counts.log().where(torch.cat(seen, 1), -torch.inf).to(q.dtype)
-            qkv = [x.transpose(0, 1) for x in (rows, *keys.split([k.shape[2], v.shape[2]], -1))]
-            outs.append(scaled_dot_product_attention(*qkv, attn_mask=bias).transpose(0, 1))
+            bias = counts.log().where(torch.cat(seen, 1), -torch.inf).to(q)
+            qkv = (rows, *keys.split([k.shape[2], v.shape[2]], -1))
+            query, key, value = (x.transpose(0, 1) for x in qkv)
+            outs.append(scaled_dot_product_attention(query, key, value, bias).transpose(0, 1))
         return torch.cat(outs)
 
 
 def main(tokens: int = 4_096, heads: int = 4, dim: int = 64) -> None:
     """Attends over random tokens, and says what that sent."""
-    with init() as ctx:
+    with init(device="cpu") as ctx:
         attend = Downsampled(ctx, tokens, 256, 16, heads * 2 * dim * 4)
         q, k, v = torch.randn(3, attend.shares[ctx.rank], heads, dim).requires_grad_()
         out = attend(q, k, v)

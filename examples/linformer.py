@@ -83,7 +83,7 @@ class Linformer:
 
 def main(tokens: int = 3_000, heads: int = 4, dim: int = 64, rows: int = 64) -> None:
     """Attends over random tokens, and says what that sent."""
-    with burst_rt.init() as ctx:
+    with burst_rt.init(device="cpu") as ctx:
         own = even_parts(tokens, ctx.world_size)[ctx.rank]
         q, k, v = torch.randn(3, own, heads, dim).requires_grad_()
         projection = torch.randn(own, rows, requires_grad=True)

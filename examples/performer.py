@@ -56,10 +56,10 @@ class Performer:
         g.compute("rest", Op("rest"), reads=[total], accumulates=[out])
         return g.build()
 
-    def run(self, pipeline: Pipeline, rows: list[tuple[Tensor, ...]]) -> None:
+    def run(self, pipeline: Pipeline, *rows: tuple[Tensor, ...]) -> None:
         """Adds (x y^T) z, over all ranks' y and z, to out, for each row (x, y, z, out, total).
 
-        total: for the other ranks' sum of y^T z. The graph brings that of the last row.
+        total: the sum of y^T z that comes from the ranks; the graph brings that of the last row.
         """
         *_, (_, y, z, _, total) = rows
         own = torch.empty_like(total) if self.causal else total
@@ -77,13 +77,13 @@ class Performer:
             for x, _, _, out, total in rows:
                 out += x @ total
 
-        ops = {"chunk": chunk, "rest": rest}
-        pipeline.run(buffers={"own": own, "total": total.view(-1)}, ops=ops)
+        buffers = {"own": own, "total": total.view(-1)}
+        pipeline.run(buffers=buffers, ops={"chunk": chunk, "rest": rest})
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(q k^T) v over all ranks' keys, causal or not, and what the backward needs."""
         out, total = torch.zeros_like(v), torch.zeros_like(self.state)
-        self.run(self.forward, [(q, k, v, out, total)])
+        self.run(self.forward, (q, k, v, out, total))
         return out, (q, k, v, total)
 
     def attend_back(self, kept: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
@@ -92,19 +92,19 @@ class Performer:
         dq, dk, dv, after = (torch.zeros_like(x) for x in kept)
         fq, fk, fv, fg = (x.flip(1) for x in (q, k, v, g))  # later tokens first
         rows = [(g, v, k, dq, before.mT), (fv, fg, fq, dk, after.mT), (fk, fq, fg, dv, after)]
-        self.run(self.backward, rows)
+        self.run(self.backward, *rows)
         return dq, dk.flip(1), dv.flip(1)
 
 
 def phi(x: Tensor, features: Tensor) -> Tensor:
     """The positive random features of softmax attention."""
     x = x * x.shape[-1] ** -0.25
-    return (x @ features - x.square().sum(-1, keepdim=True) / 2).exp() / features.shape[1] ** 0.5
+    return (x @ features - x.square().sum(-1, keepdim=True) / 2).exp().div(features.shape[1] ** 0.5)
 
 
 def main(tokens: int = 3_000, heads: int = 4, dim: int = 64, num_features: int = 128) -> None:
     """Attends over random tokens, and says what that sent."""
-    with init() as ctx:
+    with init(device="cpu") as ctx:
         attend = Performer(ctx, tokens, torch.empty(heads, num_features, dim + 1), causal=True)
         q, k, v = torch.randn(3, heads, attend.shares[ctx.rank], dim).requires_grad_()
         out = attend(q, k, v, torch.randn(dim, num_features))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -37,14 +38,14 @@ def measure(ctx: burst_rt.Context, tokens: int) -> None:
     down = Downsampled(ctx, tokens, 256, 16, width * 4)
     state = torch.empty(HEADS, 128, DIM + 1)
     full, causal = (Performer(ctx, tokens, state, each) for each in (False, True))
-    heads = [x.transpose(0, 1) for x in (q, k, v)]
+    qh, kh, vh = (x.transpose(0, 1) for x in (q, k, v))
     batch = [x[None] for x in (q, k, v)]
-    ways = {
+    ways: dict[str, Callable[[], torch.Tensor]] = {
         "exact, full": lambda: burst_rt.burst_attention(*batch, layout=layout),
         "Linformer, 256 rows": lambda: linformer(q, k, v, e),
-        "Performer, 128 features, full": lambda: full(*heads, features),
+        "Performer, 128 features, full": lambda: full(qh, kh, vh, features),
         "exact, causal": lambda: burst_rt.burst_attention(*batch, causal=True, layout=layout),
-        "Performer, 128 features, causal": lambda: causal(*heads, features),
+        "Performer, 128 features, causal": lambda: causal(qh, kh, vh, features),
         "window 256, means of 16, causal": lambda: down(q, k, v),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -70,5 +71,5 @@ def measure(ctx: burst_rt.Context, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    with burst_rt.init() as context:
+    with burst_rt.init(device="cpu") as context:
         measure(context, 3072)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from burst_rt import Context
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from downsampled import Downsampled
 from linformer import Linformer
 from performer import Performer, phi
 
 __all__ = ["CHECKS", "EXAMPLES"]
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 _HEADS, _DIM, _V_DIM = 2, 8, 6
 
 
@@ -56,7 +56,8 @@ def performer(ctx: Context, tokens: int, causal: bool) -> float:
     of = Performer(ctx, tokens, state, causal)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return of(*(x.transpose(0, 1) for x in (q, k, v)), features).transpose(0, 1)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return of(q, k, v, features).transpose(0, 1)
 
     return _largest_error(ctx, attend, whole, _qkv(tokens), of.shares)
 

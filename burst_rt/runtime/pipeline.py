@@ -90,16 +90,16 @@ class Pipeline:
         for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
             largest[m.part] = max(m.end, largest.get(m.part, 0))
         absent: list[Part] = []
-        given: dict[str, Any] = {}
+        cut: dict[str, Any] = {}
         for part_id in sorted(largest.keys() | _named(self.graph)):
             part = self.graph.parts[part_id]
             if part.buffer not in buffers and not part.initialised:
                 absent.append(part)
                 continue
-            if error is None and part.buffer not in given:
+            if error is None and part.buffer not in cut:
                 parts = self._parts[part.buffer]
-                given[part.buffer], error = _cut(buffers.get(part.buffer), parts)
-            tensor = _bound(given, part)
+                cut[part.buffer], error = _cut(buffers.get(part.buffer), parts)
+            tensor = _bound(cut, part)
             error = error or self._refuses(part.name, tensor, largest.get(part_id))
             if error is None:
                 bound_to[part_id] = tensor
@@ -196,12 +196,12 @@ class Pipeline:
         return None
 
 
-def _bound(given: Mapping[str, Any], part: Part) -> Any:
-    """What the user gave for a part: what was given for its buffer, or for each of its parts.
+def _bound(buffers: Mapping[str, Any], part: Part) -> Any:
+    """What the user gave for a part: one value for the buffer, or one for each part.
 
     A tensor if the user made no mistake; None where nothing was given.
     """
-    bound = given.get(part.buffer)
+    bound = buffers.get(part.buffer)
     if isinstance(bound, Sequence):
         return bound[part.index] if part.index < len(bound) else None
     return bound

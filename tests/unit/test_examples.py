@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import runpy
+
 import pytest
 import torch
 from example_checks import CHECKS, EXAMPLES
