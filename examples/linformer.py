@@ -3,9 +3,10 @@
 Each rank projects its own tokens. The sums over the ranks come together by an all-reduce, and
 attention is then local. What is sent does not grow with the sequence.
 
-The graph makes overlap easy. The projection is one task for each part of the all-reduce, so the
-first part travels while the next is projected. In the backward each part's gradient is spread over
-the tokens while the other parts still travel. No line of the code says so.
+The graph makes overlap easy. The projection is one task for each part of the all-reduce. The part
+that is sent first is projected first, and travels while the next is projected. In the backward each
+part's gradient is spread over the tokens while other parts still travel. No line of the code says
+so: it follows from what each task reads and writes.
 
     burst-rt run -n 3 examples/linformer.py
 """
@@ -44,15 +45,14 @@ class Linformer:
         world = self.ctx.world_size
         g = GraphBuilder(rank, world, self.ctx.lanes)
         sums = g.buffer("sums", parts=world, size_bytes=self.sizes, initialised=backward)
-        order = [(rank - 1 - hop) % world for hop in range(world)]  # in which parts are sent
         if not backward:
-            for part in order:
+            for part in range(world):
                 op = Op("project", (sums[part], part))
                 g.compute(f"project {part}", op, writes=[sums[part]])
         all_reduce(g, sums)
         if backward:
             grads = g.buffer("grads", initialised=True)
-            for part in order:
+            for part in range(world):
                 op = Op("spread", (sums[part], part))
                 g.compute(f"spread {part}", op, reads=[sums[part]], accumulates=[grads])
         return g.build()
