@@ -56,7 +56,7 @@ lint: $(ALL) ## ruff: rules and format
 
 # mypy cannot follow package_dir in the work tree, so it reads an installed copy; and it must not see the work tree's burst_rt at all,
 # which is why it is started elsewhere. The second time it has read torch and the package already.
-types: $(ALL) ## mypy, strict, on the package and on the tests
+types: $(ALL) ## mypy, strict, on the package, the tests and the examples
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt

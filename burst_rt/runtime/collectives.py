@@ -6,16 +6,19 @@ of a scan is a scan in reverse: a backward sends gradients by the opposite of it
 
 All-gather, reduce-scatter and all-reduce go round a ring; source: P. Patarasuk and X. Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009. They work on a
-buffer of W parts, where W is the world size and part r belongs to rank r.
-Parts may differ in size, or be empty. An all-gather or a reduce-scatter takes W-1 hops, an
-all-reduce twice as many. In each hop every rank sends one part to the next rank and receives one
-part from the rank before. The tags of the messages begin at `tag`, and each function returns the
-first free tag. `reads`: buffers that must be written before anything is sent.
+buffer of W parts, where W is the world size and part r belongs to rank r. Parts may differ in size,
+or be empty. An all-gather or a reduce-scatter takes W-1 hops, an all-reduce twice as many. In each
+hop every rank sends one part to the next rank and receives one part from the rank before. `reads`:
+buffers that must be written before anything is sent.
 
-Received parts are added up by compute tasks `Op("add", (part, slot))` on `lane`: part += slot. The
-slot is one of a double-buffered pair named "<buffer> slot0" and "<buffer> slot1". `Pipeline.run`
-needs neither the slots nor a function for "add". Terms are added in the order of the ring, so every
-run gives the same bits. After an all-reduce every rank has the same bits.
+The tags of messages begin at `tag`. Functions that do not return a buffer return the first free
+tag; the others use one tag.
+
+What is received is added up by compute tasks `Op("add", (part, slot))`: part += slot. In a ring
+they are on `lane`, and the slot is one of a double-buffered pair named "<buffer> slot0" and
+"<buffer> slot1". `Pipeline.run` needs neither the slots nor a function for "add". Terms are added
+in the order of the graph, so every run gives the same bits. After an all-reduce every rank has the
+same bits.
 """
 
 from __future__ import annotations
@@ -182,8 +185,8 @@ def reduce_ranges(
     """Gives every rank the sum of what all ranks have in their ranges for the rank's own rows.
 
     The opposite of `gather_ranges`, whose arguments and buffer it shares. Before, all parts are
-    there, each with terms; after, a rank's own part is the sum. Terms are added in the order of the
-    ranks.
+    there, each with terms; after, a rank's own part is the sum. The rank's own terms come first, then
+    the others' in the order of the ranks.
     """
     whole, others, wanted = _range(g, name, counts, ranges, row_bytes)
     slots = [g.buffer(f"{name} from {rank}", size_bytes=size) for rank, size, _ in wanted]

@@ -230,6 +230,12 @@ def test_a_scan_sums_up_what_earlier_ranks_have(world: int, reverse: bool) -> No
         pipeline.run(buffers={"own": own, "before": before}, ops={})
         return own.tolist(), before.tolist(), pipeline.graph.wire_bytes
 
+    built = []
+    for rank in range(world):
+        g = GraphBuilder(rank, world, NCCL_LANES)
+        scan(g, *(g.buffer(n, size_bytes=16, initialised=True) for n in "ab"), reverse=reverse)
+        built.append(g.build())
+    check_world(built)
     for rank, (own, before, sent) in enumerate(burst_rt.run_local(world, call)):
         earlier = range(rank + 1, world) if reverse else range(rank)
         assert before == [sum(10**r for r in earlier), len(earlier)]
