@@ -185,8 +185,8 @@ def reduce_ranges(
     """Gives every rank the sum of what all ranks have in their ranges for the rank's own rows.
 
     The opposite of `gather_ranges`, whose arguments and buffer it shares. Before, all parts are
-    there, each with terms; after, a rank's own part is the sum. The rank's own terms come first, then
-    the others' in the order of the ranks.
+    there, each with terms; after, a rank's own part is the sum. The rank's own terms come first,
+    then the others' in the order of the ranks.
     """
     whole, others, wanted = _range(g, name, counts, ranges, row_bytes)
     slots = [g.buffer(f"{name} from {rank}", size_bytes=size) for rank, size, _ in wanted]

@@ -309,7 +309,7 @@ def test_one_tensor_is_cut_for_the_parts_of_its_buffer() -> None:
     def call(ctx: Context) -> None:
         pipeline = ctx.pipeline(build)
         own, got = torch.arange(6.0).view(3, 2).double() + 10 * ctx.rank, torch.empty(2).double()
-        shapes = []
+        shapes: list[torch.Size] = []
 
         def look(parts: tuple[torch.Tensor, ...], got: torch.Tensor) -> None:
             shapes.extend(part.shape for part in parts)
