@@ -59,7 +59,8 @@ class Performer:
     def run(self, pipeline: Pipeline, *rows: tuple[Tensor, ...]) -> None:
         """Adds (x y^T) z, over all ranks' y and z, to out, for each row (x, y, z, out, total).
 
-        total: the sum of y^T z that comes from the ranks; the graph brings that of the last row.
+        total: the sum of y^T z of earlier ranks, or (full) of all. The graph brings the last row's;
+        the others are views of it, or kept from the forward.
         """
         *_, (_, y, z, _, total) = rows
         own = torch.empty_like(total) if self.causal else total

@@ -217,8 +217,9 @@ def _cut(tensor: Any, parts: Sequence[Part]) -> tuple[Any, BurstError | None]:
     num_rows = len(tensor) if tensor.dim() else 0
     row_bytes = tensor.nbytes // max(1, num_rows)
     sizes = [part.size_bytes for part in parts]
-    if sum(sizes) == tensor.nbytes and not any(size % max(1, row_bytes) for size in sizes):
-        return tensor.split([size // max(1, row_bytes) for size in sizes]), None
+    rows = [size // max(1, row_bytes) for size in sizes]
+    if sum(rows) == num_rows and sizes == [n * row_bytes for n in rows]:
+        return tensor.split(rows), None
     return tensor, InputError(
         f"Pipeline.run: {parts[0].buffer} must be a tensor for each of its {len(parts)} parts, or "
         f"one whose rows make parts of {sizes} bytes; got {num_rows} rows of {row_bytes} bytes"

@@ -322,6 +322,7 @@ def test_one_tensor_is_cut_for_the_parts_of_its_buffer() -> None:
             (torch.zeros(5, 2).double(), r"got 5 rows of 16 bytes"),
             (torch.zeros(2, 3).double(), r"got 2 rows of 24 bytes"),
             (torch.zeros(()).double(), r"got 0 rows of 8 bytes"),
+            (torch.zeros(3, 0).double(), r"got 3 rows of 0 bytes"),
         ):
             buffers = {"own": wrong if ctx.rank else own, "got": got}
             with pytest.raises(InputError, match=r"rank 1: .* own must be a tensor .*" + said):
