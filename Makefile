@@ -56,11 +56,11 @@ lint: $(ALL) ## ruff: rules and format
 
 # mypy cannot follow package_dir in the work tree, so it reads an installed copy; and it must not see the work tree's burst_rt at all,
 # which is why it is started elsewhere. The second time it has read torch and the package already.
-types: $(ALL) ## mypy, strict, on the package and on the tests
+types: $(ALL) ## mypy, strict, on the package, the tests and the examples
 	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache -p burst_rt
-	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests
+	cd build/typed && MYPYPATH=../../tests ../../$(BIN)/mypy --config-file ../../setup.cfg --cache-dir ../../.mypy_cache ../../tests ../../examples
 
 docs: $(DOCS) ## the guide, as pages in build/guide/docs; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -E -c docs . build/guide

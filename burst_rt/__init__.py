@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         SlidingWindow,
         Spans,
     )
+    from burst_rt.runtime.differentiable import differentiable
     from burst_rt.runtime.ends import LocalRank
     from burst_rt.runtime.mean import average_gradients, mean_over_ranks
     from burst_rt.runtime.pipeline import Pipeline
@@ -73,6 +74,7 @@ _HOME = {
     "burst_attention": "attention.api",
     "checkpoint": "attention.checkpointing",
     "cross_entropy": "batches",
+    "differentiable": "runtime.differentiable",
     "explain": "attention.api",
     "init": "context",
     "keep_attention": "attention.checkpointing",
@@ -91,9 +93,9 @@ __all__ = [
     "Context", "ContextLayout", "Documents", "Explanation", "First", "Full", "KVCache",
     "LocalRank", "Mask", "Pipeline", "Prefix", "Relation", "ShardedBatch", "SlidingWindow", "Spans",
     "Stats", "Step",
-    "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "errors", "explain",
-    "init", "keep_attention", "make_call", "mean_over_ranks", "run_local", "shard_batch",
-    "telemetry",
+    "average_gradients", "burst_attention", "checkpoint", "cross_entropy", "differentiable",
+    "errors", "explain", "init", "keep_attention", "make_call", "mean_over_ranks", "run_local",
+    "shard_batch", "telemetry",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -30,22 +31,21 @@ def measure(ctx: burst_rt.Context, tokens: int) -> None:
     torch.manual_seed(ctx.rank)
     layout = ctx.layout(tokens, kind="zigzag")
     width, own = 2 * HEADS * DIM, tokens // ctx.world_size
-    dtype = torch.float32
     q, k, v = (torch.randn(own, HEADS, DIM, requires_grad=True) for _ in range(3))
     e = torch.randn(own, 256, requires_grad=True)
     features = torch.randn(DIM, 128)
-    linformer = Linformer(ctx, 256, width, dtype)
+    linformer = Linformer(ctx, 256, width, q.dtype)
     down = Downsampled(ctx, tokens, 256, 16, width * 4)
-    state = HEADS * 128 * (DIM + 1)
-    full, causal = (Performer(ctx, tokens, state, dtype, each) for each in (False, True))
-    heads = [x.transpose(0, 1) for x in (q, k, v)]
+    state = torch.empty(HEADS, 128, DIM + 1)
+    full, causal = (Performer(ctx, tokens, state, each) for each in (False, True))
+    qh, kh, vh = (x.transpose(0, 1) for x in (q, k, v))
     batch = [x[None] for x in (q, k, v)]
-    ways = {
+    ways: dict[str, Callable[[], torch.Tensor]] = {
         "exact, full": lambda: burst_rt.burst_attention(*batch, layout=layout),
         "Linformer, 256 rows": lambda: linformer(q, k, v, e),
-        "Performer, 128 features, full": lambda: full(*heads, features),
+        "Performer, 128 features, full": lambda: full(qh, kh, vh, features),
         "exact, causal": lambda: burst_rt.burst_attention(*batch, causal=True, layout=layout),
-        "Performer, 128 features, causal": lambda: causal(*heads, features),
+        "Performer, 128 features, causal": lambda: causal(qh, kh, vh, features),
         "window 256, means of 16, causal": lambda: down(q, k, v),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -71,5 +71,5 @@ def measure(ctx: burst_rt.Context, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    with burst_rt.init() as context:
+    with burst_rt.init(device="cpu") as context:
         measure(context, 3072)

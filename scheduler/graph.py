@@ -288,7 +288,7 @@ class GraphBuilder:
     def compute(
         self,
         name: str,
-        op: Operation,
+        op: Operation | str,
         *,
         reads: Iterable[_Access] = (),
         writes: Iterable[_Access] = (),
@@ -299,7 +299,13 @@ class GraphBuilder:
     ) -> int:
         """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write,
         chained in program order. hop: see `Task`.
+
+        op: a name alone stands for an `Op` whose arguments are what the task reads, then what it
+        writes, then what it accumulates into.
         """
+        reads, writes, accumulates = tuple(reads), tuple(writes), tuple(accumulates)
+        if isinstance(op, str):
+            op = Op(op, (*reads, *writes, *accumulates))
         return self._add(
             Task(
                 id=len(self._tasks),

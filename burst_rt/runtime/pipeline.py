@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class Pipeline:
         self.schedule = schedule
         self.fingerprint = fingerprint  # of all ranks' graphs; the ranks compare it in every run
         self.progress = Progress()
+        by_buffer = groupby(schedule.graph.parts, lambda part: part.buffer)
+        self._parts = {name: list(parts) for name, parts in by_buffer}
 
     @property
     def graph(self) -> Graph:
@@ -58,13 +61,15 @@ class Pipeline:
         blocks until all work is on streams.
 
         buffers: for every buffer that is sent, received or named by an operation, one tensor or a
-        tensor for each part, by the buffer's name. A tensor must be contiguous and at least as
-        large as its messages. A buffer that holds nothing at the start may be left out: the run
-        then has bytes (uint8) for it. Other runs may have other tensors.
+        tensor for each part, by the buffer's name. One tensor for several parts is cut along its
+        first dimension, by the parts' sizes. A tensor must be contiguous and at least as large as
+        its messages. A buffer that holds nothing at the start may be left out: the run then has
+        bytes (uint8) for it. Other runs may have other tensors.
 
         ops: the function for each `Op.name`, called with `Op.args`. A part among the arguments
         comes as its tensor, as does a buffer of one part; a buffer of several parts comes as a
-        tuple of tensors. "add" need not be given: it is what `collectives` add up with.
+        tuple of tensors. "add" need not be given: `Op("add", (total, term))` adds the term to the
+        total, and `Op("add", (total, term, offset))` adds it from that byte of the total on.
 
         Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs)
         on every rank alike, before anything is sent; PeerLost, Stalled and DeviceError later.
@@ -85,12 +90,16 @@ class Pipeline:
         for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
             largest[m.part] = max(m.end, largest.get(m.part, 0))
         absent: list[Part] = []
+        cut: dict[str, Any] = {}
         for part_id in sorted(largest.keys() | _named(self.graph)):
             part = self.graph.parts[part_id]
-            if error is None and part.buffer not in buffers and not part.initialised:
+            if part.buffer not in buffers and not part.initialised:
                 absent.append(part)
                 continue
-            tensor = _bound(buffers, part.buffer, part.index)
+            if error is None and part.buffer not in cut:
+                parts = self._parts[part.buffer]
+                cut[part.buffer], error = _cut(buffers.get(part.buffer), parts)
+            tensor = _bound(cut, part)
             error = error or self._refuses(part.name, tensor, largest.get(part_id))
             if error is None:
                 bound_to[part_id] = tensor
@@ -187,17 +196,34 @@ class Pipeline:
         return None
 
 
-def _bound(
-    buffers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], name: str, index: int
-) -> Any:
-    """What the user gave for a part of a buffer: one value for the buffer, or one for each part.
+def _bound(buffers: Mapping[str, Any], part: Part) -> Any:
+    """What the user gave for a part: one value for the buffer, or one for each part.
 
     A tensor if the user made no mistake; None where nothing was given.
     """
-    bound = buffers.get(name)
+    bound = buffers.get(part.buffer)
     if isinstance(bound, Sequence):
-        return bound[index] if index < len(bound) else None
+        return bound[part.index] if part.index < len(bound) else None
     return bound
+
+
+def _cut(tensor: Any, parts: Sequence[Part]) -> tuple[Any, BurstError | None]:
+    """One tensor for a buffer of several parts, as its rows for each part; else what was given.
+
+    And why it cannot be cut, or None.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or len(parts) == 1:
+        return tensor, None
+    num_rows = len(tensor) if tensor.dim() else 0
+    row_bytes = tensor.nbytes // max(1, num_rows)
+    sizes = [part.size_bytes for part in parts]
+    rows = [size // max(1, row_bytes) for size in sizes]
+    if sum(rows) == num_rows and sizes == [n * row_bytes for n in rows]:
+        return tensor.split(rows), None
+    return tensor, InputError(
+        f"Pipeline.run: {parts[0].buffer} must be a tensor for each of its {len(parts)} parts, or "
+        f"one whose rows make parts of {sizes} bytes; got {num_rows} rows of {row_bytes} bytes"
+    )
 
 
 def _parts_of(arg: object) -> tuple[Part, ...]:
@@ -228,7 +254,13 @@ def _check_named(graph: Graph) -> None:
                 )
 
 
-def _add(total: torch.Tensor, term: torch.Tensor) -> None:
-    """total += term, whose memory may be larger, and may be bytes."""
-    flat = total.view(-1)
-    flat.add_(term.view(-1).view(flat.dtype)[: flat.numel()])
+def _add(total: torch.Tensor, term: torch.Tensor, offset: int | None = None) -> None:
+    """Adds the term, which may be bytes, to the total. offset: where in the total, in bytes.
+
+    Without an offset the term's memory may be larger than the total.
+    """
+    flat, terms = total.view(-1), term.view(-1).view(total.dtype)
+    if offset is None:
+        flat.add_(terms[: flat.numel()])
+    else:
+        flat[offset // flat.itemsize :][: terms.numel()].add_(terms)

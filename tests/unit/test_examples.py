@@ -1,18 +1,40 @@
-"""The examples of sparse attention against one process's plain torch: outputs and gradients."""
+"""The examples of sparse attention: outputs and gradients are those of one process, and the
+programs run.
+"""
 
 from __future__ import annotations
 
+import re
 import runpy
-from pathlib import Path
 
 import pytest
+import torch
+from example_checks import CHECKS, EXAMPLES
+from tolerances import ERROR
 
 import burst_rt
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+_NAMES = ("linformer", "performer", "downsampled")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["linformer", "performer", "downsampled"])
+@pytest.mark.parametrize("name", CHECKS)
 def test_over_ranks(name: str, world: int) -> None:
-    burst_rt.run_local(world, runpy.run_path(str(EXAMPLES / f"{name}.py"))["check"])
+    assert max(burst_rt.run_local(world, CHECKS[name], timeout_s=60)) <= ERROR[torch.float64]
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_the_program_says_what_it_sent(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def main(ctx: burst_rt.Context) -> None:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+
+    burst_rt.run_local(3, main, timeout_s=60)
+    (line,) = capsys.readouterr().out.splitlines()
+    sent = re.fullmatch(r"out \(.*, 64\), 2\d{6} bytes of k and v, sent \[(\d+), (\d+)\]", line)
+    assert sent is not None, line
+    assert 0 < sum(map(int, sent.groups())) < 2_000_000
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_an_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 120

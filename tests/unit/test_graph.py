@@ -151,6 +151,17 @@ def test_memory_of_another_builder_is_refused() -> None:
             g.exchange("hop", sends=[(foreign, 1)], tag=0)
 
 
+def test_a_name_alone_is_an_operation_on_what_the_task_declares() -> None:
+    g = GraphBuilder(0, 1)
+    a, b, c = (g.buffer(name, parts=2, initialised=True) for name in "abc")
+    task = g.compute(
+        "t", "work", reads=(each for each in (a, b[1])), writes=[b[0]], accumulates=[c]
+    )
+    node = g.build().tasks[task]
+    assert node.op == Op("work", (a, b[1], b[0], c))
+    assert node.reads == (a[0].id, a[1].id, b[1].id)
+
+
 def test_naming_a_buffer_names_all_its_parts() -> None:
     g = GraphBuilder(0, 1)
     buffer = g.buffer("b", parts=3, size_bytes=(1, 2, 3))

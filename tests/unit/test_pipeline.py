@@ -295,6 +295,60 @@ def test_operations_get_the_tensors_that_they_name() -> None:
     burst_rt.run_local(2, call)
 
 
+def test_one_tensor_is_cut_for_the_parts_of_its_buffer() -> None:
+    """Along its first dimension; what does not fit on one rank is refused on all."""
+
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        own = g.buffer("own", parts=3, size_bytes=[32, 0, 16], initialised=True)
+        got = g.buffer("got", size_bytes=16)
+        g.exchange("swap", sends=[(own[2], 1 - rank)], recvs=[(got, 1 - rank)], tag=0)
+        g.compute("look", "look", reads=[own, got])
+        return g.build()
+
+    def call(ctx: Context) -> None:
+        pipeline = ctx.pipeline(build)
+        own, got = torch.arange(6.0).view(3, 2).double() + 10 * ctx.rank, torch.empty(2).double()
+        shapes: list[torch.Size] = []
+
+        def look(parts: tuple[torch.Tensor, ...], got: torch.Tensor) -> None:
+            shapes.extend(part.shape for part in parts)
+            assert got.tolist() == [14 - 10 * ctx.rank, 15 - 10 * ctx.rank]
+            assert torch.equal(torch.cat(parts), own)
+
+        pipeline.run(buffers={"own": own, "got": got}, ops={"look": look})
+        assert shapes == [(2, 2), (0, 2), (1, 2)]
+        for wrong, said in (
+            (torch.zeros(5, 2).double(), r"got 5 rows of 16 bytes"),
+            (torch.zeros(2, 3).double(), r"got 2 rows of 24 bytes"),
+            (torch.zeros(()).double(), r"got 0 rows of 8 bytes"),
+            (torch.zeros(3, 0).double(), r"got 3 rows of 0 bytes"),
+        ):
+            buffers = {"own": wrong if ctx.rank else own, "got": got}
+            with pytest.raises(InputError, match=r"rank 1: .* own must be a tensor .*" + said):
+                pipeline.run(buffers=buffers, ops={"look": look})
+
+    burst_rt.run_local(2, call)
+
+
+def test_a_term_is_added_from_a_byte_on() -> None:
+    def build(rank: int) -> Graph:
+        g = GraphBuilder(rank, 2)
+        own = g.buffer("own", size_bytes=16, initialised=True)
+        slot, total = g.buffer("slot", size_bytes=16), g.buffer("total", initialised=True)
+        g.exchange("swap", sends=[(own, 1 - rank)], recvs=[(slot, 1 - rank)], tag=0)
+        g.compute("add", Op("add", (total, slot, 8)), reads=[slot], accumulates=[total])
+        return g.build()
+
+    def call(ctx: Context) -> list[list[float]]:
+        total = torch.ones(2, 2, dtype=torch.float64)
+        own = torch.tensor([3.0, 4.0], dtype=torch.float64)
+        ctx.pipeline(build).run(buffers={"own": own, "total": total}, ops={})
+        return total.tolist()
+
+    assert burst_rt.run_local(2, call) == [[[1, 4], [5, 1]]] * 2
+
+
 def test_an_operation_names_what_its_task_declares() -> None:
     def build(rank: int) -> Graph:
         g = GraphBuilder(rank, 1)

@@ -1,0 +1,45 @@
+"""Functions whose forward and backward are both written by hand: a pipeline each, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+__all__ = ["differentiable"]
+
+
+# Arguments, results and gradients are as many as the user's function has: hence `Any`.
+def differentiable(
+    forward: Callable[..., tuple[Any, Sequence[torch.Tensor]]], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function that autograd differentiates: forward and backward may each run a pipeline.
+
+    forward: `forward(*args)` returns the function's result, which is a tensor or a tuple of
+        tensors, and a sequence of the tensors to keep for the backward.
+    backward: `backward(kept, *grads)` gets these tensors, and a gradient for each tensor of the
+        result. It returns a gradient, or None, for each of args: a tuple, or one for one. The grads
+        are its own to overwrite, contiguous, and zeros for what the program did not use.
+
+    Neither is recorded by autograd, so gradients of gradients are refused. The function takes
+    positional arguments only, and blocks as forward and backward do. In a program over ranks, all
+    ranks must differentiate what some rank differentiates. As `jax.custom_vjp`.
+    """
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            result, kept = forward(*args)
+            ctx.save_for_backward(*kept)
+            return result
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            mine = (grad.clone(memory_format=torch.contiguous_format) for grad in grads)
+            return backward(ctx.saved_tensors, *mine)
+
+    function: Callable[..., Any] = Function.apply
+    return function

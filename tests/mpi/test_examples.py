@@ -1,0 +1,31 @@
+"""The examples of sparse attention over real MPI ranks: the results of one process, and their
+commands.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from example_checks import CHECKS, EXAMPLES
+from jobs import run_command, run_job
+from tolerances import ERROR
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_results_are_those_of_one_process(num_ranks: int, tmp_path: Path) -> None:
+    job = run_job(Path(__file__).parent / "programs" / "examples.py", num_ranks, [str(tmp_path)])
+    assert job.exit_code == 0, job.text
+    for rank in range(num_ranks):
+        errors = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert list(errors) == list(CHECKS)
+        assert max(errors.values()) <= ERROR[torch.float64], errors
+
+
+@pytest.mark.parametrize("name", ["linformer", "performer", "downsampled"])
+def test_the_command_says_what_was_sent(name: str) -> None:
+    job = run_command(["run", "-n", "3", str(EXAMPLES / f"{name}.py")])
+    assert job.exit_code == 0, job.text
+    assert "bytes of k and v, sent [" in job.out, job.text
