@@ -78,7 +78,7 @@ class Performer:
             for x, _, _, out, total in rows:
                 out += x @ total
 
-        buffers = {"own": own, "total": total.view(-1)}
+        buffers = {"own": own, "total": total.view(-1)} if self.causal else {"total": own.view(-1)}
         pipeline.run(buffers=buffers, ops={"chunk": chunk, "rest": rest})
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -306,6 +306,11 @@ class GraphBuilder:
         reads, writes, accumulates = tuple(reads), tuple(writes), tuple(accumulates)
         if isinstance(op, str):
             op = Op(op, (*reads, *writes, *accumulates))
+        if isinstance(op, Op) and not isinstance(op.args, tuple):
+            raise InputError(
+                f"GraphBuilder.compute {name!r}: the arguments of {op.name!r} must be a tuple, got "
+                f"{op.args!r}; write Op({op.name!r}, (argument,)), with a comma"
+            )
         return self._add(
             Task(
                 id=len(self._tasks),
@@ -353,7 +358,7 @@ class GraphBuilder:
         if overlap(incoming) or set(written) & set(read):
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: a part is received twice, or sent and received, "
-                "in one exchange; use two exchanges"
+                "in one exchange; receive into another buffer (a second slot)"
             )
         return self._add(
             Task(
@@ -412,14 +417,20 @@ class GraphBuilder:
                 f"GraphBuilder.exchange {name!r}: a message carries one part, got a buffer of "
                 f"{len(ids)} parts; name one part in each message"
             )
-        size = spec[2] if len(spec) > 2 else self._parts[ids[0]].size_bytes
+        part = self._parts[ids[0]]
+        if part.size_bytes == 0:
+            raise InputError(
+                f"GraphBuilder.exchange {name!r}: {part.name} is sent or received, so it must have "
+                f"a size; declare it with g.buffer({part.buffer!r}, size_bytes=...)"
+            )
+        size = spec[2] if len(spec) > 2 else part.size_bytes
         offset = spec[3] if len(spec) > 3 else 0
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise InputError(
                 f"GraphBuilder.exchange {name!r}: peer must be another rank in [0, "
                 f"{self.world_size}), got {peer}"
             )
-        limit = self._parts[ids[0]].size_bytes
+        limit = part.size_bytes
         if size < 1 or offset < 0 or offset + size > limit:
             where = f" from byte {offset} on" if offset else ""
             raise InputError(

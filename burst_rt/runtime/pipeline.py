@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from burst_rt.drivers import Progress
-from burst_rt.errors import BurstError, ConfigError, InputError
+from burst_rt.errors import BurstError, ConfigError, InputError, InternalError
 from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.runtime import Runtime
 from burst_rt.scheduler import Buffer, Graph, Op, Part, Schedule, Trace, check_world
@@ -21,9 +21,23 @@ __all__ = ["Pipeline", "make_pipeline"]
 def make_pipeline(runtime: Runtime, build: Callable[[int], Graph]) -> Pipeline:
     """Builds and verifies a custom pipeline; see `Context.pipeline`. Local; does not block."""
     graphs = [build(rank) for rank in range(runtime.world_size)]
-    for graph in graphs:
+    for rank, graph in enumerate(graphs):
+        if not isinstance(graph, Graph):
+            raise InputError(
+                f"Context.pipeline: build({rank}) must return a Graph, got {type(graph).__name__}; "
+                "end it with `return g.build()`"
+            )
+        if (graph.rank, graph.world_size) != (rank, runtime.world_size):
+            raise InputError(
+                f"Context.pipeline: build({rank}) must return the graph of rank {rank} of "
+                f"{runtime.world_size}, got that of rank {graph.rank} of {graph.world_size}; begin "
+                f"it with GraphBuilder(rank, {runtime.world_size}, ...)"
+            )
         _check_named(graph)
-    check_world(graphs)
+    try:
+        check_world(graphs)
+    except InternalError as error:  # here the graphs are the user's
+        raise InputError(f"Context.pipeline: {error.message}") from None
     tasks = Contract({"tasks": repr([graph.tasks for graph in graphs])})
     fingerprint = format(tasks.digest, "x")
     return Pipeline(runtime, Schedule.of(graphs[runtime.rank]), fingerprint)
@@ -62,13 +76,13 @@ class Pipeline:
 
         buffers: for every buffer that is sent, received or named by an operation, one tensor or a
         tensor for each part, by the buffer's name. One tensor for several parts is cut along its
-        first dimension, by the parts' sizes. A tensor must be contiguous and at least as large as
-        its messages. A buffer that holds nothing at the start may be left out: the run then has
-        bytes (uint8) for it. Other runs may have other tensors.
+        first dimension, by the parts' sizes. The tensor of a part that is sent or received must be
+        contiguous and of the part's size. The tensor of a buffer that is not `initialised` may be
+        left out: the run then makes one, of bytes (uint8). Each run may be given other tensors.
 
-        ops: the function for each `Op.name`, called with `Op.args`. A part among the arguments
-        comes as its tensor, as does a buffer of one part; a buffer of several parts comes as a
-        tuple of tensors. "add" need not be given: `Op("add", (total, term))` adds the term to the
+        ops: the function for each `Op.name`, called with `Op.args`. In place of a part, or of a
+        buffer made with one part, the function gets a tensor; in place of a buffer with more parts
+        a tuple of tensors. "add" need not be given: `Op("add", (total, term))` adds the term to the
         total, and `Op("add", (total, term, offset))` adds it from that byte of the total on.
 
         Raises InputError and ConfigError (a wrong argument) and ContractMismatch (different graphs)
@@ -83,6 +97,11 @@ class Pipeline:
                 error = error or InputError(
                     f"Pipeline.run: {name} must be a mapping of {of}, got {type(given).__name__}"
                 )
+        if error is None and (unknown := sorted(set(buffers) - set(self._parts))):
+            error = InputError(
+                f"Pipeline.run: buffers must be among the graph's {sorted(self._parts)}, got "
+                f"{unknown}"
+            )
         if error is not None:
             self.runtime.refuse("Pipeline.run", error)
         largest: dict[int, int] = {}
@@ -100,7 +119,7 @@ class Pipeline:
                 parts = self._parts[part.buffer]
                 cut[part.buffer], error = _cut(buffers.get(part.buffer), parts)
             tensor = _bound(cut, part)
-            error = error or self._refuses(part.name, tensor, largest.get(part_id))
+            error = error or self._refuses(part, tensor, part_id in largest)
             if error is None:
                 bound_to[part_id] = tensor
         error = error or self._overlap(bound_to)
@@ -159,18 +178,18 @@ class Pipeline:
                     )
         return None
 
-    def _refuses(self, name: str, tensor: object, size: int | None) -> BurstError | None:
-        """Why a tensor cannot be a part whose messages take up to `size` bytes, or None.
+    def _refuses(self, part: Part, tensor: object, moves: bool) -> BurstError | None:
+        """Why a tensor cannot be a part, or None.
 
-        size: None for a part without messages, which may be any tensor.
+        moves: whether messages carry the part; otherwise it may be any tensor.
         """
-        where, device = f"Pipeline.run: {name}", self.runtime.device
+        where, device = f"Pipeline.run: {part.name}", self.runtime.device
         if not isinstance(tensor, torch.Tensor):
             return InputError(
                 f"{where} must be a tensor, got "
                 f"{'nothing' if tensor is None else type(tensor).__name__}"
             )
-        if size is None:
+        if not moves:
             return None
         if tensor.device.type != "cpu" and self.runtime.machine.transport_name == "staged":
             # The graphs of attention are lowered to copies and chunks; a custom graph is not.
@@ -184,15 +203,14 @@ class Pipeline:
             return InputError(
                 f"{where} must be on {device}, the context's device, got {tensor.device}"
             )
-        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.nbytes < size:
+        size = part.size_bytes
+        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.nbytes != size:
             got = (
                 f"{tensor.nbytes} bytes, contiguous: {tensor.is_contiguous()}"
                 if tensor.layout == torch.strided
                 else str(tensor.layout)
             )
-            return InputError(
-                f"{where} must be a contiguous tensor of at least {size} bytes, got {got}"
-            )
+            return InputError(f"{where} must be a contiguous tensor of its {size} bytes, got {got}")
         return None
 
 

@@ -19,7 +19,6 @@ from burst_rt.errors import (
     ConfigError,
     ContractMismatch,
     InputError,
-    InternalError,
     PeerLost,
 )
 from burst_rt.scheduler import HOST_LANES, NCCL_LANES, Graph, GraphBuilder, Op
@@ -93,9 +92,7 @@ def test_a_buffer_too_small_on_one_rank_is_refused_on_all() -> None:
     for error in burst_rt.run_local(3, lambda ctx: failure(ctx, odd=False)):
         assert type(error) is InputError
         assert "rank 1" in str(error)
-        assert "there[0] must be a contiguous tensor of at least 64 bytes, got 60 bytes" in str(
-            error
-        )
+        assert "there[0] must be a contiguous tensor of its 64 bytes, got 60 bytes" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +105,11 @@ def test_a_buffer_too_small_on_one_rank_is_refused_on_all() -> None:
         (torch.zeros(16, device="meta"), "must be on cpu, the context's device, got meta"),
         (
             torch.zeros(32)[::2],
-            "must be a contiguous tensor of at least 64 bytes, got 64 bytes, contiguous: False",
+            "must be a contiguous tensor of its 64 bytes, got 64 bytes, contiguous: False",
         ),
         (
             torch.zeros(16).to_sparse(),
-            "must be a contiguous tensor of at least 64 bytes, got torch.sparse_coo",
+            "must be a contiguous tensor of its 64 bytes, got torch.sparse_coo",
         ),
     ],
 )
@@ -127,27 +124,36 @@ def test_what_is_no_buffer_on_one_rank_is_refused_on_all(wrong: Any, got: str) -
     burst_rt.run_local(2, call)
 
 
-def test_the_largest_message_of_a_part_decides() -> None:
-    """16 bytes come first, then 8 into the same part."""
-
-    def twice(rank: int) -> Graph:
-        g = GraphBuilder(rank, 2)
-        own, slot = (
-            g.buffer("own", size_bytes=16, initialised=True),
-            g.buffer("slot", size_bytes=16),
-        )
-        for tag, size in enumerate((16, 8)):
-            g.exchange(
-                f"x{tag}", sends=[(own, 1 - rank, size)], recvs=[(slot, 1 - rank, size)], tag=tag
-            )
-        return g.build()
+def test_a_tensor_of_another_size_is_refused_though_its_messages_would_fit() -> None:
+    """Half of a float64 tensor would travel as float32."""
 
     def call(ctx: Context) -> None:
-        with pytest.raises(
-            InputError,
-            match=r"slot\[0\] must be a contiguous tensor of at least 16 bytes, got 8 bytes",
-        ):
-            ctx.pipeline(twice).run(buffers={"own": torch.zeros(4), "slot": torch.zeros(2)}, ops={})
+        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+        buffers = {"here": torch.zeros(16), "there": torch.zeros(16, dtype=torch.float64)}
+        expected = r"there\[0\] must be a contiguous tensor of its 64 bytes, got 128 bytes"
+        with pytest.raises(InputError, match=expected):
+            pipeline.run(buffers=buffers, ops={"add": print})
+
+    burst_rt.run_local(2, call)
+
+
+def test_a_name_that_no_buffer_has_is_refused() -> None:
+    def call(ctx: Context) -> None:
+        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+        buffers = {"here": torch.zeros(16), "their": torch.zeros(16)}
+        expected = r"must be among the graph's \['here', 'there', 'total'\], got \['their'\]"
+        with pytest.raises(InputError, match=expected):
+            pipeline.run(buffers=buffers, ops={"add": print})
+
+    burst_rt.run_local(2, call)
+
+
+def test_a_build_that_is_of_another_rank_is_refused() -> None:
+    def call(ctx: Context) -> None:
+        with pytest.raises(InputError, match=r"build\(0\) must return the graph of rank 0 of 2"):
+            ctx.pipeline(lambda rank: build(1, 2))
+        with pytest.raises(InputError, match=r"build\(0\) must return a Graph, got NoneType"):
+            ctx.pipeline(lambda rank: None)  # type: ignore[arg-type, return-value]
 
     burst_rt.run_local(2, call)
 
@@ -214,8 +220,9 @@ def test_graphs_that_do_not_fit_are_refused_when_made() -> None:
         return g.build()
 
     def make(ctx: Context) -> None:
-        with pytest.raises(InternalError, match="never receives"):
+        with pytest.raises(InputError, match=r"Context.pipeline: rank 0: .* never receives"):
             ctx.pipeline(lonely)
+        assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
 
     burst_rt.run_local(2, make)
 
