@@ -297,8 +297,11 @@ class GraphBuilder:
         lane: str = COMPUTE.name,
         hop: int | None = None,
     ) -> int:
-        """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write,
-        chained in program order. hop: see `Task`.
+        """Adds a task that performs `op`; returns its id. `accumulates` is a read and a write.
+
+        Tasks that accumulate into one part run in the order in which they are added. cost: what the
+        task takes; of the tasks that are ready, those on the longest path come first. lane: one of
+        the builder's lanes. hop: see `Task`.
 
         op: a name alone stands for an `Op` whose arguments are what the task reads, then what it
         writes, then what it accumulates into.
@@ -342,9 +345,11 @@ class GraphBuilder:
 
         Each message is (part or one-part buffer, peer), (part, peer, size_bytes) or (part, peer,
         size_bytes, offset); without a size the whole part travels, without an offset (in bytes) its
-        beginning. Messages may be received into one part where they do not overlap. `reads` names
-        what must be there before anything is sent, beside the parts sent themselves. hop: see
-        `Task`.
+        beginning. Messages may be received into one part where they do not overlap.
+
+        tag: the same at both sides of a message. Each exchange of a rank has its own tag with each
+        peer. reads: parts that must be ready before the exchange begins; the parts that it sends
+        need not be named. hop: see `Task`.
         """
         outgoing = tuple(self._message(name, send, tag) for send in sends)
         incoming = tuple(self._message(name, recv, tag) for recv in recvs)
