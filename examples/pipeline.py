@@ -19,15 +19,15 @@ import torch
 
 import burst_rt
 from burst_rt.launch.draw import draw_timeline
-from burst_rt.scheduler import Cost, Graph, GraphBuilder, Op
+from burst_rt.scheduler import Cost, Graph, GraphBuilder, Lane, Op
 
 ROWS, WIDTH = 512, 1024  # the size of one shard
 SIZE_BYTES = ROWS * WIDTH * 4
 
 
-def build(rank: int, world_size: int) -> Graph:
+def build(rank: int, world_size: int, lanes: tuple[Lane, ...]) -> Graph:
     """The graph of one rank. Pure: every rank can build and verify the graphs of all ranks."""
-    g = GraphBuilder(rank, world_size)
+    g = GraphBuilder(rank, world_size, lanes)
     own = g.buffer("own", size_bytes=SIZE_BYTES, initialised=True)
     slots = [g.buffer("slot0", size_bytes=SIZE_BYTES), g.buffer("slot1", size_bytes=SIZE_BYTES)]
     result = g.buffer("result", initialised=True)
@@ -43,7 +43,7 @@ def build(rank: int, world_size: int) -> Graph:
         cost = Cost(flops=2 * ROWS * WIDTH * WIDTH)
         g.compute(
             f"hop {hop} product",
-            Op("multiply", (here.name, owner)),
+            Op("multiply", (here, owner, result)),
             reads=[here],
             accumulates=[result],
             cost=cost,
@@ -56,23 +56,20 @@ def build(rank: int, world_size: int) -> Graph:
 def main() -> None:
     """Builds, verifies and runs the pipeline, checks the result, and draws the timeline."""
     torch.set_num_threads(1)
-    with burst_rt.init() as ctx:
+    with burst_rt.init(device="cpu") as ctx:
         everyone = torch.Generator().manual_seed(0)
         shards = torch.randn(ctx.world_size, ROWS, WIDTH, generator=everyone)
         weights = torch.randn(
             ctx.world_size, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1 + ctx.rank)
         )
-        buffers = {
-            "own": shards[ctx.rank],
-            "slot0": torch.empty(ROWS, WIDTH),
-            "slot1": torch.empty(ROWS, WIDTH),
-        }
         result = torch.zeros(ROWS, WIDTH)
+        buffers = {"own": shards[ctx.rank], "result": result}
+        buffers |= {f"slot{i}": torch.empty(ROWS, WIDTH) for i in range(2)}
 
-        def multiply(name: str, owner: int) -> None:
-            result.addmm_(buffers[name], weights[owner])
+        def multiply(here: torch.Tensor, owner: int, result: torch.Tensor) -> None:
+            result.addmm_(here, weights[owner])
 
-        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size))
+        pipeline = ctx.pipeline(lambda rank: build(rank, ctx.world_size, ctx.lanes))
         pipeline.run(buffers=buffers, ops={"multiply": multiply})  # warms the machine up
         result.zero_()
         trace = pipeline.run(buffers=buffers, ops={"multiply": multiply})
