@@ -15,7 +15,10 @@ exclude_patterns = [".*", "build", "runs", "**/__pycache__"]
 myst_heading_anchors = 3
 # The theme that comes with Sphinx loads no font and no script from elsewhere.
 html_theme = "alabaster"
-html_theme_options = {"page_width": "1100px", "sidebar_width": "240px", "fixed_sidebar": True}
+html_theme_options = {
+    "page_width": "1420px", "body_max_width": "1140px", "sidebar_width": "240px",
+    "fixed_sidebar": True, "code_font_size": "0.8em",
+}  # fmt: skip
 html_copy_source = False
 html_show_copyright = False
 pygments_style = "default"
