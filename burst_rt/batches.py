@@ -20,7 +20,7 @@ from burst_rt.attention.sharding import ContextLayout, choose_layout
 from burst_rt.context import Context
 from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.planning.masks import Causal, Documents, Full, Mask
-from burst_rt.runtime.mean import RanksOrGroup, mean_over_ranks
+from burst_rt.runtime.mean import RanksOrGroup, weighted_mean
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["IGNORED_LABEL", "ShardedBatch", "cross_entropy", "shard_batch"]
@@ -249,7 +249,7 @@ def cross_entropy(
     label.
     """
     losses = token_losses(logits, labels)
-    return mean_over_ranks(losses, labels.flatten() != IGNORED_LABEL, group=group)
+    return weighted_mean(losses, labels.flatten() != IGNORED_LABEL, group, "cross_entropy")
 
 
 def token_losses(

@@ -389,8 +389,8 @@ def _telemetry(mpi_args: Sequence[str]) -> Iterator[tuple[RunningHub | None, dic
         print(f"burst-rt: no telemetry: {error}", file=sys.stderr, flush=True)
         yield None, {TELEMETRY_VARIABLE: "0"}
         return
-    for link in hub.links:
-        print(f"burst-rt: {link}", file=sys.stderr, flush=True)
+    for line in hub.told:
+        print(f"burst-rt: {line}", file=sys.stderr, flush=True)
     try:
         yield hub, hub.environment()
     finally:

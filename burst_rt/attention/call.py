@@ -426,8 +426,9 @@ def _check_tensors(
             argument = "layout"
         if x.shape[1] != own.shard_len:
             raise InputError(
-                f"{where} must hold this rank's {own.shard_len} of {own.seq_len} tokens "
-                f"({argument}: {own.kind}), got {x.shape[1]}; cut it with {argument}.shard({name})"
+                f"{where} must be [batch, this rank's {own.shard_len} of {own.seq_len} tokens, "
+                f"heads, head_dim] ({argument}: {own.kind}), got {tuple(x.shape)}; "
+                f"{_remedy(name, x, own, argument)}"
             )
         if x.dtype != q.dtype:
             raise InputError(f"{where} must have q's dtype {q.dtype}, got {x.dtype}")
@@ -451,6 +452,16 @@ def _check_tensors(
             "burst_attention: the number of q's heads must be a multiple of the number of k's "
             f"heads, got {q.shape[2]} and {k.shape[2]}"
         )
+
+
+def _remedy(name: str, x: torch.Tensor, own: ContextLayout, argument: str) -> str:
+    """What to do about a tensor whose dimension 1 is not this rank's tokens."""
+    if x.shape[1] != own.seq_len:
+        for dim in (2, 0):
+            if x.shape[dim] == own.shard_len:
+                return f"give {name}.transpose({min(1, dim)}, {max(1, dim)})"
+    cut = f"cut the model's inputs with burst_rt.shard_batch or {argument}.shard"
+    return f"{cut}, not {name} alone" if own.seq_len in x.shape[:3] else cut
 
 
 def check_scores(

@@ -152,7 +152,9 @@ def _bound(
         if not is_out_of_memory(error):
             raise
         message = f"out of memory on {runtime.device}: {_takes(plan)}"
-        runtime.refuse(contract.call, DeviceError(message, rank=runtime.rank))
+        refused = DeviceError(message, rank=runtime.rank)
+        refused.__cause__ = error
+        runtime.refuse(contract.call, refused)
 
 
 def _takes(plan: Plan) -> str:

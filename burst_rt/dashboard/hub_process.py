@@ -32,8 +32,6 @@ __all__ = ["main"]
 # The path of a Unix socket has room for 107 bytes.
 _MAX_FOLDER_BYTES = 100
 
-_log = logging.getLogger("burst_rt.telemetry")
-
 
 def main() -> None:
     """Runs a hub until its job has ended."""
@@ -47,7 +45,7 @@ def main() -> None:
         try:
             hub.recorder = Recorder(Path(options.record), hub.model.began_at_s, __version__)
         except OSError as error:
-            _log.error("0.000 s job record: cannot write %s: %s", options.record, error)
+            hub.told.append(f"no record: cannot write {options.record}: {error.strerror}")
             hub.model.record = ""
     folder = Path(tempfile.mkdtemp(prefix="burst-rt-hub-"))
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
@@ -92,7 +90,7 @@ def _show(hub: Hub, dashboard: str, metrics_port: int | None) -> Served | None:
     try:
         return Served(ModelReader(hub.model, hub.now_s), Where.parse(dashboard, metrics_port))
     except BurstError as error:
-        _log.error("no dashboard: %s", error)
+        hub.told.append(f"no dashboard: {error}")
         return None
 
 

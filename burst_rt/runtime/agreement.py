@@ -90,6 +90,11 @@ class Agreement:
             return None
         return ContractMismatch("the ranks do not agree on this call", rank=self._control.rank)
 
+    @property
+    def cause(self) -> BaseException | None:
+        """What caused the error that this rank brought."""
+        return None if self._error is None else self._error.__cause__
+
     def settle(self, watch: Watch, timeout_s: float) -> BurstError:
         """The error that every rank is to raise. Collective; blocks at most `timeout_s`.
 

@@ -17,9 +17,13 @@ import torch.distributed as dist
 from burst_rt.errors import InputError
 from burst_rt.runtime.ends import Group, process_group
 
-__all__ = ["RanksOrGroup", "average_gradients", "mean_over_ranks", "sum_over_ranks"]
-
-_NAME = "mean_over_ranks"
+__all__ = [
+    "RanksOrGroup",
+    "average_gradients",
+    "mean_over_ranks",
+    "sum_over_ranks",
+    "weighted_mean",
+]
 
 
 @runtime_checkable
@@ -55,9 +59,16 @@ def mean_over_ranks(
     Collective: one all-reduce in the forward and one in the backward; both block as torch's, or
     `Context.all_reduce`, do. Raises InputError, on this rank alone, before anything is sent.
     """
+    return weighted_mean(values, weights, group, "mean_over_ranks")
+
+
+def weighted_mean(
+    values: torch.Tensor, weights: torch.Tensor | None, group: RanksOrGroup | None, name: str
+) -> torch.Tensor:
+    """`mean_over_ranks` by the name of the function that was called, for errors."""
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         raise InputError(
-            f"{_NAME}: values must be a tensor of floating-point numbers, got {_described(values)}"
+            f"{name}: values must be a tensor of floating-point numbers, got {_described(values)}"
         )
     if weights is None:
         weights = torch.ones_like(values, requires_grad=False)
@@ -68,12 +79,12 @@ def mean_over_ranks(
         or weights.is_complex()
     ):
         raise InputError(
-            f"{_NAME}: weights must be a tensor of real numbers or booleans, of values' shape "
+            f"{name}: weights must be a tensor of real numbers or booleans, of values' shape "
             f"{tuple(values.shape)}, that does not require grad; got {_described(weights)}"
         )
     weights = weights.double()
     sums = torch.stack([(weights * values).sum(), weights.sum()])
-    total, weight = sum_over_ranks(sums, group=group, name=_NAME)
+    total, weight = sum_over_ranks(sums, group=group, name=name)
     mean: torch.Tensor = total / weight
     return mean.to(torch.promote_types(values.dtype, torch.float32))
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from burst_rt.errors import PeerLost, Stalled
+from burst_rt.errors import BurstError, PeerLost, Stalled
 from burst_rt.job import launched
 from burst_rt.job.ending import exit_code_of, in_words
 
@@ -130,9 +130,9 @@ class Process:
             sys.stdout.flush()
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(code)
-        elif members and launched.torchrun_ranks() > 1:
+        elif launched.torchrun_ranks() > 1 and (members or isinstance(failure, BurstError)):
             # torchrun ends the other ranks when it sees the exit code, whatever the program has
-            # caught.
+            # caught. An uncaught error of ours has its exit code, even if its context is closed.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -386,7 +386,9 @@ class Runtime:
     def _settle(self, agreement: Agreement) -> NoReturn:
         with self._unbroken():
             error = agreement.settle(self.watch, self.timeout_s)
-        raise error
+        # The error replaces the one that is being handled, if any. What caused that one is kept: an
+        # exception of a user's mask, say.
+        raise error from agreement.cause
 
     @contextmanager
     def _in_call(self, call: str) -> Iterator[None]:

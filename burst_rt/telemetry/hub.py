@@ -74,7 +74,8 @@ _LEVELS = {
 
 class Hub:
     """The model, the record and the connections. record: the path of the record, for viewers.
-    notify: warnings also go to the log of the first rank.
+    notify: warnings also go to the log of the first rank. told: lines for the person who started
+    the job.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Hub:
         self.model = JobModel(time.time(), record=record)
         self.recorder = recorder
         self.notify = notify
+        self.told: list[str] = []
         self._began_s = time.perf_counter()
         self._advanced_s = 0.0
         self.secret = secret
@@ -312,8 +314,9 @@ async def serve(
         released.set()
     showing = asyncio.create_task(shown.run()) if shown is not None else None
     announced = _announce(address, hub)
+    told = [*hub.told, *(shown.told if shown is not None else ())]
     # One line, for the process that started the hub.
-    print("\t".join([address, *(shown.told if shown is not None else ())]), flush=True)
+    print("\t".join([address, *(" ".join(line.split()) for line in told)]), flush=True)
     # That process reads nothing more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     async with server:

@@ -167,8 +167,8 @@ def _start(settings: Settings, wishes: Sequence[Wish]) -> bytes:
         _log.warning("no telemetry: %s", error)
         return b""
     hub.forget()
-    for link in hub.links:
-        print(f"burst-rt: {link}", file=sys.stderr, flush=True)
+    for line in hub.told:
+        print(f"burst-rt: {line}", file=sys.stderr, flush=True)
     return f"{hub.address} {hub.secret}".encode()
 
 

@@ -68,7 +68,7 @@ class RunningHub:
 
     address: str
     secret: str
-    links: list[str]  # what the hub shows to people, a line each: a dashboard, metrics
+    told: list[str]  # lines for the person who started the job: a dashboard's link, what failed
     _process: subprocess.Popen[bytes]
 
     def environment(self) -> dict[str, str]:
@@ -204,7 +204,7 @@ def start_hub(
     # done here, while the hub starts.
     import burst_rt.telemetry.viewer  # noqa: F401
 
-    address, *links = _read_line(process).split("\t")
+    address, *told = _read_line(process).split("\t")
     if not address:
         process.kill()
         process.wait()
@@ -212,7 +212,7 @@ def start_hub(
             f"the telemetry hub did not start within {_READY_DEADLINE_S:g} s; to see why, run "
             f"{' '.join(command)}"
         )
-    return RunningHub(address, secret, links, process)
+    return RunningHub(address, secret, told, process)
 
 
 def _read_line(process: subprocess.Popen[bytes]) -> str:

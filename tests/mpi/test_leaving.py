@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import psutil
 import pytest
@@ -83,6 +84,36 @@ _DOING = {
     "wait": "",
     "inside": r", in call \d+ \(burst_attention\), task '.*hop 0.*'",
 }
+
+
+# A wrong argument on every rank. The context is closed before the interpreter ends, or open.
+_WRONG = {
+    "closed": """
+        with burst_rt.init() as ctx:
+            ctx.layout(8, "spiral")
+    """,
+    "open": """
+        ctx = burst_rt.init()
+        ctx.layout(8, "spiral")
+    """,
+}
+
+
+@pytest.mark.parametrize("how", _WRONG)
+@pytest.mark.parametrize("by", ["burst-rt run", "mpirun", "torchrun"])
+def test_an_uncaught_error_has_its_exit_code(by: Launcher, how: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import burst_rt\n" + dedent(_WRONG[how]))
+    job = run_job(program, 2, by=by)
+    if by != "torchrun":
+        assert job.exit_code == 64, job.text
+        return
+    # torchrun's own is 1; it names the ranks' codes, and ends the rank that was later by SIGTERM.
+    assert job.exit_code == 1, job.text
+    codes = re.findall(r"exitcode +: (-?\d+)", job.err)
+    assert codes, job.text
+    assert "64" in codes, job.text
+    assert set(codes) <= {"64", "-15"}, job.text
 
 
 def _ended_in_time(job: Job, folder: Path) -> None:

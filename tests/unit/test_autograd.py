@@ -611,7 +611,7 @@ def test_bad_input_to_a_compiled_call(ctx: Context) -> None:
     compiled = torch.compile(call, fullgraph=_WHOLE, backend="aot_eager")
     with torch.no_grad():
         q, k, v = _qkv(ctx)
-        with pytest.raises(InputError, match="q must hold this rank's 16 of 16 tokens"):
+        with pytest.raises(InputError, match=r"q must be .batch, this rank's 16 of 16 tokens"):
             compiled(q[:, :5], k, v)
         assert torch.equal(compiled(q, k, v), call(q, k, v))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,6 +148,17 @@ class Unhashable(Mask):
 
     def relation(self, q: range, kv: range) -> Relation:
         return Relation.FULL
+
+    def allows(self, q_position: Any, kv_position: Any) -> Any:  # never asked
+        raise AssertionError
+
+
+@dataclass(frozen=True)
+class Unwilling(Mask):
+    """Raises an error of its own."""
+
+    def relation(self, q: range, kv: range) -> Relation:
+        raise RuntimeError("no answer")
 
     def allows(self, q_position: Any, kv_position: Any) -> Any:  # never asked
         raise AssertionError
@@ -395,6 +407,84 @@ def test_a_wrong_layout_is_an_error_where_the_others_wait(odd: int, wrong: str) 
     burst_rt.run_local(3, program)
 
 
+@pytest.mark.parametrize(
+    ("made", "got", "remedy"),
+    [
+        (lambda x: x.transpose(1, 2), (1, 2, 6, 16), "give q.transpose(1, 2)"),
+        (lambda x: x.transpose(0, 1), (6, 1, 2, 16), "give q.transpose(0, 1)"),
+        (
+            lambda x: x.repeat(1, 2, 1, 1),
+            (1, 12, 2, 16),
+            "cut the model's inputs with burst_rt.shard_batch or layout.shard, not q alone",
+        ),
+        (
+            lambda x: x.repeat(1, 2, 1, 1).transpose(1, 2),
+            (1, 2, 12, 16),
+            "cut the model's inputs with burst_rt.shard_batch or layout.shard, not q alone",
+        ),
+        (
+            lambda x: x[:, :5],
+            (1, 5, 2, 16),
+            "cut the model's inputs with burst_rt.shard_batch or layout.shard",
+        ),
+    ],
+)
+def test_a_wrong_shape_is_told_with_what_mends_it(
+    made: Callable[[torch.Tensor], torch.Tensor], got: tuple[int, ...], remedy: str
+) -> None:
+    def run(ctx: Context) -> str:
+        q, k, v = _qkv(ctx)
+        with pytest.raises(InputError) as caught:
+            burst_rt.burst_attention(made(q), k, v, layout=ctx.layout(12))
+        return str(caught.value)
+
+    expected = (
+        "rank 0: burst_attention: q must be [batch, this rank's 6 of 12 tokens, heads, head_dim] "
+        f"(layout: zigzag), got {got}; {remedy}"
+    )
+    assert burst_rt.run_local(2, run) == [expected] * 2
+
+
+def test_one_traceback_is_shown_of_an_error_that_all_ranks_raise() -> None:
+    def shown(call: Callable[[], object]) -> str:
+        with pytest.raises(BurstError) as caught:
+            call()
+        return "".join(traceback.format_exception(caught.value))
+
+    def run(ctx: Context) -> None:
+        q, k, v = _qkv(ctx)
+        layout = ctx.layout(12)
+
+        def attend(**options: Any) -> Callable[[], object]:
+            return lambda: burst_rt.burst_attention(q, k, v, layout=layout, **options)
+
+        for text in (
+            shown(attend(scale=-1.0)),
+            shown(attend(scale=1.0 + ctx.rank)),
+            shown(lambda: ctx.layout(12, "spiral")),
+        ):
+            assert text.count("Traceback") == 1, text
+        # What a mask of the user's own raised is shown, on the ranks that have it.
+        text = shown(attend(mask=Unwilling()))
+        assert "RuntimeError: no answer" in text
+        assert "During handling" not in text
+        _good(ctx)
+
+    burst_rt.run_local(2, run)
+
+
+def test_ranks_whose_documents_differ_are_told_the_lengths() -> None:
+    def run(ctx: Context) -> None:
+        mask = Causal() & burst_rt.Documents([5, 7] if ctx.rank else [4, 8])
+        with pytest.raises(
+            ContractMismatch, match=r"Documents\(\[4, 8\]\)\) on rank 0, .*Documents\(\[5, 7\]\)\)"
+        ):
+            burst_rt.burst_attention(*_qkv(ctx), layout=ctx.layout(12), mask=mask)
+        _good(ctx)
+
+    burst_rt.run_local(2, run)
+
+
 def test_ranks_that_get_different_calls_wrong_all_hear_of_their_own() -> None:
     def program(ctx: Context) -> None:
         with burst_rt.init() as other:
@@ -402,7 +492,7 @@ def test_ranks_that_get_different_calls_wrong_all_hear_of_their_own() -> None:
                 q, k, v = _qkv(ctx)
                 layout: Any = None if ctx.rank == 1 else ctx.layout(24)
                 with pytest.raises(
-                    InputError, match="layout must come" if ctx.rank == 1 else "q must hold"
+                    InputError, match="layout must come" if ctx.rank == 1 else "q must be"
                 ):
                     burst_rt.burst_attention(q, k, v, layout=layout)
                 _good(other)

@@ -29,3 +29,8 @@ _X = torch.ones(3)
 def test_what_is_refused(values: Any, options: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=why):
         burst_rt.mean_over_ranks(values, **options)
+
+
+def test_the_function_that_was_called_is_named() -> None:
+    with pytest.raises(InputError, match=r"^cross_entropy: there is no process group"):
+        burst_rt.cross_entropy(torch.ones(3, 5), torch.ones(3, dtype=torch.int64))

@@ -346,6 +346,19 @@ def test_ways_to_name_documents() -> None:
     assert Documents(position_ids=[[0, 1, 0, 1], [0, 1, 2, 3]]) == Documents([[2, 2], [4]])
 
 
+def test_few_documents_are_told_by_their_lengths() -> None:
+    for mask, words in (
+        (Documents([3, 5]), "Documents([3, 5])"),
+        (Documents([[3, 5], [8]]), "Documents([[3, 5], [8]])"),
+        (Documents(ids=[0, 0, -1]), "Documents([2, 1 padding])"),
+        (Documents([3, 4], [5, 4]), "Documents(q_lengths=[3, 4], kv_lengths=[5, 4])"),
+        (Documents([1] * 8), "Documents([1, 1, 1, 1, 1, 1, 1, 1])"),
+    ):
+        assert repr(mask) == words
+    assert repr(Documents([1] * 9)).startswith("Documents(9, 9 tokens, digest ")
+    assert " by batch row, 2 tokens, digest " in repr(Documents([[2]] * 9))
+
+
 def _odd(value: Any) -> Any:
     """A value of a type that the argument does not take."""
     return value

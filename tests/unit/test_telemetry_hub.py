@@ -465,6 +465,28 @@ def test_a_hub_that_cannot_start_is_no_failure(
     assert "no telemetry" in caplog.text
 
 
+def test_what_a_hub_cannot_do_is_told_to_whoever_started_it() -> None:
+    running = start_hub(one_host=True, held=True, record="/proc/none/x", dashboard="8.8.8.8:1")
+    try:
+        record, dashboard = running.told
+        assert record == "no record: cannot write /proc/none/x: No such file or directory"
+        assert dashboard.startswith("no dashboard: ")
+    finally:
+        running.release()
+
+
+def test_a_record_that_cannot_be_written_is_told_without_a_launcher() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import burst_rt; burst_rt.init().close()"],
+        env=dict(os.environ) | {"BURST_RT_RECORD": "/proc/none/x"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "burst-rt: no record: cannot write /proc/none/x: No such file" in done.stderr
+
+
 def test_a_hub_starts_without_mpi_variables() -> None:
     kept = scrubbed(
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 from math import log2
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ __all__ = ["Documents"]
 
 _PADDING = -1
 _MOST_TOKENS = 1 << 48  # of a sequence
+# `repr` tells the lengths of up to so many documents in each of up to so many batch rows.
+_TOLD = 8
 
 
 class _Row(NamedTuple):
@@ -91,6 +94,13 @@ class Documents(Mask):
         return hash(self._digest)
 
     def __repr__(self) -> str:
+        if max(len(self._rows), *(len(row.seen) for row in self._rows)) <= _TOLD:
+            # Ranks compare masks by these words: with all lengths, one sees what differs.
+            kv = _in_words(self._rows, [row.kv for row in self._rows])
+            if not self._moves:
+                return f"Documents({kv})"
+            q = _in_words(self._rows, [row.q for row in self._rows])
+            return f"Documents(q_lengths={q}, kv_lengths={kv})"
         counts = [int(row.seen.sum()) for row in self._rows]
         tokens = self._rows[0].kv[-1]
         named = f"{counts[0]}" if len(counts) == 1 else f"{counts} by batch row"
@@ -173,6 +183,15 @@ class Documents(Mask):
             (row, here, np.searchsorted(row.q, here, side="right") - 1)
             for row, here in zip(self._rows, each, strict=True)
         ]
+
+
+def _in_words(rows: Sequence[_Row], all_bounds: Sequence[Positions]) -> str:
+    """The lengths of the documents, as `Documents` takes them; those of padding are named."""
+    told = []
+    for row, bounds in zip(rows, all_bounds, strict=True):
+        lengths = zip(np.diff(bounds).tolist(), row.seen.tolist(), strict=True)
+        told.append(", ".join(f"{n}" if seen else f"{n} padding" for n, seen in lengths))
+    return f"[{told[0]}]" if len(told) == 1 else f"[{', '.join(f'[{row}]' for row in told)}]"
 
 
 def _row(q: Positions, kv: Positions) -> _Row:
