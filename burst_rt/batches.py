@@ -36,18 +36,25 @@ _KNOWN = (*_PER_TOKEN, "position_ids", "inputs_embeds", *_PACKING)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedBatch:
-    """This rank's part of a batch. Tensors are on the context's device, in the layout's order."""
+    """This rank's part of a batch. Tensors are on the context's device, in the layout's order.
+
+    input_ids, inputs_embeds, labels, attention_mask, token_type_ids: this rank's tokens of what
+        the batch held of these; the others raise AttributeError. `labels` are cut, not shifted.
+    position_ids: the tokens' positions, `[batch, tokens]`, or `[1, tokens]` where all rows have the
+        same.
+    shift_labels: the label of each token's successor, -100 where there is none, for
+        `cross_entropy`. None in a batch without labels.
+    mask: what packed documents and padding hide. It is not causal by itself: `Causal() & mask`.
+    layout: which tokens each rank has. `burst_attention` must get this layout.
+    tensors: the first five, by name.
+    largest_positions: the largest of the whole batch's position_ids on each rank.
+    """
 
     layout: ContextLayout
-    # What packed documents and padding show, to go with a model's own: `Causal() & mask`.
     mask: Mask
-    # What the batch held of input_ids, inputs_embeds, labels, attention_mask and token_type_ids.
     tensors: dict[str, torch.Tensor] = field(repr=False)
-    # The tokens' positions, `[batch, tokens]`, or `[1, tokens]` where all rows have the same.
     position_ids: torch.Tensor = field(repr=False)
-    # The labels of the tokens' successors, -100 where there is none; None without labels.
     shift_labels: torch.Tensor | None = field(repr=False)
-    # The largest of the whole batch's position_ids on each rank.
     largest_positions: tuple[int, ...] = field(repr=False)
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -71,23 +78,27 @@ def shard_batch(
 
     batch: names as transformers has them. Tensors `[batch, tokens]` on any device:
         input_ids (or inputs_embeds `[batch, tokens, width]`);
-        labels: the token itself at each position, as transformers takes them: they are shifted
-            here, before the cut. Or shift_labels, shifted already. -100 counts for nothing;
+        labels: at each position the token that stands there, as in input_ids. `shard_batch` shifts
+            them, before the cut. -100 counts for nothing. As in transformers, -100 is up to the
+            caller: padding needs it, and so does the first token of each packed document, or the
+            document before learns to predict it (`labels[position_ids == 0] = -100`);
+        shift_labels: labels that are shifted already, in place of labels;
         attention_mask: 0 for padding, before or after the tokens of a row, 1 elsewhere;
-        position_ids: also `[1, tokens]` or `[tokens]`. A step other than 1 from one token that is
-            no padding to the next begins another document, which sees only itself, with or without
-            an attention_mask. None: 0, 1, 2 ... in every row;
+        position_ids: also `[1, tokens]` or `[tokens]`. A document begins wherever a position
+            is not one more than the position before it; padding does not count. A document sees
+            only itself, with or without an attention_mask. None: 0, 1, 2 ... in every row;
         cu_seq_lens_q, cu_seq_lens_k: `[documents + 1]`, equal: a packed batch of one row by its
-            documents' bounds;
+            documents' bounds. They make the mask alone: without position_ids, positions go on from
+            one document to the next, which is wrong for learned positions;
         token_type_ids.
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
         hide something. Or a kind of `Context.layout`, or a layout of this length.
     check: whether ranks compare checksums of their batches. Collective then; blocks as
         `Context.all_reduce` does.
 
-    Raises InputError, on every rank that waits for this one, for names that are not known, shapes
-    that do not fit, and fewer tokens than ranks; ContractMismatch, on every rank, where check finds
-    that batches differ.
+    Raises InputError for a name that is not known, a shape that does not fit, or fewer tokens than
+    ranks. The other ranks raise the same error in the call in which they wait for this rank. Raises
+    ContractMismatch on every rank where check finds that batches differ.
     """
     try:
         found = _cut(dict(batch), ctx, layout)

@@ -49,12 +49,13 @@ def mean_over_ranks(
     values: any shape, float64, float32, bfloat16 or float16, such as the losses of this rank's
         tokens. Ranks may have different numbers of values, or none.
     weights: numbers or booleans of values' shape, such as `labels != -100`; None: all count alike.
-    group: whose ranks share the tokens: all ranks over which gradients are averaged. A process
-        group, a DeviceMesh of one axis, or a Context. None: all ranks of torch.distributed.
+    group: all ranks over which gradients are averaged. A process group, a DeviceMesh of one axis,
+        or a Context. None: all ranks of torch.distributed.
 
     Returns a scalar, float64 for float64 values and float32 otherwise, summed in float64; NaN where
-    the weights sum to 0. Differentiable: a rank's gradient is that of the sum of all ranks'
-    results, so a mean of gradients over the group's ranks is the gradient of the mean.
+    the weights sum to 0. Differentiable: every rank's backward differentiates the sum of all ranks'
+    results. All results are the same mean, so the average of the ranks' gradients is the gradient
+    of the mean.
 
     Collective: one all-reduce in the forward and one in the backward; both block as torch's, or
     `Context.all_reduce`, do. Raises InputError, on this rank alone, before anything is sent.
@@ -106,9 +107,11 @@ def average_gradients(
 ) -> None:
     """Gives every rank the mean of all ranks' gradients, in place, as DDP and FSDP2 would.
 
-    For models in no wrapper. parameters: the same on every rank, with dense gradients. A parameter
-    that has no gradient on any rank keeps none; one that has a gradient on some ranks only counts
-    as 0 on the others. group: as in `mean_over_ranks`, and the same as there.
+    For models in no wrapper. parameters: the same list on every rank, with dense gradients. Their
+    values must be the same on every rank too, which nothing checks: make the model from one seed,
+    or broadcast it. A parameter that has no gradient on any rank keeps none. One that has a
+    gradient on some ranks only counts as 0 on the others. group: as in `mean_over_ranks`, and the
+    same as there.
 
     Collective: one all-reduce for each dtype, of all its gradients, and one of a number a
     parameter. 16-bit gradients are summed in float32. Gradients that lie in memory one behind the
