@@ -55,8 +55,11 @@ def test_a_call_that_cannot_be_bound_is_refused_on_every_rank(
         layout = ctx.layout(120)
         x = torch.ones(1, layout.shard_len, 2, 16, requires_grad=True)
         armed.set()
-        with pytest.raises(DeviceError, match=r"rank 1: out of memory on cpu: this call takes \d"):
+        with pytest.raises(
+            DeviceError, match=r"rank 1: out of memory on cpu: this call takes \d"
+        ) as caught:
             burst_rt.burst_attention(x, x, x, layout=layout)
+        assert caught.value.__cause__ is (error if ctx.rank == 1 else None)
         # Nothing was sent: once there is room, the next call is as good as ever.
         done.wait(20)
         armed.clear()
