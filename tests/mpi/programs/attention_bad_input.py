@@ -257,12 +257,15 @@ INPUT: dict[str, tuple[Call, str]] = {
     ),
     "a q too long": (
         lambda r: r.changed("q", lambda x: torch.cat((x, x), 1)),
-        "tokens (layout: zigzag)",
+        "tokens, heads, head_dim] (layout: zigzag), got (1, ",
     ),
-    "a k too short": (lambda r: r.changed("k", lambda x: x[:, 1:]), "cut it with layout.shard(k)"),
+    "a k too short": (
+        lambda r: r.changed("k", lambda x: x[:, 1:]),
+        "cut the model's inputs with burst_rt.shard_batch or layout.shard",
+    ),
     "the whole sequence": (
         lambda r: r.changed("v", lambda x: torch.zeros(1, TOKENS + 1, 2, 8)),
-        f"got {TOKENS + 1}",
+        f"got (1, {TOKENS + 1}, 2, 8)",
     ),
     "a layout of another length": (
         lambda r: r.attend(layout=r.ctx.layout(3 * TOKENS)),
