@@ -35,8 +35,9 @@ from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import Problem, ScoreOptions
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.reductions import all_reduce
 
-__all__ = ["DECODED_TOGETHER", "KVCache", "Step"]
+__all__ = ["DECODED_TOGETHER", "KVCache", "Step", "is_count"]
 
 # The most new tokens of a sequence that every rank has (decode); more are spread (prefill).
 DECODED_TOGETHER = 16
@@ -132,17 +133,18 @@ class KVCache:
         self._lengths, self._padding = [0] * batch, [0] * batch
         self._written = 0  # the most tokens that a row has had, forgotten ones included
         self._changes = 0  # steps begun, and rows changed: a step begun before is none any more
+        self._uncommitted: int | None = None  # `_changes` of a step that lacks its commit alone
         # The caches of a context are told apart by the call that made them.
         self._name = f"made in call {runtime.number}"
 
     def _refuses(self) -> InputError | None:
         """Why there can be no such cache, or None."""
         for name in ("num_layers", "batch", "num_kv_heads", "head_dim", "v_head_dim", "capacity"):
-            if not _is_count(getattr(self, name), 1):
+            if not is_count(getattr(self, name), 1):
                 return InputError(
                     f"KVCache: {name} must be an integer of at least 1, got {getattr(self, name)!r}"
                 )
-        if not _is_count(self.block, 1):
+        if not is_count(self.block, 1):
             return InputError(
                 f"KVCache: block must be an integer of at least 1 token, got {self.block!r}"
             )
@@ -221,7 +223,7 @@ class KVCache:
         runtime = self.setup.runtime
         error: BurstError | None = None
         before, capacity_before = self._layers, self.capacity
-        if not _is_count(capacity, self.capacity):
+        if not is_count(capacity, self.capacity):
             error = InputError(
                 f"KVCache.reserve: capacity must be an integer of at least {self.capacity}, which "
                 f"there is, got {capacity!r}"
@@ -242,7 +244,7 @@ class KVCache:
         """
         wanted = self._of_rows(lengths)
         if wanted is None or any(
-            not _is_count(to, 0) or to > at for to, at in zip(wanted, self._lengths, strict=True)
+            not is_count(to, 0) or to > at for to, at in zip(wanted, self._lengths, strict=True)
         ):
             self._refuse(
                 "truncate",
@@ -292,7 +294,8 @@ class KVCache:
         """Begins a step: the ranks agree on how many tokens come.
 
         Collective; blocks at most `timeout_s`. The step's layers then call `Step.attend`, and
-        `Step.commit` ends it. A step that is not committed leaves the cache as it was.
+        `Step.commit` ends it. A step that an error has interrupted leaves the cache as it was. One
+        whose layers have all attended must be committed, or dropped: `truncate(cache.lengths)`.
 
         tokens: new tokens of each sequence; one number for all, or one for each (0 is fine).
         padding: how many of each sequence's first tokens are padding at its left, which nobody
@@ -301,8 +304,9 @@ class KVCache:
             (decode, at most 16 a sequence). None: decode where there are at most 16.
         about: more that the ranks compare, such as a digest of the tokens.
 
-        Raises, on every rank, InputError for other numbers or more tokens than the capacity, and
-        ContractMismatch where ranks differ, also in what the last step's layers were called with.
+        Raises, on every rank, InputError for other numbers, more tokens than the capacity, or a
+        last step that lacks its commit alone, and ContractMismatch where ranks differ, also in what
+        the last step's layers were called with. Tokens themselves are compared by `about` alone.
         """
         new = self._of_rows(tokens)
         error = self._refuses_step(new, tokens, padding, sharded)
@@ -334,7 +338,13 @@ class KVCache:
     ) -> InputError | None:
         """Why there can be no such step, or None."""
         where = "KVCache.step"
-        if new is None or not all(_is_count(n, 0) for n in new) or max(new) < 1:
+        if self._uncommitted == self._changes:
+            return InputError(
+                f"{where}: all layers of the last step have attended, and it was not committed: "
+                "its tokens would be lost; call step.commit() at a step's end, or "
+                "cache.truncate(cache.lengths) to drop it"
+            )
+        if new is None or not all(is_count(n, 0) for n in new) or max(new) < 1:
             return InputError(
                 f"{where}: tokens must be an integer of at least 1, or one of at least 0 for each "
                 f"of {self.batch} sequences, got {tokens!r}"
@@ -356,7 +366,7 @@ class KVCache:
             rows = list(zip(self._lengths, self._padding, new, strict=True))
             wrong = self._of_rows(padding) is None or isinstance(padding, int)
             if wrong or not all(
-                _is_count(p, 0) and p <= at + n for p, (at, _, n) in zip(padding, rows, strict=True)
+                is_count(p, 0) and p <= at + n for p, (at, _, n) in zip(padding, rows, strict=True)
             ):
                 return InputError(
                     f"{where}: padding must be a number for each of {self.batch} sequences, of at "
@@ -389,6 +399,7 @@ class KVCache:
         self._lengths = [at + new for at, new in zip(self._lengths, rows, strict=True)]
         self._padding = list(padding)
         self._said = said
+        self._uncommitted = None
 
 
 class Step:
@@ -449,7 +460,7 @@ class Step:
 
     @property
     def last_owner(self) -> tuple[int, ...]:
-        """For each row, a rank that has the row's last new token, as the last of its tokens."""
+        """For each row, a rank that has the row's last new token, as the last of its own."""
         batch = self.cache.batch
         owners = [self._dealt.owner(max(0, after - 1)) for after in self._rows.after]
         owners = owners if self.sharded else [0] * len(owners)
@@ -469,6 +480,35 @@ class Step:
             return x
         index = self._index.view(*self._index.shape, *(1,) * (x.ndim - 2))
         return x.gather(1, index.expand(*self._index.shape, *x.shape[2:]))
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        """Of each row the values of its last new token, on every rank.
+
+        Collective where the tokens are spread (`sharded`): every rank calls it, and it blocks at
+        most `timeout_s`; otherwise local. No gradients.
+
+        x: `[batch, num_tokens, ...]` of this rank's tokens; float64, float32, bfloat16 or float16.
+
+        Returns `[batch, ...]`, the same values on every rank; zeros for a row without new tokens.
+        Raises InputError on every rank that waits for this one.
+        """
+        rows = (self.cache.batch, self.num_tokens)
+        if not isinstance(x, torch.Tensor) or x.shape[:2] != rows or x.dtype not in DTYPES:
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            self.cache._refuse(
+                "step", f"last: x must be floating point [batch, this rank's tokens of the step, "
+                f"...] = {rows}, got {got}"
+            )  # fmt: skip
+        runtime = self.cache.setup.runtime
+        # Every number of these dtypes is one of the wider dtype, and a sum with zeros is exact.
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        found = torch.zeros(len(x), *x.shape[2:], dtype=wide, device=x.device)
+        for row, (owner, new) in enumerate(zip(self.last_owner, self._tokens, strict=True)):
+            own = new and (owner == self._rank or not self.sharded)
+            if own:
+                at = int((self._places[row if len(self._places) > 1 else 0] >= 0).sum())
+                found[row] = x[row, at - 1].detach()
+        return (all_reduce(runtime, found) if self.sharded else found).to(x.dtype)
 
     def attend(
         self,
@@ -497,7 +537,8 @@ class Step:
             another one of `burst_attention`.
 
         Returns out `[batch, num_tokens, heads, v_head_dim]`; of a decode the same bits on every
-        rank. Raises InputError on every rank that makes the same call; PeerLost and Stalled.
+        rank. Raises InputError on every rank that makes the same call, also for a layer that has
+        attended in this step; PeerLost and Stalled.
         """
         cache, qkv = self.cache, QKV(q, k, v)
         terms = ScoreTerms(softcap, None, sinks)
@@ -509,13 +550,17 @@ class Step:
         except InputError as error:
             cache.setup.runtime.refuse(_ATTEND, error)
         self._words.update(repr((layer, q.shape[2], *options, sinks is None)).encode())
-        self._attended.add(layer)
         with torch.no_grad():
             own = cache._layers[layer]
             self._append(own, k, v)
             if self.sharded:
-                return self._prefill(own, q, structure, scale, terms, strategy)
-            return self._decode(own, q, structure, scale, terms)
+                out = self._prefill(own, q, structure, scale, terms, strategy)
+            else:
+                out = self._decode(own, q, structure, scale, terms)
+        self._attended.add(layer)
+        if len(self._attended) == cache.num_layers:
+            cache._uncommitted = self._change
+        return out
 
     def explain(self, num_heads: int, mask: Mask | None = None, strategy: str = "auto") -> str:
         """How a layer of this step would attend, in words: what travels, bytes, memory. Local."""
@@ -569,9 +614,14 @@ class Step:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
         if self._change != cache._changes:
             raise InputError(f"{where}: {_STALE}; begin another: cache.step(n)")
-        if not (_is_count(layer, 0) and layer < cache.num_layers):
+        if not (is_count(layer, 0) and layer < cache.num_layers):
             raise InputError(
                 f"{where}: layer must be a number from 0 to {cache.num_layers - 1}, got {layer!r}"
+            )
+        if layer in self._attended:
+            raise InputError(
+                f"{where}: layer {layer} has attended in this step; expected each layer once; give "
+                "every layer its own number"
             )
         check_name(strategy)
         check_factors(where, *factors)
@@ -723,5 +773,6 @@ class Step:
         return found.expand(self.cache.batch, -1)
 
 
-def _is_count(number: object, least: int) -> bool:
+def is_count(number: object, least: int) -> bool:
+    """Whether this is an integer of at least `least`."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= least

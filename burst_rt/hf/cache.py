@@ -11,14 +11,16 @@ what one rank finds for the next token becomes what all ranks go on with (`sprea
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 
-from burst_rt.attention.cache import KVCache, Step
+from burst_rt.attention.cache import KVCache, Step, is_count
 from burst_rt.context import Context
 from burst_rt.errors import ConfigError, InputError
 from burst_rt.hf.cached_call import CachedCall
@@ -99,20 +101,24 @@ class Cache(HookedCache):
         self._kv: KVCache | None = None
         self._text: torch.Tensor | None = None  # the tokens that are cached, -1 for unknown ones
         self._new: torch.Tensor | None = None  # input_ids of the call under way
-        try:
-            check_model(model)
-        except InputError as error:
-            refuse(_NAME, error, ctx.runtime)
+        words = {
+            "call": _NAME,
+            "model": type(model).__name__,
+            "capacity": str(capacity),
+            "batch": str(batch),
+            "block": str(block),
+        }
+        ctx.runtime.agree(words, _why_not(model, capacity, batch, block))
         prepare(model, ctx, loss=False)
         try:
             shapes = what_layers_keep(model, ctx)
         except InputError as error:
             refuse(_NAME, error, ctx.runtime)
-        self._make = partial(KVCache, ctx, capacity=capacity, block=block, **shapes)
+        self._make = partial(KVCache, ctx, block=block, **shapes)
         self._num_layers: int = shapes["num_layers"]
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if batch is not None:
-            self._kv = self._make(batch=batch)
+            self._kv = self._make(batch=batch, capacity=capacity)
         attach(model)
         self._detach = weakref.finalize(self, detach, model)
         self._detach.atexit = False
@@ -180,6 +186,23 @@ class Cache(HookedCache):
             )
         return key_states, value_states
 
+    def reserve(self, capacity: int) -> None:
+        """Makes room for more tokens: `capacity` of each sequence. As `KVCache.reserve`."""
+        self._check_open()
+        error: InputError | None = None
+        if not is_count(capacity, self.capacity):
+            error = InputError(
+                f"{_NAME}: reserve: capacity must be an integer of at least {self.capacity:,}, "
+                f"which there is, got {capacity!r}"
+            )
+        words = {"call": f"{_NAME}.reserve", "capacity": str(capacity)}
+        self.ctx.runtime.agree(words, error)
+        if self._kv is not None:
+            self._kv.reserve(capacity)
+        if self._text is not None:
+            self._text = F.pad(self._text, (0, capacity - self.capacity), value=-1)
+        self.capacity = capacity
+
     def reset(self) -> None:
         """Forgets all tokens. Local; every rank does the same."""
         if self._kv is not None:
@@ -225,11 +248,14 @@ class Cache(HookedCache):
         """
         self._check_open()
         try:
-            call = CachedCall.of(options, self._kv)
+            call = CachedCall.of(options, self._kv, self.capacity)
         except InputError as error:
             refuse(_NAME, error, self.ctx.runtime)
         if self._kv is None:
-            self._kv = self._make(batch=call.rows)
+            self._kv = self._make(batch=call.rows, capacity=self.capacity)
+        if self._part is not None:  # an error has interrupted the call before
+            self._kv.truncate(self._kv.lengths)
+        self._warn_of_whole_text(options.get("input_ids"), call.tokens)
         step = self._kv.step(call.tokens, padding=call.padding, about=call.about)
         # A rank without tokens runs one that nobody sees: not every model takes none.
         cut = {}
@@ -271,6 +297,19 @@ class Cache(HookedCache):
                 f"{int(cached[row, at])} is cached; call cache.reset() before another text"
             )
 
+    def _warn_of_whole_text(self, text: torch.Tensor | None, new: int) -> None:
+        """Where new tokens begin with all that are cached: the whole text, most likely."""
+        length = self.get_seq_length()
+        if self._text is None or text is None or not 0 < length < new or self.ctx.rank:
+            return
+        if torch.equal(self._text[:, :length], text[:, :length].to(self._text.device)):
+            warnings.warn(
+                f"{_NAME}: input_ids begin with the {length} tokens that are cached, and come "
+                "behind them: a call of the model takes the new tokens alone (generate takes the "
+                "whole text)",
+                stacklevel=2,
+            )
+
     def _remember(self, before: int) -> None:
         """Keeps the tokens of a step that has ended. before: how many were cached."""
         assert self._kv is not None
@@ -289,3 +328,15 @@ class Cache(HookedCache):
     def refuse(self, reason: str) -> NoReturn:
         """Raises InputError on every rank that waits for this one."""
         refuse(_NAME, InputError(f"{_NAME}: {reason}"), self.ctx.runtime)
+
+
+def _why_not(model: Any, capacity: object, batch: object, block: object) -> InputError | None:
+    """Why there can be no such cache, or None."""
+    for name, number in (("capacity", capacity), ("batch", batch), ("block", block)):
+        if not is_count(number, 1) and not (name == "batch" and number is None):
+            return InputError(f"{_NAME}: {name} must be an integer of at least 1, got {number!r}")
+    try:
+        check_model(model)
+    except InputError as error:
+        return error
+    return None

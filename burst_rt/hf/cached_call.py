@@ -17,8 +17,9 @@ __all__ = ["CachedCall"]
 
 _NAME = "hf.Cache"
 _GO_ON = (
-    "give the whole text so far as input_ids, with its attention_mask, or call cache.reset() "
-    "before another text"
+    "give generate the whole text so far, with its attention_mask, and a call of your own the new "
+    "tokens alone; call cache.reset() before another text; where another rank still generates, "
+    "give all ranks the same arguments, such as max_new_tokens"
 )
 # Arguments of a forward with one value a token, which are cut and which the ranks compare.
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -38,7 +39,7 @@ class CachedCall:
     largest_position: int
 
     @classmethod
-    def of(cls, options: dict[str, Any], kv: KVCache | None) -> CachedCall:
+    def of(cls, options: dict[str, Any], kv: KVCache | None, capacity: int) -> CachedCall:
         """Raises InputError, on this rank alone, for what is not done or does not go on."""
         _check_options(options)
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -79,6 +80,12 @@ class CachedCall:
             raise InputError(
                 f"{_NAME}: attention_mask: expected the padding that the cached tokens have, "
                 f"{known} at the left of the rows, got {padding}; {_GO_ON}"
+            )
+        if length + tokens > capacity:
+            raise InputError(
+                f"{_NAME}: the capacity is {capacity:,} tokens of a sequence, {length:,} are "
+                f"cached, and {tokens:,} come; make room with cache.reserve(capacity), or forget "
+                "tokens by cache.crop(-number) or cache.reset()"
             )
         largest = length + tokens - 1 - min(padding)
         given["position_ids"] = _positions(
@@ -150,9 +157,9 @@ def _positions(
 
 
 def _digest(given: dict[str, torch.Tensor]) -> str:
-    """A few letters that stand for the values."""
+    """A few letters that stand for the values, in the words of an error: seen where they differ."""
     found = hashlib.blake2b(digest_size=8)
     for name, x in sorted(given.items()):
         found.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         found.update(bytes_of(x))
-    return f"tokens {found.hexdigest()}"
+    return f"tokens that differ, digest {found.hexdigest()}"

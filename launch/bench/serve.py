@@ -137,6 +137,7 @@ class Bench:
         step.attend(1, *new)
         processor_s = time.thread_time() - processor_s
         layer_s, later = time.perf_counter() - first_s, self.ctx.runtime.last_run
+        cache.truncate(cache.lengths)  # drops the token
         of_first_s, of_later_s = map(_kernel_s, (first, later))
         once_s = first_s - start_s - of_first_s - (layer_s - of_later_s)
         return _Token(once_s, layer_s, of_later_s, processor_s)
@@ -161,21 +162,26 @@ class Bench:
         document = min(32768, self.max_tokens)
         tokens = max(1, document // 32)
         cache = self._filled(document, 1, room=tokens)
-        step = cache.step(tokens, sharded=True)
-        new = self._new_tokens(step.num_tokens)
         names = ("ring-kv", "ring-q", "auto")
+        said = {}
 
         def attending(strategy: str) -> Callable[[], object]:
-            return lambda: step.attend(0, *new, strategy=strategy)
+            cache.truncate(cache.lengths)  # drops the question before
+            step = cache.step(tokens, sharded=True)
+            said[strategy] = step.explain(self.config.heads, strategy=strategy)  # plans it, too
+            return partial(step.attend, 0, *self._new_tokens(step.num_tokens), strategy=strategy)
 
-        took = list(zip(*self._in_turn([attending(name) for name in names]), strict=True))
+        turns = [
+            tuple(slowest_s(self.ctx, attending(name)) for name in names)
+            for _ in range(1 + self.pairs)
+        ][1:]
+        took = list(zip(*turns, strict=True))
         rows: Rows = []
         for name, seconds in zip(names, took, strict=True):
-            sent = self.ctx.stats().bytes_sent
-            attending(name)()
+            attend, sent = attending(name), self.ctx.stats().bytes_sent
+            attend()
             most = torch.zeros(self.ctx.world_size, dtype=torch.int64)
             most[self.ctx.rank] = self.ctx.stats().bytes_sent - sent
-            said = step.explain(self.config.heads, strategy=name).splitlines()[0]
             rows.append(
                 {
                     "document": document, "question": tokens, "strategy": name,
@@ -183,7 +189,7 @@ class Bench:
                     "of ring-kv's time, paired": median(
                         [mine / by_keys for mine, by_keys in zip(seconds, took[0], strict=True)]
                     ),
-                    "sent MiB": int(self.ctx.all_reduce(most).max()) / 2**20, "plan": said,
+                    "sent MiB": int(self.ctx.all_reduce(most).max()) / 2**20, "plan": said[name].splitlines()[0],
                 }
             )  # fmt: skip
         return rows

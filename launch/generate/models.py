@@ -61,7 +61,7 @@ class Source:
 
 class _ByteModel:
     def __init__(self, decoder: Decoder, world: Context, capacity: int, dtype: torch.dtype) -> None:
-        self._decoder, self._world = decoder.to(world.device, dtype), world
+        self._decoder = decoder.to(world.device, dtype)
         config = decoder.config
         self.kv = KVCache(
             world, num_layers=config.layers, batch=1, num_kv_heads=config.kv_heads,
@@ -77,14 +77,7 @@ class _ByteModel:
 
         scores_BSV = self._decoder(step.cut(tokens_BS), step.positions[0], attend)
         step.commit()
-        if not step.sharded:
-            last: Tensor = scores_BSV[0, -1].float()
-            return last
-        # The sum of one rank's scores and zeros.
-        last = torch.zeros(scores_BSV.shape[-1], device=scores_BSV.device)
-        if step.last_owner[0] == self._world.rank:
-            last += scores_BSV[0, -1]
-        return self._world.all_reduce(last)
+        return step.last(scores_BSV)[0].float()
 
 
 class ByteStreamer:

@@ -256,6 +256,62 @@ def test_a_step_that_is_not_committed_changes_nothing() -> None:
     assert run_local(2, lengths) == [((30, 30), True)] * 2
 
 
+def test_a_step_that_lacks_its_commit_alone_is_not_lost_without_a_word() -> None:
+    def lengths(ctx: Context) -> list[tuple[int, ...]]:
+        cache, found = _filled(ctx), []
+        for end in (Step.commit, lambda step: step.cache.truncate(cache.lengths)):
+            step = cache.step(1)
+            for layer in range(2):
+                step.attend(layer, *_tensors(step))
+            with pytest.raises(InputError, match=r"not committed: .* call step.commit\(\)"):
+                cache.step(1)
+            end(step)
+            found.append(cache.lengths)
+        cache.step(1)
+        return found
+
+    assert run_local(2, lengths) == [[(31, 31), (31, 31)]] * 2
+
+
+def test_a_layer_that_an_error_has_interrupted_attends_again() -> None:
+    def again(ctx: Context) -> bool:
+        cache = _cache(ctx)
+        step = cache.step(40)
+        with pytest.raises(InputError, match="hybrid"):
+            step.attend(0, *_tensors(step), strategy="hybrid:3")
+        out = step.attend(0, *_tensors(step))
+        return torch.equal(out, torch.ones(2, step.num_tokens, 2, 8))
+
+    assert run_local(2, again) == [True] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_last_token_of_each_row_on_every_rank(world: int, dtype: torch.dtype) -> None:
+    """Prefills and decodes of rows of different lengths; values are the tokens' own places."""
+    steps = ([90, 20, 60], [1, 3, 0], [0, 33, 2], [5, 5, 5], [20, 20, 20])
+
+    def lasts(ctx: Context) -> list[tuple[list[list[float]], list[list[float]]]]:
+        cache, found = _cache(ctx, num_layers=1, batch=3, capacity=200), []
+        for tokens in steps:
+            step = cache.step(tokens)
+            step.attend(0, *_tensors(step))
+            # What no token has is not to be taken.
+            own = torch.where(step.valid, step.positions, -1)
+            x = torch.stack((own, torch.arange(3)[:, None].expand_as(own)), -1).to(dtype)
+            step.commit()
+            last = step.last(x)
+            assert last.dtype == dtype
+            rows = zip(cache.lengths, range(3), tokens, strict=True)
+            want = [[at - 1.0, row] if new else [0.0, 0.0] for at, row, new in rows]
+            found.append((last.tolist(), want))
+        return found
+
+    for rank in run_local(world, lasts):
+        for got, want in rank:
+            assert got == want
+
+
 @pytest.mark.parametrize("strategy", ["ring-kv", "ring-q"])
 def test_what_was_forgotten_does_not_come_back(strategy: str) -> None:
     def finite(ctx: Context) -> bool:
@@ -335,11 +391,13 @@ def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:
 
 def _stale(cache: KVCache, *, attend: bool, between: Callable[[KVCache], object]) -> None:
     step = cache.step(1)
-    for layer in range(cache.num_layers):
-        step.attend(layer, *_tensors(step))
+    step.attend(0, *_tensors(step))
+    if not attend:
+        step.attend(1, *_tensors(step))
+        cache.truncate(cache.lengths)
     between(cache)
     if attend:
-        step.attend(0, *_tensors(step))
+        step.attend(1, *_tensors(step))
     step.commit()
 
 
@@ -347,6 +405,12 @@ def _without_a_layer(cache: KVCache) -> None:
     step = cache.step(1)
     step.attend(0, *_tensors(step))
     step.commit()
+
+
+def _twice(cache: KVCache) -> None:
+    step = cache.step(1)
+    for _ in range(2):
+        step.attend(0, *_tensors(step))
 
 
 _BY_ROW = Cached(Causal(), Dealt(4, 1), Rows((0, 0), (1, 2), (0, 0), 99))
@@ -382,6 +446,15 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "rows changed": (
         "rows were changed",
         lambda _, c: _stale(c, attend=True, between=lambda c: c.reorder([1, 0])),
+    ),
+    "a layer twice": ("layer 0 has attended in this step", lambda _, c: _twice(c)),
+    "the last of other tokens": (
+        "this rank's tokens of the step, ...] = (2, 1), got torch.float32 (2, 3, 4)",
+        lambda _, c: c.step(1).last(torch.ones(2, 3, 4)),
+    ),
+    "the last of integers": (
+        "x must be floating point",
+        lambda _, c: c.step(1).last(torch.ones(2, 1, dtype=torch.int64)),
     ),
     "a layer left out": ("layer 1 has not attended", lambda _, c: _without_a_layer(c)),
     "capacity": ("capacity must be", lambda ctx, _: _cache(ctx, capacity=0)),

@@ -8,6 +8,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def _under_autocast(model: Any, cache: Any, ctx: burst_rt.Context) -> None:
 REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] = {
     "more tokens than there is room": (
         lambda model, cache, ctx: _generate(model, cache, max_new_tokens=20),
-        "the capacity is 40 tokens",
+        r"hf.Cache: the capacity is 40 tokens .* make room with cache.reserve\(capacity\)",
     ),
     "another text after the first, much shorter": (
         lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:, :12]),
@@ -118,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
     ),
     "another text after the first": (
         lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:, :20]),
-        r"position_ids: expected .* as 26 are cached, .* cache.reset\(\)",
+        r"position_ids: expected .* as 26 are cached, .* cache.reset\(\) .* max_new_tokens",
     ),
     "another batch": (
         lambda model, cache, ctx: _filled(model, cache, ctx, _IDS[:1]),
@@ -198,8 +199,21 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
         lambda model, cache, ctx: _cache(model.model, ctx), "expected a model .* that can generate",
     ),
     "no capacity": (
-        lambda model, cache, ctx: _cache(model, ctx, capacity=0, batch=1), "capacity must be",
+        lambda model, cache, ctx: _cache(model, ctx, capacity=0), "Cache: capacity must be .* 0",
     ),
+    "a capacity of one rank that is none": (
+        lambda model, cache, ctx: _cache(model, ctx, capacity=("many", 40)[ctx.rank]),
+        "capacity must be an integer of at least 1, got 'many'",
+    ),
+    "half a token": (
+        lambda model, cache, ctx: _cache(model, ctx, capacity=10.5), "capacity must be .* 10.5",
+    ),
+    "no batch": (lambda model, cache, ctx: _cache(model, ctx, batch=0), "batch must be .* got 0"),
+    "capacities that differ": (
+        lambda model, cache, ctx: _cache(model, ctx, capacity=40 + ctx.rank),
+        "capacity: 40 on rank 0, 41 on rank 1",
+    ),
+    "less room": (lambda model, cache, ctx: cache.reserve(39), "reserve: .* at least 40, .* 39"),
 }  # fmt: skip
 
 
@@ -271,7 +285,7 @@ def test_ranks_with_other_tokens_do_not_go_on() -> None:
         return found
 
     for texts in burst_rt.run_local(2, run, timeout_s=60):
-        assert all("about: tokens" in text for text in texts)
+        assert all("about: tokens that differ" in text for text in texts)
 
 
 def test_one_ranks_error_is_every_ranks() -> None:
@@ -307,6 +321,65 @@ def test_a_forward_without_generate() -> None:
         torch.testing.assert_close(again, expected[:, 5:10], rtol=1e-4, atol=1e-5)
 
     burst_rt.run_local(3, run, timeout_s=60)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_room_is_made(filled: bool) -> None:
+    expected = _generate(_EAGER, None, max_new_tokens=20)
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        cache = _cache(model, ctx, capacity=28)
+        if filled:
+            tokens = _generate(model, cache)
+            cache.reserve(50)
+            longer = _generate(model, cache, tokens, max_new_tokens=18)
+        else:
+            cache.reserve(50)
+            longer = _generate(model, cache, max_new_tokens=20)
+        assert torch.equal(longer, expected)
+        assert cache.kv is not None
+        assert cache.capacity == cache.kv.capacity == 50
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_the_whole_text_in_a_call_of_ones_own_is_warned_of() -> None:
+    """Once, by rank 0; new tokens alone are not."""
+
+    @torch.no_grad()
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        cache = _cache(model, ctx)
+        model(_IDS[:, :7], past_key_values=cache)
+        model(_IDS[:, 7:20], past_key_values=cache)
+        cache.crop(-13)
+        with nullcontext() if ctx.rank else pytest.warns(match="begin with the 7 tokens that are"):
+            model(_IDS[:, :10], past_key_values=cache)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_a_call_that_an_error_has_ended_is_made_again() -> None:
+    """After all layers have attended, and before the tokens are cached."""
+    expected = _EAGER(_IDS).logits.detach()
+
+    @torch.no_grad()
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        cache = _cache(model, ctx)
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("of this test")
+
+        handle = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError, match="of this test"):
+            model(_IDS, past_key_values=cache)
+        handle.remove()
+        logits = model(_IDS, past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected[:, -1:], rtol=1e-4, atol=1e-5)
+
+    burst_rt.run_local(2, run, timeout_s=60)
 
 
 _PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
