@@ -147,6 +147,9 @@ _CASES = {
     "rows of different lengths": Case(
         (((90, 20, 60), None), ((1, 1, 0), None), ((3, 0, 2), None), ((40, 30, 50), True))
     ),
+    "a row is used again": Case(
+        (((60, 90, 80), None), ((0, 40, 0), None), ((1, 1, 1), None)), keep={0: (60, 0, 80)}
+    ),
     "truncated": Case(
         (((90, 90), None), ((4, 4), None), ((4, 4), None), ((30, 30), None)),
         keep={0: (81, 60), 1: (83, 61)},

@@ -27,7 +27,7 @@ from burst_rt.launch.main import cli
 _ROOT = Path(__file__).parents[2]
 _PAGES = [*sorted((_ROOT / "docs").glob("*.md")), _ROOT / "README.md"]
 # Pages whose programs are whole: they run as they stand, one block after the other.
-_PROGRAMS = ("index", "choosing", "masks", "pipelines", "watching", "errors", "how")
+_PROGRAMS = ("index", "choosing", "masks", "serving", "pipelines", "watching", "errors", "how")
 
 
 def _blocks(page: Path, language: str) -> list[str]:
