@@ -189,7 +189,8 @@ class Bench:
                     "of ring-kv's time, paired": median(
                         [mine / by_keys for mine, by_keys in zip(seconds, took[0], strict=True)]
                     ),
-                    "sent MiB": int(self.ctx.all_reduce(most).max()) / 2**20, "plan": said[name].splitlines()[0],
+                    "sent MiB": int(self.ctx.all_reduce(most).max()) / 2**20,
+                    "plan": said[name].splitlines()[0],
                 }
             )  # fmt: skip
         return rows

@@ -192,7 +192,8 @@ def train_command(
 @click.option(
     "--data",
     type=_PATH,
-    help="Text file or folder, split as for training. [default: the text of training]",
+    help="Text file or folder, split as for training. [default: the checkpoint's, or Python's "
+    "own library]",
 )
 @click.option(
     "--seq-len", type=int, help="Bytes or tokens of a sequence. [default: as in training, or 2048]"
@@ -200,7 +201,8 @@ def train_command(
 @click.option(
     "--eval-sequences",
     type=int,
-    help="Held-out sequences to measure on; 0: all. [default: as in training, or 8]",
+    help="Held-out sequences to measure on; 0: all whole ones, without a shorter rest. [default: "
+    "as in training, or 8]",
 )
 @click.option(
     "--context-parallel",

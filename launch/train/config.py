@@ -194,7 +194,7 @@ class TrainConfig:
         metadata=_not_negative("Steps between measurements on held-out text; 0: at the end only."),
     )
     eval_sequences: int = field(
-        default=8, metadata=_not_negative("Held-out sequences of a measurement; 0: all.")
+        default=8, metadata=_not_negative("Held-out sequences of a measurement; 0: all whole ones.")
     )
     checkpoint_every: int = field(
         default=80, metadata=_not_negative("Steps between checkpoints; 0: at the end only.")

@@ -5,6 +5,7 @@ models are right over ranks is tested in tests/mpi/test_models.py.
 from __future__ import annotations
 
 import gc
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import pytest
 import torch
 import transformers
 from small_models import make_batch, make_model
+from torch.nn.functional import cross_entropy
 from transformers import masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -666,3 +668,35 @@ def test_the_pages_run(tmp_path: Path) -> None:
     assert 0 < names["loss"].item() < 5
     assert all(p.grad is not None for p in names["model"].parameters())
     names["ctx"].close()
+
+
+def test_whole_logits_and_perplexity_as_the_page_shows_them() -> None:
+    text = (_ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = [block for block in shown if "unshard" in block or "perplexity" in block]
+    assert len(blocks) == 2
+    eager, own = make_model("Llama").eval(), make_model("Llama").eval()
+    own.set_attn_implementation("burst_rt")
+    ids = [torch.arange(3, 3 + 2 * tokens).view(2, tokens) for tokens in (19, 10)]
+    batches = [{"input_ids": x, "labels": x} for x in ids]
+    with torch.no_grad():
+        logits = [eager(x).logits for x in ids]
+    sums = [
+        cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
+        for x, y in zip(ids, logits, strict=True)
+    ]
+    expected = torch.stack(sums).sum() / (2 * 18 + 2 * 9)
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = deepcopy(own)
+        burst_rt.hf.prepare(model, ctx)
+        names: dict[str, Any] = {
+            "burst_rt": burst_rt, "torch": torch, "math": math, "ctx": ctx, "model": model,
+            "batch": batches[0], "batches": batches,
+        }  # fmt: skip
+        exec(blocks[0], names)
+        torch.testing.assert_close(names["logits"], logits[0], rtol=1e-4, atol=1e-5)
+        exec(blocks[1], names)
+        assert names["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+
+    burst_rt.run_local(2, run, timeout_s=60)

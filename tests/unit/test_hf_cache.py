@@ -388,6 +388,7 @@ _PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 def test_the_page_runs() -> None:
     shown = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
     block = next(block for block in shown if "generate" in block)
+    loop = next(block for block in shown if "argmax" in block)
     expected = _generate(_EAGER, None, max_new_tokens=200)
 
     def run(ctx: burst_rt.Context) -> None:
@@ -397,6 +398,9 @@ def test_the_page_runs() -> None:
         names: dict[str, Any] = {"burst_rt": burst_rt, "model": model, "ctx": ctx, "inputs": inputs}
         exec(block.replace("100_000", "1_000"), names)
         assert torch.equal(names["tokens"], expected)
+        names |= {"torch": torch, "prompt": _IDS, "chosen": []}
+        exec(loop.replace("        logits", "        chosen.append(token)\n        logits"), names)
+        assert torch.equal(torch.cat(names["chosen"], 1), expected[:, 25:45])
 
     burst_rt.run_local(2, run, timeout_s=60)
 
