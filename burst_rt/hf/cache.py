@@ -78,8 +78,10 @@ class Cache(HookedCache):
     logits of the last token and the state of torch's random generators that rank 0 has; of a prompt
     the logits are those of the rank that has its last token.
 
-    Raises InputError on every rank for a model that cannot be used. A forward raises, on every
-    rank, InputError for other arguments and ContractMismatch where the ranks' tokens differ.
+    Raises, on every rank, InputError for a model or a number that cannot be used, and
+    ContractMismatch where the ranks' numbers differ. A forward raises, on every rank, InputError
+    for other arguments and ContractMismatch where the ranks' tokens differ. It takes the new tokens
+    alone (`generate` the whole text), and warns where they begin with all that are cached.
     """
 
     def __init__(
