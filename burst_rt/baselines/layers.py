@@ -307,8 +307,11 @@ class SpreadLayer:
         """
         return self.graph(rank, forward=forward).wire_bytes
 
-    def memory(self, rank: int) -> LayerMemory:
-        """The bytes of this layer on one rank; see `LayerMemory`."""
+    def memory(self, rank: int, *, working: bool = True) -> LayerMemory:
+        """The bytes of this layer on one rank; see `LayerMemory`.
+
+        working: False says 0 in their place, and makes no graph.
+        """
         shape, size, rows = self.shape, self.input_bytes, self.rows(rank)
         norms = ("attention_norm", "feed_forward_norm")
         products = shape.num_weights("qkv", "out", "gate_up", "down") // self.share
@@ -325,7 +328,9 @@ class SpreadLayer:
             weights,
             weights,
             activations,
-            max(whole, *(self._attention_bytes(rank, forward) for forward in (True, False))),
+            max(whole, *(self._attention_bytes(rank, forward) for forward in (True, False)))
+            if working
+            else 0,
         )
 
     def checkpointed_bytes(self, rank: int, *, attention: bool) -> int:

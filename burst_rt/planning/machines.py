@@ -56,7 +56,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     if not path.is_file():
         raise InputError(
             f"hardware: expected one of {sorted(shipped)} or the path of a TOML file, got "
-            f"{str(name_or_path)!r}"
+            f"{str(name_or_path)!r}; there is no such file"
         )
     return parse_hardware(path.read_text(encoding="utf-8"), str(path))
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +17,22 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from burst_rt.baselines.layers import TENSOR_PARALLEL
 from burst_rt.errors import ConfigError, InputError
+from burst_rt.launch.plan.compare import COMPARED, Answer, Question, best_worlds, compare
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
+    STRATEGIES,
     Activations,
     Model,
     ModelForecast,
     Phase,
-    fewest_ranks,
     forecast_model,
     parse_model,
+    parse_strategy,
     published_mask,
-    tile_of,
 )
 from burst_rt.launch.plan.words import MASK_HELP, fitting_mask, parse_tokens
 from burst_rt.launch.where import machine_options
-from burst_rt.planning.forecast import CANDIDATES
 from burst_rt.planning.machines import load_hardware
 from burst_rt.planning.suited import LAYOUTS
 from burst_rt.runtime.calibrated import calibrated_path
@@ -42,14 +41,27 @@ from burst_rt.scheduler.simulator import Hardware
 __all__ = ["calibrate", "plan", "simulate"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_STRATEGIES = (*CANDIDATES, *TENSOR_PARALLEL)
+# Columns of a table that is not printed on a terminal.
+_WIDTH = 120
 
 
-def _about(*, published: bool = False) -> Callable[[_F], _F]:
+class _Worlds(click.ParamType):
+    """Numbers of ranks with commas between them."""
+
+    name = "integers"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        one = click.IntRange(1)
+        return tuple(one.convert(word.strip(), param, ctx) for word in str(value).split(","))
+
+
+def _about(*, one: bool) -> Callable[[_F], _F]:
     """The options of `simulate` and `plan` that say what is computed where.
 
-    Both commands have the same defaults, so that their figures can be compared. published: whether
-    --mask takes this word, too.
+    Both commands have the same defaults, so that their figures can be compared. one: `simulate`,
+    which has one strategy on one number of ranks, and whose --mask may be "published".
     """
     options = [
         click.option(
@@ -62,15 +74,25 @@ def _about(*, published: bool = False) -> Callable[[_F], _F]:
             "model_text",
             default="llama-7b",
             show_default=True,
-            help="llama-7b, llama-13b, or layers=32,dim=4096,...",
+            help="llama-7b, llama-13b, or sizes: layers=32,dim=4096,heads=32,kv_heads=8,"
+            "head_dim=128,ffn=14336,vocab=128256. Without kv_heads, head_dim, vocab: heads, "
+            "dim / heads, 32000.",
         ),
         click.option(
             "--world", type=click.IntRange(1), required=True, help="Ranks, one device each."
+        )
+        if one
+        else click.option(
+            "--world",
+            "worlds",
+            type=_Worlds(),
+            required=True,
+            help="Ranks, one device each; several numbers to compare: 8,16,32.",
         ),
         click.option(
             "--nodes",
             type=click.IntRange(1),
-            help="Nodes that the ranks are spread over. [default: as few as possible]",
+            help="Nodes that the ranks are spread over evenly. [default: as few as possible]",
         ),
         click.option(
             "--seq", "seq_text", required=True, help="Tokens of one sequence: 131072, 128K, 1M."
@@ -94,8 +116,7 @@ def _about(*, published: bool = False) -> Callable[[_F], _F]:
             default="causal",
             show_default=True,
             help=MASK_HELP
-            + " published: as in the BurstAttention paper, whose rings compute all scores."
-            * published,
+            + " published: as in the BurstAttention paper, whose rings compute all scores." * one,
         ),
         click.option(
             "--layout",
@@ -103,7 +124,7 @@ def _about(*, published: bool = False) -> Callable[[_F], _F]:
             default="zigzag",
             show_default=True,
             help="Which rank holds which tokens. balanced: even under the mask. auto: for each "
-            "strategy, the one with the best forecast.",
+            "strategy, the one with the best forecast, which takes four times as long to plan.",
         ),
         click.option(
             "--activations",
@@ -127,11 +148,11 @@ def _about(*, published: bool = False) -> Callable[[_F], _F]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@_about(published=True)
+@_about(one=True)
 @click.option(
     "--strategy",
     required=True,
-    help=f"{', '.join(_STRATEGIES)}, ring-naive, burst-untiled; hybrid:N, two-level:N.",
+    help=f"{', '.join((*COMPARED, *STRATEGIES[-3:]))}; hybrid:N, two-level:N (N ranks in a group).",
 )
 def simulate(
     hardware: str,
@@ -157,6 +178,7 @@ def simulate(
     --world 8 --seq 128K --json
     """
     model, machine = parse_model(model_text), _spread(load_hardware(hardware), world, nodes)
+    strategy = parse_strategy(strategy)
     taken = published_mask(strategy) if mask == "published" else mask
     fitting_mask(taken, parse_tokens(seq_text), batch)
     activations = _activations(kept, phase)
@@ -168,15 +190,15 @@ def simulate(
     if as_json:
         print(json.dumps(_described(model, machine, world, seq_text, batch) | found.to_json()))
     else:
-        _print([found], _title(model, machine, world, seq_text, phase))
+        _print([found], _title(model, machine, world, seq_text, phase, taken), phase, machine)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@_about()
+@_about(one=False)
 def plan(
     hardware: str,
     model_text: str,
-    world: int,
+    worlds: tuple[int, ...],
     nodes: int | None,
     seq_text: str,
     batch: int,
@@ -186,100 +208,59 @@ def plan(
     layout: str,
     kept: str,
 ) -> None:
-    """Compare all strategies for a model on a machine. Say which one to take, how many ranks the
-    model needs, and how large the tiles are.
+    """Compare all strategies for a model on a machine. Say which one to take, and how many ranks
+    the model needs. With several numbers of ranks: say which costs least.
 
-    Example: burst-rt plan --world 64 --nodes 8 --hardware h100 --model llama-7b --seq 1M
+    Example: burst-rt plan --world 8,16,32 --hardware h100 --model llama-7b --seq 512K
     """
-    model, machine, seq_len = (
+    model, seq_len, shipped = (
         parse_model(model_text),
-        _spread(load_hardware(hardware), world, nodes),
         parse_tokens(seq_text),
+        load_hardware(hardware),
     )
+    machines = {world: _spread(shipped, world, nodes) for world in worlds}
     fitting_mask(mask, seq_len, batch)
     activations = _activations(kept, phase)
-    found: list[ModelForecast] = []
-    refused: dict[str, str] = {}
-    with _progress(_STRATEGIES) as strategies:
-        for strategy in strategies:
-            try:
-                sizes = (world, seq_len, machine, phase)
-                found.append(
-                    forecast_model(
-                        model, strategy, *sizes,
-                        mask=mask, batch=batch, layout=layout, activations=activations,
-                    )
-                )  # fmt: skip
-            except InputError as error:
-                refused[strategy] = error.message
-    found.sort(key=lambda f: (f.out_of_memory, f.time_s or 0.0, f.sent_bytes))
-    best = found[0] if found and not found[0].out_of_memory else None
-    taken, kind = (best.strategy, best.layout) if best else ("burst", "zigzag")
-    fewest = fewest_ranks(
-        model, taken, seq_len, machine, phase,
-        mask=mask, batch=batch, layout=kind, activations=activations,
-    )  # fmt: skip
-    tile = (
-        tile_of(model, taken, world, seq_len, machine, mask=mask, batch=batch, layout=kind)
-        if best
-        else None
-    )
-    why = _why(found, best, fewest, tile)
+    question = Question(model, seq_len, phase, mask, batch, layout, activations)
+    with _progress(len(COMPARED) * len(machines)) as each:
+        answers = [
+            compare(question, machine, world, each(f"{world} ranks", COMPARED))
+            for world, machine in machines.items()
+        ]
     if as_json:
-        answer = _described(model, machine, world, seq_text, batch) | {"phase": phase, "mask": mask}
-        answer |= {
-            "take": best.strategy if best else None,
-            "layout": best.layout if best else None,
-            "why": why,
-            "fewest_ranks": fewest,
-            "tile": tile,
-        }
-        print(json.dumps(answer | {"strategies": [f.to_json() for f in found], "refused": refused}))
-        return
-    _print(found, _title(model, machine, world, seq_text, phase))
-    for strategy, reason in refused.items():
-        print(f"{strategy}: not possible here: {reason.removeprefix(f'{strategy}: ')}")
-    print(why)
+        said = [
+            _described(model, answer.hardware, answer.world_size, seq_text, batch)
+            | {"phase": phase, "mask": mask}
+            | _json(answer)
+            for answer in answers
+        ]
+        print(json.dumps(said[0] if len(said) == 1 else said))
+    elif len(answers) > 1:
+        _print_worlds(answers, _about_model(model, seq_text, phase, mask))
+    else:
+        (answer,) = answers
+        world, machine = answer.world_size, answer.hardware
+        title = _title(model, machine, world, seq_text, phase, mask)
+        _print(answer.found, title, phase, machine)
+        for strategy, reason in answer.refused.items():
+            print(f"{strategy}: not possible here: {reason}")
+        print(*answer.why, sep="\n")
 
 
-def _why(
-    found: list[ModelForecast],
-    best: ModelForecast | None,
-    fewest: int | None,
-    tile: tuple[int, int] | None,
-) -> str:
-    ranks = (
-        "the model does not fit, even on 512 ranks"
-        if fewest is None
-        else f"the model needs at least {fewest} rank{'s' * (fewest > 1)}"
-    )
-    if best is None or best.time_s is None:
-        return f"Take none: no strategy fits into a device's memory; with burst {ranks}."
-    same, *others = _alike(f for f in found if not f.out_of_memory)
-    names, verb = [f.strategy for f in same[1:]], "are" if len(same) > 2 else "is"
-    ahead = f" (here {' and '.join(names)} {verb} the same)" if names else ""
-    if others and others[0][0].time_s:
-        times = f"{others[0][0].time_s / best.time_s:.2f}"
-        ahead += f", {f'{times} times ' * (times != '1.00')}as fast as {others[0][0].strategy}"
-    size = (
-        f" Its tiles are {tile[0]:,} queries x {tile[1]:,} keys; the kernel cuts them into its own "
-        "blocks."
-        if tile
-        else ""
-    )
-    on = f" with the {best.layout} layout" * (best.layout != "zigzag")
-    return f"Take {best.strategy}{on}: {best.time_s:.3g} s{ahead}; {ranks}.{size}"
-
-
-def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
-    """Groups of strategies whose forecasts are the same, in the order in which they come.
-
-    Two levels on one node, for example, are a plain ring.
-    """
-    alike: dict[ModelForecast, list[ModelForecast]] = {}
-    for f in found:
-        alike.setdefault(replace(f, strategy=""), []).append(f)
-    return list(alike.values())
+def _json(answer: Answer) -> dict[str, object]:
+    best = answer.best
+    fewest, strategy = answer.fewest
+    return {
+        "take": best.strategy if best else None,
+        "layout": best.layout if best else None,
+        "rank_seconds": answer.rank_seconds,
+        "why": " ".join(answer.why),
+        "fewest_ranks": fewest,
+        "fewest_ranks_with": strategy,
+        "tile": answer.tile,
+        "strategies": [each.to_json() for each in answer.found],
+        "refused": answer.refused,
+    }
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -422,6 +403,13 @@ def _spread(hardware: Hardware, world: int, nodes: int | None) -> Hardware:
         return hardware
     if world % nodes:
         raise InputError(f"--nodes: expected a divisor of --world {world}, got {nodes}")
+    most = hardware.node.ranks
+    if world > nodes * most:
+        raise InputError(
+            f"--nodes: a node of {hardware.name} has {most} devices, so --world {world} needs at "
+            f"least {-(-world // most)} nodes, got {nodes}; for larger nodes, change `ranks` of "
+            "[node] in a machine file of your own"
+        )
     return replace(hardware, node=replace(hardware.node, ranks=world // nodes))
 
 
@@ -432,43 +420,67 @@ def _described(
     return sizes | {"hardware": hardware.name, "ranks_per_node": min(world, hardware.node.ranks)}
 
 
-def _title(model: Model, hardware: Hardware, world: int, seq_text: str, phase: str) -> str:
+def _about_model(model: Model, seq_text: str, phase: str, mask: str) -> str:
+    return f"{model.name}, {phase}, {mask}, {parse_tokens(seq_text):,} tokens"
+
+
+def _title(
+    model: Model, hardware: Hardware, world: int, seq_text: str, phase: str, mask: str
+) -> str:
     nodes = -(-world // hardware.node.ranks)
     return (
-        f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {world} ranks on {nodes} "
+        f"{_about_model(model, seq_text, phase, mask)}, {world} ranks on {nodes} "
         f"node{'s' * (nodes > 1)} of {hardware.name}"
     )
 
 
-def _print(found: list[ModelForecast], title: str) -> None:
-    table = Table(
-        "strategy",
-        "layout",
-        "mask",
-        "time s",
-        "idle s",
-        "sent GB",
-        "memory GB",
-        "activations",
-        title=title,
-        title_justify="left",
-    )
-    for column in table.columns[3:7]:
-        column.justify = "right"
+def _table(title: str, words: Sequence[str], numbers: Sequence[str], last: str) -> Table:
+    """A table of columns of words, columns of numbers, and a last column of words."""
+    table = Table(title=title, title_justify="left")
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    table.add_column(last)
+    return table
+
+
+def _show(table: Table, phase: Phase, hardware: Hardware) -> None:
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    what = "one step of training" if phase == "train" else "one forward"
+    limit = f"{hardware.device.memory_bytes / 1e9:,.1f}"
+    print(f"time: {what}. idle, sent, memory: the worst rank. A device has {limit} GB.")
+
+
+def _print(found: list[ModelForecast], title: str, phase: Phase, hardware: Hardware) -> None:
+    numbers = ("time s", "idle s", "sent GB", "memory GB")
+    table = _table(title, ("strategy", "layout"), numbers, "activations")
     for f in found:
-        time = "out of memory" if f.time_s is None else _seconds(f.time_s)
-        table.add_row(
-            f.strategy,
-            f.layout,
-            f.mask,
-            time,
-            _seconds(f.exposed_s),
-            f"{f.sent_bytes / 1e9:,.1f}",
-            f"{f.memory_bytes / 1e9:,.1f}",
-            f.activations or "",
-        )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print("time: one phase; idle, sent and memory: the worst rank")
+        table.add_row(f.strategy, f.layout, *_cells(f))
+    _show(table, phase, hardware)
+
+
+def _cells(f: ModelForecast) -> tuple[str, ...]:
+    time = "out of memory" if f.time_s is None else _seconds(f.time_s)
+    sent, memory = (f"{size / 1e9:,.1f}" for size in (f.sent_bytes, f.memory_bytes))
+    return time, _seconds(f.idle_s), sent, memory, f.activations or ""
+
+
+def _print_worlds(answers: list[Answer], about: str) -> None:
+    """The best of each number of ranks; where none fits, the one that lacks least memory."""
+    machine = answers[0].hardware
+    numbers = ("time s", "ranks x s", "idle s", "sent GB", "memory GB")
+    words = ("ranks", "take", "layout")
+    table = _table(f"{about}, {machine.name}", words, numbers, "activations")
+    for answer in answers:
+        total = "" if answer.rank_seconds is None else f"{answer.rank_seconds:,.1f}"
+        first = next(iter(answer.found), None)
+        take, layout = (answer.best.strategy, answer.best.layout) if answer.best else ("none", "")
+        time, *rest = _cells(first) if first else ("not possible", "", "", "", "")
+        table.add_row(str(answer.world_size), take, layout, time, total, *rest)
+    _show(table, answers[0].question.phase, machine)
+    for line in best_worlds(answers):
+        print(line)
 
 
 def _seconds(value: float) -> str:
@@ -476,17 +488,17 @@ def _seconds(value: float) -> str:
 
 
 @contextmanager
-def _progress(strategies: tuple[str, ...]) -> Iterator[Iterator[str]]:
-    """Yields the strategies; shows on a terminal how far along they are."""
+def _progress(total: int) -> Iterator[Callable[[str, Sequence[str]], Iterator[str]]]:
+    """Yields what goes through strategies; shows on a terminal how far along they are."""
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
-        task = bar.add_task("simulating", total=len(strategies))
+        task = bar.add_task("simulating", total=total)
 
-        def each() -> Iterator[str]:
+        def each(where: str, strategies: Sequence[str]) -> Iterator[str]:
             for strategy in strategies:
-                bar.update(task, description=strategy)
+                bar.update(task, description=f"{where}, {strategy}")
                 yield strategy
                 bar.advance(task)
 
-        yield each()
+        yield each

@@ -16,15 +16,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
-from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerShape, SpreadLayer
+from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
 from burst_rt.errors import InputError
 from burst_rt.launch.plan.words import parse_mask
+from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.planning.strategies import check_name
 from burst_rt.planning.suited import LAYOUTS
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "ACTIVATIONS", "MODELS", "Activations", "Model", "ModelForecast", "Phase", "fewest_ranks",
-    "forecast_model", "parse_model", "published_mask", "tile_of",
+    "ACTIVATIONS", "EVERY_UP_TO", "MODELS", "STRATEGIES", "Activations", "Model", "ModelForecast",
+    "Phase", "fewest_ranks", "forecast_model", "parse_model", "parse_strategy", "published_mask",
+    "tile_of",
 ]  # fmt: skip
 
 Phase: TypeAlias = Literal["first-token", "train"]
@@ -32,6 +35,10 @@ Phase: TypeAlias = Literal["first-token", "train"]
 # of a layer its input, and attention's output and lse, are kept. "computed again": only its input.
 Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+# Attention strategies of `simulate`: what planners choose from, and what is there for comparing.
+STRATEGIES = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
+# The world up to which `fewest_ranks` tries every number of ranks.
+EVERY_UP_TO = 64
 _INPUT_BYTES = 2
 _ADAMW_BYTES = 12
 
@@ -57,6 +64,9 @@ MODELS = {
     "llama-7b": Model("llama-7b", 32, LayerShape(4096, 32, 32, 128, 11008), 32000),
     "llama-13b": Model("llama-13b", 40, LayerShape(5120, 40, 40, 128, 13824), 32000),
 }
+# The sizes that a model may be given by, and those that may be left out.
+_SIZES = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+_OPTIONAL = ("kv_heads", "head_dim", "vocab")
 
 
 def parse_model(text: str) -> Model:
@@ -64,26 +74,29 @@ def parse_model(text: str) -> Model:
 
     Sizes look like "layers=32,dim=4096,heads=32,kv_heads=8,head_dim=128,ffn=14336,vocab=128256".
     kv_heads, head_dim and vocab may be left out, and are then heads, dim / heads and 32000. Raises
-    InputError.
+    InputError that names the size at fault.
     """
     if text in MODELS:
         return MODELS[text]
+    if "=" not in text:
+        raise InputError(
+            f"--model: expected one of {sorted(MODELS)} or sizes such as "
+            f"'layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256', got {text!r}"
+        )
     given: dict[str, int] = {}
     for word in text.split(","):
         name, _, value = word.partition("=")
-        if (
-            name not in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
-            or not value.isdecimal()
-            or int(value) < 1
-        ):
+        if name not in _SIZES:
+            raise InputError(f"--model: expected sizes from {', '.join(_SIZES)}, got {name!r}")
+        if not value.isdecimal() or int(value) < 1:
             raise InputError(
-                f"model: expected one of {sorted(MODELS)} or sizes such as "
-                f"'layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336', got {text!r}"
+                f"--model: {name}: expected a whole number of at least 1, written out, got "
+                f"{value!r}"
             )
         given[name] = int(value)
-    missing = [name for name in ("layers", "dim", "heads", "ffn") if name not in given]
+    missing = [name for name in _SIZES if name not in given and name not in _OPTIONAL]
     if missing:
-        raise InputError(f"model: {', '.join(missing)} missing in {text!r}")
+        raise InputError(f"--model: {', '.join(missing)} missing in {text!r}; add it")
     heads = given["heads"]
     shape = LayerShape(
         given["dim"],
@@ -99,12 +112,12 @@ def parse_model(text: str) -> Model:
 class ModelForecast:
     """One phase of a model under one strategy. Each number is that of the worst rank."""
 
-    strategy: str
+    strategy: str  # with the ranks of a group: "hybrid:8"
     layout: str
     mask: str
     phase: Phase
     time_s: float | None  # None where the model does not fit into memory
-    exposed_s: float  # how long the rank's device stands still
+    idle_s: float  # how long the rank's device stands still
     sent_bytes: int
     memory_bytes: int
     out_of_memory: bool
@@ -112,6 +125,23 @@ class ModelForecast:
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
+
+
+def parse_strategy(text: str) -> str:
+    """The text, if it names a strategy that `forecast_model` takes. Raises InputError."""
+    known = (*STRATEGIES, *TENSOR_PARALLEL)
+    if text in known:
+        return text
+    try:
+        if check_name(text)[0] in known:
+            return text
+    except InputError:
+        pass
+    hint = "; `burst-rt plan` compares what auto chooses from" if text == "auto" else ""
+    raise InputError(
+        f"--strategy: expected one of {', '.join(known)}, hybrid:N, two-level:N (N: ranks of a "
+        f"group), got {text!r}{hint}"
+    )
 
 
 def published_mask(strategy: str) -> str:
@@ -165,6 +195,8 @@ def forecast_model(
     time_s, idle_s, sent = map(sum, zip(*passes, strict=True))
     num = model.num_layers
     fits = memory <= limit
+    if strategy in ("hybrid", "two-level"):
+        strategy = layer.choice(forward=True).strategy
     return ModelForecast(
         strategy,
         layer.layout.kind,
@@ -192,27 +224,28 @@ def fewest_ranks(
     activations: Activations | None = None,
     up_to: int = 512,
 ) -> int | None:
-    """The fewest ranks, of 1, 2, 4 and so on up to `up_to`, whose devices hold the model.
+    """The fewest ranks, up to `up_to`, whose devices hold the model.
 
-    activations: as for `forecast_model`. None where no such number is enough.
+    Every number up to 64 is tried; above, numbers of whole nodes. activations: as for
+    `forecast_model`. None where no such number is enough.
     """
-    if (
-        strategy not in TENSOR_PARALLEL
-        and model.num_weights * _INPUT_BYTES * (2 if phase == "train" else 1)
-        > hardware.device.memory_bytes
-    ):
-        return None  # every rank holds all weights
-    world_size = 1
-    while world_size <= up_to:
+    limit = hardware.device.memory_bytes
+    per_node = hardware.node.ranks
+    # "hybrid:8" is what "hybrid" is on one number of ranks.
+    name = strategy.partition(":")[0]
+    every = range(1, min(up_to, EVERY_UP_TO) + 1)
+    whole = range(EVERY_UP_TO // per_node * per_node + per_node, up_to + 1, per_node)
+    for world_size in (*every, *whole):
         try:
-            name = strategy.partition(":")[0]
             layer = _layer(model, name, world_size, seq_len, hardware, mask, batch, layout)
-            limit = hardware.device.memory_bytes
-            if _need(model, layer, phase, limit, activations)[0] <= limit:
+            # Attention's slots are known from its graphs only, which take long to make.
+            if (
+                _need(model, layer, phase, limit, activations, working=False)[0] <= limit
+                and _need(model, layer, phase, limit, activations)[0] <= limit
+            ):
                 return world_size
         except InputError:
             pass  # the strategy cannot use so many ranks
-        world_size *= 2
     return None
 
 
@@ -259,12 +292,23 @@ def _layer(
 
 
 def _need(
-    model: Model, layer: SpreadLayer, phase: Phase, limit: int, chosen: Activations | None
+    model: Model,
+    layer: SpreadLayer,
+    phase: Phase,
+    limit: int,
+    chosen: Activations | None,
+    *,
+    working: bool = True,
 ) -> tuple[int, Activations | None]:
-    """Bytes of the worst rank, and what becomes of activations: what was chosen, or what fits."""
+    """Bytes of the worst rank, and what becomes of activations: what was chosen, or what fits.
+
+    working: False leaves out what attention and the products hold for a while.
+    """
+    rank = max(range(layer.world_size), key=layer.rows)
+    held = layer.memory(rank, working=working)
     if phase != "train":
-        return _memory_bytes(model, layer, None), None
-    need = partial(_memory_bytes, model, layer)
+        return _memory_bytes(model, layer, rank, held, None), None
+    need = partial(_memory_bytes, model, layer, rank, held)
     *larger, smallest = ACTIVATIONS
     taken = chosen or next((each for each in larger if need(each) <= limit), smallest)
     return need(taken), taken
@@ -280,10 +324,14 @@ def _direction(
     return run.end_s, idle_s, sent_bytes
 
 
-def _memory_bytes(model: Model, layer: SpreadLayer, activations: Activations | None) -> int:
-    """Bytes of the worst rank; activations: None for the first token."""
-    rank = max(range(layer.world_size), key=layer.rows)
-    held = layer.memory(rank)
+def _memory_bytes(
+    model: Model,
+    layer: SpreadLayer,
+    rank: int,
+    held: LayerMemory,
+    activations: Activations | None,
+) -> int:
+    """Bytes of a rank; held: those of one layer. activations: None for the first token."""
     num_weights = (
         model.num_layers * held.weights // _INPUT_BYTES
         + 2 * model.vocab_size * model.layer.dim // layer.share

@@ -1,0 +1,225 @@
+"""What `burst-rt plan` answers: all strategies on one number of ranks, the best, and why.
+
+One sentence of an answer is one claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from burst_rt.baselines.layers import TENSOR_PARALLEL
+from burst_rt.errors import InputError
+from burst_rt.launch.plan.model import (
+    EVERY_UP_TO,
+    Activations,
+    Model,
+    ModelForecast,
+    Phase,
+    fewest_ranks,
+    forecast_model,
+    tile_of,
+)
+from burst_rt.planning.forecast import CANDIDATES
+from burst_rt.scheduler.simulator import Hardware
+
+__all__ = ["COMPARED", "Answer", "Question", "best_worlds", "compare"]
+
+# The strategies that are compared; the last two are for comparing only.
+COMPARED = (*CANDIDATES, *TENSOR_PARALLEL)
+_UP_TO = 512
+# Two times count as equal whose quotient rounds to this.
+_EQUAL = "1.00"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be computed on any number of ranks."""
+
+    model: Model
+    seq_len: int
+    phase: Phase
+    mask: str
+    batch: int
+    layout: str  # or "auto"
+    activations: Activations | None  # None for the first that fits
+
+    def forecast(self, strategy: str, world_size: int, hardware: Hardware) -> ModelForecast:
+        """`forecast_model` of this."""
+        return forecast_model(
+            self.model, strategy, world_size, self.seq_len, hardware, self.phase,
+            mask=self.mask, batch=self.batch, layout=self.layout, activations=self.activations,
+        )  # fmt: skip
+
+    def fewest(
+        self,
+        strategy: str,
+        hardware: Hardware,
+        layout: str,
+        *,
+        keep_attention: bool = False,
+        up_to: int = _UP_TO,
+    ) -> int | None:
+        """`fewest_ranks` of this. keep_attention: on which no attention is computed again."""
+        return fewest_ranks(
+            self.model, strategy, self.seq_len, hardware, self.phase,
+            mask=self.mask, batch=self.batch, layout=layout, up_to=up_to,
+            activations="attention kept" if keep_attention else self.activations,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All strategies on one number of ranks, the fastest that fits first."""
+
+    question: Question
+    hardware: Hardware
+    world_size: int
+    found: list[ModelForecast]
+    refused: dict[str, str]  # why a strategy cannot be used here
+    best: ModelForecast | None  # None where none fits
+
+    @cached_property
+    def fewest(self) -> tuple[int | None, str | None]:
+        """The fewest ranks that hold the model, and with which strategy.
+
+        The strategy is the best one. Where none fits here, it is the one that needs fewest.
+        """
+        if self.best is not None:
+            name = _plain(self.best.strategy)
+            return self.question.fewest(name, self.hardware, self.best.layout), name
+        layouts = {_plain(each.strategy): each.layout for each in self.found}
+        asked = "zigzag" if self.question.layout == "auto" else self.question.layout
+        fewest, strategy = None, None
+        for name in COMPARED:
+            up_to = _UP_TO if fewest is None else fewest - 1
+            layout = layouts.get(name, asked)
+            less = self.question.fewest(name, self.hardware, layout, up_to=up_to)
+            if less is not None:
+                fewest, strategy = less, name
+        return fewest, strategy
+
+    @property
+    def rank_seconds(self) -> float | None:
+        """The time of all ranks together: what the best one costs in devices."""
+        if self.best is None or self.best.time_s is None:
+            return None
+        return self.world_size * self.best.time_s
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """Queries and keys of the best one's largest tile."""
+        if self.best is None:
+            return None
+        asked, best = self.question, self.best
+        return tile_of(
+            asked.model, best.strategy, self.world_size, asked.seq_len, self.hardware,
+            mask=asked.mask, batch=asked.batch, layout=best.layout,
+        )  # fmt: skip
+
+    @cached_property
+    def why(self) -> tuple[str, ...]:
+        """What to take and why, in sentences."""
+        return tuple(self._sentences())
+
+    def _sentences(self) -> Iterator[str]:
+        best = self.best
+        if best is None or best.time_s is None:
+            fewest, strategy = self.fewest
+            limit = self.hardware.device.memory_bytes / 1e9
+            yield (
+                f"Take none: on {_ranks(self.world_size)} no strategy fits into a device's "
+                f"{limit:,.1f} GB."
+            )
+            yield (
+                f"None fits on any number of ranks up to {_UP_TO}."
+                if fewest is None
+                else f"The fewest ranks on which one fits are {fewest}, with {strategy}."
+                f"{_tried(fewest)}"
+            )
+            return
+        on = f" with the {best.layout} layout" * (best.layout != "zigzag")
+        total = self.world_size * best.time_s
+        together = f", {total:,.{0 if total >= 100 else 1}f} s of all ranks together"
+        yield f"Take {best.strategy}{on}: {best.time_s:.3g} s{together * (self.world_size > 1)}."
+        same, *others = _alike(f for f in self.found if not f.out_of_memory)
+        if len(same) > 1:
+            names = " and ".join(f.strategy for f in same[1:])
+            yield f"Here {names} {'does' if len(same) == 2 else 'do'} the same."
+        if others and others[0][0].time_s:
+            times = f"{others[0][0].time_s / best.time_s:.2f}"
+            name = others[0][0].strategy
+            yield (
+                f"The next, {name}, is less than 1 % slower: take either."
+                if times == _EQUAL
+                else f"The next, {name}, takes {times} times as long."
+            )
+        yield from self._of_memory(best)
+        if self.tile is not None:
+            queries, keys = self.tile
+            yield f"The largest call of a kernel has {queries:,} queries x {keys:,} keys."
+
+    def _of_memory(self, best: ModelForecast) -> Iterator[str]:
+        fewest, name = self.fewest
+        if name is None or fewest is None:
+            return
+        yield f"With {name} the model fits on {_ranks(fewest)}, and on no fewer.{_tried(fewest)}"
+        if best.activations is None or self.question.activations is not None:
+            return
+        keeps = self.question.fewest(name, self.hardware, best.layout, keep_attention=True)
+        if keeps is not None and keeps > fewest:
+            yield f"On fewer than {keeps}, attention is computed again to save memory."
+
+
+def compare(
+    question: Question, hardware: Hardware, world_size: int, strategies: Iterable[str] = COMPARED
+) -> Answer:
+    """Forecasts the strategies. Those that go on no such ranks are named with the reason."""
+    found: list[ModelForecast] = []
+    refused: dict[str, str] = {}
+    for strategy in strategies:
+        try:
+            found.append(question.forecast(strategy, world_size, hardware))
+        except InputError as error:
+            refused[strategy] = error.message.removeprefix(f"{strategy}: ")
+    # Of those that do not fit, the one that lacks least memory comes first.
+    found.sort(key=lambda f: (f.out_of_memory, f.time_s or f.memory_bytes, f.sent_bytes))
+    best = found[0] if found and not found[0].out_of_memory else None
+    return Answer(question, hardware, world_size, found, refused, best)
+
+
+def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:
+    """Which of several numbers of ranks is fastest, and which costs the least time of devices."""
+    able = [each for each in answers if each.best is not None]
+    if not able:
+        yield f"Take none of these: {answers[-1].why[-1]}"
+        return
+    quick = min(able, key=lambda each: (each.best and each.best.time_s) or 0.0)
+    cheap = min(able, key=lambda each: each.rank_seconds or 0.0)
+    yield f"{_ranks(quick.world_size)}: the least time."
+    yield f"{_ranks(cheap.world_size)}: the least ranks x s, which is the time of all devices."
+
+
+def _alike(found: Iterable[ModelForecast]) -> list[list[ModelForecast]]:
+    """Groups of strategies whose forecasts are the same, in the order in which they come.
+
+    Two levels on one node, for example, are a plain ring.
+    """
+    alike: dict[ModelForecast, list[ModelForecast]] = {}
+    for f in found:
+        alike.setdefault(replace(f, strategy=""), []).append(f)
+    return list(alike.values())
+
+
+def _plain(strategy: str) -> str:
+    """The name without the ranks of a group, which follow from the number of ranks."""
+    return strategy.partition(":")[0]
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+def _tried(count: int) -> str:
+    return f" Above {EVERY_UP_TO} only whole nodes were tried." * (count > EVERY_UP_TO)
