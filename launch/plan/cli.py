@@ -21,7 +21,7 @@ from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.plan.compare import COMPARED, Answer, Question, best_worlds, compare
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
-    STRATEGIES,
+    ATTENTION,
     Activations,
     Model,
     ModelForecast,
@@ -45,16 +45,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _WIDTH = 120
 
 
-class _Worlds(click.ParamType):
+def _worlds(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
     """Numbers of ranks with commas between them."""
-
-    name = "integers"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        one = click.IntRange(1)
-        return tuple(one.convert(word.strip(), param, ctx) for word in str(value).split(","))
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise click.BadParameter(f"expected numbers of ranks such as 8 or 8,16,32, got {text!r}")
+    return tuple(map(int, words))
 
 
 def _about(*, one: bool) -> Callable[[_F], _F]:
@@ -85,7 +81,8 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
         else click.option(
             "--world",
             "worlds",
-            type=_Worlds(),
+            callback=_worlds,
+            metavar="N[,N...]",
             required=True,
             help="Ranks, one device each; several numbers to compare: 8,16,32.",
         ),
@@ -152,7 +149,7 @@ def _about(*, one: bool) -> Callable[[_F], _F]:
 @click.option(
     "--strategy",
     required=True,
-    help=f"{', '.join((*COMPARED, *STRATEGIES[-3:]))}; hybrid:N, two-level:N (N ranks in a group).",
+    help=f"{', '.join((*COMPARED, *ATTENTION[-3:]))}; hybrid:N, two-level:N (N ranks in a group).",
 )
 def simulate(
     hardware: str,
@@ -190,7 +187,8 @@ def simulate(
     if as_json:
         print(json.dumps(_described(model, machine, world, seq_text, batch) | found.to_json()))
     else:
-        _print([found], _title(model, machine, world, seq_text, phase, taken), phase, machine)
+        about = _about_model(model, seq_text, phase, taken, found.layout)
+        _print([found], f"{about}, {_where(world, machine)}", found.layout, phase, machine)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -235,13 +233,15 @@ def plan(
             for answer in answers
         ]
         print(json.dumps(said[0] if len(said) == 1 else said))
-    elif len(answers) > 1:
-        _print_worlds(answers, _about_model(model, seq_text, phase, mask))
+        return
+    about = _about_model(model, seq_text, phase, mask, layout)
+    if len(answers) > 1:
+        _print_worlds(answers, f"{about}, {shipped.name}", layout)
     else:
         (answer,) = answers
-        world, machine = answer.world_size, answer.hardware
-        title = _title(model, machine, world, seq_text, phase, mask)
-        _print(answer.found, title, phase, machine)
+        machine = answer.hardware
+        title = f"{about}, {_where(answer.world_size, machine)}"
+        _print(answer.found, title, layout, phase, machine)
         for strategy, reason in answer.refused.items():
             print(f"{strategy}: not possible here: {reason}")
         print(*answer.why, sep="\n")
@@ -420,28 +420,25 @@ def _described(
     return sizes | {"hardware": hardware.name, "ranks_per_node": min(world, hardware.node.ranks)}
 
 
-def _about_model(model: Model, seq_text: str, phase: str, mask: str) -> str:
-    return f"{model.name}, {phase}, {mask}, {parse_tokens(seq_text):,} tokens"
+def _about_model(model: Model, seq_text: str, phase: str, mask: str, layout: str) -> str:
+    """The start of a title. Where each strategy has a layout of its own, a column has them."""
+    of = "" if layout == "auto" else f", {layout} layout"
+    return f"{model.name}, {phase}, {parse_tokens(seq_text):,} tokens, {mask}{of}"
 
 
-def _title(
-    model: Model, hardware: Hardware, world: int, seq_text: str, phase: str, mask: str
-) -> str:
+def _where(world: int, hardware: Hardware) -> str:
     nodes = -(-world // hardware.node.ranks)
-    return (
-        f"{_about_model(model, seq_text, phase, mask)}, {world} ranks on {nodes} "
-        f"node{'s' * (nodes > 1)} of {hardware.name}"
-    )
+    return f"{world} ranks on {nodes} node{'s' * (nodes > 1)} of {hardware.name}"
 
 
-def _table(title: str, words: Sequence[str], numbers: Sequence[str], last: str) -> Table:
-    """A table of columns of words, columns of numbers, and a last column of words."""
+def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Columns of words, which are never cut, then columns of numbers, then activations."""
     table = Table(title=title, title_justify="left")
     for name in words:
         table.add_column(name, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right")
-    table.add_column(last)
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("activations", min_width=len("activations"))
     return table
 
 
@@ -452,11 +449,14 @@ def _show(table: Table, phase: Phase, hardware: Hardware) -> None:
     print(f"time: {what}. idle, sent, memory: the worst rank. A device has {limit} GB.")
 
 
-def _print(found: list[ModelForecast], title: str, phase: Phase, hardware: Hardware) -> None:
-    numbers = ("time s", "idle s", "sent GB", "memory GB")
-    table = _table(title, ("strategy", "layout"), numbers, "activations")
+def _print(
+    found: list[ModelForecast], title: str, layout: str, phase: Phase, hardware: Hardware
+) -> None:
+    own = layout == "auto"
+    words, numbers = ["strategy", *["layout"] * own], ["time s", "idle s", "sent GB", "memory GB"]
+    table = _table(title, words, numbers)
     for f in found:
-        table.add_row(f.strategy, f.layout, *_cells(f))
+        table.add_row(f.strategy, *[f.layout] * own, *_cells(f))
     _show(table, phase, hardware)
 
 
@@ -466,19 +466,18 @@ def _cells(f: ModelForecast) -> tuple[str, ...]:
     return time, _seconds(f.idle_s), sent, memory, f.activations or ""
 
 
-def _print_worlds(answers: list[Answer], about: str) -> None:
+def _print_worlds(answers: list[Answer], title: str, layout: str) -> None:
     """The best of each number of ranks; where none fits, the one that lacks least memory."""
-    machine = answers[0].hardware
-    numbers = ("time s", "ranks x s", "idle s", "sent GB", "memory GB")
-    words = ("ranks", "take", "layout")
-    table = _table(f"{about}, {machine.name}", words, numbers, "activations")
+    own = layout == "auto"
+    words = ["ranks", "take", *["layout"] * own]
+    table = _table(title, words, ["time s", "ranks x s", "idle s", "sent GB", "memory GB"])
     for answer in answers:
+        best, first = answer.best, next(iter(answer.found), None)
         total = "" if answer.rank_seconds is None else f"{answer.rank_seconds:,.1f}"
-        first = next(iter(answer.found), None)
-        take, layout = (answer.best.strategy, answer.best.layout) if answer.best else ("none", "")
-        time, *rest = _cells(first) if first else ("not possible", "", "", "", "")
-        table.add_row(str(answer.world_size), take, layout, time, total, *rest)
-    _show(table, answers[0].question.phase, machine)
+        taken = (best.strategy, best.layout) if best else ("none", "")
+        time, *rest = _cells(first) if first else ("not possible",)
+        table.add_row(str(answer.world_size), *taken[: 1 + own], time, total, *rest)
+    _show(table, answers[0].question.phase, answers[0].hardware)
     for line in best_worlds(answers):
         print(line)
 

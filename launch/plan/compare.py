@@ -139,10 +139,13 @@ class Answer:
                 f"{_tried(fewest)}"
             )
             return
-        on = f" with the {best.layout} layout" * (best.layout != "zigzag")
+        own = best.layout == "zigzag" or best.strategy in TENSOR_PARALLEL
+        on = "" if own else f" with the {best.layout} layout"
         total = self.world_size * best.time_s
         together = f", {total:,.{0 if total >= 100 else 1}f} s of all ranks together"
         yield f"Take {best.strategy}{on}: {best.time_s:.3g} s{together * (self.world_size > 1)}."
+        if best.strategy in TENSOR_PARALLEL:
+            yield from self._of_own(best.strategy, best.time_s)
         same, *others = _alike(f for f in self.found if not f.out_of_memory)
         if len(same) > 1:
             names = " and ".join(f.strategy for f in same[1:])
@@ -159,6 +162,18 @@ class Answer:
         if self.tile is not None:
             queries, keys = self.tile
             yield f"The largest call of a kernel has {queries:,} queries x {keys:,} keys."
+
+    def _of_own(self, taken: str, time_s: float) -> Iterator[str]:
+        """What stands in the place of tensor parallelism, which is here for comparing."""
+        yield f"burst_attention has no {taken}: it is Megatron-LM's."
+        own = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
+        if own is None or own.time_s is None:
+            yield "None of its own strategies fits here."
+        else:
+            yield (
+                f"Of its own strategies {own.strategy} is the fastest, and takes "
+                f"{own.time_s / time_s:.2f} times as long."
+            )
 
     def _of_memory(self, best: ModelForecast) -> Iterator[str]:
         fewest, name = self.fewest

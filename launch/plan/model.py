@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Literal, TypeAlias, get_args
 
 from burst_rt.baselines.layers import TENSOR_PARALLEL, LayerMemory, LayerShape, SpreadLayer
@@ -25,7 +26,7 @@ from burst_rt.planning.suited import LAYOUTS
 from burst_rt.scheduler.simulator import Hardware
 
 __all__ = [
-    "ACTIVATIONS", "EVERY_UP_TO", "MODELS", "STRATEGIES", "Activations", "Model", "ModelForecast",
+    "ACTIVATIONS", "ATTENTION", "EVERY_UP_TO", "MODELS", "Activations", "Model", "ModelForecast",
     "Phase", "fewest_ranks", "forecast_model", "parse_model", "parse_strategy", "published_mask",
     "tile_of",
 ]  # fmt: skip
@@ -36,7 +37,7 @@ Phase: TypeAlias = Literal["first-token", "train"]
 Activations: TypeAlias = Literal["kept", "attention kept", "computed again"]
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 # Attention strategies of `simulate`: what planners choose from, and what is there for comparing.
-STRATEGIES = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
+ATTENTION = (*CANDIDATES, "ring-q", "ring-naive", "burst-untiled")
 # The world up to which `fewest_ranks` tries every number of ranks.
 EVERY_UP_TO = 64
 _INPUT_BYTES = 2
@@ -129,7 +130,7 @@ class ModelForecast:
 
 def parse_strategy(text: str) -> str:
     """The text, if it names a strategy that `forecast_model` takes. Raises InputError."""
-    known = (*STRATEGIES, *TENSOR_PARALLEL)
+    known = (*ATTENTION, *TENSOR_PARALLEL)
     if text in known:
         return text
     try:
@@ -235,7 +236,7 @@ def fewest_ranks(
     name = strategy.partition(":")[0]
     every = range(1, min(up_to, EVERY_UP_TO) + 1)
     whole = range(EVERY_UP_TO // per_node * per_node + per_node, up_to + 1, per_node)
-    for world_size in (*every, *whole):
+    for world_size in chain(every, whole):
         try:
             layer = _layer(model, name, world_size, seq_len, hardware, mask, batch, layout)
             # Attention's slots are known from its graphs only, which take long to make.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,12 +15,15 @@ from click.testing import CliRunner
 from burst_rt.baselines.layers import LayerShape
 from burst_rt.errors import InputError
 from burst_rt.launch.main import cli
+from burst_rt.launch.plan.compare import COMPARED
 from burst_rt.launch.plan.model import (
     ACTIVATIONS,
+    ATTENTION,
     MODELS,
     fewest_ranks,
     forecast_model,
     parse_model,
+    parse_strategy,
     published_mask,
     tile_of,
 )
@@ -31,6 +35,7 @@ from burst_rt.planning.suited import LAYOUTS
 
 _LLAMA = MODELS["llama-7b"]
 _A100 = load_hardware("a100-pcie")
+_LLAMA_3_8B = "layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256"
 
 
 def test_the_models_are_as_large_as_they_are_called() -> None:
@@ -86,11 +91,11 @@ def test_activations_that_do_not_fit_are_computed_again_attention_last() -> None
         assert chosen.activations == taken.activations
 
 
-def test_the_fewest_ranks_hold_the_model_and_half_as_many_do_not() -> None:
+def test_the_fewest_ranks_hold_the_model_and_one_fewer_do_not() -> None:
     fewest = fewest_ranks(_LLAMA, "burst", 1 << 18, _A100, "train")
     assert fewest is not None
     assert not forecast_model(_LLAMA, "burst", fewest, 1 << 18, _A100, "train").out_of_memory
-    assert forecast_model(_LLAMA, "burst", fewest // 2, 1 << 18, _A100, "train").out_of_memory
+    assert forecast_model(_LLAMA, "burst", fewest - 1, 1 << 18, _A100, "train").out_of_memory
     # A model that is too large for a device stays so: every rank of a ring holds all weights.
     huge = parse_model("layers=200,dim=8192,heads=64,kv_heads=8,ffn=28672")
     assert fewest_ranks(huge, "burst", 1 << 15, _A100, "train") is None
@@ -101,16 +106,18 @@ def test_the_tile_is_a_block_of_the_ring_and_the_shard_at_home() -> None:
 
 
 def test_a_model_by_its_sizes() -> None:
-    model = parse_model("layers=32,dim=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256")
+    model = parse_model(_LLAMA_3_8B)
     assert model.layer == LayerShape(4096, 32, 8, 128, 14336)
     assert model.num_weights == pytest.approx(8.03e9, rel=0.01)
-    for wrong in (
-        "gpt",
-        "layers=32",
-        "layers=x,dim=1,heads=1,ffn=1",
-        "layers=0,dim=4,heads=1,ffn=1",
-    ):
-        with pytest.raises(InputError, match="model: "):
+    for wrong, said in {
+        "gpt": r"expected one of \['llama-13b', 'llama-7b'\] or sizes .*,vocab=128256', got 'gpt'",
+        "layers=32": "dim, heads, ffn missing in 'layers=32'",
+        "layers=x,dim=1,heads=1,ffn=1": "layers: expected a whole number .*, got 'x'",
+        "layers=0,dim=4,heads=1,ffn=1": "layers: expected .* at least 1, .* got '0'",
+        "layers=1,dim=4,heads=1,ffn=1,vocab=128K": "vocab: expected a whole number .* got '128K'",
+        "layers=1,foo=2": "expected sizes from layers, dim, .*, vocab, got 'foo'",
+    }.items():
+        with pytest.raises(InputError, match=f"^--model: {said}"):
             parse_model(wrong)
 
 
@@ -276,8 +283,8 @@ def test_plan_names_what_comes_to_the_same_once() -> None:
     argv = "plan --world 8 --hardware a100-pcie --seq 128K --mask full"
     said = CliRunner().invoke(cli, argv.split()).stdout.splitlines()
     # On one node two levels are a ring.
-    assert "(here bidirectional and two-level are the same)" in said[-1]
-    assert "1.00 times" not in said[-1]
+    assert "Here bidirectional and two-level:8 do the same." in said
+    assert not any("1.00 times" in line for line in said)
     argv = "plan --world 4 --hardware a100-pcie --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
     refused = [
         line
@@ -305,8 +312,124 @@ def test_plan_says_what_to_take_and_why() -> None:
     assert "4 must divide the number of kv heads, got 6" in said["refused"]["all-to-all"]
     printed = CliRunner().invoke(cli, argv.split()).stdout
     assert f"Take {said['take']}" in printed
-    assert "tiles are" in printed
+    queries, keys = said["tile"]
+    assert f"has {queries:,} queries x {keys:,} keys" in printed
     with pytest.raises(InputError, match="--nodes: expected a divisor of --world 4, got 3"):
         CliRunner().invoke(
             cli, [*argv.replace("--nodes 2", "--nodes 3").split()], catch_exceptions=False
         )
+
+
+_LONG = f"--hardware h100-sxm --model {_LLAMA_3_8B} --seq 1M"
+
+
+def _planned(words: str) -> Any:
+    done = CliRunner().invoke(cli, ["plan", *words.split(), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("phase", "world"), [("train", 12), ("first-token", 6)], ids=["train", "first-token"]
+)
+def test_no_plan_needs_more_ranks_than_it_has(phase: str, world: int) -> None:
+    said = _planned(f"{_LONG} --phase {phase} --world {world}")
+    assert said["fewest_ranks"] == world
+    fewer = _planned(f"{_LONG} --phase {phase} --world {world - 1}")
+    assert said["take"] not in {row["strategy"] for row in _that_fit(fewer)}
+    assert f"the model fits on {world} ranks, and on no fewer." in said["why"]
+
+
+def _that_fit(said: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in said["strategies"] if not row["out_of_memory"]]
+
+
+def test_where_none_fits_the_strategy_that_needs_fewest_ranks_is_named() -> None:
+    said = _planned(f"{_LONG} --world 8")
+    assert (said["take"], _that_fit(said)) == (None, [])
+    assert said["fewest_ranks"] == 12
+    fit = {row["strategy"] for row in _that_fit(_planned(f"{_LONG} --world 12"))}
+    assert said["fewest_ranks_with"] in fit
+    # burst takes the most memory of the rings; and no other strategy fits on fewer.
+    assert "burst" not in fit
+    assert _that_fit(_planned(f"{_LONG} --world 11")) == []
+    assert f"are 12, with {said['fewest_ranks_with']}." in said["why"]
+    # Those that do not fit stand in the order of what they lack.
+    memory = [row["memory_bytes"] for row in said["strategies"]]
+    assert memory == sorted(memory)
+
+
+def test_above_64_ranks_whole_nodes_are_tried() -> None:
+    h100, sizes = load_hardware("h100-sxm"), (parse_model(_LLAMA_3_8B), "hybrid", 1 << 23)
+    fewest = fewest_ranks(*sizes, h100, "train")
+    assert fewest is not None
+    assert (fewest > 64, fewest % 8) == (True, 0)
+
+
+def test_several_numbers_of_ranks_are_compared() -> None:
+    """Few ranks compute attention again, and cost more time of devices than more ranks do."""
+    about = f"--hardware h100-sxm --model {_LLAMA_3_8B} --seq 512K"
+    few, some, more = said = _planned(f"{about} --world 4,9,10")
+    assert [each["world"] for each in said] == [4, 9, 10]
+    assert few["rank_seconds"] is None
+    for each in (some, more):
+        assert each["rank_seconds"] == each["world"] * each["strategies"][0]["time_s"]
+    assert some["rank_seconds"] > more["rank_seconds"]
+    (keeps,) = re.findall(r"On fewer than (\d+), attention is computed again", some["why"])
+    assert int(keeps) == 10
+    assert some["strategies"][0]["activations"] == "computed again"
+    assert more["strategies"][0]["activations"] == "attention kept"
+    printed = CliRunner().invoke(cli, ["plan", *about.split(), "--world", "4,9,10"]).stdout
+    rows = [line.split() for line in printed.splitlines() if line.startswith("│")]
+    assert [row[3] for row in rows] == ["none", some["take"], more["take"]]
+    for each, row in zip((some, more), rows[1:], strict=True):
+        assert f"{each['rank_seconds']:,.1f}" in row
+    assert "10 ranks: the least ranks x s" in printed
+    for wrong in ("8,x", "0", "8,"):
+        done = CliRunner().invoke(cli, ["plan", *about.split(), "--world", wrong])
+        assert "expected numbers of ranks such as 8 or 8,16,32" in done.output
+
+
+def test_more_ranks_than_a_node_has_devices_are_refused() -> None:
+    words = f"plan {_LONG} --world 12 --nodes 1"
+    with pytest.raises(InputError, match=r"h100-sxm has 8 devices, so .* at least 2 nodes, got 1"):
+        CliRunner().invoke(cli, words.split(), catch_exceptions=False)
+
+
+def test_groups_are_named_with_their_ranks() -> None:
+    said = _planned("--hardware h100-sxm --world 16 --seq 16K --model " + _LLAMA_3_8B)
+    names = {row["strategy"] for row in said["strategies"]}
+    assert {"hybrid:8", "two-level:8"} <= names
+
+
+def test_tensor_parallelism_is_said_to_be_no_strategy_of_burst_attention() -> None:
+    said = _planned("--hardware h100-sxm --world 8 --seq 4K")
+    assert said["take"] == "tensor-parallel+sequence"
+    assert "burst_attention has no tensor-parallel+sequence" in said["why"]
+    own = next(row["strategy"] for row in said["strategies"] if "tensor" not in row["strategy"])
+    assert f"Of its own strategies {own} is the fastest" in said["why"]
+
+
+def test_names_are_whole_in_a_narrow_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_rt.launch.plan.cli._WIDTH", 80)
+    words = "plan --hardware h100-sxm --world 8 --seq 4K"
+    printed = CliRunner().invoke(cli, words.split()).stdout
+    assert "…" not in printed
+    assert "│ tensor-parallel " in printed
+
+
+def test_simulate_says_which_strategies_it_takes() -> None:
+    about = "--hardware h100-sxm --world 4 --seq 4K --model layers=1,dim=64,heads=4,ffn=64"
+    for wrong in ("tree", "auto", "hybrid:x", "burst:4", "tensor-parallel:2"):
+        with pytest.raises(
+            InputError, match=f"--strategy: expected one of .*got '{wrong}'"
+        ) as said:
+            CliRunner().invoke(
+                cli, ["simulate", *about.split(), "--strategy", wrong], catch_exceptions=False
+            )
+        assert "tensor-parallel+sequence" in str(said.value)
+        assert ("`burst-rt plan` compares" in str(said.value)) is (wrong == "auto")
+    helped = " ".join(CliRunner().invoke(cli, ["simulate", "--help"]).output.split())
+    for name in (*COMPARED, *ATTENTION):
+        assert parse_strategy(name) == name
+        assert f"{name}," in helped or f"{name};" in helped
