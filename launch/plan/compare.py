@@ -31,6 +31,7 @@ COMPARED = (*CANDIDATES, *TENSOR_PARALLEL)
 _UP_TO = 512
 # Two times count as equal whose quotient rounds to this.
 _EQUAL = "1.00"
+_NOT_OURS = "burst_attention has no {}: it is Megatron-LM's."
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Answer:
 
     def _of_own(self, taken: str, time_s: float) -> Iterator[str]:
         """What stands in the place of tensor parallelism, which is here for comparing."""
-        yield f"burst_attention has no {taken}: it is Megatron-LM's."
+        yield _NOT_OURS.format(taken)
         own = next((f for f in self.found if f.strategy not in TENSOR_PARALLEL), None)
         if own is None or own.time_s is None:
             yield "None of its own strategies fits here."
@@ -210,6 +211,9 @@ def best_worlds(answers: Sequence[Answer]) -> Iterator[str]:
     if not able:
         yield f"Take none of these: {answers[-1].why[-1]}"
         return
+    for name in dict.fromkeys(each.best.strategy for each in able if each.best):
+        if name in TENSOR_PARALLEL:
+            yield _NOT_OURS.format(name)
     quick = min(able, key=lambda each: (each.best and each.best.time_s) or 0.0)
     cheap = min(able, key=lambda each: each.rank_seconds or 0.0)
     yield f"{_ranks(quick.world_size)}: the least time."

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,9 @@ from telemetry_feed import record_calls
 
 import burst_rt
 from burst_rt.launch.main import cli
+from burst_rt.launch.plan.model import MODELS, parse_model
+from burst_rt.launch.plan.words import fitting_mask
+from burst_rt.scheduler.simulator import Device, Hardware, Link, Nics, Node, Rate, Switch
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = [*sorted((_ROOT / "docs").glob("*.md")), _ROOT / "README.md"]
@@ -67,16 +71,17 @@ def test_the_explanation_of_the_page() -> None:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         _run("choosing", 4)
-    shown, _ = _blocks(_ROOT / "docs" / "choosing.md", "text")
+    shown, *_ = _blocks(_ROOT / "docs" / "choosing.md", "text")
     assert said.getvalue().strip() == shown.strip()
 
 
-def test_the_plan_of_the_page() -> None:
+@pytest.mark.parametrize("number", [0, 1], ids=["one world", "several worlds"])
+def test_the_plans_of_the_page(number: int) -> None:
     page = _ROOT / "docs" / "choosing.md"
-    command = next(line for line in _commands(page) if line.startswith("burst-rt plan"))
+    command = [line for line in _commands(page) if line.startswith("burst-rt plan")][number]
     done = CliRunner().invoke(cli, shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
-    _, shown = _blocks(page, "text")
+    shown = _blocks(page, "text")[1 + number]
     # Which strategy wins may change with the forecasts: then so does the page's text.
     assert sorted(_kind(done.output)) == sorted(_kind(shown))
 
@@ -116,6 +121,22 @@ def test_the_summaries_of_the_page_are_in_the_words_of_the_command(tmp_path: Pat
         [False, True, False],
         [False, False, True],
     ]
+
+
+def test_the_page_has_what_a_plan_is_asked_with(tmp_path: Path) -> None:
+    """The models' sizes, a file of documents, every field of a machine file."""
+    text = (_ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    for name, sizes in re.findall(r"`(llama-\d+b)` is `([^`]*)`", text):
+        assert replace(parse_model(sizes), name=name) == MODELS[name]
+    assert all(f"`{name}` is `layers=" in text for name in MODELS)
+    documents = _blocks(_ROOT / "docs" / "choosing.md", "text")[-1]
+    file = tmp_path / "documents"
+    file.write_text(documents, encoding="utf-8")
+    fitting_mask(f"documents:{file}", 128 << 10, 1)
+    machine = text[text.index("### Machine files") :]
+    for kind in (Hardware, Device, Rate, Node, Link, Switch, Nics):
+        for field in fields(kind):
+            assert re.search(rf"[`.\[]{field.name}[`.\]]", machine), (kind, field.name)
 
 
 def _commands(page: Path) -> list[str]:

@@ -110,7 +110,8 @@ def test_the_beginning_of_a_name_is_enough_where_it_is_one_machines() -> None:
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(
-        InputError, match=r"\['a100-pcie', .*\] or the path of a TOML file, got 'b9000'"
+        InputError,
+        match=r"\['a100-pcie', .*\] or the path of a TOML file, got 'b9000'; there is no such file",
     ):
         load_hardware("b9000")
 
