@@ -43,6 +43,8 @@ _Relation: TypeAlias = Callable[[slice, slice], Relation]
 
 # Rows of a strip: few, so that little is computed beside the band.
 STRIP = 64
+# Rows of the small triangles of a band: fewer than of others, as they are a larger share of it.
+_BAND_EDGE = 64
 # The most columns of all strips of a call.
 STRIP_COLUMNS = 8192
 
@@ -244,7 +246,8 @@ def _taken_apart(cut: Cut, edge: int, most: int, *, whole: bool = False) -> Iter
 def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
     """A band. window: what its first row sees."""
     width, num_rows = window.stop - window.start, rows.stop - rows.start
-    if part.strips or not 0 < part.edge < width:
+    edge = min(part.edge, _BAND_EDGE)
+    if part.strips or not 0 < edge < width:
         most = max(1, STRIP_COLUMNS // (width + STRIP))  # strips in a call
         for start, length, many in _blocks_of(num_rows, STRIP, STRIP):
             for number in range(0, many, most):
@@ -255,11 +258,11 @@ def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
                 yield Cut(some, columns, band=True, num_blocks=count, step=STRIP, first=True)
         return
     # Rows for which there are two triangles; the rectangles between them share no columns.
-    size = part.edge
+    size = edge
     while 2 * size < width:
         size *= 2
     left, right = (_moved(slice(0, num_rows), x) for x in (window.start, window.stop - 1))
-    yield from _taken_apart(Cut(rows, left, upper=True, first=True), part.edge, size)
+    yield from _taken_apart(Cut(rows, left, upper=True, first=True), edge, size)
     for start, length, many in _blocks_of(num_rows, size, size):
         columns = slice(left.start + start + length, right.start + start)
         if columns.start < columns.stop:
@@ -270,7 +273,7 @@ def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
                 step=size,
             )
     lower = Cut(rows, right, triangle=True)
-    yield from _taken_apart(lower, part.edge, size)
+    yield from _taken_apart(lower, edge, size)
 
 
 def _blocks_of(size: int, length: int, step: int) -> Iterator[tuple[int, int, int]]:
