@@ -26,5 +26,7 @@ try:
         Path(f"begun-{ctx.rank}").touch()
 except BurstError as error:
     text = f"{time.time()} {type(error).__name__} {' '.join(str(error).split())}"
-    Path(f"ended-{ctx.rank}").write_text(text, encoding="utf-8")
+    note = Path(f"note-{ctx.rank}")
+    note.write_text(text, encoding="utf-8")
+    note.rename(f"ended-{ctx.rank}")  # whole or not at all: a launcher may end this rank meanwhile
     raise
