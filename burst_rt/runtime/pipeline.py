@@ -104,13 +104,11 @@ class Pipeline:
             )
         if error is not None:
             self.runtime.refuse("Pipeline.run", error)
-        largest: dict[int, int] = {}
+        moved = {m.part for task in self.graph.tasks for m in (*task.sends, *task.recvs)}
         bound_to: dict[int, torch.Tensor] = {}
-        for m in (m for task in self.graph.tasks for m in (*task.sends, *task.recvs)):
-            largest[m.part] = max(m.end, largest.get(m.part, 0))
         absent: list[Part] = []
         cut: dict[str, Any] = {}
-        for part_id in sorted(largest.keys() | _named(self.graph)):
+        for part_id in sorted(moved | _named(self.graph)):
             part = self.graph.parts[part_id]
             if part.buffer not in buffers and not part.initialised:
                 absent.append(part)
@@ -119,7 +117,7 @@ class Pipeline:
                 parts = self._parts[part.buffer]
                 cut[part.buffer], error = _cut(buffers.get(part.buffer), parts)
             tensor = _bound(cut, part)
-            error = error or self._refuses(part, tensor, part_id in largest)
+            error = error or self._refuses(part, tensor, part_id in moved)
             if error is None:
                 bound_to[part_id] = tensor
         error = error or self._overlap(bound_to)
@@ -136,13 +134,13 @@ class Pipeline:
         # agreement.
         self.runtime.agree(contract.words, error)
 
-        device = next((bound_to[part].device for part in largest if part in bound_to), None)
+        device = next((bound_to[part].device for part in sorted(moved) if part in bound_to), None)
         for part in absent:
             bound_to[part.id] = torch.empty(
                 part.size_bytes, dtype=torch.uint8, device=device or self.runtime.device
             )
         memory: dict[int, Memory] = {
-            part: self.runtime.machine.memory(bound_to[part]) for part in largest
+            part: self.runtime.machine.memory(bound_to[part]) for part in moved
         }
         functions: dict[str, Callable[..., None]] = {"add": _add, **ops}
 
