@@ -46,8 +46,8 @@ def _kind(text: str) -> list[str]:
     return [re.sub(r"\d[\d,.]*", "0", line).rstrip() for line in text.strip().splitlines()]
 
 
-def _run(page: str, world_size: int) -> list[dict[str, Any]]:
-    program = "\n".join(_blocks(_ROOT / "docs" / f"{page}.md", "python"))
+def _run(page: str, world_size: int, program: str | None = None) -> list[dict[str, Any]]:
+    program = program or "\n".join(_blocks(_ROOT / "docs" / f"{page}.md", "python"))
 
     def run(ctx: burst_rt.Context) -> dict[str, Any]:
         names: dict[str, Any] = {"__name__": page}
@@ -60,6 +60,14 @@ def _run(page: str, world_size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("page", _PROGRAMS)
 def test_programs_of_a_page_run(page: str) -> None:
     assert len(_run(page, 2)) == 2
+
+
+def test_the_first_program_of_the_readme_runs() -> None:
+    program, *_ = _blocks(_ROOT / "README.md", "python")
+    for names in _run("README", 2, program):
+        assert names["out"].shape == names["q"].shape
+        assert names["q"].grad is not None
+        names["ctx"].close()
 
 
 def test_the_error_of_the_page() -> None:
