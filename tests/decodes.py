@@ -9,12 +9,14 @@ import torch
 from spec import reference
 
 from burst_rt import Context
-from burst_rt.attention.decode import run_decode
+from burst_rt.attention.decode import plan_decode, run_decode
 from burst_rt.kernels import QKV, ScoreTerms, sum_dtype
 from burst_rt.kernels.decode import Seen
 from burst_rt.planning.masks.spans import END, Spans
+from burst_rt.planning.problem import ScoreOptions
+from burst_rt.runtime.agreement import Contract
 
-__all__ = ["CASES", "Case", "decode", "own_columns", "spans_of"]
+__all__ = ["CASES", "Case", "decode", "own_columns", "run_one", "spans_of"]
 
 _BLOCK = 4  # tokens that stand together on a rank
 
@@ -112,10 +114,23 @@ def decode(ctx: Context, case: Case) -> torch.Tensor:
         cache = torch.full((x.shape[0], len(own) + 3, *x.shape[2:]), torch.nan, dtype=x.dtype)
         cache[:, : len(own)] = x[:, own].masked_fill(~hull[..., None, None], torch.nan)
         caches.append(cache[:, : len(own)])
-    return run_decode(
-        ctx.setup, "a decode", QKV(q, *caches), Seen(spans_of(cells[:, :, own]), len(own)),
-        keys=k.shape[1], scale=case.scale, terms=case.terms(),
+    what_is_seen = Seen(spans_of(cells[:, :, own]), len(own))
+    return run_one(ctx, QKV(q, *caches), what_is_seen, k.shape[1], case.terms(), case.scale)
+
+
+def run_one(
+    ctx: Context, qkv: QKV, seen: Seen, keys: int, terms: ScoreTerms, scale: float | None = None
+) -> torch.Tensor:
+    """Plans a decode, and runs it."""
+    plan = plan_decode(
+        ctx.setup, qkv.q.shape, qkv.k.shape[2], qkv.v.shape[3], qkv.q.dtype, keys=keys,
+        scores=ScoreOptions(
+            softcap=terms.softcap is not None, alibi_slopes=terms.alibi_slopes is not None,
+            sinks=terms.sinks is not None,
+        ),
     )  # fmt: skip
+    contract = Contract({"call": "a decode"})
+    return run_decode(ctx.setup, contract, plan, qkv, seen, scale=scale, terms=terms)
 
 
 CASES = {

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from burst_rt.attention.call import CAUSAL, check_factors, check_scores
-from burst_rt.attention.decode import plan_decode, run_decode
+from burst_rt.attention.decode import DecodePlan, plan_decode, run_decode
 from burst_rt.attention.planner import Plan, PlanKey
 from burst_rt.attention.run import run_forward
 from burst_rt.attention.setup import Setup
@@ -47,7 +47,10 @@ _STALE = "another step has been begun since, or the cache's rows were changed"
 
 
 class _Layer(NamedTuple):
-    """One layer's shard: k `[columns, batch, kv_heads, head_dim]`, v with its own head_dim."""
+    """One layer's shard: k `[batch, columns, kv_heads, head_dim]`, v with its own head_dim.
+
+    In memory the columns come first, so that those that are filled are one stretch.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -167,10 +170,10 @@ class KVCache:
                     # Zeros: kernels load whole blocks, and must find numbers there.
                     k = torch.zeros(*shape, self.head_dim, dtype=self.dtype, device=device)
                     v = torch.zeros(*shape, self.v_head_dim, dtype=self.dtype, device=device)
-                    fresh = _Layer(k, v)
+                    fresh = _Layer(k.transpose(0, 1), v.transpose(0, 1))
                     if self._layers:
                         for old, x in zip(self._layers[len(new)], fresh, strict=True):
-                            x[: len(old)].copy_(old)
+                            x[:, : old.shape[1]].copy_(old)
                     new.append(fresh)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -279,7 +282,7 @@ class KVCache:
         with torch.no_grad():
             for layer in self._layers:
                 for x in layer:
-                    x[:used].copy_(x[:used].index_select(1, index))
+                    x[:, :used].copy_(x[:, :used].index_select(0, index))
         self._lengths = [self._lengths[row] for row in chosen]
         self._padding = [self._padding[row] for row in chosen]
 
@@ -417,6 +420,7 @@ class Step:
         self._dealt, self._rank = cache._dealt, cache.setup.runtime.rank
         self.num_tokens = rows.queries(self._dealt, self._rank) if sharded else max(tokens)
         self._plans: dict[object, Plan] = {}
+        self._decodes: dict[object, tuple[DecodePlan, Seen]] = {}
         self._seen: dict[Mask, Seen] = {}
         self._words = hashlib.blake2b(digest_size=8)
         self._done = False
@@ -567,12 +571,7 @@ class Step:
         structure = CAUSAL if mask is None else self._structure(mask)
         if self.sharded:
             return self._plan(num_heads, structure, ScoreTerms(), strategy).explain()
-        cache = self.cache
-        q_shape = (cache.batch, self.num_tokens, num_heads, cache.head_dim)
-        return plan_decode(
-            cache.setup, q_shape, cache.num_kv_heads, cache.v_head_dim, cache.dtype,
-            keys=cache.capacity, scores=ScoreOptions(),
-        ).explain()  # fmt: skip
+        return self._plan_decode(num_heads, ScoreOptions()).explain()
 
     def commit(self) -> None:
         """Ends the step: the tokens are cached. Local. Calls after the first do nothing.
@@ -681,7 +680,7 @@ class Step:
         """Writes this rank's new keys and values to its shard."""
         for batch, columns, chosen in self._places_in_shard:
             for cached, new in ((layer.k, k), (layer.v, v)):
-                cached[columns, batch] = new[batch].transpose(0, 1)[chosen]
+                cached[batch, columns] = new[batch, chosen]
 
     def _clear(self, layer: _Layer) -> None:
         """Zeros in the place of tokens that were forgotten, behind those of the step.
@@ -691,7 +690,7 @@ class Step:
         alike, last = len(self._rows) == 1, self._dealt.count(self.cache._written, self._rank)
         for row, after in enumerate(self._rows.after):
             for x in layer if after < self.cache._written else ():
-                x[self._dealt.count(after, self._rank) : last, slice(None) if alike else row] = 0
+                x[slice(None) if alike else row, self._dealt.count(after, self._rank) : last] = 0
 
     @cached_property
     def _num_columns(self) -> int:
@@ -714,7 +713,7 @@ class Step:
             setup.runtime.refuse(_ATTEND, error)
         columns = self._rows.columns(self._dealt, self._rank)
         self._clear(layer)
-        k, v = (x[:columns].transpose(0, 1) for x in layer)
+        k, v = (x.narrow(1, 0, columns) for x in layer)
         out, _ = run_forward(_Chunk(setup, plan, scale), QKV(q, k, v), terms)
         return out
 
@@ -756,17 +755,34 @@ class Step:
         scale: float | None,
         terms: ScoreTerms,
     ) -> torch.Tensor:
+        key = (structure, q.shape[2], terms.softcap is None, terms.sinks is None)
+        found = self._decodes.get(key)
+        if found is None:
+            scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
+            plan = self._plan_decode(q.shape[2], scores)
+            found = self._decodes[key] = plan, self._what_is_seen(structure)
+        plan, seen = found
+        k, v = (x.narrow(1, 0, self._num_columns) for x in layer)
+        return run_decode(
+            self.cache.setup, _CONTRACT, plan, QKV(q, k, v), seen, scale=scale, terms=terms
+        )
+
+    def _plan_decode(self, num_heads: int, scores: ScoreOptions) -> DecodePlan:
         cache = self.cache
+        q_shape = (cache.batch, self.num_tokens, num_heads, cache.head_dim)
+        return plan_decode(
+            cache.setup, q_shape, cache.num_kv_heads, cache.v_head_dim, cache.dtype,
+            keys=cache.capacity, scores=scores,
+        )  # fmt: skip
+
+    def _what_is_seen(self, structure: Mask) -> Seen:
+        """What the queries of a decode see of this rank's shard: one object for all layers."""
         seen = self._seen.get(structure)
         if seen is None:
             spans = self._rows.spans(structure, self._places)
             own = in_columns(spans, self._dealt, self._rank)
             seen = self._seen[structure] = Seen(own, self._num_columns)
-        k, v = (x[: self._num_columns].transpose(0, 1) for x in layer)
-        return run_decode(
-            cache.setup, _ATTEND, QKV(q, k, v), seen, keys=cache.capacity, scale=scale,
-            terms=terms,
-        )  # fmt: skip
+        return seen
 
     def _on_device(self, x: np.ndarray[Any, Any]) -> torch.Tensor:
         found = torch.from_numpy(x).to(self.cache.setup.runtime.device)

@@ -56,11 +56,11 @@ def bucket_of(keys: int) -> int:
 
 def run_decode(
     setup: Setup,
-    call: str,
+    contract: Contract,
+    plan: DecodePlan,
     qkv: QKV,
     seen: Seen,
     *,
-    keys: int,
     scale: float | None,
     terms: ScoreTerms,
 ) -> torch.Tensor:
@@ -69,29 +69,19 @@ def run_decode(
     The ranks must have agreed on the call before: nothing is compared here. Blocks until this
     rank's part is done, or issued; no rank may stay away for longer than the runtime's timeout_s.
 
+    contract: has the call's name. plan: made by `plan_decode` for these shapes, type and terms.
     q: `[batch, q_len, heads, d]`, the same on every rank. k and v: this rank's shard, `[batch,
     columns, kv heads, d and v's d]`; columns may be 0, and differ from rank to rank. seen: which
-    columns of the shard each query sees. keys: the most that a sequence may have over all ranks,
-    the same on every rank; it chooses the plan. terms: softcap and sinks.
+    columns of the shard each query sees. terms: softcap and sinks.
 
     Returns out `[batch, q_len, heads, v's d]` in q's type, the same bits on every rank; 0 in a row
-    that sees no key on any rank. Raises InputError for ALiBi, under a CUDA graph and where no
-    kernel fits, DeviceError where memory runs out, PeerLost and Stalled.
+    that sees no key on any rank. Raises InputError under a CUDA graph, DeviceError where memory
+    runs out, PeerLost and Stalled.
     """
     runtime = setup.runtime
     with autocast_off(qkv.q.device.type):
         check_not_captured(runtime.device)
-        if terms.alibi_slopes is not None:
-            raise InputError(
-                f"{call}: a decode has no ALiBi, got alibi_slopes; use a model with other positions"
-            )
         progress = Progress()
-        plan = plan_decode(
-            setup, qkv.q.shape, qkv.k.shape[2], qkv.v.shape[3], qkv.q.dtype, keys=keys,
-            scores=ScoreOptions(
-                softcap=terms.softcap is not None, sinks=terms.sinks is not None
-            ),
-        )  # fmt: skip
         try:
             run = DecodeRun(
                 plan, runtime.machine, qkv, seen,
@@ -102,10 +92,11 @@ def run_decode(
             if not is_out_of_memory(error):
                 raise
             raise DeviceError(
-                f"{call}: out of memory on {runtime.device}; {plan.explain()}", rank=runtime.rank
+                f"{contract.call}: out of memory on {runtime.device}; {plan.explain()}",
+                rank=runtime.rank,
             ) from error
         _, free = runtime.perform(
-            Contract({"call": call}), plan.schedule, run.operations, run.memory,
+            contract, plan.schedule, run.operations, run.memory,
             progress=progress, subject=plan, takes=plan.explain,
             agreed=True, one_of_several=True,
         )  # fmt: skip
@@ -124,7 +115,13 @@ def plan_decode(
     keys: int,
     scores: ScoreOptions,
 ) -> DecodePlan:
-    """The plan of a decode: kept, or made and verified. Local. keys: as in `run_decode`."""
+    """The plan of a decode: kept, or made and verified. Local.
+
+    keys: the most that a sequence may have over all ranks, the same on every rank. Raises
+    InputError for ALiBi, and where no kernel fits.
+    """
+    if scores.alibi_slopes:
+        raise InputError("a decode has no ALiBi, got alibi_slopes; use a model with other positions")
     runtime, bucket = setup.runtime, bucket_of(keys)
     key = (q_shape, num_kv_heads, v_head_dim, dtype, bucket, scores)
     plan = setup.decodes.get(key)

@@ -310,7 +310,7 @@ class Kernel(Protocol):
     def decode(
         self, qkv: QKV, seen: Seen, scale: float, softcap: float | None, into: Partial
     ) -> None:
-        """Writes what the keys make of a few queries: not folded into what `into` holds.
+        """Writes out and lse of a few queries: not folded into what `into` holds.
 
         seen: which columns of k and v each query sees. k and v may have any strides but the last,
         which is 1, and no columns at all. Before the first column that any query of a sequence

@@ -50,7 +50,7 @@ from burst_rt.kernels.cuts import (
     parts_of,
     parts_under_the_mask,
 )
-from burst_rt.kernels.decode import Partial, Seen, folded, parts_of_columns
+from burst_rt.kernels.decode import Partial, Seen, folded, lowest, parts_of_columns
 from burst_rt.kernels.naive import NaiveKernel, UntiledKernel
 from burst_rt.planning.masks import Piece
 from burst_rt.planning.problem import TileShape
@@ -351,7 +351,7 @@ def _hidden(
 
 def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Partial) -> None:
     """`CpuKernel.decode` for sequences that all see columns between those of one hull."""
-    (q, k, v), dtype = qkv, into.m.dtype
+    (q, k, v), dtype = qkv, into.lse.dtype
     batch, heads, kv_heads = q.shape[0], q.shape[2], k.shape[2]
     sums, q = into.grouped(kv_heads), folded(q, kv_heads, dtype)
     first, last = hull
@@ -371,15 +371,15 @@ def _decode(qkv: QKV, seen: Seen, hull: tuple[int, int], scale: float, into: Par
             # The rows of a kv head are those of its query heads, one after another.
             hidden = hidden.repeat(1, heads // kv_heads, 1).unsqueeze(1)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        out, m = _forward(rows, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+        out, lse = _forward(rows, keys, values, 0.0, False, attn_mask=mask, scale=scale)
         if hidden is not None:
-            m = m.masked_fill(hidden.all(-1), -torch.inf)
-        out, l = out[..., : v.shape[3]], (m > -torch.inf).to(dtype)  # noqa: E741
+            lse = lse.masked_fill(hidden.all(-1), lowest(lse))
+        out = out[..., : v.shape[3]]
         if columns.start == first:
-            for total, part in zip(sums, (out, m, l), strict=True):
-                total.copy_(part)
+            sums.out.copy_(out)
+            sums.lse.copy_(lse)
         else:
-            sums.fold(out, m, l)
+            sums.fold(out, lse)
 
 
 # Most cuts of a window are alike.

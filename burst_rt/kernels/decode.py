@@ -1,7 +1,7 @@
 """Decode on one rank: a few queries of each sequence against the rank's keys, by torch's operators.
 
-What comes of it is a `Partial`: the running state of the rows (`State`), heads first, and dense, so
-that it can be sent as it is. Query heads that share a kv head are rows of one matrix, so each key
+What comes of it is a `Partial`: out and lse of the rows, heads first, and dense, so that it can be
+sent as it is. Query heads that share a kv head are rows of one matrix, so each key
 is read once. Only the keys between the first and the last that any row sees are read, and keys are
 cast in parts of bounded size.
 """
@@ -17,7 +17,7 @@ import torch
 
 from burst_rt.planning.masks.spans import Spans
 
-__all__ = ["Partial", "Seen", "decode_plainly", "folded", "parts_of_columns"]
+__all__ = ["Partial", "Seen", "decode_plainly", "folded", "lowest", "parts_of_columns"]
 
 _T = TypeVar("_T")
 
@@ -25,41 +25,41 @@ _T = TypeVar("_T")
 _PART_BYTES = 1 << 24
 
 
+def lowest(x: torch.Tensor) -> float:
+    """The lowest finite number of a tensor's type."""
+    return torch.finfo(x.dtype).min
+
+
 class Partial(NamedTuple):
     """What some keys make of the rows of a decode; float32 or, for float64 inputs, float64. Dense.
 
-    A row that has seen no key has acc = 0, m = -inf, l = 0.
+    A row that has seen no key has out = 0 and the lowest finite lse. Then no sum of weights is 0.
     """
 
-    acc: torch.Tensor  # sum of exp(score - m) * v, `[batch, heads, q_len, v's head_dim]`
-    m: torch.Tensor  # `[batch, heads, q_len]`; sums refer to it: at least near the largest score
-    l: torch.Tensor  # noqa: E741  sum of exp(score - m), `[batch, heads, q_len]`
+    out: torch.Tensor  # the mean of v by softmax, `[batch, heads, q_len, v's head_dim]`
+    lse: torch.Tensor  # log of the sum of exp(score), `[batch, heads, q_len]`
 
     def start(self) -> None:
         """Makes every row one that has seen no key."""
-        self.acc.zero_()
-        self.m.fill_(-torch.inf)
-        self.l.zero_()
+        self.out.zero_()
+        self.lse.fill_(lowest(self.lse))
 
     def rows(self, at: slice) -> Partial:
         """The same of some batch rows."""
-        return Partial(*(x[at] for x in self))
+        return Partial(self.out[at], self.lse[at])
 
     def grouped(self, num_kv_heads: int) -> Partial:
-        """Views with the rows of each kv head together: acc `[batch, kv heads, rows, d]`."""
-        batch, heads, q_len, channels = self.acc.shape
+        """Views with the rows of each kv head together: out `[batch, kv heads, rows, d]`."""
+        batch, heads, q_len, channels = self.out.shape
         rows = (batch, num_kv_heads, heads // num_kv_heads * q_len)
-        return Partial(self.acc.view(*rows, channels), self.m.view(rows), self.l.view(rows))
+        return Partial(self.out.view(*rows, channels), self.lse.view(rows))
 
-    def fold(self, acc: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:  # noqa: E741
+    def fold(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Folds what other keys make of the rows into this."""
-        m_new = torch.maximum(self.m, m)
-        # exp(-inf - -inf) would be NaN: such a row has seen no key.
-        safe = m_new.clamp_min(torch.finfo(m_new.dtype).min)
-        old, new = torch.exp(self.m - safe), torch.exp(m - safe)
-        self.acc.mul_(old.unsqueeze(-1)).addcmul_(acc, new.unsqueeze(-1))
-        self.l.mul_(old).addcmul_(l, new)
-        self.m.copy_(m_new)
+        both = torch.logaddexp(self.lse, lse)
+        old, new = torch.exp(self.lse - both), torch.exp(lse - both)
+        self.out.mul_(old.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
+        self.lse.copy_(both)
 
 
 def folded(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -140,7 +140,7 @@ def decode_plainly(
     into: Partial,
 ) -> None:
     """See `Kernel.decode`. By matrix products, in the type of the sums, on any device."""
-    (batch, q_len, heads, _), kv_heads, work = q.shape, k.shape[2], into.m.dtype
+    (batch, q_len, heads, _), kv_heads, work = q.shape, k.shape[2], into.lse.dtype
     into.start()
     found = [hull for hull in seen.hulls if hull != (0, 0)]
     if not found:
@@ -162,7 +162,7 @@ def decode_plainly(
             )
             # Columns that no row of a sequence sees may hold anything, and 0 * NaN is NaN.
             values = values.masked_fill(hidden.all(1)[:, None, :, None], 0.0)
-        m = s.amax(-1)
-        safe = m.clamp_min(torch.finfo(work).min)
-        p = s.sub_(safe.unsqueeze(-1)).exp_()
-        sums.fold(p @ values, m, p.sum(-1))
+        # Where all scores are -inf, p is 0, and not NaN.
+        lse = s.logsumexp(-1).clamp_min_(lowest(s))
+        p = s.sub_(lse.unsqueeze(-1)).exp_()
+        sums.fold(p @ values, lse)

@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from decodes import CASES, decode, own_columns
+from decodes import CASES, decode, own_columns, run_one
 from spec import relative_error
 from tolerances import ERROR
 
 import burst_rt
 from burst_rt import Context
-from burst_rt.attention.decode import bucket_of, run_decode
+from burst_rt.attention.decode import bucket_of
 from burst_rt.errors import InputError
 from burst_rt.kernels import KERNELS, QKV, ScoreTerms
 from burst_rt.kernels import decode as decode_kernels
@@ -168,11 +168,11 @@ def test_what_a_decode_takes_by_simulation() -> None:
 
     assert seconds(4, 1 << 24) == pytest.approx(2 * seconds(4, 1 << 23), rel=0.05)
     assert seconds(8, 1 << 24) == pytest.approx(seconds(4, 1 << 23), rel=0.05)
-    # The rounds are latency, and so are those of the agreement, under which a rank attends.
+    # The rounds are latency, and with half the keys little else changes.
     few = [seconds(world, 1024) for world in (2, 4, 8)]
     latency = hardware.node.link.latency_s
-    assert few[1] - few[0] == pytest.approx(2 * latency, rel=0.01)
-    assert few[2] - few[1] == pytest.approx(2 * latency, rel=0.01)
+    assert few[1] - few[0] == pytest.approx(latency, rel=0.03)
+    assert few[2] - few[1] == pytest.approx(latency, rel=0.03)
 
 
 def test_few_plans_for_many_lengths() -> None:
@@ -185,10 +185,7 @@ def test_few_plans_for_many_lengths() -> None:
             num = len(own_columns(length, ctx.rank, ctx.world_size))
             cache = torch.zeros(1, num, 2, 16)
             spans = Spans(np.zeros((1, 1, 1), np.int64), np.full((1, 1, 1), num, np.int64))
-            run_decode(
-                ctx.setup, "a step", QKV(q, cache, cache), Seen(spans, num),
-                keys=length, scale=None, terms=ScoreTerms(),
-            )  # fmt: skip
+            run_one(ctx, QKV(q, cache, cache), Seen(spans, num), length, ScoreTerms())
         verified = len(ctx.setup.planner._verified)
         return len(ctx.setup.decodes), verified, ctx.stats().calls - before
 
@@ -210,8 +207,8 @@ def test_bytes_and_messages_of_a_run() -> None:
         return ctx.stats().bytes_sent - before, plan.bytes_sent()
 
     for world in _WORLDS:
-        # 3 sequences, 4 heads, 16 channels, m and l: 4 bytes each.
-        size = (world - 1) * 3 * 4 * 18 * 4
+        # 3 sequences, 4 heads, 16 channels and lse: 4 bytes each.
+        size = (world - 1) * 3 * 4 * 17 * 4
         assert burst_rt.run_local(world, call) == [(size, size)] * world
 
 
@@ -231,7 +228,7 @@ def test_no_alibi() -> None:
         q = torch.zeros(1, 1, 2, 16)
         terms = ScoreTerms(alibi_slopes=torch.ones(1, 2))
         nothing = Seen(Spans(np.zeros((1, 1, 1), np.int64), np.zeros((1, 1, 1), np.int64)), 1)
-        run_decode(ctx.setup, "a step", QKV(q, q, q), nothing, keys=1, scale=None, terms=terms)
+        run_one(ctx, QKV(q, q, q), nothing, 1, terms)
 
     with pytest.raises(InputError, match="no ALiBi"):
         burst_rt.run_local(2, call)
@@ -240,16 +237,15 @@ def test_no_alibi() -> None:
 def test_parts_fold_like_the_whole() -> None:
     """Rows that one part, the other, both or none have seen."""
     generator = torch.Generator().manual_seed(3)
-    m = torch.tensor([[1.0, -torch.inf, 2.0, -torch.inf], [-torch.inf, 3.0, 50.0, -torch.inf]])
-    l = torch.where(m > -torch.inf, 2.0, 0.0)  # noqa: E741
-    acc = torch.randn(2, 4, 3, generator=generator) * (l > 0).unsqueeze(-1)
-    parts = [Partial(acc[i].clone(), m[i].clone(), l[i].clone()) for i in range(2)]
-    parts[0].fold(*parts[1])
-    got = parts[0].acc * torch.exp(parts[0].m.clamp_min(-100.0)).unsqueeze(-1)
-    truth = (acc * torch.exp(m).unsqueeze(-1)).sum(0)
-    torch.testing.assert_close(got, truth)
-    torch.testing.assert_close(parts[0].l * torch.exp(parts[0].m), (l * torch.exp(m)).sum(0))
-    assert not any(x.isnan().any() for x in parts[0])
+    none = torch.finfo(torch.float32).min
+    lse = torch.tensor([[1.0, none, 2.0, none], [none, 3.0, 50.0, none]])
+    out = torch.randn(2, 4, 3, generator=generator) * (lse > none).unsqueeze(-1)
+    whole = Partial(out[0].clone(), lse[0].clone())
+    whole.fold(out[1], lse[1])
+    truth = torch.logsumexp(lse, 0)
+    torch.testing.assert_close(whole.lse, truth)
+    weights = torch.exp(lse - truth).unsqueeze(-1)
+    torch.testing.assert_close(whole.out, (out * weights).sum(0))
 
 
 def test_kernels_in_the_list_do_not_hide_the_default() -> None:

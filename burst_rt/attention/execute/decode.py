@@ -1,12 +1,12 @@
 """A decode on tensors: the rank's own block, and the merge of all ranks' blocks.
 
-A block is the `Partial` of a rank's keys, as one stretch of the sums' type: acc, then m, then l.
+A block is the `Partial` of a rank's keys, as one stretch of the sums' type: out, then lse.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from burst_rt.attention.decode import DecodePlan
 
 __all__ = ["DecodeRun"]
+
+
+class _Blocks(NamedTuple):
+    """Views of the slots, of the sums' type."""
+
+    own_out: torch.Tensor  # of this rank's block, `[batch, heads, q_len, v's head_dim]`
+    own_lse: torch.Tensor  # `[batch, heads, q_len]`
+    flat: torch.Tensor  # `[world, ...]`: block j is that of rank (rank + j) % world
+    by_rank: torch.Tensor  # memory for the blocks in the order of ranks
+    out: torch.Tensor  # of by_rank, `[world, batch, heads, q_len, v's head_dim]`
+    lse: torch.Tensor  # `[world, batch, heads, q_len, 1]`
 
 
 class DecodeRun(SlotRun):
@@ -41,7 +52,7 @@ class DecodeRun(SlotRun):
         self._qkv, self._seen, self._scale, self._terms = qkv, seen, scale, terms
         batch, q_len, heads, _ = qkv.q.shape
         self._shape = (batch, heads, q_len, qkv.v.shape[3])
-        self._acc, self._m, self._l = self._blocks(sum_dtype(qkv.q.dtype))
+        self._blocks = self._views(sum_dtype(qkv.q.dtype))
         self.out = self.fresh(batch, q_len, heads, self._shape[3], dtype=qkv.q.dtype)
         self.operations |= {Attend: self._attend, Merge: self._merge}
 
@@ -52,57 +63,54 @@ class DecodeRun(SlotRun):
         pieces = whole.split(sizes)
         return {part.id: piece for part, piece in zip(self._plan.slots, pieces, strict=True)}
 
-    def _blocks(self, wide: torch.dtype) -> Partial:
-        """acc, m and l of all blocks, `[world, batch, heads, q_len, ...]`. Views of the slots.
-
-        Block j is that of rank (rank + j) % world.
-        """
+    def _views(self, wide: torch.dtype) -> _Blocks:
+        """The blocks of this run. Made once for a set of slots."""
         views, part = self.slots.views, self._plan.slots[0].id
-        names = [(part, number) for number in range(len(Partial._fields))]
+        names = [(part, number) for number in range(len(_Blocks._fields))]
         if names[0] not in views:
-            own, world = self.storage[part], self._program.world_size
-            # The parts lie one after another, and so do the blocks.
-            blocks = own.as_strided((world * own.numel(),), (1,)).view(wide).view(world, -1)
-            rows = prod(self._shape[:3])
-            acc, m, l = blocks.split_with_sizes([rows * self._shape[3], rows, rows], 1)  # noqa: E741
-            for name, x, shape in zip(
-                names, (acc, m, l), (self._shape, self._shape[:3], self._shape[:3]), strict=True
-            ):
-                views[name] = x.view(world, *shape)
-        return Partial(*(views[name] for name in names))
+            # A later call outside inference mode could not write to tensors made inside it.
+            with torch.inference_mode(False):
+                views.update(zip(names, self._new_blocks(part, wide), strict=True))
+        return _Blocks(*(views[name] for name in names))
+
+    def _new_blocks(self, part: int, wide: torch.dtype) -> _Blocks:
+        world, own = self._program.world_size, self.storage[part]
+        # The parts lie one after another, and so do the blocks.
+        flat = own.as_strided((world * own.numel(),), (1,)).view(wide).view(world, -1)
+        # Two numbers have the same sum in either order.
+        by_rank = flat if world <= 2 else torch.empty_like(flat)
+        sizes = [prod(self._shape), prod(self._shape[:3])]
+        own_out, own_lse = flat[0].split_with_sizes(sizes)
+        out, lse = by_rank.split_with_sizes(sizes, 1)
+        rows = self._shape[:3]
+        return _Blocks(
+            own_out.view(self._shape), own_lse.view(rows), flat, by_rank,
+            out.view(world, *self._shape), lse.view(world, *rows, 1),
+        )  # fmt: skip
 
     def _attend(self, _: Attend) -> None:
-        into = Partial(self._acc[0], self._m[0], self._l[0])
+        into = Partial(self._blocks.own_out, self._blocks.own_lse)
         self._kernel.decode(self._qkv, self._seen, self._scale, self._terms.softcap, into)
 
     def _merge(self, _: Merge) -> None:
-        acc, l, sinks = self._acc, self._l, self._terms.sinks  # noqa: E741
-        if len(acc) == 1 and sinks is None:
-            whole, total = acc[0], l[0]
-        else:
-            # The same strides on every rank, because with others `exp` may round otherwise.
-            m = self._m.roll(self._rank, 0)  # by rank
-            top = m.amax(0)
-            if sinks is not None:
-                top = torch.maximum(top, sinks[:, None])
-            # exp(-inf - -inf) would be NaN: such a row has seen no key.
-            top = top.clamp_min_(torch.finfo(top.dtype).min)
-            weights = (m - top).exp_()
-            total, whole = self._sum(l, weights), self._sum(acc, weights.unsqueeze(-1))
-            if sinks is not None:
-                total += torch.exp(sinks[:, None] - top)
-        # A row that has seen no key has acc = 0 and l = 0.
-        norm = total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
-        torch.div(whole, norm, out=self.out.transpose(1, 2))
-
-    def _sum(self, blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of all blocks. weights: by rank.
+        """out = sum over ranks of softmax(lse) * out of the rank; a sink is one more rank, of out 0.
 
         Every rank does the same on the same numbers in one order, so all get the same bits.
         """
-        by_rank = (blocks[(rank - self._rank) % len(blocks)] for rank in range(len(blocks)))
-        (block, weight), *later = zip(by_rank, weights, strict=True)
-        total: torch.Tensor = block * weight
-        for block, weight in later:
-            total.addcmul_(block, weight)
-        return total
+        blocks, world, sinks = self._blocks, self._program.world_size, self._terms.sinks
+        out = self.out.transpose(1, 2)
+        if world == 1 and sinks is None:
+            out.copy_(blocks.own_out)
+            return
+        if blocks.by_rank is not blocks.flat:
+            blocks.by_rank.copy_(blocks.flat.roll(self._rank, 0))
+        if sinks is None:
+            weights = blocks.lse.softmax(0)
+        else:
+            also = sinks[:, None, None].expand_as(blocks.lse[:1])
+            weights = torch.cat([blocks.lse, also]).softmax(0)[:world]
+        parts = blocks.out.mul_(weights)
+        if out.dtype == parts.dtype:
+            torch.sum(parts, 0, out=out)
+        else:  # with such an out, `torch.sum` would add in its type
+            out.copy_(parts.sum(0))

@@ -2,8 +2,8 @@
 
 A decode has few rows, so blocks of rows alone would leave most of a chip idle. `decode_kernel`
 splits the keys (FlashDecoding, https://pytorch.org/blog/flash-decoding/), and each split writes the
-running state that its keys make; `combine_kernel` folds the states of a row into one. Scores are in
-powers of two inside; m comes out as a natural logarithm (`kernels/decode.py`).
+running state that its keys make; `combine_kernel` makes out and lse of the states of a row. Scores
+are in powers of two inside; lse comes out as a natural logarithm (`kernels/decode.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from burst_rt.kernels.base import QKV
-from burst_rt.kernels.decode import Partial, Seen
+from burst_rt.kernels.decode import Partial, Seen, lowest
 from burst_rt.kernels.triton.blocks import load_rows
 from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import LOG2_E, strides
@@ -151,25 +151,26 @@ def decode_kernel(
     tl.store(p_l + in_row, b_l, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "lowest"])
 def combine_kernel(
     p_acc,
     p_m,
     p_l,
-    p_acc_out,
-    p_m_out,
-    p_l_out,
+    p_out,
+    p_lse,
     num_rows,
     num_splits,
+    lowest,
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One row: the states that `decode_kernel` wrote for each split become one.
+    """One row: out and lse of the states that `decode_kernel` wrote for each split.
 
-    In the order of the splits, so the same bits every time. Writes m times log(2).
+    The states are folded in the order of the splits, so the same bits come out every time. With
+    the folded state: out = acc / l, lse = (m + log2(l)) * log(2); 0 and lowest where l = 0.
 
     Worked example: two splits with m = 0 and 1, l = 1 and 1, acc = 4 and 8: m = 1, l = 1/2 + 1, acc
-    = 2 + 8.
+    = 2 + 8; out = 20 / 3, lse = log(3).
     """
     row = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK_DV)
@@ -187,10 +188,12 @@ def combine_kernel(
         b_acc = b_acc * old + b_part * new
         l = l * old + tl.load(p_l + at) * new  # noqa: E741
         m = m_new
-    tl.store(p_acc_out + row * V_HEAD_DIM + o_v, b_acc, mask=o_v < V_HEAD_DIM)
+    # A row that has seen no key has acc = 0.
+    some = tl.where(l == 0.0, 1.0, l)
+    tl.store(p_out + row * V_HEAD_DIM + o_v, b_acc / some, mask=o_v < V_HEAD_DIM)
     # Times log(2).
-    tl.store(p_m_out + row, m * 0.6931471805599453)
-    tl.store(p_l_out + row, l)
+    lse = (m + tl.log2(some)) * 0.6931471805599453
+    tl.store(p_lse + row, tl.where(l == 0.0, lowest, lse))
 
 
 def launch_decode(
@@ -233,6 +236,6 @@ def launch_decode(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     combine_kernel[(num_rows,)](
-        acc, m, l, *into, num_rows, num_splits,
+        acc, m, l, *into, num_rows, num_splits, lowest(into.lse),
         V_HEAD_DIM=v_head_dim, BLOCK_DV=padded(v_head_dim), num_warps=1,
     )  # fmt: skip

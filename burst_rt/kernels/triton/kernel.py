@@ -147,7 +147,7 @@ class TritonKernel(Kernel):
             return
         from burst_rt.kernels.triton.decode import launch_decode
 
-        config, device = _config("decode", qkv.q, qkv.v), into.m.device
+        config, device = _config("decode", qkv.q, qkv.v), into.lse.device
         _start(
             device, launch_decode, qkv, seen, scale, softcap, into, config, _processors(device),
             _interpreting(),

@@ -1,7 +1,7 @@
 """Decode: a few new queries, which every rank has, against keys that are spread over the ranks.
 
-Each rank attends to its own keys. What comes of that, the running state of the rows, is one block;
-the blocks of all ranks come together by Bruck's all-gather (`planning/bruck.py`), and every rank
+Each rank attends to its own keys. What comes of that, out and lse of the rows, is one block; the
+blocks of all ranks come together by Bruck's all-gather (`planning/bruck.py`), and every rank
 merges them in the order of ranks. Keys never travel.
 
 What a row sees is data of a call and not part of the graph. Nor are lengths: the number of keys is
@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from burst_rt.planning.bruck import bruck_gather, bruck_parts
 from burst_rt.planning.roles import Role
-from burst_rt.planning.strategies.program import AGREE
 from burst_rt.scheduler import HOST_LANES, Cost, Graph, GraphBuilder, Lane
 
 __all__ = ["Attend", "Decode", "Merge"]
@@ -58,8 +57,8 @@ class Decode:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a rank's block: acc, m and l of every row."""
-        return self.rows * (self.v_head_dim + 2) * self.sum_bytes
+        """Bytes of a rank's block: out and lse of every row."""
+        return self.rows * (self.v_head_dim + 1) * self.sum_bytes
 
     @property
     def num_rounds(self) -> int:
@@ -78,17 +77,19 @@ class Decode:
     def graph(
         self, rank: int, lanes: tuple[Lane, ...] = HOST_LANES, *, tables: bool = True
     ) -> Graph:
-        """The graph of one rank; see `Program.graph`. There are no tables."""
+        """The graph of one rank; see `Program.graph`. There are no tables.
+
+        Nor is there an agreement: the ranks agree once a step, before the first layer's decode.
+        """
         world, out_bytes = self.world_size, self.rows * self.v_head_dim * self.input_bytes
         g = GraphBuilder(rank, world, lanes)
-        agreed, out = g.buffer("agreed"), g.buffer(Role.OUT)
+        out = g.buffer(Role.OUT)
         counts = bruck_parts(world)
         blocks = g.buffer(
             "blocks", parts=len(counts), size_bytes=[n * self.block_bytes for n in counts]
         )
-        g.compute("agree", AGREE, writes=[agreed], lane="control")
         g.compute("attend", Attend(), writes=[blocks[0]], cost=self._cost())
-        bruck_gather(g, blocks, self.block_bytes, reads=[agreed])
+        bruck_gather(g, blocks, self.block_bytes)
         merging = Cost(0, world * self.block_bytes + out_bytes)
         g.compute("merge", Merge(), reads=[blocks], writes=[out], cost=merging)
         return g.build()
@@ -103,4 +104,4 @@ class Decode:
 
     def __str__(self) -> str:
         what = f"{self.num_queries} queries of {self.batch} sequences, up to {self.keys:,} keys"
-        return f"{what}; states of rows travel, {self.num_rounds} rounds"
+        return f"{what}; out and lse travel, {self.num_rounds} rounds"
