@@ -188,6 +188,16 @@ class Graph:
         return frozenset(task.lane for task in self.tasks if task.is_exchange)
 
     @cached_property
+    def has_ordered_lanes(self) -> bool:
+        """Whether some lane is ordered."""
+        return any(lane.ordered for lane in self.lanes.values())
+
+    @cached_property
+    def network_kinds(self) -> frozenset[bool]:
+        """Of the lanes that exchanges run on, whether they are ordered: the answers that occur."""
+        return frozenset(self.lanes[lane].ordered for lane in self.network_lanes)
+
+    @cached_property
     def written(self) -> frozenset[int]:
         """Parts that some task writes or accumulates into."""
         return frozenset(part for task in self.tasks for part in (*task.writes, *task.accumulates))

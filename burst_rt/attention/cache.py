@@ -23,7 +23,7 @@ import torch
 from burst_rt.attention.call import CAUSAL, check_factors, check_scores
 from burst_rt.attention.decode import DecodePlan, plan_decode, run_decode
 from burst_rt.attention.planner import Plan, PlanKey
-from burst_rt.attention.run import run_forward
+from burst_rt.attention.run import grad_off, run_forward
 from burst_rt.attention.setup import Setup
 from burst_rt.drivers import is_out_of_memory
 from burst_rt.errors import BurstError, DeviceError, InputError
@@ -422,7 +422,7 @@ class Step:
         self._plans: dict[object, Plan] = {}
         self._decodes: dict[object, tuple[DecodePlan, Seen]] = {}
         self._seen: dict[Mask, Seen] = {}
-        self._words = hashlib.blake2b(digest_size=8)
+        self._called: list[object] = []  # what the layers were called with, for the next step
         self._done = False
         self._attended: set[int] = set()  # layers
         cache._changes += 1
@@ -553,8 +553,8 @@ class Step:
             check_scores(_ATTEND, q, structure, scale, softcap, None, sinks)
         except InputError as error:
             cache.setup.runtime.refuse(_ATTEND, error)
-        self._words.update(repr((layer, q.shape[2], *options, sinks is None)).encode())
-        with torch.no_grad():
+        self._called.append((layer, q.shape[2], *options, sinks is None))
+        with grad_off():
             own = cache._layers[layer]
             self._append(own, k, v)
             if self.sharded:
@@ -587,7 +587,8 @@ class Step:
             self._done = True
             rows = len(self._rows)
             padding = self._rows.padding * (self.cache.batch if rows == 1 else 1)
-            self.cache._ended(self._tokens, padding, self._words.hexdigest())
+            said = hashlib.blake2b(repr(self._called).encode(), digest_size=8).hexdigest()
+            self.cache._ended(self._tokens, padding, said)
             if self.sharded:  # all layers have been cleared behind the step's tokens
                 self.cache._written = max(self._rows.after)
 
@@ -661,17 +662,22 @@ class Step:
             )
 
     @cached_property
-    def _places_in_shard(self) -> list[tuple[slice, slice, slice | list[int]]]:
-        """Where new tokens go: rows of the batch, columns of the shard, which of the new tokens."""
+    def _places_in_shard(self) -> list[tuple[slice, slice, slice | list[int] | None]]:
+        """Where new tokens go: rows of the batch, columns of the shard, which of the new tokens.
+
+        None: all tokens of all rows.
+        """
         count, owner, found = self._dealt.count, self._dealt.owner, []
         rows = list(zip(self._rows.before, self._rows.after, strict=True))
         for number, (before, after) in enumerate(rows):
             first, last = count(before, self._rank), count(after, self._rank)
             if first == last:
                 continue
-            chosen: slice | list[int] = slice(last - first)
+            chosen: slice | list[int] | None = slice(last - first)
             if not self.sharded and last - first < after - before:
                 chosen = [at - before for at in range(before, after) if owner(at) == self._rank]
+            if len(rows) == 1 and last - first == self.num_tokens:
+                chosen = None
             batch = slice(None) if len(rows) == 1 else slice(number, number + 1)
             found.append((batch, slice(first, last), chosen))
         return found
@@ -680,7 +686,7 @@ class Step:
         """Writes this rank's new keys and values to its shard."""
         for batch, columns, chosen in self._places_in_shard:
             for cached, new in ((layer.k, k), (layer.v, v)):
-                cached[batch, columns] = new[batch, chosen]
+                cached[batch, columns] = new if chosen is None else new[batch, chosen]
 
     def _clear(self, layer: _Layer) -> None:
         """Zeros in the place of tokens that were forgotten, behind those of the step.

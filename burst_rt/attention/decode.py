@@ -64,7 +64,7 @@ def run_decode(
     scale: float | None,
     terms: ScoreTerms,
 ) -> torch.Tensor:
-    """Attention of a few queries to the keys of all ranks, under `torch.no_grad()`. Collective.
+    """Attention of a few queries to the keys of all ranks, under `grad_off()`. Collective.
 
     The ranks must have agreed on the call before: nothing is compared here. Blocks until this
     rank's part is done, or issued; no rank may stay away for longer than the runtime's timeout_s.
@@ -86,7 +86,8 @@ def run_decode(
             run = DecodeRun(
                 plan, runtime.machine, qkv, seen,
                 scale=1.0 / math.sqrt(qkv.q.shape[3]) if scale is None else scale,
-                terms=terms.bound(qkv.q.dtype, qkv.q.shape[0]), poison=setup.poison,
+                terms=terms if terms.sinks is None else terms.bound(qkv.q.dtype, 1),
+                poison=setup.poison,
             )  # fmt: skip
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -121,7 +122,9 @@ def plan_decode(
     InputError for ALiBi, and where no kernel fits.
     """
     if scores.alibi_slopes:
-        raise InputError("a decode has no ALiBi, got alibi_slopes; use a model with other positions")
+        raise InputError(
+            "a decode has no ALiBi, got alibi_slopes; use a model with other positions"
+        )
     runtime, bucket = setup.runtime, bucket_of(keys)
     key = (q_shape, num_kv_heads, v_head_dim, dtype, bucket, scores)
     plan = setup.decodes.get(key)

@@ -18,9 +18,17 @@ from burst_rt.errors import DeviceError, InputError
 from burst_rt.kernels import QKV, Gradients, Results, ScoreTerms
 from burst_rt.runtime.agreement import Contract
 
-__all__ = ["Forward", "autocast_off", "check_not_captured", "run_backward", "run_forward"]
+__all__ = [
+    "Forward",
+    "autocast_off",
+    "check_not_captured",
+    "grad_off",
+    "run_backward",
+    "run_forward",
+]
 
 _NONE = ScoreTerms()
+_NOTHING = nullcontext()
 
 
 class Forward(Protocol):
@@ -118,8 +126,13 @@ def check_not_captured(device: torch.device) -> None:
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
     """Inside, autocast is off: it would change the dtype of the sums."""
     if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device_type, enabled=False)
+
+
+def grad_off() -> AbstractContextManager[object]:
+    """Inside, autograd is off."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 @contextmanager

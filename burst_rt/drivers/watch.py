@@ -22,7 +22,7 @@ __all__ = ["Backoff", "SharedWatch", "Watch"]
 _LEAVE_GRACE_S = 1.0
 # A wait polls hot at first, because a sleeping poll costs 0.6 ms where a hot poll costs 3 us. Later
 # the wait polls with growing sleeps.
-_HOT_S = 300e-6
+_HOT_S = 1e-3
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 500e-6
 
@@ -36,7 +36,7 @@ class Backoff:
 
     @property
     def hot(self) -> bool:
-        """Whether the wait is in its first 0.3 ms, when notices and deadlines need no look yet."""
+        """Whether the wait is in its first 1 ms, when notices and deadlines need no look yet."""
         return time.perf_counter() - self.started_s < _HOT_S
 
     def pause(self) -> None:

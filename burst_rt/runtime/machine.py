@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -111,15 +113,13 @@ class Machine:
     def driver(self, schedule: Schedule, options: DriverOptions) -> BaseDriver:
         """A driver for one run. Raises ConfigError for a graph built for lanes of another kind."""
         graph = schedule.graph
-        if any(
-            graph.lanes[lane].ordered is not (self.wire is not None) for lane in graph.network_lanes
-        ):
+        if (self.wire is None) in graph.network_kinds:
             raise ConfigError(
                 "the graph must have the lanes of this context "
                 f"({self.transport_name} on {self.device.type}), got others; pass ctx.lanes to "
                 "GraphBuilder"
             )
-        if self._streams is None or not any(lane.ordered for lane in graph.lanes.values()):
+        if self._streams is None or not graph.has_ordered_lanes:
             return HostDriver(graph, self.transport, options)
         return CudaDriver(schedule, self._streams, self.transport, self.wire, options)
 
@@ -162,7 +162,12 @@ class Slots:
     memory: dict[int, Memory]  # the same bytes, as the transport takes them
     home: Stream | None = None  # the stream they were allocated on; None on the host
     # Views of slots, by part and by the owner of the block in it; made when first used.
-    views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    views: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return sum(slot.nbytes for slot in self.storage.values())
 
 
 class SlotPool:
@@ -192,10 +197,7 @@ class SlotPool:
 
     def give_back(self, key: object, slots: Slots, free: DeviceEvent) -> None:
         """Gives slots back: they may be used again after the event, on the host at once."""
-        if (
-            self._device is None
-            and sum(slot.nbytes for slot in slots.storage.values()) > _SMALL_BYTES
-        ):
+        if self._device is None and slots.nbytes > _SMALL_BYTES:
             return
         self._idle.append((key, slots, free))
         while len(self._idle) > self._capacity and (

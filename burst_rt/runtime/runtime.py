@@ -67,6 +67,41 @@ class Stats(NamedTuple):
     total_s: float = 0.0  # seconds inside calls
 
 
+class _Exclusive:
+    """Inside, this thread is the only one in a call. Raises ConfigError where another one is."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._busy = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError(
+                "a context takes one call at a time, and another thread is in a call of this "
+                "context; give each thread a context of its own",
+                rank=self._rank,
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._busy.release()
+
+
+class _InCall:
+    """Inside, the flight record says that the runtime's rank is in the call."""
+
+    def __init__(self, runtime: Runtime, call: str) -> None:
+        self._runtime, self._call = runtime, call
+
+    def __enter__(self) -> None:
+        if self._runtime.flight is not None:
+            self._runtime.flight.enter(self._runtime.number, self._call)
+
+    def __exit__(self, *_: object) -> None:
+        # A call that broke the runtime stays in the record, because this rank failed in it.
+        if self._runtime.flight is not None and self._runtime.broken is None:
+            self._runtime.flight.leave()
+
+
 class Runtime:
     """One rank's part of a group of ranks; see the module.
 
@@ -102,8 +137,8 @@ class Runtime:
         self._closed = False
         self._process_id = os.getpid()
         threads = isinstance(machine.ends, LocalTransport)
-        self._flight = None if threads else own_flight()
-        self._busy = threading.Lock()
+        self.flight = None if threads else own_flight()
+        self._exclusive = _Exclusive(self.rank)
         # The counts of `Stats`, and the drivers of the calls whose times they lack.
         self._calls = self._sent = self._received = 0
         self._compute_s = self._wait_s = self._total_s = 0.0
@@ -174,7 +209,7 @@ class Runtime:
         that another rank brought, before anything is sent; PeerLost, Stalled and DeviceError
         afterwards.
         """
-        with self._exclusive():
+        with self._exclusive:
             if not agreed:
                 self._enter()
             started_s = time.perf_counter()
@@ -186,9 +221,9 @@ class Runtime:
                 operations=operations, memory=memory, watch=self.watch,
                 opening=opening, timeout_s=self.timeout_s,
                 stall_s=self.timeout_s if one_of_several else self.stall_s, takes=takes,
-                flight=self._flight, one_of_several=one_of_several,
+                flight=self.flight, one_of_several=one_of_several,
             )  # fmt: skip
-            with self._in_call(contract.call):
+            with _InCall(self, contract.call):
                 driver = progress.driver = self.machine.driver(schedule, options)
                 observer, watched = self.observer, None
                 if observer is not None:
@@ -232,7 +267,7 @@ class Runtime:
         Collective; blocks at most `within_s`, by default `timeout_s`. If a rank brings an error,
         all ranks raise it. Raises ContractMismatch if descriptions differ; Stalled and PeerLost.
         """
-        with self._exclusive():
+        with self._exclusive:
             self._agree(description, error, within_s)
 
     def collective(
@@ -244,12 +279,12 @@ class Runtime:
         raises.
         """
         call = description["call"]
-        with self._exclusive():
+        with self._exclusive:
             self._agree(description, None, within_s)
             # The collective has a number of its own. Ranks that wait in it tell each other so, and
             # a rank that stops between the agreement and the collective is known by its silence.
             self._number += 1
-            with self._in_call(call), self._unbroken():
+            with _InCall(self, call), self._unbroken():
                 pending = start()
                 self.watch.wait_for(pending, within_s or self.timeout_s, call, self._number)
             return pending
@@ -365,7 +400,7 @@ class Runtime:
         contract = Contract(description)
         agreement = Agreement(self.control, self._number, contract, error)
         entered_s = time.perf_counter()
-        with self._in_call(contract.call), self._unbroken():
+        with _InCall(self, contract.call), self._unbroken():
             agreement.start()
             self.watch.wait_for(agreement, within_s or self.timeout_s, contract.call, self._number)
         if agreement.failure():
@@ -391,21 +426,6 @@ class Runtime:
         raise error from agreement.cause
 
     @contextmanager
-    def _in_call(self, call: str) -> Iterator[None]:
-        """Inside, the flight record says that this rank is in the call."""
-        flight = self._flight
-        if flight is None:
-            yield
-            return
-        flight.enter(self._number, call)
-        try:
-            yield
-        finally:
-            # A call that broke the runtime stays in the record, because this rank failed in it.
-            if self.broken is None:
-                flight.leave()
-
-    @contextmanager
     def _unbroken(self) -> Iterator[None]:
         """Inside, any error breaks the runtime: it leaves the control group in an unknown state."""
         try:
@@ -413,19 +433,6 @@ class Runtime:
         except BaseException as error:
             self._break(error)
             raise
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise ConfigError(
-                "a context takes one call at a time, and another thread is in a call of this "
-                "context; give each thread a context of its own",
-                rank=self.rank,
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     def _break(self, error: BaseException) -> None:
         """Marks the runtime as broken: no later call may be made. Does not block.

@@ -303,7 +303,7 @@ def test_one_call_at_a_time() -> None:
 
         def second() -> None:
             assert entered.wait(20)
-            while not ctx.runtime._busy.locked():
+            while not ctx.runtime._exclusive._busy.locked():
                 time.sleep(0.001)
             for call in (
                 lambda: _good(ctx),
@@ -792,7 +792,7 @@ def test_what_a_rank_was_doing_stands_in_its_flight_record(
 ) -> None:
     record = FlightRecord(tmp_path / "rank-0.flight")
     with burst_rt.init() as ctx:
-        monkeypatch.setattr(ctx.runtime, "_flight", record)
+        monkeypatch.setattr(ctx.runtime, "flight", record)
         layout = ctx.layout(12)
         q, k, v = _qkv(ctx)
         seen: list[Flight | None] = []
@@ -818,7 +818,7 @@ def test_a_refused_call_is_no_call_that_a_rank_was_in(
 ) -> None:
     def run(ctx: Context) -> None:
         record = FlightRecord(tmp_path / f"rank-{ctx.rank}.flight")
-        monkeypatch.setattr(ctx.runtime, "_flight", record)
+        monkeypatch.setattr(ctx.runtime, "flight", record)
         _good(ctx)
         assert read_flight(tmp_path, ctx.rank) is None
         with pytest.raises(ContractMismatch):

@@ -65,13 +65,14 @@ class DecodeRun(SlotRun):
 
     def _views(self, wide: torch.dtype) -> _Blocks:
         """The blocks of this run. Made once for a set of slots."""
-        views, part = self.slots.views, self._plan.slots[0].id
-        names = [(part, number) for number in range(len(_Blocks._fields))]
-        if names[0] not in views:
+        part = self._plan.slots[0].id
+        found: _Blocks | None = self.slots.views.get((part, self._rank))
+        if found is None:
             # A later call outside inference mode could not write to tensors made inside it.
             with torch.inference_mode(False):
-                views.update(zip(names, self._new_blocks(part, wide), strict=True))
-        return _Blocks(*(views[name] for name in names))
+                found = self._new_blocks(part, wide)
+            self.slots.views[part, self._rank] = found
+        return found
 
     def _new_blocks(self, part: int, wide: torch.dtype) -> _Blocks:
         world, own = self._program.world_size, self.storage[part]
@@ -93,7 +94,7 @@ class DecodeRun(SlotRun):
         self._kernel.decode(self._qkv, self._seen, self._scale, self._terms.softcap, into)
 
     def _merge(self, _: Merge) -> None:
-        """out = sum over ranks of softmax(lse) * out of the rank; a sink is one more rank, of out 0.
+        """out = sum over ranks of softmax(lse) * the rank's out; a sink is one more rank, of out 0.
 
         Every rank does the same on the same numbers in one order, so all get the same bits.
         """

@@ -30,7 +30,7 @@ if ctx.rank == 1:
             raise
         # A program may catch its error and do something else; only the other ranks can know that
         # the job is at its end.
-        with ctx.runtime._busy:
+        with ctx.runtime._exclusive:
             ctx.runtime._break(error)
 if wire.cancelled.wait(60):
     time.sleep(60)
