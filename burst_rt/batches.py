@@ -69,12 +69,12 @@ def shard_batch(
     ctx: Context,
     layout: str | ContextLayout = "auto",
     *,
-    check: bool = False,
+    check: bool = True,
 ) -> ShardedBatch:
     """Cuts a batch of whole sequences: this rank's tokens, their positions, labels and mask.
 
-    Every rank of the context gives the same batch. Local: nothing is sent, unless an argument is
-    wrong or check is set.
+    Every rank of the context gives the same batch. Collective, and blocks as `Context.all_reduce`
+    does; with check=False local.
 
     batch: names as transformers has them. Tensors `[batch, tokens]` on any device:
         input_ids (or inputs_embeds `[batch, tokens, width]`);
@@ -93,8 +93,8 @@ def shard_batch(
         token_type_ids.
     layout: "auto" takes "zigzag", or "balanced" (under a causal mask) where documents or padding
         hide something. Or a kind of `Context.layout`, or a layout of this length.
-    check: whether ranks compare checksums of their batches. Collective then; blocks as
-        `Context.all_reduce` does.
+    check: whether ranks compare checksums (CRC-32) of their batches. Tensors on a device are
+        copied to the host for that.
 
     Raises InputError for a name that is not known, a shape that does not fit, or fewer tokens than
     ranks. The other ranks raise the same error in the call in which they wait for this rank. Raises

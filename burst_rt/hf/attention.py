@@ -14,7 +14,7 @@ from burst_rt.errors import InputError
 from burst_rt.hf.cache import CachedPart
 from burst_rt.hf.masks import Handed, mask_of
 from burst_rt.hf.prepare import is_prepared
-from burst_rt.hf.rotary import watch_of, why_rotary_differs
+from burst_rt.hf.rotary import watch_of
 from burst_rt.hf.shard import KEYWORD, Part
 from burst_rt.planning.masks import Causal, Full, Mask, SlidingWindow
 from burst_rt.runtime.refusing import refuse
@@ -59,7 +59,6 @@ def _make_mask(
     attention_mask, the padding of one rank's tokens, is not used: `shard` has seen all tokens.
     Layers that choose keys are refused here, as they cut their mask before they attend.
     """
-    Part.asked = True
     choosing = [each for each in _layer_types(config) if each in _CHOOSING]
     if choosing:
         _refuse(_mixed(choosing), None)
@@ -97,13 +96,14 @@ def attend(
     Raises InputError, on every rank that waits for this one, for a call without what `shard` gives,
     with other positions, and for what is not done.
     """
-    Part.asked = True
     part = others.get(KEYWORD)
     reason = _why_not(
         module, part, attention_mask, others, dropout=dropout, is_causal=is_causal,
         position_bias=position_bias, cache=cache,
     )  # fmt: skip
     if reason:
+        if isinstance(part, Part):
+            part.refused = True
         _refuse(reason, part)
     if isinstance(attention_mask, Handed):
         structure = attention_mask.mask
@@ -187,17 +187,18 @@ def _why_not(
         )
     if not is_prepared(module):
         return (
-            f"{type(module).__module__} has not been tried over ranks; expected a model that was "
-            "compared with one process; call burst_rt.hf.prepare(model, ctx) once, before the "
-            "model is wrapped"
+            f"{type(module).__module__}: expected a model that was prepared for ranks, got one "
+            "that was not; call burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
         )
     positions = others.get("position_ids")
     if isinstance(part, CachedPart):
         return part.wrong_positions(positions)
-    wrong = _wrong_positions(part, positions)
-    if wrong or watch_of(module) in part.told:
-        return wrong
-    return why_rotary_differs(config, part.batch)
+    if watch_of(module) not in part.told:
+        return (
+            f"expected a call of the model that was prepared, or of its base model, got one of a "
+            f"part of it ({type(module).__name__}); call model(**burst_rt.hf.shard(batch, ctx))"
+        )
+    return _wrong_positions(part, positions)
 
 
 def _layer_types(config: object) -> list[str]:

@@ -17,7 +17,7 @@ from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.masks import MaskIsRead
 from burst_rt.hf.rotary import watch_of, watch_positions
-from burst_rt.hf.shard import KEYWORD, Part, require_attended, shard
+from burst_rt.hf.shard import KEYWORD, Part, require_attended, set_prepared, shard
 from burst_rt.runtime.refusing import refuse
 
 __all__ = ["TESTED", "is_prepared", "prepare"]
@@ -43,11 +43,10 @@ _STRIDE = 7919
 def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     """Makes a model ready for `shard`, and checks that it can be used over ranks; returns it.
 
-    Once, before the model is wrapped (DDP, FSDP2). Every later call that no layer attends in, or
-    whose output is not one row for each of the rank's tokens, is then refused. It is needed for
-    models that are not in `TESTED`, and for "longrope" and "dynamic" rotary scaling where the
-    ranks' largest positions fall on both sides of the original length: a call that needs it and
-    has not got it is refused.
+    Once, before the model is wrapped (DDP, FSDP2). A model that was not given to it is refused.
+    Every later call that no layer attends in, or whose output is not one row for each of the rank's
+    tokens, is refused too. "longrope" and "dynamic" rotary scaling look at the largest position of
+    all ranks from now on.
 
     Models that are not in `TESTED`, or have another head than the tested ones, compute logits and
     loss of a short sequence over the ranks, and on each rank with attn_implementation="eager".
@@ -59,7 +58,7 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
     """
     if ctx.world_size == 1:
         return model
-    Part.asked = True
+    set_prepared(ctx)
     watch = watch_of(model) or watch_positions(model)
     tested = _is_tested(type(model).__module__) and type(model).__name__.endswith(_HEADS)
     known = tested or watch.compared == "with loss"
@@ -77,9 +76,9 @@ def prepare(model: _Model, ctx: Context, *, loss: bool = True) -> _Model:
 
 
 def is_prepared(layer: torch.nn.Module) -> bool:
-    """Whether a layer is of a model that is tested, or has been compared."""
+    """Whether a layer is of a model that was prepared, or is being compared."""
     watch = watch_of(layer)
-    return _is_tested(type(layer).__module__) or (watch is not None and bool(watch.compared))
+    return watch is not None and (watch.checks or bool(watch.compared))
 
 
 def _is_tested(module: str) -> bool:

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from burst_rt.batches import ShardedBatch
 from burst_rt.hf.shard import KEYWORD
 
-__all__ = ["Watch", "watch_of", "watch_positions", "why_rotary_differs"]
+__all__ = ["Watch", "watch_of", "watch_positions"]
 
 
 _NAME = "_burst_rt_watch"  # of a module's attribute
@@ -24,7 +23,9 @@ _NAME = "_burst_rt_watch"  # of a module's attribute
 def watch_positions(model: torch.nn.Module) -> Watch:
     """Lets a model's rotary embeddings know the largest position of all ranks, from now on."""
     watch = Watch()
-    model.register_forward_pre_hook(watch.before_model, with_kwargs=True)
+    # Some wrappers (PEFT) call the model's `forward` itself, and so none of its hooks.
+    for each in {model, getattr(model, "base_model", model)}:
+        each.register_forward_pre_hook(watch.before_model, with_kwargs=True)
     for module in model.modules():
         setattr(module, _NAME, watch)
         if _kinds(getattr(module, "rope_type", None)):
@@ -88,32 +89,6 @@ class Watch:
         self, module: torch.nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
         return None if self._part is None else tuple(x[..., :-1, :] for x in output)
-
-
-def why_rotary_differs(config: object, batch: ShardedBatch) -> str | None:
-    """Whether ranks would choose other frequencies than one process does, in words."""
-    lengths = [largest + 1 for largest in batch.largest_positions]
-    for kind, original in _scalings(config):
-        same = max(lengths) <= original or (kind == "longrope" and min(lengths) > original)
-        if not same:
-            return (
-                f"rotary scaling {kind!r} looks at the largest position, and ranks have "
-                f"{min(lengths) - 1} to {max(lengths) - 1}, on both sides of {original}; call "
-                "burst_rt.hf.prepare(model, ctx) once, before the model is wrapped"
-            )
-    return None
-
-
-def _scalings(config: object) -> list[tuple[str, int]]:
-    """The scalings that look at lengths, and the length up to which each changes nothing."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    longest = getattr(config, "max_position_embeddings", 0)
-    return [
-        (kind, int(found.get("original_max_position_embeddings") or longest))
-        for found in each
-        for kind in _kinds(found.get("rope_type"))
-    ]
 
 
 def _kinds(rope_type: object) -> list[str]:

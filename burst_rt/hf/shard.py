@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,6 +19,7 @@ from burst_rt.errors import InputError
 from burst_rt.planning.masks import Documents, Mask
 from burst_rt.runtime.mean import RanksOrGroup
 from burst_rt.runtime.refusing import refuse
+from burst_rt.runtime.runtime import Runtime
 
 __all__ = ["KEYWORD", "Part", "shard"]
 
@@ -39,15 +40,21 @@ class Part:
     # What a decoder attends to beside itself: its encoder's batch, and which tokens are no padding.
     encoder: ShardedBatch | None = None
     unpadded: Mask = FULL
-    # Of the models whose rotary embeddings were told the largest position of all ranks (`prepare`).
+    # Of the prepared models that were called with it (`prepare`).
     told: set[object] = field(default_factory=set)
     attended: bool = False  # whether any layer has attended by it
-    # Whether a model of this process has ever asked burst_rt for a mask or for attention.
-    asked: ClassVar[bool] = False
+    refused: bool = False  # whether an error has said that it cannot be used so
 
-    def __post_init__(self) -> None:
-        if self.ctx.world_size > 1 and self.ctx.rank == 0:
-            weakref.finalize(self, _warn_unless_asked)
+    def __del__(self) -> None:
+        """Warns of a part that no layer has attended by. After an error that is no news."""
+        said = self.attended or self.refused or getattr(sys, "last_type", None) is not None
+        if not said and self.ctx.world_size > 1 and not sys.is_finalizing():
+            warnings.warn(
+                "burst_rt.hf.shard: a part of a batch is gone, and no layer has attended by it: a "
+                "model that was called with it has seen one rank's tokens alone. Load every model "
+                "with attn_implementation='burst_rt', and call burst_rt.hf.prepare(model, ctx)",
+                stacklevel=2,
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         return self  # wrappers copy a model's arguments
@@ -59,17 +66,13 @@ class Part:
         return max(own.largest_positions)
 
 
-def _warn_unless_asked() -> None:
-    """Once, as a part is gone. A forward that raised is no news: it has asked, or ended the job."""
-    if not Part.asked and getattr(sys, "last_type", None) is None:
-        Part.asked = True
-        warnings.warn(
-            "burst_rt.hf.shard: no model has asked burst_rt for attention yet, and a part of a "
-            "batch is gone: a model that was called with it has seen one rank's tokens alone. Load "
-            "it with attn_implementation='burst_rt', and call burst_rt.hf.prepare(model, ctx), "
-            "which says what ranks would get wrong",
-            stacklevel=2,
-        )
+# Of the contexts that `prepare` was called with.
+_prepared: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def set_prepared(ctx: Context) -> None:
+    """Says that a model was prepared for a context: from now on it has parts."""
+    _prepared.add(ctx.runtime)
 
 
 def shard(
@@ -78,12 +81,12 @@ def shard(
     layout: str | ContextLayout = "auto",
     *,
     group: RanksOrGroup | None = None,
-    check: bool = False,
+    check: bool = True,
 ) -> dict[str, Any]:
     """This rank's part of a batch, as keywords: `model(**shard(batch, ctx))`.
 
-    Every rank of the context gives the same batch, as for one process. Local: nothing is sent,
-    unless an argument is wrong or check is set.
+    Every rank of the context gives the same batch, as for one process. The model was given to
+    `prepare` before. Collective, and blocks as `Context.all_reduce` does; with check=False local.
 
     batch: what `burst_rt.shard_batch` takes. What is no tensor, and tensors of no dimension
         (num_items_in_batch), pass unchanged. For encoder-decoders: input_ids and attention_mask of
@@ -92,15 +95,21 @@ def shard(
     layout: as in `burst_rt.shard_batch`; a layout object for models without an encoder only.
     group: the ranks whose tokens the loss is a mean of: all over which gradients are averaged. As
         in `burst_rt.mean_over_ranks`. None: the context's.
-    check: as in `burst_rt.shard_batch`: whether ranks compare their batches first.
+    check: as in `burst_rt.shard_batch`: whether ranks compare their batches.
 
     Returns the batch's own names with this rank's tokens, shift_labels (shifted before the cut),
     position_ids, and `burst_rt`, without which the attention function refuses a call. The model's
     loss is then the mean over all labelled tokens of all ranks, on every rank: DDP, FSDP2 or
     `burst_rt.average_gradients` make every rank's gradients those of that loss.
 
-    Raises as `burst_rt.shard_batch` does.
+    Raises as `burst_rt.shard_batch` does, and InputError where no model was prepared for ctx.
     """
+    if ctx.world_size > 1 and ctx.runtime not in _prepared:
+        error = InputError(
+            "hf.shard: expected a model that was prepared for this context, got none yet; call "
+            "burst_rt.hf.prepare(model, ctx) once, which says what ranks would get wrong"
+        )
+        refuse("hf.shard", error, ctx.runtime)
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
     for name, x in batch.items():
@@ -173,7 +182,7 @@ def require_attended(part: Part) -> None:
     """Raises InputError, on every rank that waits for this one, where no layer has attended."""
     if part.attended or part.ctx.world_size == 1:
         return
-    Part.asked = True  # it is said here
+    part.refused = True
     error = InputError(
         "hf: expected attention over ranks, got a model none of whose layers has asked burst_rt "
         "for it: its tokens would see one rank's alone; load it with attn_implementation="

@@ -232,7 +232,7 @@ class Trainer(_Trainer):  # type: ignore[misc]  # of changing types, so Any
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         if num_items_in_batch is None:
             self._refuse(f"expected labels in a batch, got {', '.join(inputs)}")
-        part = shard(inputs, self.context, self.layout, group=_Alone(), check=True)
+        part = shard(inputs, self.context, self.layout, group=_Alone())
         # TRL adds up what ranks have counted in their tokens. `gather_for_metrics` would leave
         # ranks out where the last batch has fewer rows than there are ranks.
         self.accelerator.gather_for_metrics = self.accelerator.gather

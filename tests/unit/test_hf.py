@@ -26,9 +26,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 import burst_rt
 import burst_rt.hf
 from burst_rt import Causal, Chunked, Full, Mask, SlidingWindow
-from burst_rt.errors import InputError
+from burst_rt.errors import ContractMismatch, InputError
 from burst_rt.hf.masks import Handed, mask_of
-from burst_rt.hf.shard import Part
+
+# Tests that catch what a call raises leave parts that nobody attended by.
+pytestmark = pytest.mark.filterwarnings("ignore:burst_rt.hf.shard. a part of a batch is gone")
 
 _NO_PADDING = torch.zeros(2, dtype=torch.int64)
 _POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]] * 2)
@@ -123,6 +125,7 @@ def _over_ranks(
     name = "T5Gemma" if model.config.is_encoder_decoder else "Llama"
 
     def run(ctx: burst_rt.Context) -> str:
+        burst_rt.hf.prepare(make_model("Llama"), ctx)  # another model
         with pytest.raises(InputError) as caught:
             call(deepcopy(model), burst_rt.hf.shard(make_batch(name, kind), ctx), ctx)
         assert ctx.all_reduce(torch.ones(1)).item() == 2  # the context is usable
@@ -136,16 +139,18 @@ def _naive(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
 
 
 def _one_rank_naive(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    burst_rt.hf.prepare(model, ctx)
     return model(**part) if ctx.rank == 0 else _naive(model, part, ctx)
 
 
 def _local_positions(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     positions = torch.arange(part["input_ids"].shape[1])[None]
-    return model(**{**part, "position_ids": positions})
+    return _prepared(model, {**part, "position_ids": positions}, ctx)
 
 
 def _without_positions(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
-    return model(**{name: x for name, x in part.items() if name != "position_ids"})
+    named = {name: x for name, x in part.items() if name != "position_ids"}
+    return _prepared(model, named, ctx)
 
 
 def _as_it_is(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
@@ -154,15 +159,16 @@ def _as_it_is(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object
 
 def _with_a_matrix(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     tokens = part["input_ids"].shape[1]
-    return model(**part, attention_mask=torch.ones(2, 1, tokens, tokens))
+    return _prepared(model, part | {"attention_mask": torch.ones(2, 1, tokens, tokens)}, ctx)
 
 
 def _with_router(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
-    return model(**part, output_router_logits=True)
+    return _prepared(model, part | {"output_router_logits": True}, ctx)
 
 
 def _without_shifted_labels(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
-    return model(**{name: x for name, x in part.items() if name != "shift_labels"})
+    named = {name: x for name, x in part.items() if name != "shift_labels"}
+    return _prepared(model, named, ctx)
 
 
 def _small(kind: str, model: str, **options: Any) -> Callable[[], Any]:
@@ -229,6 +235,12 @@ def _prepared(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object
     return burst_rt.hf.prepare(model, ctx)(**part)
 
 
+def _a_layer(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
+    layer = burst_rt.hf.prepare(model, ctx).model.layers[0].self_attn
+    turns = torch.zeros(2, 5, layer.head_dim)
+    return layer(torch.zeros(2, 5, 32), (turns, turns), None, burst_rt=part["burst_rt"])
+
+
 def _without_the_loss(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
     return burst_rt.hf.prepare(model, ctx, loss=False)(**part)
 
@@ -277,11 +289,6 @@ def _call_encoder(model: Any, part: dict[str, Any], ctx: burst_rt.Context) -> ob
 
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-# Of two ranks that share 75 tokens in zigzag, one ends at 55.
-_LONG = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4, "original_max_position_embeddings": 60,
-}  # fmt: skip
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a shard without the keyword": (
         lambda: make_model("Llama"), _naive, "expected the keyword 'burst_rt', got none",
@@ -299,20 +306,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         lambda: make_model("Llama"), _without_shifted_labels, "expected shift_labels",
     ),
     "dropout": (
-        _small("LlamaConfig", "LlamaForCausalLM", attention_dropout=0.1), _as_it_is,
+        _small("LlamaConfig", "LlamaForCausalLM", attention_dropout=0.1), _prepared,
         "attention_dropout: expected 0, got 0.1",
     ),
     "a mask of its own for each row": (
         lambda: make_model("Llama"), _with_a_matrix,
         r"attention_mask: expected .*, got Tensor of shape \(2, 1,",
     ),
-    "a router's loss": (_mixtral, _as_it_is, "output_router_logits"),
+    "a router's loss": (_mixtral, _prepared, "output_router_logits"),
     "a router's loss in the call": (
         lambda: make_model("Mixtral"), _with_router, "output_router_logits",
     ),
-    "a model that was not tried": (
-        _small("Qwen2Config", "Qwen2ForCausalLM"), _as_it_is,
-        r"modeling_qwen2 has not been tried over ranks; .* call burst_rt.hf.prepare\(model, ctx\)",
+    "a model that was not prepared": (
+        lambda: make_model("Llama"), _as_it_is,
+        r"modeling_llama: expected a model that was prepared .* call burst_rt.hf.prepare\(model,",
+    ),
+    "a part of a model": (
+        lambda: make_model("Llama"), _a_layer, r"got one of a part of it \(LlamaAttention\)",
     ),
     "positions that a model does not take": (_bart, _prepared, "not what it is on one process"),
     "state spaces": (_mamba, _prepared, "not what it is on one process"),
@@ -342,7 +352,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     ),
     "a loss of its own": (_own_loss, _prepared, "BertForMaskedLM computes its loss by itself"),
     "a head with a loss of its own": (
-        _modernbert, _as_it_is, "modeling_modernbert has not been tried over ranks",
+        _modernbert, _prepared, "one that calls torch's cross_entropy",
     ),
     "layers that are no attention": (
         # In 16 bits what its convolutions see is within the rounding that `prepare` allows.
@@ -363,22 +373,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         "layers of type indexed_attention mix tokens",
     ),
     "a bias of positions": (_t5, _call_encoder, r"position_bias \(T5's\) is not done"),
-    "longrope across its boundary": (
-        _small(
-            "Phi3Config", "Phi3ForCausalLM", rope_parameters=_LONG,
-            original_max_position_embeddings=60,
-        ),
-        _as_it_is,
-        "'longrope' looks at the largest position, and ranks have 55 to 74, on both sides of 60",
-    ),
-    "dynamic rotary scaling": (
-        _small(
-            "LlamaConfig", "LlamaForCausalLM", rope_parameters=_DYNAMIC,
-            max_position_embeddings=40,
-        ),
-        _as_it_is,
-        "'dynamic' looks at the largest position",
-    ),
 }  # fmt: skip
 
 
@@ -507,16 +501,15 @@ def test_one_rank_needs_no_attention_over_ranks() -> None:
         assert found == pytest.approx((expected, expected), rel=1e-6)
 
 
-def _warnings_of(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, use: Callable[[list[dict[str, Any]]], object]
-) -> list[str]:
-    """What is warned of while `use` has three parts on each rank, in a process that is new."""
-    monkeypatch.setattr(Part, "asked", False)
+def _warnings_of(num_ranks: int, use: Callable[[list[dict[str, Any]]], object]) -> list[str]:
+    """What is warned of while `use` has three parts on each rank, beside a prepared model."""
     batch = _unlabelled(make_batch("Llama", "plain"))
 
     def run(ctx: burst_rt.Context) -> None:
+        burst_rt.hf.prepare(make_model("Llama"), ctx)
         use([burst_rt.hf.shard(batch, ctx) for _ in range(3)])
 
+    gc.collect()  # parts of other tests
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         burst_rt.run_local(num_ranks, run, timeout_s=60)
@@ -524,33 +517,57 @@ def _warnings_of(
     return [str(each.message) for each in caught if "hf.shard" in str(each.message)]
 
 
-def test_logits_of_a_model_that_never_attends_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_logits_of_a_model_that_never_attends_are_warned_of() -> None:
+    """One that was not prepared, where another one was."""
+
     def use(parts: list[dict[str, Any]]) -> None:
         while parts:
             _mamba()(**parts.pop())
 
-    (said,) = _warnings_of(monkeypatch, 2, use)
-    assert "no model has asked burst_rt for attention yet" in said
-    assert _warnings_of(monkeypatch, 1, use) == []
+    found = _warnings_of(2, use)
+    assert len(found) == 2 * 3
+    assert all("no layer has attended by it" in said for said in found)
+    assert _warnings_of(1, use) == []
 
 
-def test_parts_that_are_used_later_or_never_are_not_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_that_were_used_or_refused_are_not_warned_of() -> None:
     model = make_model("Llama")
     model.set_attn_implementation("burst_rt")
 
-    def one(parts: list[dict[str, Any]]) -> None:
-        deepcopy(model)(**parts[0])
+    def attending(parts: list[dict[str, Any]]) -> None:
+        mine = burst_rt.hf.prepare(deepcopy(model), parts[0]["burst_rt"].ctx)
+        for part in parts:
+            mine(**part)
 
     def failing(parts: list[dict[str, Any]]) -> None:
-        with pytest.raises(InputError, match="position_ids: expected those of"):
-            model(**{**parts[0], "position_ids": parts[0]["position_ids"] + 1})
+        for part in parts:
+            with pytest.raises(InputError, match="expected a model that was prepared"):
+                model(**part)
 
-    assert _warnings_of(monkeypatch, 2, one) == []
-    assert _warnings_of(monkeypatch, 2, failing) == []
+    assert _warnings_of(2, attending) == []
+    assert _warnings_of(2, failing) == []
+
+
+def test_without_a_prepared_model_there_are_no_parts() -> None:
+    batch = make_batch("Llama", "plain")
+
+    def run(ctx: burst_rt.Context) -> None:
+        with pytest.raises(InputError, match=r"hf\.shard: expected a model that was prepared"):
+            burst_rt.hf.shard(batch, ctx)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+def test_batches_that_differ_are_refused() -> None:
+    batch = make_batch("Llama", "plain")
+
+    def run(ctx: burst_rt.Context) -> None:
+        burst_rt.hf.prepare(make_model("Llama"), ctx)
+        other = batch | {"input_ids": (batch["input_ids"] + ctx.rank) % 64}
+        with pytest.raises(ContractMismatch, match="expected the same batch on all ranks"):
+            burst_rt.hf.shard(other, ctx)
+
+    burst_rt.run_local(2, run, timeout_s=60)
 
 
 def test_a_model_prepared_in_a_world_of_one_is_not_yet_compared() -> None:
@@ -562,23 +579,21 @@ def test_a_model_prepared_in_a_world_of_one_is_not_yet_compared() -> None:
 
 def test_two_models_with_one_part() -> None:
     """That one was prepared says nothing of the other."""
-    model = _small(
-        "LlamaConfig", "LlamaForCausalLM", rope_parameters=_DYNAMIC, max_position_embeddings=40
-    )()
 
     def both(mine: Any, part: dict[str, Any], ctx: burst_rt.Context) -> object:
         other = deepcopy(mine)
         burst_rt.hf.prepare(mine, ctx)(**part)
         return other(**part)
 
-    for text in _over_ranks(model, both):
-        assert "'dynamic' looks at the largest position" in text
+    for text in _over_ranks(make_model("Llama"), both):
+        assert "expected a model that was prepared" in text
 
 
 def test_labels_of_rows_are_refused() -> None:
     batch = {"input_ids": make_batch("Llama", "plain")["input_ids"], "labels": torch.zeros(2)}
 
     def run(ctx: burst_rt.Context) -> None:
+        burst_rt.hf.prepare(make_model("Llama"), ctx)
         with pytest.raises(InputError, match="labels of whole sequences cannot be cut"):
             burst_rt.hf.shard(batch, ctx)
 
@@ -595,8 +610,8 @@ def test_a_loss_whose_model_keeps_the_keyword_to_itself() -> None:
     model.set_attn_implementation("burst_rt")
 
     def run(ctx: burst_rt.Context) -> float:
-        part = burst_rt.hf.shard(batch, ctx)
-        return float(deepcopy(model)(**part).loss.item())
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx)
+        return float(mine(**burst_rt.hf.shard(batch, ctx)).loss.item())
 
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
 
@@ -627,8 +642,9 @@ def test_the_sum_of_losses_over_a_number_that_is_given() -> None:
     model.set_attn_implementation("burst_rt")
 
     def run(ctx: burst_rt.Context) -> float:
+        mine = burst_rt.hf.prepare(deepcopy(model), ctx)
         part = burst_rt.hf.shard({**batch, "num_items_in_batch": torch.tensor(500)}, ctx)
-        return float(deepcopy(model)(**part).loss.item())
+        return float(mine(**part).loss.item())
 
     assert burst_rt.run_local(3, run, timeout_s=60) == pytest.approx([expected] * 3, rel=1e-6)
 
