@@ -103,7 +103,7 @@ def attend(
     )  # fmt: skip
     if reason:
         if isinstance(part, Part):
-            part.refused = True
+            part.excused = True
         _refuse(reason, part)
     if isinstance(attention_mask, Handed):
         structure = attention_mask.mask

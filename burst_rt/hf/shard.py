@@ -43,11 +43,11 @@ class Part:
     # Of the prepared models that were called with it (`prepare`).
     told: set[object] = field(default_factory=set)
     attended: bool = False  # whether any layer has attended by it
-    refused: bool = False  # whether an error has said that it cannot be used so
+    excused: bool = False  # whether something else says that no layer has attended by it
 
     def __del__(self) -> None:
         """Warns of a part that no layer has attended by. After an error that is no news."""
-        said = self.attended or self.refused or getattr(sys, "last_type", None) is not None
+        said = self.attended or self.excused or getattr(sys, "last_type", None) is not None
         if not said and self.ctx.world_size > 1 and not sys.is_finalizing():
             warnings.warn(
                 "burst_rt.hf.shard: a part of a batch is gone, and no layer has attended by it: a "
@@ -182,7 +182,7 @@ def require_attended(part: Part) -> None:
     """Raises InputError, on every rank that waits for this one, where no layer has attended."""
     if part.attended or part.ctx.world_size == 1:
         return
-    part.refused = True
+    part.excused = True
     error = InputError(
         "hf: expected attention over ranks, got a model none of whose layers has asked burst_rt "
         "for it: its tokens would see one rank's alone; load it with attn_implementation="
