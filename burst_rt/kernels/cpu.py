@@ -208,12 +208,17 @@ class CpuKernel(Kernel):
             return part._replace(q_len=min(part.q_len, side), kv_len=min(part.kv_len, side))
         # Bands are cut into strips anyway.
         sides = [
-            min(piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start)
+            (piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start)
             for piece in tile.pieces
             if not piece.band
         ]
-        small = sum(sides) <= _SMALL_SIDE * len(sides)
-        return _SMALL_PART if small else _PART
+        if sum(map(min, sides)) > _SMALL_SIDE * len(sides):
+            return _PART
+        # Where all pieces are smaller than a part, a call has more heads, and as many rows in all.
+        banded = len(sides) < len(tile.pieces)
+        longest = _SMALL_PART.q_len if banded else max(map(max, sides), default=_SMALL_PART.q_len)
+        more = max(1, _SMALL_PART.q_len // longest)
+        return _SMALL_PART._replace(kv_heads=_SMALL_PART.kv_heads * more)
 
     def scratch_bytes(self, forward: bool, dtype: torch.dtype, tile: TileShape) -> int:
         """See `Kernel.scratch_bytes`. The parts' sizes bound it.
@@ -229,14 +234,19 @@ class CpuKernel(Kernel):
         parts = (_DISTANCES_PART,) if of_heads else (_PART, _SMALL_PART)
         if tile.scores.softcap:
             parts = (_matrix_part(tile.batch * (tile.num_heads // tile.num_kv_heads)),)
+        group = tile.num_heads // tile.num_kv_heads
         for part in parts:
-            kv_heads = min(tile.num_kv_heads, part.kv_heads * torch.get_num_threads())
-            heads = kv_heads * (tile.num_heads // tile.num_kv_heads)
-            q_part = max(q_part, min(tile.q_len, part.q_len) * heads * channels)
-            columns = STRIP_COLUMNS if tile.banded else min(tile.kv_len, part.kv_len)
-            kv_part = max(kv_part, columns * kv_heads * channels)
+            of_longest = part.kv_heads * torch.get_num_threads()
+            kv_heads = min(tile.num_kv_heads, of_longest)
+            # A call has few rows of many heads, or many rows of few.
+            rows = min(tile.q_len * tile.num_kv_heads, part.q_len * of_longest) * group
+            columns = min(tile.kv_len * tile.num_kv_heads, part.kv_len * of_longest)
+            if tile.banded:
+                columns = STRIP_COLUMNS * kv_heads
+            q_part = max(q_part, rows * channels)
+            kv_part = max(kv_part, columns * channels)
             shape = tile._replace(
-                num_heads=heads,
+                num_heads=kv_heads * group,
                 q_len=min(tile.q_len, part.q_len),
                 kv_len=min(tile.kv_len, part.kv_len),
             )
