@@ -68,8 +68,9 @@ _PART = Part(4096, 4096, 1, edge=128, largest=1024)
 _SMALL_PART = Part(1024, 1024, 4, edge=128, largest=1024)
 # A tile is one of small pieces where these have so many rows, or columns, on average.
 _SMALL_SIDE = 1536
-# In the backward more is won by taking triangles apart.
+# In the backward more is won by taking triangles apart, and of bands by more heads a call.
 _LARGEST_BACKWARD = 1536
+_BANDS_BACKWARD = Part(512, 512, 8, edge=128, largest=_LARGEST_BACKWARD, strips=False)
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
 _MOST_MASKED = 1 << 24
 # Where each head has a matrix of distances of its own.
@@ -193,6 +194,8 @@ class CpuKernel(Kernel):
         part = self._size_of(tile, qkv)
         if forward or not part.edge:
             return part
+        if part == _SMALL_PART and any(piece.band for piece in tile.pieces):
+            return _BANDS_BACKWARD
         return part._replace(largest=_LARGEST_BACKWARD, strips=False)
 
     def _size_of(self, tile: Tile, qkv: QKV) -> Part:
