@@ -117,7 +117,7 @@ Instruction: TypeAlias = "Issue | Finish | Abort"
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A graph and all that engines derive from it. It is derived once, and many engines (calls) run
-    from one schedule. Every list has an entry for each task.
+    from one schedule. Every list but the last two has an entry for each task.
     """
 
     graph: Graph
@@ -128,6 +128,10 @@ class Schedule:
     on_done: list[list[int]]  # successors whose edge is satisfied once the task is done
     after: list[tuple[int, ...]]  # predecessors on other ordered lanes of the task's device
     lane_of: list[int]  # number of the task's lane, in the order of `graph.lanes`
+    # For each lane: how many of its tasks may be under way, and its tasks where it is issued in
+    # program order, else None.
+    limits: list[int]
+    programs: list[list[int] | None]
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy = critical_path) -> Schedule:
@@ -155,6 +159,11 @@ class Schedule:
                     after[v].append(u)
         num_before = [len(before) for before in graph.predecessors]
         task_at = sorted(range(num_tasks), key=place.__getitem__)
+        programs: list[list[int] | None] = [[] if lane.in_program_order else None for lane in lanes]
+        for task, lane_index in enumerate(lane_of):
+            program = programs[lane_index]
+            if program is not None:
+                program.append(task)
         return cls(
             graph=graph,
             place=place,
@@ -164,6 +173,11 @@ class Schedule:
             on_done=on_done,
             after=[tuple(tasks) for tasks in after],
             lane_of=lane_of,
+            limits=[
+                num_tasks + 1 if lane.max_in_flight is None else lane.max_in_flight
+                for lane in lanes
+            ],
+            programs=programs,
         )
 
 
@@ -191,25 +205,13 @@ class Engine:
         self.schedule = schedule
         self.state: list[TaskState] = [TaskState.WAITING] * len(graph.tasks)
         self._missing = list(schedule.num_before)
-        lanes = list(graph.lanes.values())
-        self._limit = [
-            len(graph.tasks) + 1 if lane.max_in_flight is None else lane.max_in_flight
-            for lane in lanes
-        ]
-        self._in_flight = [0] * len(lanes)
+        num_lanes = len(graph.lanes)
+        self._in_flight = [0] * num_lanes
         # For each lane a heap: of places in the policy's order, or of task ids where the lane is
         # issued in program order.
-        self._ready: list[list[int]] = [[] for _ in lanes]
-        # For each lane that is issued in program order its tasks, else None. `_issued_of` counts
-        # those that have been issued.
-        self._program: list[list[int] | None] = [
-            [] if lane.in_program_order else None for lane in lanes
-        ]
-        for task, lane_index in enumerate(schedule.lane_of):
-            program = self._program[lane_index]
-            if program is not None:
-                program.append(task)
-        self._issued_of = [0] * len(lanes)
+        self._ready: list[list[int]] = [[] for _ in range(num_lanes)]
+        # For each lane that is issued in program order: how many tasks have been issued.
+        self._issued_of = [0] * num_lanes
         self._num_left = len(graph.tasks)
         # Every transition as one number, task * _NUM_VERBS + verb, because a world of a thousand
         # ranks makes millions of transitions.
@@ -284,7 +286,8 @@ class Engine:
         self._move(task, "satisfied")
         lane = self.schedule.lane_of[task]
         heapq.heappush(
-            self._ready[lane], self.schedule.place[task] if self._program[lane] is None else task
+            self._ready[lane],
+            self.schedule.place[task] if self.schedule.programs[lane] is None else task,
         )
 
     def _satisfy(self, tasks: Iterable[int]) -> None:
@@ -304,7 +307,7 @@ class Engine:
         out: list[Instruction] = []
         in_flight, limit, on_issue, after = (
             self._in_flight,
-            self._limit,
+            self.schedule.limits,
             self.schedule.on_issue,
             self.schedule.after,
         )
@@ -332,7 +335,7 @@ class Engine:
 
     def _take(self, lane: int) -> int | None:
         ready = self._ready[lane]
-        program = self._program[lane]
+        program = self.schedule.programs[lane]
         if program is None:
             return self.schedule.task_at[heapq.heappop(ready)]
         if ready[0] != program[self._issued_of[lane]]:
@@ -361,11 +364,11 @@ class Engine:
                     f"a task was issued before its edges were satisfied: {self.story(task)}"
                 )
         if running != self._in_flight or any(
-            n > limit for n, limit in zip(running, self._limit, strict=True)
+            n > limit for n, limit in zip(running, self.schedule.limits, strict=True)
         ):
             raise InternalError(
                 f"lane counts are wrong: counted {running}, kept {self._in_flight}, limits "
-                f"{self._limit}"
+                f"{self.schedule.limits}"
             )
         if not self._ended and not any(running) and self._num_left:
             raise InternalError("nothing is running and tasks are left: the graph cannot end")
