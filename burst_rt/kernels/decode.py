@@ -56,10 +56,11 @@ class Partial(NamedTuple):
 
     def fold(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Folds what other keys make of the rows into this."""
-        both = torch.logaddexp(self.lse, lse)
-        old, new = torch.exp(self.lse - both), torch.exp(lse - both)
+        more = lse - self.lse
+        # Not exp(lse - both): a large lse is rounded, and the two would not add up to 1.
+        old, new = torch.sigmoid(-more), torch.sigmoid(more)
         self.out.mul_(old.unsqueeze(-1)).addcmul_(out, new.unsqueeze(-1))
-        self.lse.copy_(both)
+        torch.logaddexp(self.lse, lse, out=self.lse)
 
 
 def folded(q: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -163,6 +164,7 @@ def decode_plainly(
             # Columns that no row of a sequence sees may hold anything, and 0 * NaN is NaN.
             values = values.masked_fill(hidden.all(1)[:, None, :, None], 0.0)
         # Where all scores are -inf, p is 0, and not NaN.
-        lse = s.logsumexp(-1).clamp_min_(lowest(s))
-        p = s.sub_(lse.unsqueeze(-1)).exp_()
-        sums.fold(p @ values, lse)
+        top = s.amax(-1, keepdim=True).clamp_min_(lowest(s))
+        p = s.sub_(top).exp_()
+        total = p.sum(-1, keepdim=True).clamp_min_(1.0)  # the largest p of a row is 1, or all are 0
+        sums.fold((p @ values).div_(total), top.add_(total.log()).squeeze(-1))

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from decodes import CASES, decode, own_columns, run_one
+from decodes import CASES, decode, own_columns, run_one, spans_of
 from spec import relative_error
 from tolerances import ERROR
 
@@ -246,6 +246,29 @@ def test_parts_fold_like_the_whole() -> None:
     torch.testing.assert_close(whole.lse, truth)
     weights = torch.exp(lse - truth).unsqueeze(-1)
     torch.testing.assert_close(whole.out, (out * weights).sum(0))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kernel", ["cpu", "naive", "untiled"])
+def test_weights_of_large_scores_add_up_to_one(
+    kernel: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However coarse a float32 lse is there, the mean of ones is one."""
+
+    def call(ctx: Context, top: float) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(5)
+        q = torch.ones(1, 2, 4, 8)
+        k = torch.randn(1, 300, 2, 8, generator=generator) + top
+        own = own_columns(300, ctx.rank, world)
+        what_is_seen = Seen(spans_of(torch.ones(1, 2, len(own), dtype=torch.bool)), len(own))
+        qkv = QKV(q, k[:, own], torch.ones(1, len(own), 2, 8))
+        return run_one(ctx, qkv, what_is_seen, 300, ScoreTerms(), 1.0)
+
+    for part_bytes in (1 << 24, 1 << 12):
+        monkeypatch.setattr(decode_kernels, "_PART_BYTES", part_bytes)
+        for top in (1e4, -1e4):
+            out = burst_rt.run_local(world, partial(call, top=top), kernel=kernel)[0]
+            assert relative_error(out, torch.ones(1, 2, 4, 8)) < ERROR[torch.float32]
 
 
 def test_kernels_in_the_list_do_not_hide_the_default() -> None:
