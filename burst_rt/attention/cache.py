@@ -118,6 +118,7 @@ class KVCache:
         self.block = block
         self._layers: list[_Layer] = []
         self._said = ""  # what the layers of the last step were called with
+        self._reordered: list[list[int]] = []  # what rows became since the last step
         words = {
             "call": "KVCache",
             "layers": str(num_layers),
@@ -262,11 +263,13 @@ class KVCache:
     def reset(self) -> None:
         """Forgets all tokens; the memory stays. Local, as `truncate`."""
         self.truncate(0)
+        self._reordered.clear()
 
     def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was, as beam search needs it. Local, as `truncate`.
 
-        rows: `[batch]`, any integers of 0 to batch - 1.
+        rows: `[batch]`, any integers of 0 to batch - 1; every rank gives the same, which the ranks
+        compare in the next step. A step that lacks its commit alone must be dropped all the same.
         """
         chosen = [int(row) for row in rows]
         if len(chosen) != self.batch or not all(0 <= row < self.batch for row in chosen):
@@ -276,7 +279,11 @@ class KVCache:
             )  # fmt: skip
         if chosen == list(range(self.batch)):
             return
+        lost = self._uncommitted == self._changes
         self._changes += 1
+        if lost:
+            self._uncommitted = self._changes
+        self._reordered.append(chosen)
         index = torch.tensor(chosen, device=self.setup.runtime.device)
         used = self._columns(max(self._lengths))
         with torch.no_grad():
@@ -322,8 +329,10 @@ class KVCache:
             "sharded": str(sharded),
             "about": about,
             "layers of the last step": self._said,
+            "rows since the last step": str(self._reordered),
         }
         self.setup.runtime.agree(words, error)
+        self._reordered.clear()
         assert new is not None
         pads = self._padding if padding is None else [int(p) for p in padding]
         if sharded is None:

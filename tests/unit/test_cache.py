@@ -237,7 +237,9 @@ def test_rows_are_reordered() -> None:
 
         def last() -> torch.Tensor:
             step = cache.step(1)
-            return step.attend(0, *(new[:1, 40:].expand(2, -1, -1, -1),) * 3)
+            out = step.attend(0, *(new[:1, 40:].expand(2, -1, -1, -1),) * 3)
+            cache.truncate(cache.lengths)
+            return out
 
         before, padding = last(), cache.padding
         cache.reorder(torch.tensor([1, 0]))
@@ -274,6 +276,37 @@ def test_a_step_that_lacks_its_commit_alone_is_not_lost_without_a_word() -> None
         return found
 
     assert run_local(2, lengths) == [[(31, 31), (31, 31)]] * 2
+
+
+def test_rows_that_move_do_not_hide_a_step_that_lacks_its_commit_alone() -> None:
+    def lengths(ctx: Context) -> tuple[int, ...]:
+        cache = _filled(ctx)
+        step = cache.step(1)
+        for layer in range(2):
+            step.attend(layer, *_tensors(step))
+        cache.reorder([1, 0])
+        with pytest.raises(InputError, match=r"not committed"):
+            cache.step(1)
+        cache.truncate(cache.lengths)
+        cache.step(1)
+        return cache.lengths
+
+    assert run_local(2, lengths) == [(30, 30)] * 2
+
+
+def test_ranks_whose_rows_differ_go_on_after_a_reset() -> None:
+    def lengths(ctx: Context) -> tuple[int, ...]:
+        cache = _filled(ctx)
+        with pytest.raises(ContractMismatch):
+            _swapped_on_one_rank(ctx, cache)
+        cache.reset()
+        step = cache.step(1)
+        for layer in range(2):
+            step.attend(layer, *_tensors(step))
+        step.commit()
+        return cache.lengths
+
+    assert run_local(2, lengths) == [(1, 1)] * 2
 
 
 def test_a_layer_that_an_error_has_interrupted_attends_again() -> None:
@@ -509,8 +542,14 @@ _DIFFER: dict[str, Callable[[Context, KVCache, KVCache], object]] = {
     "lengths": lambda ctx, a, b: _shorter(ctx, a),
     "cache": lambda ctx, a, b: (a, b)[ctx.rank].step(1),
     "about": lambda ctx, a, b: a.step(1, about=str(ctx.rank)),
+    "rows since the last step": lambda ctx, a, b: _swapped_on_one_rank(ctx, a),
     "capacity": lambda ctx, a, b: _cache(ctx, capacity=100 + ctx.rank),
 }
+
+
+def _swapped_on_one_rank(ctx: Context, cache: KVCache) -> None:
+    cache.reorder([0, 1] if ctx.rank else [1, 0])
+    cache.step(1)
 
 
 @pytest.mark.parametrize("name", _DIFFER)
