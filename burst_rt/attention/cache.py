@@ -12,6 +12,7 @@ the partial results come together (`attention/decode.py`).
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -271,11 +272,14 @@ class KVCache:
         rows: `[batch]`, any integers of 0 to batch - 1; every rank gives the same, which the ranks
         compare in the next step. A step that lacks its commit alone must be dropped all the same.
         """
-        chosen = [int(row) for row in rows]
+        try:
+            chosen = [operator.index(row) for row in rows]
+        except TypeError:
+            chosen = []
         if len(chosen) != self.batch or not all(0 <= row < self.batch for row in chosen):
             self._refuse(
                 "reorder", f"rows must be {self.batch} numbers of rows below {self.batch}, got "
-                f"{chosen}"
+                f"{rows}"
             )  # fmt: skip
         if chosen == list(range(self.batch)):
             return

@@ -466,6 +466,14 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "longer": ("at most the sequences' 30", lambda _, c: c.truncate(31)),
     "less room": ("at least 100", lambda _, c: c.reserve(50)),
     "no such row": ("rows must be 2 numbers", lambda _, c: c.reorder([0, 2])),
+    "rows that are no integers": (
+        "rows must be 2 numbers",
+        lambda _, c: c.reorder(torch.tensor([1.5, 0.0])),
+    ),
+    "too many dimensions": (
+        "rows must be 2 numbers",
+        lambda _, c: c.reorder(torch.tensor([[1, 0], [0, 1]])),
+    ),
     "no such layer": ("from 0 to 1", lambda _, c: _attend(c, layer=2)),
     "heads": ("multiple of the cache's", lambda _, c: _attend(c, kv_heads=2)),
     "dtype": ("dense torch.float32", lambda _, c: _attend(c, dtype=torch.float64)),
