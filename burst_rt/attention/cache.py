@@ -324,6 +324,7 @@ class KVCache:
         """
         new = self._of_rows(tokens)
         error = self._refuses_step(new, tokens, padding, sharded)
+        said, self._said = self._said, ""  # compared once: after an error there may be a reset
         words = {
             "call": "KVCache.step",
             "cache": self._name,
@@ -332,7 +333,7 @@ class KVCache:
             "padding": str(padding),
             "sharded": str(sharded),
             "about": about,
-            "layers of the last step": self._said,
+            "layers of the last step": said,
             "rows since the last step": str(self._reordered),
         }
         self.setup.runtime.agree(words, error)
