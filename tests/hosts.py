@@ -89,6 +89,8 @@ class Hosts:
         pid = self._login.pid
         enter = ["nsenter", f"--target={pid}", *_NAMESPACES]
         enter += [f"--pid=/proc/{pid}/ns/pid_for_children", "env", "-C", str(self.folder)]
+        # Where ranks go is said by the host file.
+        enter += ["--unset=PRTE_MCA_rmaps_default_mapping_policy"]
         place = [] if host == "login" else [str(_SCRIPT), "at", host]
         process = subprocess.Popen(
             [*enter, *place, *command],
