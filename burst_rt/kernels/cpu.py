@@ -68,7 +68,8 @@ _PART = Part(4096, 4096, 1, edge=128, largest=1024)
 _SMALL_PART = Part(1024, 1024, 4, edge=128, largest=1024)
 # A tile is one of small pieces where these have so many rows, or columns, on average.
 _SMALL_SIDE = 1536
-# In the backward more is won by taking triangles apart, and of bands by more heads a call.
+# In the backward more is won by taking triangles apart, and of bands by more heads a call, where
+# there are more.
 _LARGEST_BACKWARD = 1536
 _BANDS_BACKWARD = Part(512, 512, 8, edge=128, largest=_LARGEST_BACKWARD, strips=False)
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
@@ -194,7 +195,8 @@ class CpuKernel(Kernel):
         part = self._size_of(tile, qkv)
         if forward or not part.edge:
             return part
-        if part == _SMALL_PART and any(piece.band for piece in tile.pieces):
+        more = qkv.k.shape[2] > part.kv_heads * torch.get_num_threads()
+        if more and part == _SMALL_PART and any(piece.band for piece in tile.pieces):
             return _BANDS_BACKWARD
         return part._replace(largest=_LARGEST_BACKWARD, strips=False)
 
