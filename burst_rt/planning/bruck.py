@@ -17,8 +17,6 @@ round 2 brings 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from burst_rt.scheduler import Buffer, GraphBuilder
 
 __all__ = ["bruck_gather", "bruck_parts"]
@@ -30,14 +28,12 @@ def bruck_parts(world_size: int) -> tuple[int, ...]:
     return (1, *(min(1 << i, world_size - (1 << i)) for i in rounds))
 
 
-def bruck_gather(
-    g: GraphBuilder, blocks: Buffer, block_bytes: int, *, tag: int = 0, reads: Sequence[Buffer] = ()
-) -> int:
+def bruck_gather(g: GraphBuilder, blocks: Buffer, block_bytes: int, *, tag: int = 0) -> int:
     """Gives every rank all blocks. Before, a rank's own block is in part 0 of `blocks`.
 
     blocks: with `bruck_parts` blocks of `block_bytes` in its parts. Every rank sends W - 1 blocks.
     A message carries a part or its beginning, so round i sends at most i + 1 messages. The tags
-    begin at `tag`; returns the first free one. reads: what must be written before anything is sent.
+    begin at `tag`; returns the first free one.
     """
     rank, world = g.rank, g.world_size
     counts = bruck_parts(world)
@@ -51,7 +47,5 @@ def bruck_gather(
                 sends.append((part, (rank - distance) % world, size))
                 recvs.append((blocks[i + 1], (rank + distance) % world, size, offset))
             left, offset = left - min(left, held), offset + size
-        g.exchange(
-            f"{blocks.name} round {i}", sends=sends, recvs=recvs, tag=tag + i, reads=reads, hop=i
-        )
+        g.exchange(f"{blocks.name} round {i}", sends=sends, recvs=recvs, tag=tag + i, hop=i)
     return tag + len(counts) - 1
