@@ -57,6 +57,15 @@ class _Layer(NamedTuple):
     v: torch.Tensor
 
 
+class _Views(NamedTuple):
+    """One layer's shard as a step uses it."""
+
+    # Where new keys and values go, and which of the new tokens go there: rows of the batch, and
+    # their tokens; None: all.
+    targets: list[tuple[torch.Tensor, torch.Tensor, tuple[slice, slice | list[int]] | None]]
+    filled: _Layer  # the columns that are filled after the step
+
+
 @dataclass(frozen=True)
 class _Chunk:
     """The attention of one layer to a chunk: the `Forward` that runs it."""
@@ -436,6 +445,8 @@ class Step:
         self._plans: dict[object, Plan] = {}
         self._decodes: dict[object, tuple[DecodePlan, Seen]] = {}
         self._seen: dict[Mask, Seen] = {}
+        self._views: list[_Views] = []
+        self._views_of: object = None  # the list of layers that these are views of
         self._called: list[object] = []  # what the layers were called with, for the next step
         self._done = False
         self._attended: set[int] = set()  # layers
@@ -569,12 +580,16 @@ class Step:
             cache.setup.runtime.refuse(_ATTEND, error)
         self._called.append((layer, q.shape[2], *options, sinks is None))
         with grad_off():
-            own = cache._layers[layer]
-            self._append(own, k, v)
+            if self._views_of is not cache._layers:
+                self._view()
+            targets, filled = self._views[layer]
+            for keys, values, chosen in targets:
+                keys.copy_(k if chosen is None else k[chosen])
+                values.copy_(v if chosen is None else v[chosen])
             if self.sharded:
-                out = self._prefill(own, q, structure, scale, terms, strategy)
+                out = self._prefill(cache._layers[layer], q, structure, scale, terms, strategy)
             else:
-                out = self._decode(own, q, structure, scale, terms)
+                out = self._decode(filled, q, structure, scale, terms)
         self._attended.add(layer)
         if len(self._attended) == cache.num_layers:
             cache._uncommitted = self._change
@@ -675,32 +690,45 @@ class Step:
                 "the model under torch.inference_mode()"
             )
 
-    @cached_property
-    def _places_in_shard(self) -> list[tuple[slice, slice, slice | list[int] | None]]:
-        """Where new tokens go: rows of the batch, columns of the shard, which of the new tokens.
+    def _places_in_shard(
+        self,
+    ) -> list[tuple[tuple[slice, slice], tuple[slice, slice | list[int]] | None]]:
+        """Where new tokens go: (rows of the batch, columns of the shard), and which of them go.
 
         None: all tokens of all rows.
         """
-        count, owner, found = self._dealt.count, self._dealt.owner, []
+        count, owner = self._dealt.count, self._dealt.owner
+        found: list[tuple[tuple[slice, slice], tuple[slice, slice | list[int]] | None]] = []
         rows = list(zip(self._rows.before, self._rows.after, strict=True))
         for number, (before, after) in enumerate(rows):
             first, last = count(before, self._rank), count(after, self._rank)
             if first == last:
                 continue
-            chosen: slice | list[int] | None = slice(last - first)
+            tokens: slice | list[int] = slice(last - first)
             if not self.sharded and last - first < after - before:
-                chosen = [at - before for at in range(before, after) if owner(at) == self._rank]
-            if len(rows) == 1 and last - first == self.num_tokens:
-                chosen = None
+                tokens = [at - before for at in range(before, after) if owner(at) == self._rank]
             batch = slice(None) if len(rows) == 1 else slice(number, number + 1)
-            found.append((batch, slice(first, last), chosen))
+            every = len(rows) == 1 and last - first == self.num_tokens
+            found.append(((batch, slice(first, last)), None if every else (batch, tokens)))
         return found
 
-    def _append(self, layer: _Layer, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes this rank's new keys and values to its shard."""
-        for batch, columns, chosen in self._places_in_shard:
-            for cached, new in ((layer.k, k), (layer.v, v)):
-                cached[batch, columns] = new if chosen is None else new[batch, chosen]
+    def _view(self) -> None:
+        """Makes the views of all layers at once.
+
+        Between two layers a model and its keys sweep the processor's caches, and an operator of
+        torch that finds its code in none of them takes ten times as long.
+        """
+        layers, filled, places = self.cache._layers, self._num_columns, self._places_in_shard()
+        # Layers outside inference mode could not write to views made inside it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._views = [
+                _Views(
+                    [(k[at], v[at], chosen) for at, chosen in places],
+                    _Layer(k.narrow(1, 0, filled), v.narrow(1, 0, filled)),
+                )
+                for k, v in layers
+            ]
+        self._views_of = layers
 
     def _clear(self, layer: _Layer) -> None:
         """Zeros in the place of tokens that were forgotten, behind those of the step.
@@ -782,9 +810,8 @@ class Step:
             plan = self._plan_decode(q.shape[2], scores)
             found = self._decodes[key] = plan, self._what_is_seen(structure)
         plan, seen = found
-        k, v = (x.narrow(1, 0, self._num_columns) for x in layer)
         return run_decode(
-            self.cache.setup, _CONTRACT, plan, QKV(q, k, v), seen, scale=scale, terms=terms
+            self.cache.setup, _CONTRACT, plan, QKV(q, *layer), seen, scale=scale, terms=terms
         )
 
     def _plan_decode(self, num_heads: int, scores: ScoreOptions) -> DecodePlan:

@@ -474,17 +474,17 @@ def check_scores(
     sinks: torch.Tensor | None,
 ) -> None:
     """Checks what changes the scores; the factors are numbers above 0. Raises InputError."""
-    batch, _, heads, head_dim = q.shape
-    wide = sum_dtype(q.dtype)
     if softcap is not None:
+        wide = sum_dtype(q.dtype)
         cap = torch.tensor(softcap, dtype=wide)
-        inside = (head_dim**-0.5 if scale is None else scale) / cap
+        inside = (q.shape[3] ** -0.5 if scale is None else scale) / cap
         if not (0 < cap.item() < math.inf and 0 < inside.item() < math.inf):
             raise InputError(
                 f"{where}: softcap, and scale / softcap, must be finite and above 0 in {wide}, in "
                 f"which scores are computed, got softcap {softcap!r} and scale {scale!r}"
             )
     if slopes is not None:
+        batch, _, heads, _ = q.shape
         _check_of_heads(f"{where}: alibi_slopes", slopes, q, ((heads,), (batch, heads)))
         if mask.mover is not None:
             raise InputError(
@@ -493,7 +493,7 @@ def check_scores(
                 "queries as keys"
             )
     if sinks is not None:
-        _check_of_heads(f"{where}: sinks", sinks, q, ((heads,),))
+        _check_of_heads(f"{where}: sinks", sinks, q, ((q.shape[2],),))
 
 
 def _check_of_heads(

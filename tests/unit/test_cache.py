@@ -409,6 +409,25 @@ def test_room_is_made_and_what_is_cached_stays() -> None:
         assert large == 1792 * 2 * 2 * 16 * 4 > small == 256 * 2 * 2 * 16 * 4
 
 
+def test_room_is_made_between_two_layers() -> None:
+    def decoded(ctx: Context, grown: bool) -> list[torch.Tensor]:
+        cache, found = _filled(ctx, capacity=40), []
+        for _ in range(3):
+            step = cache.step(2)
+            with torch.inference_mode():
+                found.append(step.attend(0, *_tensors(step)))
+            if grown:
+                cache.reserve(2 * cache.capacity)
+            found.append(step.attend(1, *_tensors(step)))
+            step.commit()
+        return found
+
+    for plain, grown in run_local(
+        3, lambda ctx: (decoded(ctx, grown=False), decoded(ctx, grown=True))
+    ):
+        assert all(map(torch.equal, plain, grown))
+
+
 def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:
     def refused(ctx: Context) -> tuple[str, tuple[int, ...], int]:
         cache = _filled(ctx)
