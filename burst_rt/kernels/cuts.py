@@ -41,12 +41,13 @@ __all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "Part", "parts_of", "parts_under_the
 # What the mask shows of some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
 
-# Rows of a strip: few, so that little is computed beside the band.
-STRIP = 64
+# Rows of a strip: as few as the fused kernel takes at once, so that little is computed beside the
+# band.
+STRIP = 32
 # Rows of the small triangles of a band: fewer than of others, as they are a larger share of it.
 _BAND_EDGE = 64
 # The most columns of all strips of a call.
-STRIP_COLUMNS = 8192
+STRIP_COLUMNS = 16384
 
 
 class Part(NamedTuple):
