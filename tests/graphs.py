@@ -70,10 +70,11 @@ def problem(
 def other_rings(p: Problem) -> Iterator[Ring]:
     """Both directions of the rings that go another way round than the plain ring.
 
-    Where short shards travel as one block, also the plain rings.
+    Where shards travel as one block, also the plain rings.
     """
-    if travels_whole(p):
+    if travels_whole(p, sums=False):
         yield as_ring(choose(p, "ring-kv", forward=True).program)
+    if travels_whole(p, sums=True):
         for strategy in ("ring-kv", "burst"):
             yield as_ring(choose(p, strategy, forward=False).program)
     for strategy in (

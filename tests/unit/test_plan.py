@@ -283,7 +283,7 @@ def test_plan_names_what_comes_to_the_same_once() -> None:
     argv = "plan --world 8 --hardware a100-pcie --seq 128K --mask full"
     said = CliRunner().invoke(cli, argv.split()).stdout.splitlines()
     # On one node two levels are a ring.
-    assert "Here bidirectional and two-level:8 do the same." in said
+    assert "Here two-level:8 does the same." in said
     assert not any("1.00 times" in line for line in said)
     argv = "plan --world 4 --hardware a100-pcie --model layers=2,dim=768,heads=6,ffn=2048 --seq 16K"
     refused = [

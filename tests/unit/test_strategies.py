@@ -410,20 +410,30 @@ def test_the_verifier_reads_these_graphs() -> None:
             check_world(graphs)
 
 
-def test_short_shards_travel_whole_where_every_rank_needs_all_of_them() -> None:
-    """Half the tasks; never under a mask, never where blocks go different ways."""
-    for seq_len, mask, whole in ((256, None, True), (260, None, False), (256, Causal(), False)):
+def test_shards_travel_whole_where_every_rank_needs_all_of_them() -> None:
+    """Without sums, or short: half the tasks; never under a mask, or where blocks go two ways."""
+    for seq_len, mask, whole_ones in (
+        (256, None, ("forward", "ring-q", "backward")),
+        (260, None, ("forward",)),
+        (256, Causal(), ()),
+    ):
         p = problem(seq_len, seq_len, 4, mask=mask)
-        for strategy in ("ring-kv", "burst"):
+        for strategy in ("ring-kv", "burst", "ring-q", "two-level:2", "direct"):
             for forward in (True, False):
                 ring = as_ring(choose(p, strategy, forward=forward).program)
+                kind = "ring-q" if ring.queries_travel and forward else "forward"
+                whole = (kind if forward else "backward") in whole_ones
                 assert ring.whole is whole
                 assert {len(blocks) for blocks in ring.travelling} == {1 if whole else 2}
                 # As many bytes as block by block.
                 assert (
                     not whole
                     or ring.wire_bytes()
-                    == replace(ring, whole=False, route=OneRing(4, (1, 1))).wire_bytes()
+                    == replace(
+                        ring,
+                        whole=False,
+                        route=OneRing(4, (1, 1)) if isinstance(ring.route, OneRing) else ring.route,
+                    ).wire_bytes()
                 )
         assert not as_ring(choose(p, "bidirectional", forward=True).program).whole
 

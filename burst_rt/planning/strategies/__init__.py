@@ -146,7 +146,8 @@ def _programs(
         yield name, ring_naive(problem, forward=forward)
         return
     for way, route in _routes(problem, name, size or ranks_per_node):
-        whole = route is None and travels_whole(problem)
+        sums = not forward or name == "ring-q"
+        whole = name != "bidirectional" and travels_whole(problem, sums=sums)
         if forward and name == "ring-q":
             yield name, forward_ring(problem, queries_travel=True, whole=whole)
         elif forward:

@@ -16,9 +16,9 @@ the whole shard at home.
 
 The owner keeps its own contribution at home. Sums travel block by block, each as soon as its last
 tile is done, so that a rank's first tiles of a hop do not wait for all tiles of the previous rank.
-Shards of a few tokens under the full mask, for which positions do not matter, travel as one block:
-half the messages and tasks. lse and delta of a block travel whole, and m and l of a state: they are
-few bytes.
+Under the full mask, for which positions do not matter, a shard travels as one block where no sums
+travel or its tokens are few: half the tasks, and larger tiles. lse and delta of a block travel
+whole, and m and l of a state: they are few bytes.
 
 The mask decides in two ways. Which rows each rank needs (`Ring.needed`) shapes the graphs: rings
 with equal `way` have equal graphs but for pieces and costs. The pieces of tiles and their costs are
@@ -52,8 +52,8 @@ from burst_rt.scheduler import HOST_LANES, Buffer, Cost, Graph, GraphBuilder, La
 
 __all__ = ["Ring", "RingBuilder", "backward_ring", "dsinks", "forward_ring", "travels_whole"]
 
-# The most tokens of a shard that travels as one block: with so few, a tile takes less time than the
-# overhead of a task.
+# The most tokens of a shard that travels as one block with its sums: with so few, a tile takes less
+# time than the overhead of a task.
 _FEW_TOKENS = 64
 # How wide the edge of a causal mask is, in keys: about the size of a kernel's blocks.
 _EDGE = 512
@@ -580,13 +580,18 @@ def dsinks(g: GraphBuilder, problem: Problem) -> list[Part]:
     return list(g.buffer(Role.DSINKS, initialised=True).parts)
 
 
-def travels_whole(problem: Problem) -> bool:
-    """Whether a shard is better sent as one block.
+def travels_whole(problem: Problem, *, sums: bool) -> bool:
+    """Whether a shard is better sent as one block. sums: whether sums travel.
 
-    True if every shard has few tokens and every rank needs every block.
+    True if every rank needs every block, and no sums travel or every shard has few tokens.
     """
-    return problem.mask.rule is Rule.EVERYTHING and all(
-        num_tokens(own) <= _FEW_TOKENS for runs in (problem.q_runs, problem.kv_runs) for own in runs
+    return problem.mask.rule is Rule.EVERYTHING and (
+        not sums
+        or all(
+            num_tokens(own) <= _FEW_TOKENS
+            for runs in (problem.q_runs, problem.kv_runs)
+            for own in runs
+        )
     )
 
 
