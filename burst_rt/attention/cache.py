@@ -574,11 +574,11 @@ class Step:
         options = (mask, scale, softcap, strategy)
         try:
             structure = CAUSAL if mask is None else self._structure(mask)
-            self._check(layer, qkv, (scale, softcap), strategy)
+            num_heads = self._check(layer, qkv, (scale, softcap), strategy)
             check_scores(_ATTEND, q, structure, scale, softcap, None, sinks)
         except InputError as error:
             cache.setup.runtime.refuse(_ATTEND, error)
-        self._called.append((layer, q.shape[2], *options, sinks is None))
+        self._called.append((layer, num_heads, *options, sinks is None))
         with grad_off():
             if self._views_of is not cache._layers:
                 self._view()
@@ -589,7 +589,7 @@ class Step:
             if self.sharded:
                 out = self._prefill(cache._layers[layer], q, structure, scale, terms, strategy)
             else:
-                out = self._decode(filled, q, structure, scale, terms)
+                out = self._decode(filled, q, num_heads, structure, scale, terms)
         self._attended.add(layer)
         if len(self._attended) == cache.num_layers:
             cache._uncommitted = self._change
@@ -634,10 +634,8 @@ class Step:
             )
         return CAUSAL & mask
 
-    def _check(
-        self, layer: int, qkv: QKV, factors: tuple[float | None, ...], strategy: str
-    ) -> None:
-        """Raises InputError for what does not fit the step."""
+    def _check(self, layer: int, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
+        """The number of q's heads. Raises InputError for what does not fit the step."""
         cache, where = self.cache, _ATTEND
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
@@ -663,9 +661,9 @@ class Step:
         )
         device = cache.setup.runtime.device
         for name, x, shape in zip("qkv", qkv, expected, strict=True):
-            fits = isinstance(x, torch.Tensor) and tuple(x.shape) == shape
             if (
-                not fits
+                not isinstance(x, torch.Tensor)
+                or x.shape != shape
                 or x.dtype != cache.dtype
                 or x.device != device
                 or x.layout != torch.strided
@@ -689,6 +687,7 @@ class Step:
                 f"{where}: q, k and v must not require grad, because a cache has no backward; call "
                 "the model under torch.inference_mode()"
             )
+        return heads
 
     def _places_in_shard(
         self,
@@ -799,15 +798,16 @@ class Step:
         self,
         layer: _Layer,
         q: torch.Tensor,
+        num_heads: int,
         structure: Mask,
         scale: float | None,
         terms: ScoreTerms,
     ) -> torch.Tensor:
-        key = (structure, q.shape[2], terms.softcap is None, terms.sinks is None)
+        key = (structure, num_heads, terms.softcap is None, terms.sinks is None)
         found = self._decodes.get(key)
         if found is None:
             scores = ScoreOptions(softcap=terms.softcap is not None, sinks=terms.sinks is not None)
-            plan = self._plan_decode(q.shape[2], scores)
+            plan = self._plan_decode(num_heads, scores)
             found = self._decodes[key] = plan, self._what_is_seen(structure)
         plan, seen = found
         return run_decode(

@@ -85,7 +85,7 @@ def run_decode(
         try:
             run = DecodeRun(
                 plan, runtime.machine, qkv, seen,
-                scale=1.0 / math.sqrt(qkv.q.shape[3]) if scale is None else scale,
+                scale=1.0 / math.sqrt(plan.program.head_dim) if scale is None else scale,
                 terms=terms if terms.sinks is None else terms.bound(qkv.q.dtype, 1),
                 poison=setup.poison,
             )  # fmt: skip

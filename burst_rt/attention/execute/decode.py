@@ -50,10 +50,15 @@ class DecodeRun(SlotRun):
         super().__init__(plan, machine, poison=poison)
         self._kernel, self._program, self._rank = plan.kernel, plan.program, plan.rank
         self._qkv, self._seen, self._scale, self._terms = qkv, seen, scale, terms
-        batch, q_len, heads, _ = qkv.q.shape
-        self._shape = (batch, heads, q_len, qkv.v.shape[3])
-        self._blocks = self._views(sum_dtype(qkv.q.dtype))
-        self.out = self.fresh(batch, q_len, heads, self._shape[3], dtype=qkv.q.dtype)
+        batch, heads, q_len, channels = self._shape = (
+            self._program.batch,
+            self._program.num_heads,
+            self._program.num_queries,
+            self._program.v_head_dim,
+        )
+        dtype = qkv.q.dtype
+        self._blocks = self._views(dtype)
+        self.out = self.fresh(batch, q_len, heads, channels, dtype=dtype)
         self.operations |= {Attend: self._attend, Merge: self._merge}
 
     def on_device(self) -> dict[int, torch.Tensor]:
@@ -63,14 +68,14 @@ class DecodeRun(SlotRun):
         pieces = whole.split(sizes)
         return {part.id: piece for part, piece in zip(self._plan.slots, pieces, strict=True)}
 
-    def _views(self, wide: torch.dtype) -> _Blocks:
+    def _views(self, dtype: torch.dtype) -> _Blocks:
         """The blocks of this run. Made once for a set of slots."""
         part = self._plan.slots[0].id
         found: _Blocks | None = self.slots.views.get((part, self._rank))
         if found is None:
             # A later call outside inference mode could not write to tensors made inside it.
             with torch.inference_mode(False):
-                found = self._new_blocks(part, wide)
+                found = self._new_blocks(part, sum_dtype(dtype))
             self.slots.views[part, self._rank] = found
         return found
 
