@@ -1,10 +1,10 @@
 """Hops: where the blocks of a travelling side are, step by step, and which of their rows.
 
 Everything makes W-1 hops along a `Route`. A shard travels as two blocks of one or more runs of
-positions. A row is sent as far as the last rank that computes with it, and no farther; see
-`planning/needs.py`. The sums of a block travel from the first rank after the owner that adds to
-them to the last, which sends them home; on a route that does not carry sums, every rank sends its
-own.
+positions, or as one (`ring.travels_whole`). A row is sent as far as the last rank that computes
+with it, and no farther; see `planning/needs.py`. The sums of a block travel from the first rank
+after the owner that adds to them to the last, which sends them home; on a route that does not carry
+sums, every rank sends its own.
 """
 
 from __future__ import annotations
