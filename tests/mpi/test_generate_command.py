@@ -92,6 +92,8 @@ def test_the_text_comes_while_it_is_written(run: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "burst_rt.launch.main", *words, "--max-new-tokens", "800"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        # Tests that run in the background of a shell were told to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
         assert process.stdout is not None
