@@ -16,7 +16,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -57,12 +57,15 @@ class _Layer(NamedTuple):
     v: torch.Tensor
 
 
+# Some of the new tokens: rows of the batch, and their tokens. None: all tokens of all rows.
+_Some: TypeAlias = tuple[slice, slice | list[int]] | None
+
+
 class _Views(NamedTuple):
     """One layer's shard as a step uses it."""
 
-    # Where new keys and values go, and which of the new tokens go there: rows of the batch, and
-    # their tokens; None: all.
-    targets: list[tuple[torch.Tensor, torch.Tensor, tuple[slice, slice | list[int]] | None]]
+    # Where new keys and values go, and which of the new tokens go there.
+    targets: list[tuple[torch.Tensor, torch.Tensor, _Some]]
     filled: _Layer  # the columns that are filled after the step
 
 
@@ -689,15 +692,10 @@ class Step:
             )
         return heads
 
-    def _places_in_shard(
-        self,
-    ) -> list[tuple[tuple[slice, slice], tuple[slice, slice | list[int]] | None]]:
-        """Where new tokens go: (rows of the batch, columns of the shard), and which of them go.
-
-        None: all tokens of all rows.
-        """
+    def _places_in_shard(self) -> list[tuple[tuple[slice, slice], _Some]]:
+        """Where new tokens go, (rows of the batch, columns of the shard), and which of them go."""
         count, owner = self._dealt.count, self._dealt.owner
-        found: list[tuple[tuple[slice, slice], tuple[slice, slice | list[int]] | None]] = []
+        found: list[tuple[tuple[slice, slice], _Some]] = []
         rows = list(zip(self._rows.before, self._rows.after, strict=True))
         for number, (before, after) in enumerate(rows):
             first, last = count(before, self._rank), count(after, self._rank)

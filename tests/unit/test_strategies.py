@@ -412,29 +412,23 @@ def test_the_verifier_reads_these_graphs() -> None:
 
 def test_shards_travel_whole_where_every_rank_needs_all_of_them() -> None:
     """Without sums, or short: half the tasks; never under a mask, or where blocks go two ways."""
-    for seq_len, mask, whole_ones in (
-        (256, None, ("forward", "ring-q", "backward")),
-        (260, None, ("forward",)),
-        (256, Causal(), ()),
+    for seq_len, mask, without_sums, with_sums in (
+        (256, None, True, True),
+        (260, None, True, False),
+        (256, Causal(), False, False),
     ):
         p = problem(seq_len, seq_len, 4, mask=mask)
         for strategy in ("ring-kv", "burst", "ring-q", "two-level:2", "direct"):
             for forward in (True, False):
                 ring = as_ring(choose(p, strategy, forward=forward).program)
-                kind = "ring-q" if ring.queries_travel and forward else "forward"
-                whole = (kind if forward else "backward") in whole_ones
+                assert bool(ring.sums) is (not forward or strategy == "ring-q")
+                whole = with_sums if ring.sums else without_sums
                 assert ring.whole is whole
                 assert {len(blocks) for blocks in ring.travelling} == {1 if whole else 2}
                 # As many bytes as block by block.
-                assert (
-                    not whole
-                    or ring.wire_bytes()
-                    == replace(
-                        ring,
-                        whole=False,
-                        route=OneRing(4, (1, 1)) if isinstance(ring.route, OneRing) else ring.route,
-                    ).wire_bytes()
-                )
+                route = OneRing(4, (1, 1)) if isinstance(ring.route, OneRing) else ring.route
+                halved = replace(ring, whole=False, route=route)
+                assert not whole or ring.wire_bytes() == halved.wire_bytes()
         assert not as_ring(choose(p, "bidirectional", forward=True).program).whole
 
 
