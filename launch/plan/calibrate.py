@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -175,31 +176,37 @@ class Calibration:
         rank = self.ctx.rank
         first = rank - rank % ring
 
+        # Pipelines cannot stage device memory; between hosts, host memory goes the same way.
+        staged = self.ctx.runtime.machine.transport_name == "staged"
+        where = torch.device("cpu") if staged else self.ctx.device
         nothing = self.ctx.pipeline(lambda r: _nothing(r, self.ctx))
-        idle_s: list[float] = []
-
-        def seconds(size_bytes: int) -> float:
-            pipeline = self.ctx.pipeline(lambda r: _exchange(r, self.ctx, step, ring, size_bytes))
-            # Pipelines cannot stage device memory; between hosts, host memory goes the same way.
-            where = (
-                "cpu" if self.ctx.runtime.machine.transport_name == "staged" else self.ctx.device
+        idle = partial(nothing.run, buffers={}, ops={"wait": lambda: None})
+        exchanges = {
+            size: partial(
+                self.ctx.pipeline(
+                    partial(_exchange, ctx=self.ctx, step=step, ring=ring, size_bytes=size)
+                ).run,
+                buffers={
+                    name: torch.empty(size, dtype=torch.uint8, device=where)
+                    for name in ("out", "in")
+                },
+                ops={},
             )
-            buffers = {
-                name: torch.empty(size_bytes, dtype=torch.uint8, device=where)
-                for name in ("out", "in")
-            }
-            took = []
-            for _ in range(4 * self.repeats + 1):
-                took.append(slowest_s(self.ctx, lambda: pipeline.run(buffers=buffers, ops={})))
-                # The two take turns, so that what disturbs the machine for some milliseconds does
-                # not hit all runs of either.
-                idle_s.append(
-                    slowest_s(self.ctx, lambda: nothing.run(buffers={}, ops={"wait": lambda: None}))
-                )
-            return median(took[1:])
+            for size in _MESSAGE_BYTES
+        }
+        # The sizes and the idle call take turns, so that what disturbs the machine for a while
+        # hits all of them.
+        idle_s: list[float] = []
+        took: dict[int, list[float]] = {size: [] for size in _MESSAGE_BYTES}
+        for repeat in range(4 * self.repeats + 1):
+            for size, exchange in exchanges.items():
+                exchange_s, nothing_s = slowest_s(self.ctx, exchange), slowest_s(self.ctx, idle)
+                if repeat:  # The first round warms up.
+                    took[size].append(exchange_s)
+                    idle_s.append(nothing_s)
 
         assert first + ring <= self.ctx.world_size
-        link = fit_link({size: seconds(size) for size in _MESSAGE_BYTES})
+        link = fit_link({size: median(of) for size, of in took.items()})
         # The cost of a call itself does not belong to the link.
         return replace(link, latency_s=max(link.latency_s - median(idle_s), 1e-7))
 

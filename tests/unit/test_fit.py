@@ -116,3 +116,9 @@ def test_a_link() -> None:
     found = fit_link({size: 3e-5 + size / 2e9 for size in (1 << 10, 1 << 16, 1 << 22)})
     assert found.latency_s == pytest.approx(3e-5)
     assert found.bytes_per_s == pytest.approx(2e9)
+
+
+def test_a_link_whose_large_messages_took_no_longer_has_the_largest_ones_speed() -> None:
+    found = fit_link({1 << 10: 9e-3, 1 << 16: 9e-3, 1 << 22: 8e-3})
+    assert found.bytes_per_s == pytest.approx((1 << 22) / 8e-3)
+    assert found.latency_s == 0.0
