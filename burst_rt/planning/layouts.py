@@ -17,13 +17,16 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from burst_rt.errors import InputError
 from burst_rt.planning.balance import deal, load_of, parts_of
 from burst_rt.planning.masks import Mask
 
-__all__ = ["BALANCED", "KINDS", "Layout", "fitting", "make_layout"]
+__all__ = ["BALANCED", "KINDS", "Block", "Layout", "blocks_of", "fitting", "make_layout"]
+
+# What travels together: runs of positions of one shard, in order.
+Block = tuple[range, ...]
 
 BALANCED = "balanced"
 
@@ -92,6 +95,17 @@ def fitting(kind: str, mask: Mask | None, seq_len: int) -> Mask:
     if misfit is not None:
         raise InputError(f"layout: mask does not fit seq_len {seq_len}: {misfit}")
     return mask
+
+
+def blocks_of(runs: Block, count: int) -> tuple[Block, ...]:
+    """A shard's runs as one or two blocks. Two are cut as near the middle of the shard as runs
+    allow.
+    """
+    if count == 1:
+        return (runs,)
+    ends = list(accumulate(map(len, runs)))
+    cut = min(range(len(runs)), key=lambda run: abs(2 * ends[run] - ends[-1])) + 1
+    return runs[:cut], runs[cut:]
 
 
 @lru_cache(maxsize=64)

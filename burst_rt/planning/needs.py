@@ -1,134 +1,300 @@
-"""Which rows of a side are computed with which rows of the other side, run by run.
+"""Which rows of a side are computed with which rows of the other side.
 
-A strategy sends a row to the ranks that compute with it, and to no other. So planning asks of every
-run of queries and every run of keys what of them meets. All runs of a problem are asked about at
-once, because packed batches bring a new mask with every step.
+A strategy sends a row to the ranks that compute with it, and to no other. Rows travel in groups of
+ROWS_TOGETHER rows of a block: a group goes to a rank if any of its rows meets any row of the rank.
+
+All ranks' rows are asked about at once, because packed batches bring a new mask with every step:
+
+1. Each side is taken in parts. A part is what one group has of one run, so that its positions are
+   evenly spaced.
+2. What the queries of a part see together is intervals of key positions (`_seen`).
+3. An interval meets consecutive parts of the keys, once these are in order of position (`_ranges`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, product
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from burst_rt.planning.masks import Mask, Positions, Relation, Rule, Spans, sees_few, spans_of
-from burst_rt.planning.masks.spans import BEGIN, END
+from burst_rt.planning.layouts import Block
+from burst_rt.planning.masks import Mask, Relation
+from burst_rt.planning.masks.spans import Positions
 
-__all__ = [
-    "ROWS_TOGETHER",
-    "Needs",
-    "Rows",
-    "find_needs",
-    "num_rows",
-    "of_shards",
-    "rounded",
-    "united",
-]
+__all__ = ["ROWS_TOGETHER", "Needed", "Needs", "Rows", "find_needs", "num_rows", "united"]
 
 # Some rows of a block: (first, one after the last) of each stretch, ascending and apart.
 Rows: TypeAlias = tuple[tuple[int, int], ...]
+# By owner, block and rank: the rows of the owner's block that the rank computes with.
+Needed: TypeAlias = tuple[tuple[tuple[Rows, ...], ...], ...]
 
-# Rows travel in stretches of this many. Kernels load blocks of rows, whose sizes divide this, and
-# must find numbers in a whole block: what is hidden is multiplied by 0, and 0 times NaN is NaN.
+_Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+# Rows of a group. Kernels load blocks of rows, whose sizes divide this, and must find numbers in a
+# whole block: what is hidden is multiplied by 0, and 0 times NaN is NaN.
 ROWS_TOGETHER = 256
-# The rows of a run of queries are looked at in so many stretches at most; of all runs together, in
-# so many (stretch of queries, run of keys) pairs at most, about.
-_STRETCHES, _PAIRS = 256, 1 << 22
+# Rows whose spans say how many spans rows have.
+_SAMPLED_ROWS = 256
+# About so many numbers an array holds at once.
+_SOME = 1 << 22
 
 
 class Needs(NamedTuple):
-    """What of a run of queries and a run of keys meets: int64 `[query runs, key runs, 2]`.
+    """What the two sides of a problem need of each other."""
 
-    The last dimension holds the first row and one after the last row; 0 and 0 where nothing meets.
-    Rows between the two may be rows that meet nothing.
+    met: _Flags  # `[q runs, kv runs]`: whether two runs meet; runs are numbered rank by rank
+    queries: Needed  # rows of queries that see a key of a rank
+    keys: Needed  # rows of keys that a query of a rank sees
+
+
+class _Intervals(NamedTuple):
+    """Intervals of key positions, each seen by a part of the queries: int64 `[intervals]`."""
+
+    part: Positions
+    start: Positions
+    stop: Positions
+
+    def at(self, which: Any) -> _Intervals:  # a slice, or numbers of intervals
+        return _Intervals(*(x[which] for x in self))
+
+
+def find_needs(
+    mask: Mask, queries: Sequence[Sequence[Block]], keys: Sequence[Sequence[Block]]
+) -> Needs:
+    """What the ranks' blocks need of each other.
+
+    queries, keys: the blocks of each rank, in positions as the mask sees them.
+
+    Whole blocks are needed, or nothing, of a mask without spans, which is asked for `relation` run
+    by run, and of blocks along which positions do not ascend, which kernels take in parts.
     """
+    q, kv = _Side(queries), _Side(keys)
+    if not mask.has_spans:
+        return _by_relation(mask, q, kv)
+    met = np.zeros((len(q.runs), len(kv.part_run)), bool)
+    needed = np.zeros((kv.num_ranks, len(q.part_run)), bool)
+    order = _Order(kv)
+    for seen in _seen(mask, q, kv.end):
+        order.mark(met, needed, seen, q)
+    return Needs(kv.of_runs(met), q.rows(needed), kv.rows(_by_rank(met, q)))
 
-    queries: Positions  # rows of the run of queries that see a key of the run of keys
-    keys: Positions  # rows of the run of keys that a query of the run of queries sees
 
+class _Side:
+    """All blocks of a side, in parts, which are numbered block by block in local order."""
 
-def find_needs(mask: Mask, q_runs: Sequence[range], kv_runs: Sequence[range]) -> Needs:
-    """What of each two runs meets. The runs are ranges of positions as the mask sees them.
+    def __init__(self, blocks: Sequence[Sequence[Block]]) -> None:
+        some = ROWS_TOGETHER
+        flat = [block for own in blocks for block in own]
+        self.num_ranks, self.blocks_per_rank = len(blocks), len(blocks[0])
+        self.runs = [run for block in flat for run in block]
+        block_of = np.repeat(np.arange(len(flat)), [len(block) for block in flat])
+        self.run_rank = block_of // self.blocks_per_rank
+        shape = [(run.start, run.step, len(run)) for run in self.runs]
+        self.run_start, self.run_step, length = np.array(shape, np.int64).T
+        self.end = max((run[-1] + 1 for run in self.runs if run), default=0)
+        self.block_len = np.bincount(block_of, length, len(flat)).astype(np.int64)
+        # Where each run begins in its block.
+        ends = np.cumsum(length)
+        self._at = (
+            ends
+            - length
+            - np.repeat(np.cumsum(self.block_len) - self.block_len, [len(block) for block in flat])
+        )
+        # One number more for each block, which no part has: rows of two blocks never touch.
+        groups = -(-self.block_len // some) + 1
+        self._first_group = np.cumsum(groups) - groups
+        self._num_groups = int(groups.sum())
+        first = self._at // some
+        count = np.where(length > 0, (self._at + length - 1) // some + 1 - first, 0)
+        self.run_part = np.cumsum(count) - count  # the first part of each run
+        self.part_run = np.repeat(np.arange(len(self.runs)), count)
+        of_run, at = self.part_run, self._at[self.part_run]
+        group = first[of_run] + np.arange(len(of_run)) - self.run_part[of_run]
+        # The rows of each part, counted from the start of its run.
+        self.part_first = np.maximum(group * some - at, 0)
+        self.part_last = np.minimum((group + 1) * some - at, length[of_run])
+        self._part_group = self._first_group[block_of[of_run]] + group
+        self.length = length
+        self._disordered = [
+            number for number, block in enumerate(flat) if not _ascend(list(filter(None, block)))
+        ]
 
-    Too many rows may be said to meet, never too few. A mask without spans, or with many spans a
-    row, is asked for `relation`: runs that meet at all then meet as a whole.
-    """
-    lengths = np.array([len(run) for run in kv_runs], np.int64)
-    there = np.flatnonzero(lengths).tolist()
-    found = Needs(*np.zeros((2, len(q_runs), len(kv_runs), 2), np.int64))
-    stretches = max(1, min(_STRETCHES, _PAIRS // (len(q_runs) * len(kv_runs))))
-    if mask.rule is Rule.EVERYTHING:
-        q_lengths = np.array([len(run) for run in q_runs], np.int64)
-        meet = (q_lengths[:, None] > 0) & (lengths > 0)
-        found.queries[..., 1] = meet * q_lengths[:, None]
-        found.keys[..., 1] = meet * lengths
+    def part_at(self, run: Positions, row: Positions) -> Positions:
+        """The number of the part that has a row of a run."""
+        at, some = self._at[run], ROWS_TOGETHER
+        number: Positions = self.run_part[run] + (at + row) // some - at // some
+        return number
+
+    def of_runs(self, parts: _Flags) -> _Flags:
+        """`[..., parts]` to `[..., runs]`: whether a run has any such part."""
+        found = np.zeros((len(parts), len(self.runs)), bool)
+        there = np.flatnonzero(self.length)
+        if len(there):
+            found[:, there] = np.logical_or.reduceat(parts, self.run_part[there], axis=1)
         return found
-    kv = [kv_runs[other] for other in there]
-    alike = _meet(spans_of(mask, range(1)), kv, 1) if mask.uniform else None
-    for number, q in enumerate(q_runs):
-        if not q:
-            continue
-        if alike is not None:
-            rows, columns = alike
-            found.queries[number, there], found.keys[number, there] = rows * len(q), columns
-            continue
-        if mask.has_spans and sees_few(mask, q):
-            rows, columns = _meet(spans_of(mask, q), kv, stretches)
-            found.queries[number, there], found.keys[number, there] = rows, columns
-            continue
-        for other in there:
-            if mask.relation(q, kv_runs[other]) is not Relation.EMPTY:
-                found.queries[number, other, 1] = len(q)
-                found.keys[number, other, 1] = lengths[other]
+
+    def rows(self, parts: _Flags, *, whole: bool = False) -> Needed:
+        """The rows of the groups that have any of these parts; parts: `[ranks, parts]`.
+
+        whole: whether blocks are needed whole, or not at all.
+        """
+        table = np.zeros((self.num_ranks, self._num_groups), bool)
+        if len(self._part_group):
+            firsts = np.flatnonzero(np.diff(self._part_group, prepend=-1))
+            table[:, self._part_group[firsts]] = np.logical_or.reduceat(parts, firsts, axis=1)
+        last = np.append(self._first_group[1:], self._num_groups) - 1
+        for block in range(len(last)) if whole else self._disordered:
+            groups = slice(self._first_group[block], last[block])
+            table[:, groups] = table[:, groups].any(1, keepdims=True)
+        # No group of the last number of a block is needed, so a stretch ends in its block.
+        edges = np.diff(table.ravel().view(np.int8), prepend=0)
+        rank, first = np.divmod(np.flatnonzero(edges > 0), self._num_groups)
+        stop = np.flatnonzero(edges < 0) % self._num_groups
+        block = np.searchsorted(self._first_group, first, side="right") - 1
+        first, stop = ((x - self._first_group[block]) * ROWS_TOGETHER for x in (first, stop))
+        stop = np.minimum(stop, self.block_len[block])
+        found: list[list[list[tuple[int, int]]]] = [
+            [[] for _ in range(self.num_ranks)] for _ in self.block_len
+        ]
+        columns = (x.tolist() for x in (block, rank, first, stop))
+        for of_block, of_rank, start, end in zip(*columns, strict=True):
+            found[of_block][of_rank].append((start, end))
+        by_block = [tuple(map(tuple, each)) for each in found]
+        per = self.blocks_per_rank
+        return tuple(tuple(by_block[at : at + per]) for at in range(0, len(by_block), per))
+
+
+def _by_relation(mask: Mask, q: _Side, kv: _Side) -> Needs:
+    met = np.zeros((len(q.runs), len(kv.runs)), bool)
+    for i, j in product(*(np.flatnonzero(side.length).tolist() for side in (q, kv))):
+        met[i, j] = mask.relation(q.runs[i], kv.runs[j]) is not Relation.EMPTY
+    queries, keys = _by_rank(met.T, kv), _by_rank(met, q)
+    return Needs(
+        met,
+        q.rows(queries[:, q.part_run], whole=True),
+        kv.rows(keys[:, kv.part_run], whole=True),
+    )
+
+
+def _by_rank(met: _Flags, side: _Side) -> _Flags:
+    """`[runs, ...]` to `[ranks, ...]`: whether any run of the rank does."""
+    found: _Flags = np.logical_or.reduceat(
+        met, np.searchsorted(side.run_rank, range(side.num_ranks))
+    )
     return found
 
 
-def _meet(spans: Spans, kv: Sequence[range], stretches: int) -> tuple[Positions, Positions]:
-    """The rows, and the columns of each run, that meet: `[runs, 2]` each.
+def _seen(mask: Mask, q: _Side, end: int) -> Iterator[_Intervals]:
+    """What the queries of each part see together, of the keys before a position; some at a time."""
+    first, last = (q.part_first, q.part_last)
+    if mask.uniform:
+        last = first + 1  # one row stands for all rows
+    number = np.repeat(np.arange(len(first)), last - first)
+    ends = np.cumsum(last - first)
+    row = np.arange(len(number)) + np.repeat(first - (ends - (last - first)), last - first)
+    run = q.part_run[number]
+    places = q.run_start[run] + q.run_step[run] * row
+    sampled = places[:: max(1, len(places) // _SAMPLED_ROWS)]
+    some = max(1, _SOME // (mask.batch * (mask.spans(sampled).width if len(sampled) else 1)))
+    for at in range(0, len(places), some):
+        spans = mask.spans(places[at : at + some])
+        # Row after row for each span, because spans mostly ascend along the rows.
+        starts, stops = (np.clip(x.transpose(2, 0, 1), 0, end).ravel() for x in spans)
+        filled = np.flatnonzero(starts < stops)
+        of_rows = np.tile(number[at : at + some], len(starts) // len(spans.starts[0]))
+        yield _joined(_Intervals(of_rows, starts, stops).at(filled), end + 1)
 
-    The rows are looked at in so many stretches, each as the hull of its rows.
+
+def _joined(found: _Intervals, beyond: int) -> _Intervals:
+    """The intervals, of which those of one part that overlap or touch are one.
+
+    beyond: larger than any position.
     """
-    num_rows = spans.starts.shape[1]
-    step = -(-num_rows // stretches)
-    edges = np.arange(0, num_rows, step)
-    filled = spans.starts < spans.stops
-    starts = np.minimum.reduceat(np.where(filled, spans.starts, END), edges, axis=1)
-    stops = np.maximum.reduceat(np.where(filled, spans.stops, BEGIN), edges, axis=1)
-    # `[stretches, batch rows x spans, 1]` beside `[runs]`.
-    starts, stops = (np.moveaxis(x, 1, 0).reshape(len(edges), -1, 1) for x in (starts, stops))
-    at, by, length = np.array([(run.start, run.step, len(run)) for run in kv]).T
-    first, last = (np.clip(-((at - bound) // by), 0, length) for bound in (starts, stops))
-    seen = first < last
-    columns = np.stack(
-        [np.where(seen, first, length).min((0, 1)), np.where(seen, last, 0).max((0, 1))], axis=-1
-    )
-    meet = seen.any(1)
-    top, bottom = meet.argmax(0), len(edges) - meet[::-1].argmax(0)
-    rows = np.stack([edges[top], np.minimum(bottom * step, num_rows)], axis=-1)
-    nothing = ~meet.any(0)
-    rows[nothing] = columns[nothing] = 0
-    return rows, columns
+    part, starts, stops = found
+    starts, stops = part * beyond + starts, part * beyond + stops
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(stops[order])
+    firsts = np.flatnonzero(np.append(True, starts[1:] > reach[:-1])[: len(starts)])
+    lasts = np.append(firsts[1:], len(starts))[: len(firsts)] - 1
+    part, start = np.divmod(starts[firsts], beyond)
+    return _Intervals(part, start, reach[lasts] - part * beyond)
 
 
-def of_shards(table: Positions, first_runs: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """What of each run meets any run of a shard: (first row, one after the last), 0 if nothing.
+class _Order:
+    """The parts of the keys in such an order that an interval meets consecutive ones.
 
-    table: `Needs.queries`, or `Needs.keys` with its first two dimensions swapped; its second
-    dimension are the runs of all shards. first_runs: the number of each shard's first run.
+    Parts of consecutive keys come first, by position. Parts of keys some steps apart follow, run by
+    run: an interval is asked about each of these runs.
     """
-    firsts = np.where(table[..., 1] > 0, table[..., 0], END)
-    starts = np.minimum.reduceat(firsts, first_runs, axis=1)
-    stops = np.maximum.reduceat(table[..., 1], first_runs, axis=1)
-    return [
-        list(zip(*row, strict=True)) for row in zip(starts.tolist(), stops.tolist(), strict=True)
-    ]
+
+    def __init__(self, kv: _Side) -> None:
+        self._side, of_run = kv, kv.part_run
+        first, last = (kv.run_start[of_run] + x for x in (kv.part_first, kv.part_last))
+        apart = kv.run_step[of_run] != 1
+        self.order = np.lexsort((np.where(apart, 0, first), apart))
+        plain = self.order[: len(apart) - np.count_nonzero(apart)]
+        self._first, self._last = first[plain], last[plain]
+        self._stepped = np.flatnonzero((kv.run_step != 1) & (kv.length > 0))
+        # What a part's number lacks to its place in the order, by run.
+        self._moved = np.zeros(len(kv.runs), np.int64)
+        place = np.empty_like(self.order)
+        place[self.order] = np.arange(len(place))
+        there = self._stepped
+        self._moved[there] = place[kv.run_part[there]] - kv.run_part[there]
+        # How many of so many first parts of consecutive keys each rank has.
+        self._of_rank = np.zeros((kv.num_ranks, len(plain) + 1), np.int32)
+        self._of_rank[kv.run_rank[of_run[plain]], np.arange(1, len(plain) + 1)] = 1
+        np.cumsum(self._of_rank, axis=1, out=self._of_rank)
+
+    def mark(self, met: _Flags, needed: _Flags, seen: _Intervals, q: _Side) -> None:
+        """Marks what intervals meet: in `met` `[q runs, kv parts]`, in `needed` `[ranks, q parts]`.
+
+        The intervals are in order of their parts.
+        """
+        first = np.searchsorted(self._last, seen.start, side="right")
+        last = np.searchsorted(self._first, seen.stop, side="left")
+        self._mark(met, q.part_run[seen.part], first, last)
+        for some in _slices(len(first), len(self._of_rank)):
+            meets = self._of_rank[:, first[some]] < self._of_rank[:, last[some]]
+            rank, number = np.nonzero(meets)
+            needed[rank, seen.part[some][number]] = True
+        runs, side = self._stepped, self._side
+        start, step, length = (x[runs] for x in (side.run_start, side.run_step, side.length))
+        for some in _slices(len(first), len(runs)):
+            bounds = (seen.start[some, None], seen.stop[some, None])
+            first, last = (np.clip(-((start - x) // step), 0, length) for x in bounds)
+            interval, number = np.nonzero(first < last)
+            run, part = runs[number], seen.part[some][interval]
+            needed[side.run_rank[run], part] = True
+            rows = first[interval, number], last[interval, number] - 1
+            first, last = (side.part_at(run, x) + self._moved[run] for x in rows)
+            self._mark(met, q.part_run[part], first, last + 1)
+
+    def _mark(self, met: _Flags, q_run: Positions, first: Positions, last: Positions) -> None:
+        """Marks in `met` that runs of queries meet the parts from one place to another."""
+        there = np.flatnonzero(first < last)
+        if not len(there):
+            return
+        q_run, first, last = q_run[there], first[there], last[there]
+        runs, places = slice(q_run[0], q_run[-1] + 1), len(self.order) + 1
+        edges = np.zeros((runs.stop - runs.start) * places, np.int32)
+        at = (q_run - runs.start) * places
+        np.add.at(edges, at + first, 1)
+        np.add.at(edges, at + last, -1)
+        inside = edges.reshape(-1, places)[:, :-1].cumsum(axis=1, dtype=np.int32) > 0
+        met[runs, self.order] |= inside
 
 
-def rounded(stretches: Iterable[tuple[int, int]], length: int) -> Rows:
-    """Rows of a block of that length, in stretches that begin and end at ROWS_TOGETHER."""
-    some = ROWS_TOGETHER
-    return united((a // some * some, min(-(-b // some) * some, length)) for a, b in stretches)
+def _slices(length: int, width: int) -> Iterator[slice]:
+    """All of a dimension, so much at a time that with another one it makes about _SOME."""
+    step = max(1, _SOME // max(1, width))
+    return (slice(at, at + step) for at in range(0, length if width else 0, step))
+
+
+def _ascend(runs: Sequence[range]) -> bool:
+    return all(a[-1] < b[0] for a, b in pairwise(runs))
 
 
 def united(stretches: Iterable[tuple[int, int]]) -> Rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from burst_rt.planning.layouts import Layout
+from burst_rt.planning.layouts import Layout, blocks_of
 from burst_rt.planning.masks import Mask, Piece
 from burst_rt.planning.needs import Needs, find_needs
 
@@ -107,9 +107,12 @@ class Problem:
 
     @cached_property
     def needs(self) -> Needs:
-        """What of each two runs meets; runs are numbered rank by rank."""
-        sides = (self.q_runs, self.kv_runs)
-        return find_needs(self.mask.sent, *([run for own in side for run in own] for side in sides))
+        """What the ranks' blocks need of each other, if every shard travels as two blocks."""
+        count = 1 if self.world_size == 1 else 2
+        queries, keys = (
+            [blocks_of(own, count) for own in side] for side in (self.q_runs, self.kv_runs)
+        )
+        return find_needs(self.mask.sent, queries, keys)
 
     @property
     def q_token_bytes(self) -> int:

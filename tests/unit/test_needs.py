@@ -4,53 +4,120 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import permutations, product
 
+import numpy as np
 import pytest
 import torch
-from graphs import as_ring, bytes_of, graphs_of, problem
-from mask_truths import MASKS, Sizes
+from graphs import Window, as_ring, bytes_of, graphs_of, problem
+from mask_truths import FUNCTIONS, MASKS, Sizes, truth_of
 from spec import errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
-from burst_rt import Causal, Documents, First, Mask, SlidingWindow
+from burst_rt import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
 from burst_rt.planning import needs
-from burst_rt.planning.layouts import KINDS, make_layout
-from burst_rt.planning.needs import find_needs, num_rows, rounded, united
+from burst_rt.planning.layouts import KINDS, Layout, blocks_of, make_layout
+from burst_rt.planning.needs import Needed, num_rows, united
 from burst_rt.planning.strategies import choose
 
 _TOKENS = 1100
+
+
+def _table(share: float) -> torch.Tensor:
+    """So many of the blocks of 128 tokens, of 4,096, and those on the diagonal."""
+    drawn = torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < share
+    return drawn | torch.eye(32, dtype=torch.bool)
+
+
 _WINDOW = Causal() & SlidingWindow(150)
+# Masks of which a rank needs rows here and there, of 4,096 tokens.
+_HOLES: dict[str, Mask] = {
+    "documents": Documents([350, 950, 150, 1146, 750, 750]),
+    "causal documents": Causal() & Documents([350, 950, 150, 1146, 750, 750]),
+    "window and first": (SlidingWindow(250) | First(4)) & Causal(),
+    "blocks": BlockSparse(_table(0.06), 128),
+    "causal blocks": Causal() & BlockSparse(_table(0.06), 128),
+}
 
 
+@pytest.mark.parametrize("kv_len", [40, 46])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("stretches", [3, 256])
-def test_no_row_is_missing(name: str, stretches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cell that is seen lies between the first and the last row that are said to meet."""
-    monkeypatch.setattr(needs, "_STRETCHES", stretches)
-    chance = random.Random(name)
-    sizes = Sizes(40, 40, 2)
-    mask = MASKS[name].mask(sizes).bound(40, 40)
-    q_runs, kv_runs = (
-        [run for runs in make_layout(chance.choice(sorted(KINDS)), 40, 3).runs for run in runs]
-        for _ in range(2)
+def test_a_rank_needs_the_rows_that_it_computes_with(
+    name: str, rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more and no fewer, in groups; plain loops say which cells there are."""
+    monkeypatch.setattr(needs, "ROWS_TOGETHER", rows)
+    monkeypatch.setattr(needs, "_SOME", 150)  # a few rows at a time
+    sizes = Sizes(40, kv_len, 2)
+    truth = truth_of(name, sizes)
+    assert truth is not None
+    cells = truth.any(0)
+    mask = MASKS[name].mask(sizes).bound(40, kv_len)
+    for kinds in product(sorted(KINDS), repeat=2):
+        p = problem(40, kv_len, 3, mask=mask, kinds=kinds)
+        sides = p.q_layout, p.kv_layout
+        _check(p.needs.queries, cells, *sides, rows)
+        _check(p.needs.keys, cells.T, *reversed(sides), rows)
+
+
+def _check(needed: Needed, cells: torch.Tensor, own: Layout, other: Layout, rows: int) -> None:
+    """What is needed of the rows of `cells`, which `own` deals, by those who have its columns."""
+    for owner, rank in product(range(3), repeat=2):
+        columns = [column for run in other.runs[rank] for column in run]
+        for number, block in enumerate(blocks_of(own.runs[owner], 2)):
+            seen = cells[[row for run in block for row in run]][:, columns].any(1)
+            groups = ((a, min(a + rows, len(seen))) for a in range(0, len(seen), rows))
+            expected = united((a, b) for a, b in groups if seen[a:b].any())
+            assert needed[owner][number][rank] == expected, (own, other, owner, number, rank)
+
+
+def test_of_a_mask_without_spans_whole_blocks_are_needed() -> None:
+    p = problem(40, 40, 2, mask=Window(), kinds=("contiguous", "contiguous"))
+    nothing, block = (), ((0, 10),)
+    assert p.needs.keys == (
+        ((block, nothing), (block, block)),
+        ((nothing, block), (nothing, block)),
     )
-    found = find_needs(mask, q_runs, kv_runs)
-    for i, q in enumerate(q_runs):
-        for j, kv in enumerate(kv_runs):
-            cells = mask.allows(torch.tensor(q)[:, None], torch.tensor(kv)[None, :])
-            seen = cells.reshape(-1, len(q), len(kv)).any(0)
-            for side, met in ((found.queries, seen.any(1)), (found.keys, seen.any(0))):
-                start, stop = side[i, j].tolist()
-                assert set(torch.nonzero(met).flatten().tolist()) <= set(range(start, stop))
-                if stretches > 40 and mask.has_spans:
-                    assert met[start:stop].any() == (stop > start)
 
 
-def test_rows_go_in_stretches_that_kernels_load() -> None:
-    assert rounded([(5, 260), (600, 610)], 620) == ((0, 620),)
-    assert rounded([(5, 200), (600, 610)], 605) == ((0, 256), (512, 605))
-    assert rounded([], 100) == ()
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_of_a_function_what_it_is_within_is_needed(name: str) -> None:
+    """What a function says is not known before it is asked."""
+    p = problem(40, 40, 3, mask=FUNCTIONS[name].mask(Sizes(40, 40, 2)).bound(40, 40))
+    q = np.arange(40)
+    cells = torch.from_numpy(p.mask.outline(q).sees(q, like=q[:, None]).any(0))
+    _check(p.needs.queries, cells, p.q_layout, p.kv_layout, needs.ROWS_TOGETHER)
+    _check(p.needs.keys, cells.T, p.kv_layout, p.q_layout, needs.ROWS_TOGETHER)
+
+
+@pytest.mark.parametrize("kind", ["balanced", *sorted(KINDS)])
+@pytest.mark.parametrize("name", sorted(_HOLES))
+def test_direct_sends_the_lower_bound(name: str, kind: str) -> None:
+    """Every group of rows goes once to each rank that computes with it, and its sums come back."""
+    tokens, mask = 4096, _HOLES[name]
+    layout = make_layout(kind, tokens, 4, mask if kind == "balanced" else None)
+    p = replace(problem(tokens, tokens, 4, mask=mask), q_layout=layout, kv_layout=layout)
+    cells = mask.allows(torch.arange(tokens)[:, None], torch.arange(tokens))
+    for forward in (True, False):
+        ring = as_ring(choose(p, "direct", forward=forward).program)
+        least = 0
+        for owner, rank in permutations(range(4), 2):
+            theirs = cells[:, [column for run in layout.runs[rank] for column in run]]
+            if not ring.queries_travel:
+                theirs = cells[[row for run in layout.runs[rank] for row in run]].T
+            for block in blocks_of(layout.runs[owner], 2):
+                met = theirs[[row for run in block for row in run]].any(1)
+                groups = [some for some in met.split(needs.ROWS_TOGETHER) if some.any()]
+                by_row = [size for role, size in (*ring.bundle, *ring.sums) if not role.pairs]
+                pairs = [size for role, size in ring.bundle if role.pairs]  # of the whole block
+                least += sum(map(len, groups)) * sum(by_row)
+                least += len(met) * sum(pairs) if groups else 0
+        assert sum(map(bytes_of, graphs_of(ring))) == least > 0
+
+
+def test_rows_in_stretches() -> None:
     assert united([(4, 6), (0, 4), (9, 10)]) == ((0, 6), (9, 10))
     assert num_rows(((0, 6), (9, 10))) == 7
 
@@ -72,7 +139,13 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
     """Fresh memory holds NaN in all tests; where blocks come in part, a read of the rest shows."""
     monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
     chance = random.Random(f"{strategy} {kind}")
-    for mask in (_WINDOW | First(8), _drawn(_TOKENS, chance)):
+    lengths = [150, 20, 330, 100, 500]
+    blocks = BlockSparse(_table(0.06)[:18, :18], 64)
+    within = Mask.from_function(lambda b, h, q, kv: (q + kv) % 3 > 0, Documents(lengths), "third")
+    at = torch.arange(_TOKENS)
+    told = Documents(lengths).allows(at[:, None], at) & ((at[:, None] + at) % 3 > 0)
+    masks = [_WINDOW | First(8), _drawn(_TOKENS, chance), Documents(lengths), blocks, within]
+    for mask in masks:
         case = Case(
             _TOKENS,
             heads=2,
@@ -84,7 +157,7 @@ def test_memory_that_no_row_was_sent_to_is_not_read(
             strategy=strategy,
         )
         found = attend_over_threads(4, case)
-        expected = reference(*case.inputs(), mask=mask)
+        expected = reference(*case.inputs(), mask=told if mask is within else mask)
         for name, error in errors_of(found, expected).items():
             assert error < ERROR[case.dtype], (mask, name)
 

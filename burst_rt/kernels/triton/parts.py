@@ -12,11 +12,14 @@ import torch
 
 from burst_rt.kernels.base import QKV, Tile, some_of
 from burst_rt.planning.masks import Piece, Relation
+from burst_rt.planning.needs import ROWS_TOGETHER
 
 __all__ = ["Part", "ascending", "in_order", "parts_of"]
 
 # How many cells a mask without spans is asked about at once, if not more for so few columns.
-_MOST_CELLS, _COLUMNS = 1 << 24, 128
+# Kernels count blocks of columns from the first column of a part, and rows of which no part is
+# needed do not travel.
+_MOST_CELLS, _COLUMNS = 1 << 24, ROWS_TOGETHER
 
 
 class Part(NamedTuple):

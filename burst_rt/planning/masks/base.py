@@ -154,8 +154,8 @@ class Mask:
             each cell by itself, is on the device of the tensors that it is given, and may be called
             from several threads.
         within: a mask that has spans; the default is Full(). The function is asked only about tiles
-            and parts of tiles in which `within` shows something. A block of a shard of which
-            `within` shows something to a rank is sent to that rank as a whole.
+            and parts of tiles in which `within` shows something, and a rank is sent only what
+            `within` shows to it.
         key: stands for the function where ranks compare their masks. Without a key the ranks
             compare what the function says about 4,096 cells that are drawn from a seed. Ranks whose
             functions differ elsewhere only are not found out: that they agree is no proof.
@@ -386,9 +386,12 @@ class _Pair(Mask):
     @property
     def alike(self) -> Mask:
         """See `Mask.alike`."""
-        first, second = self.first.alike, self.second.alike
-        same = first is self.first and second is self.second
-        return self if same else type(self)(first, second)
+        return self._of(self.first.alike, self.second.alike)
+
+    @property
+    def sent(self) -> Mask:
+        """See `Mask.sent`."""
+        return self._of(self.first.sent, self.second.sent)
 
     def refuses(self, q_len: int, kv_len: int, batch: int) -> str | None:
         """See `Mask.refuses`."""
@@ -397,7 +400,10 @@ class _Pair(Mask):
 
     def bound(self, q_len: int, kv_len: int) -> Mask:
         """See `Mask.bound`."""
-        first, second = self.first.bound(q_len, kv_len), self.second.bound(q_len, kv_len)
+        return self._of(self.first.bound(q_len, kv_len), self.second.bound(q_len, kv_len))
+
+    def _of(self, first: Mask, second: Mask) -> Mask:
+        """The same of two other masks; itself, where they are no others."""
         same = first is self.first and second is self.second
         return self if same else type(self)(first, second)
 

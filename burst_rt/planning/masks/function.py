@@ -61,6 +61,11 @@ class Function(Mask):
         return batch * heads
 
     @property
+    def sent(self) -> Mask:
+        """See `Mask.sent`: `within`."""
+        return self.within
+
+    @property
     def mover(self) -> Mask | None:
         """See `Mask.mover`."""
         return self.within.mover

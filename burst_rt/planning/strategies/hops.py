@@ -15,17 +15,15 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
+from burst_rt.planning.layouts import Block, blocks_of
 from burst_rt.planning.masks import Piece, Rule
-from burst_rt.planning.needs import Rows, of_shards, rounded, united
+from burst_rt.planning.needs import Needed, Rows, united
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies.routes import Route
 
-__all__ = ["Block", "Hops", "Leg", "blocks_of", "num_blocks", "num_tokens"]
+__all__ = ["Hops", "Leg", "num_blocks", "num_tokens"]
 
 _T = TypeVar("_T")
-
-# What travels together: runs of positions of one shard, in order.
-Block = tuple[range, ...]
 
 
 class Leg(NamedTuple):
@@ -118,7 +116,8 @@ class Hops:
             whole = Piece(0, rows, 0, columns, False, False, rows * columns)
             return (whole,) if rows and columns else ()
         numbers, homes = self._first_runs
-        meet = problem.needs.queries[..., 1] if queries_travel else problem.needs.queries[..., 1].T
+        meet = problem.needs.met if queries_travel else problem.needs.met.T
+        there = self.needed[owner][block][rank]
         found: list[Piece] = []
         start = 0
         for number, moved in enumerate(moving, numbers[owner][block]):
@@ -128,39 +127,29 @@ class Hops:
                     (moved, stays, start, first) if queries_travel else (stays, moved, first, start)
                 )
                 for piece in problem.pieces(q, kv) if meet[number, home] else ():
-                    here = _moved(piece, rows, columns)
-                    found.append(
-                        _joined(found.pop(), here) if found and _touch(found[-1], here) else here
-                    )
+                    for here in _there(_moved(piece, rows, columns), there, queries_travel):
+                        found.append(
+                            _joined(found.pop(), here)
+                            if found and _touch(found[-1], here)
+                            else here
+                        )
                 first += len(stays)
             start += len(moved)
         return tuple(found)
 
     @cached_property
-    def needed(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
-        """By owner, block and rank: the rows of the block that the rank computes with.
+    def needed(self) -> Needed:
+        """By owner, block and rank: the rows of the block that the rank computes with."""
+        if self.problem.mask.rule is Rule.EVERYTHING:
+            there = [any(runs) for runs in self.resident]
 
-        All rows or none, where kernels may look at any row of a block: under a mask without spans,
-        and where positions do not ascend along a block, which kernels take in parts.
-        """
-        needs, (numbers, homes) = self.problem.needs, self._first_runs
-        table = needs.queries if self.queries_travel else needs.keys.transpose(1, 0, 2)
-        met = of_shards(table, homes)
+            def of(owner: int, block: int) -> tuple[Rows, ...]:
+                length = self.block_len(owner, block)
+                return tuple(((0, length),) if length and other else () for other in there)
 
-        def of(owner: int, block: int, rank: int) -> Rows:
-            stretches, at = [], 0
-            runs = self.travelling[owner][block]
-            for number, run in enumerate(runs, numbers[owner][block]):
-                start, stop = met[number][rank]
-                if stop:
-                    stretches.append((at + start, at + stop))
-                at += len(run)
-            if stretches and not (self.problem.mask.has_spans and _ascend(runs)):
-                stretches = [(0, at)]
-            return rounded(stretches, at)
-
-        ranks = range(self.problem.world_size)
-        return self._by_block(lambda owner, b: tuple(of(owner, b, rank) for rank in ranks))
+            return self._by_block(of)
+        needs = self.problem.needs
+        return needs.queries if self.queries_travel else needs.keys
 
     def needed_at(self, owner: int, block: int, hop: int) -> Rows:
         """The rows of a block that the rank which has the block at a hop computes with."""
@@ -236,22 +225,6 @@ def num_tokens(runs: Iterable[range]) -> int:
     return sum(map(len, runs))
 
 
-def blocks_of(runs: tuple[range, ...], count: int) -> tuple[Block, ...]:
-    """A shard's runs as one or two blocks. Two are cut as near the middle of the shard as runs
-    allow.
-    """
-    if count == 1:
-        return (runs,)
-    ends = list(accumulate(map(len, runs)))
-    cut = min(range(len(runs)), key=lambda run: abs(2 * ends[run] - ends[-1])) + 1
-    return runs[:cut], runs[cut:]
-
-
-def _ascend(runs: Block) -> bool:
-    there = list(filter(None, runs))
-    return all(a[-1] < b[0] for a, b in pairwise(there))
-
-
 def _moved(piece: Piece, rows: int, columns: int) -> Piece:
     """The same piece, counted from an earlier start: rows and columns are added."""
     q_start, q_stop, kv_start, kv_stop = piece[:4]
@@ -261,6 +234,25 @@ def _moved(piece: Piece, rows: int, columns: int) -> Piece:
         kv_start=kv_start + columns,
         kv_stop=kv_stop + columns,
     )
+
+
+def _there(piece: Piece, there: Rows, queries_travel: bool) -> Iterator[Piece]:
+    """The piece; of a piece under the mask, only what has rows, or columns, that are there.
+
+    Kernels look at every cell under the mask. How many cells each part shows is its share.
+    """
+    if not piece.masked:
+        yield piece
+        return
+    start, stop = piece[:2] if queries_travel else piece[2:4]
+    parts = [(max(a, start), min(b, stop)) for a, b in there if a < stop and start < b]
+    total, done, cells = sum(b - a for a, b in parts), 0, 0
+    for a, b in parts:
+        done += b - a
+        share = piece.num_cells * done // total - cells
+        cells += share
+        bounds = {"q_start": a, "q_stop": b} if queries_travel else {"kv_start": a, "kv_stop": b}
+        yield piece._replace(num_cells=share, **bounds)
 
 
 def _touch(a: Piece, b: Piece) -> bool:

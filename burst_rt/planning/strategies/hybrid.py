@@ -28,11 +28,10 @@ from itertools import accumulate
 from typing import ClassVar
 
 from burst_rt.errors import InputError
-from burst_rt.planning.layouts import Layout
+from burst_rt.planning.layouts import Layout, blocks_of
 from burst_rt.planning.operations import Delta
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.roles import GRADIENTS, Role
-from burst_rt.planning.strategies.hops import blocks_of
 from burst_rt.planning.strategies.program import Footprint
 from burst_rt.planning.strategies.ring import (
     Ring,

@@ -33,7 +33,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from burst_rt.planning.masks import Piece, Rule
-from burst_rt.planning.needs import Rows, num_rows
+from burst_rt.planning.needs import Needed, Rows, num_rows
 from burst_rt.planning.operations import (
     Add,
     BackwardTile,
@@ -108,7 +108,7 @@ class Ring(Hops):
         return bool(self.sums or self.home_sums)
 
     @cached_property
-    def needed(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
+    def needed(self) -> Needed:
         """See `Hops.needed`."""
         nothing = ((),) * self.problem.world_size
         return super().needed if self.adds else self._by_block(lambda owner, block: nothing)
