@@ -188,38 +188,24 @@ def _by_rank(met: _Flags, side: _Side) -> _Flags:
 
 def _seen(mask: Mask, q: _Side, end: int) -> Iterator[_Intervals]:
     """What the queries of each part see together, of the keys before a position; some at a time."""
-    first, last = (q.part_first, q.part_last)
-    if mask.uniform:
-        last = first + 1  # one row stands for all rows
-    number = np.repeat(np.arange(len(first)), last - first)
-    ends = np.cumsum(last - first)
-    row = np.arange(len(number)) + np.repeat(first - (ends - (last - first)), last - first)
-    run = q.part_run[number]
-    places = q.run_start[run] + q.run_step[run] * row
+    length = q.part_last - q.part_first
+    part = np.repeat(np.arange(len(length)), length)
+    # The place of a part's first row among all rows; each row is `step` after the one before.
+    at = np.cumsum(length) - length
+    step = q.run_step[q.part_run]
+    origin = q.run_start[q.part_run] + step * (q.part_first - at)
+    places = np.arange(len(part)) * step[part] + origin[part]
+    begins = np.diff(part, prepend=-1).astype(bool) | mask.changes(places)
     sampled = places[:: max(1, len(places) // _SAMPLED_ROWS)]
     some = max(1, _SOME // (mask.batch * (mask.spans(sampled).width if len(sampled) else 1)))
-    for at in range(0, len(places), some):
-        spans = mask.spans(places[at : at + some])
-        # Row after row for each span, because spans mostly ascend along the rows.
-        starts, stops = (np.clip(x.transpose(2, 0, 1), 0, end).ravel() for x in spans)
-        filled = np.flatnonzero(starts < stops)
-        of_rows = np.tile(number[at : at + some], len(starts) // len(spans.starts[0]))
-        yield _joined(_Intervals(of_rows, starts, stops).at(filled), end + 1)
-
-
-def _joined(found: _Intervals, beyond: int) -> _Intervals:
-    """The intervals, of which those of one part that overlap or touch are one.
-
-    beyond: larger than any position.
-    """
-    part, starts, stops = found
-    starts, stops = part * beyond + starts, part * beyond + stops
-    order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(stops[order])
-    firsts = np.flatnonzero(np.append(True, starts[1:] > reach[:-1])[: len(starts)])
-    lasts = np.append(firsts[1:], len(starts))[: len(firsts)] - 1
-    part, start = np.divmod(starts[firsts], beyond)
-    return _Intervals(part, start, reach[lasts] - part * beyond)
+    for start in range(0, len(places), some):
+        here = slice(start, start + some)
+        firsts = np.flatnonzero(begins[here])
+        firsts = firsts if firsts[:1] == 0 else np.append(0, firsts)
+        spans = mask.seen_together(places[here], firsts, end)
+        group, number = np.nonzero(spans.starts[0] < spans.stops[0])
+        bounds = (x[0, group, number] for x in spans)
+        yield _Intervals(part[here][firsts][group], *bounds)
 
 
 class _Order:
@@ -281,8 +267,8 @@ class _Order:
         runs, places = slice(q_run[0], q_run[-1] + 1), len(self.order) + 1
         edges = np.zeros((runs.stop - runs.start) * places, np.int32)
         at = (q_run - runs.start) * places
-        np.add.at(edges, at + first, 1)
-        np.add.at(edges, at + last, -1)
+        np.add.at(edges, at + first, np.int32(1))  # other types take far longer
+        np.add.at(edges, at + last, np.int32(-1))
         inside = edges.reshape(-1, places)[:, :-1].cumsum(axis=1, dtype=np.int32) > 0
         met[runs, self.order] |= inside
 

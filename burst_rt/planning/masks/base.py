@@ -17,10 +17,12 @@ mask: ranks compare masks by `repr`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, reduce
 from inspect import get_annotations
+from operator import and_
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -106,6 +108,8 @@ class Mask:
     rule: ClassVar[Rule] = Rule.OWN
     # Whether all queries see the same keys.
     uniform: ClassVar[bool] = False
+    # Whether a mask shows the same to all queries between two `changes`.
+    by_blocks: ClassVar[bool] = False
     # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
@@ -238,6 +242,23 @@ class Mask:
     def outline(self, q: Positions) -> Spans:
         """Spans outside of which nothing is seen: `spans`, where the mask has them."""
         return self.spans(q) if self.has_spans else one_span(BEGIN, END, like=q)
+
+    def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]] | bool:
+        """Whether each query may see something else than the one before, as far as tables say.
+
+        q: int64 `[rows]`. Between two changes a mask that is `by_blocks` shows the same to all.
+        """
+        return False
+
+    def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
+        """What groups of queries see together, of the keys before `end`: `[1, groups, width]`.
+
+        q: positions, int64 `[rows]`. firsts: the first row of each group, ascending from 0. Within
+        a group there are no `changes`. Batch rows count together.
+        """
+        if self.uniform or self.by_blocks:
+            return self.spans(q[firsts]).together(np.arange(len(firsts)), end)
+        return self.spans(q).together(firsts, end)
 
     def columns(self, q: range, kv: range) -> Spans:
         """What queries at these positions see of these keys, by columns; see `Spans.columns`."""
@@ -402,6 +423,10 @@ class _Pair(Mask):
         """See `Mask.bound`."""
         return self._of(self.first.bound(q_len, kv_len), self.second.bound(q_len, kv_len))
 
+    def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]] | bool:
+        """See `Mask.changes`."""
+        return self.first.changes(q) | self.second.changes(q)
+
     def _of(self, first: Mask, second: Mask) -> Mask:
         """The same of two other masks; itself, where they are no others."""
         same = first is self.first and second is self.second
@@ -431,6 +456,23 @@ class Both(_Pair):
             for part in (self.first, self.second)
         )
         return intersect(first, second)
+
+    def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
+        """See `Mask.seen_together`.
+
+        What all queries of a group see alike cuts what they see together by the other masks.
+        """
+        alike = [part for part in self._parts() if part.uniform or part.by_blocks]
+        if self.mover is not None or not alike:
+            return super().seen_together(q, firsts, end)
+        others = [part for part in self._parts() if part not in alike]
+        masks = [*alike, *([reduce(and_, others)] if others else [])]
+        return reduce(intersect, (mask.seen_together(q, firsts, end) for mask in masks))
+
+    def _parts(self) -> Iterator[Mask]:
+        """All masks that this one combines by `&`."""
+        for part in (self.first, self.second):
+            yield from part._parts() if isinstance(part, Both) else (part,)
 
     def outline(self, q: Positions) -> Spans:
         """See `Mask.outline`."""
@@ -467,6 +509,11 @@ class Either(_Pair):
     def spans(self, q: Positions) -> Spans:
         """See `Mask.spans`."""
         return unite(self.first.spans(q), self.second.spans(q))
+
+    def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
+        """See `Mask.seen_together`."""
+        parts = (self.first, self.second)
+        return unite(*(part.seen_together(q, firsts, end) for part in parts))
 
     def outline(self, q: Positions) -> Spans:
         """See `Mask.outline`."""

@@ -28,6 +28,8 @@ class BlockSparse(Mask):
     diagonal.
     """
 
+    by_blocks = True
+
     def __init__(self, table: Any, block: int) -> None:
         raw = table.tolist() if hasattr(table, "new_tensor") else table
         try:
@@ -94,6 +96,11 @@ class BlockSparse(Mask):
         mask = copy(self)
         mask._shift = kv_len - q_len
         return mask
+
+    def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """See `Mask.changes`: where another row of the table begins."""
+        block = (q - self._shift) // self._block
+        return np.diff(block, prepend=block[:1]) != 0
 
     def spans(self, q: Positions) -> Spans:
         """The runs of blocks that the query's row of the table names."""

@@ -210,9 +210,9 @@ def _check_totals(side: str, totals: list[int]) -> None:
 
 
 def _keys(row: _Row, document: Positions) -> tuple[Positions, Positions]:
-    starts, stops = row.kv[document], row.kv[document + 1]
-    nothing = ~row.seen[document] | (starts == stops)
-    return np.where(nothing, END, starts), np.where(nothing, END, stops)
+    starts, stops = row.kv[:-1], row.kv[1:]
+    nothing = ~row.seen | (starts == stops)
+    return np.where(nothing, END, starts)[document], np.where(nothing, END, stops)[document]
 
 
 def _integers(name: str, value: Any) -> Positions:

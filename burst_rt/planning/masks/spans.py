@@ -65,6 +65,34 @@ class Spans(NamedTuple):
         starts, stops = (np.clip(-((kv.start - bound) // kv.step), 0, len(kv)) for bound in self)
         return Spans(starts, stops)
 
+    def together(self, firsts: Positions, end: int) -> Spans:
+        """What groups of rows see together, of the keys before `end`; batch rows count together.
+
+        firsts: the first row of each group, ascending from 0. Returns `[1, groups, width]`.
+        """
+        lengths = np.diff(firsts, append=self.starts.shape[1])
+        # Row after row for each span, because spans mostly ascend along the rows.
+        starts, stops = (np.clip(x.transpose(2, 0, 1).ravel(), 0, end) for x in self)
+        group = np.repeat(np.arange(len(firsts)), lengths)
+        group = np.tile(group, len(starts) // max(1, len(group)))
+        filled = starts < stops
+        if not filled.all():
+            group, starts, stops = group[filled], starts[filled], stops[filled]
+        # One axis for all groups: no span reaches from one group into the next.
+        starts, stops = (x + group * (end + 1) for x in (starts, stops))
+        order = np.argsort(starts, kind="stable")
+        starts, reach = starts[order], np.maximum.accumulate(stops[order])
+        begins = np.append(True, starts[1:] > reach[:-1])[: len(starts)]
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(starts))[: len(first)] - 1
+        group = starts[first] // (end + 1)
+        number = np.arange(len(first)) - np.searchsorted(group, group)
+        shape = (1, len(firsts), int(number.max(initial=0)) + 1)
+        found = Spans(*(np.full(shape, END) for _ in range(2)))
+        found.starts[0, group, number] = starts[first] - group * (end + 1)
+        found.stops[0, group, number] = reach[last] - group * (end + 1)
+        return found
+
     def num_cells(self, kv: range) -> int:
         """How many (row, key) pairs are seen, of the keys at these positions.
 
@@ -107,8 +135,9 @@ def intersect(a: Spans, b: Spans) -> Spans:
     if rows > some:
         slices = [slice(start, start + some) for start in range(0, rows, some)]
         return beside([intersect(a.rows(at), b.rows(at)) for at in slices], axis=1)
-    starts = np.maximum(a.starts[..., :, None], b.starts[..., None, :])
-    stops = np.minimum(a.stops[..., :, None], b.stops[..., None, :])
+    if a.width > 1 and b.width > 1:
+        a, b = Spans(*(x[..., :, None] for x in a)), Spans(*(x[..., None, :] for x in b))
+    starts, stops = np.maximum(a.starts, b.starts), np.minimum(a.stops, b.stops)
     starts, stops = (x.reshape(*x.shape[:2], -1) for x in (starts, stops))
     empty = starts >= stops
     # Two lists of disjoint spans meet in disjoint spans, which do not touch either.
