@@ -200,8 +200,8 @@ def _seen(mask: Mask, q: _Side, end: int) -> Iterator[_Intervals]:
     some = max(1, _SOME // (mask.batch * (mask.spans(sampled).width if len(sampled) else 1)))
     for start in range(0, len(places), some):
         here = slice(start, start + some)
+        begins[start] = True
         firsts = np.flatnonzero(begins[here])
-        firsts = firsts if firsts[:1] == 0 else np.append(0, firsts)
         spans = mask.seen_together(places[here], firsts, end)
         group, number = np.nonzero(spans.starts[0] < spans.stops[0])
         bounds = (x[0, group, number] for x in spans)
