@@ -8,7 +8,7 @@ All ranks' rows are asked about at once, because packed batches bring a new mask
 1. Each side is taken in parts. A part is what one group has of one run, so that its positions are
    evenly spaced.
 2. What the queries of a part see together is intervals of key positions (`_seen`).
-3. An interval meets consecutive parts of the keys, once these are in order of position (`_ranges`).
+3. An interval meets consecutive parts of the keys, once these are in order of position (`_Order`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,6 @@ class _Intervals(NamedTuple):
     start: Positions
     stop: Positions
 
-    def at(self, which: Any) -> _Intervals:  # a slice, or numbers of intervals
-        return _Intervals(*(x[which] for x in self))
-
 
 def find_needs(
     mask: Mask, queries: Sequence[Sequence[Block]], keys: Sequence[Sequence[Block]]
@@ -87,39 +84,39 @@ class _Side:
     def __init__(self, blocks: Sequence[Sequence[Block]]) -> None:
         some = ROWS_TOGETHER
         flat = [block for own in blocks for block in own]
+        num_runs = [len(block) for block in flat]
         self.num_ranks, self.blocks_per_rank = len(blocks), len(blocks[0])
+        self._disordered = [
+            number for number, block in enumerate(flat) if not _ascend(list(filter(None, block)))
+        ]
+        # Runs.
         self.runs = [run for block in flat for run in block]
-        block_of = np.repeat(np.arange(len(flat)), [len(block) for block in flat])
-        self.run_rank = block_of // self.blocks_per_rank
-        shape = [(run.start, run.step, len(run)) for run in self.runs]
-        self.run_start, self.run_step, length = np.array(shape, np.int64).T
+        numbers = [(run.start, run.step, len(run)) for run in self.runs]
+        self.run_start, self.run_step, self.run_len = np.array(numbers, np.int64).T
         self.end = max((run[-1] + 1 for run in self.runs if run), default=0)
-        self.block_len = np.bincount(block_of, length, len(flat)).astype(np.int64)
+        block_of = np.repeat(np.arange(len(flat)), num_runs)
+        self.run_rank = block_of // self.blocks_per_rank
+        # Blocks.
+        self.block_len = np.bincount(block_of, self.run_len, len(flat)).astype(np.int64)
+        block_start = np.cumsum(self.block_len) - self.block_len
         # Where each run begins in its block.
-        ends = np.cumsum(length)
-        self._at = (
-            ends
-            - length
-            - np.repeat(np.cumsum(self.block_len) - self.block_len, [len(block) for block in flat])
-        )
-        # One number more for each block, which no part has: rows of two blocks never touch.
+        self._at = np.cumsum(self.run_len) - self.run_len - np.repeat(block_start, num_runs)
+        # Groups are numbered so that one number is left out between two blocks.
         groups = -(-self.block_len // some) + 1
         self._first_group = np.cumsum(groups) - groups
         self._num_groups = int(groups.sum())
+        # Parts.
         first = self._at // some
-        count = np.where(length > 0, (self._at + length - 1) // some + 1 - first, 0)
+        last = (self._at + self.run_len - 1) // some
+        count = np.where(self.run_len > 0, last + 1 - first, 0)
         self.run_part = np.cumsum(count) - count  # the first part of each run
         self.part_run = np.repeat(np.arange(len(self.runs)), count)
         of_run, at = self.part_run, self._at[self.part_run]
         group = first[of_run] + np.arange(len(of_run)) - self.run_part[of_run]
+        self._part_group = self._first_group[block_of[of_run]] + group
         # The rows of each part, counted from the start of its run.
         self.part_first = np.maximum(group * some - at, 0)
-        self.part_last = np.minimum((group + 1) * some - at, length[of_run])
-        self._part_group = self._first_group[block_of[of_run]] + group
-        self.length = length
-        self._disordered = [
-            number for number, block in enumerate(flat) if not _ascend(list(filter(None, block)))
-        ]
+        self.part_last = np.minimum((group + 1) * some - at, self.run_len[of_run])
 
     def part_at(self, run: Positions, row: Positions) -> Positions:
         """The number of the part that has a row of a run."""
@@ -128,15 +125,15 @@ class _Side:
         return number
 
     def of_runs(self, parts: _Flags) -> _Flags:
-        """`[..., parts]` to `[..., runs]`: whether a run has any such part."""
+        """`[n, parts]` to `[n, runs]`: whether any part of a run is marked."""
         found = np.zeros((len(parts), len(self.runs)), bool)
-        there = np.flatnonzero(self.length)
+        there = np.flatnonzero(self.run_len)
         if len(there):
             found[:, there] = np.logical_or.reduceat(parts, self.run_part[there], axis=1)
         return found
 
     def rows(self, parts: _Flags, *, whole: bool = False) -> Needed:
-        """The rows of the groups that have any of these parts; parts: `[ranks, parts]`.
+        """The rows of the groups of which any part is marked for a rank; parts: `[ranks, parts]`.
 
         whole: whether blocks are needed whole, or not at all.
         """
@@ -145,10 +142,10 @@ class _Side:
             firsts = np.flatnonzero(np.diff(self._part_group, prepend=-1))
             table[:, self._part_group[firsts]] = np.logical_or.reduceat(parts, firsts, axis=1)
         last = np.append(self._first_group[1:], self._num_groups) - 1
-        for block in range(len(last)) if whole else self._disordered:
-            groups = slice(self._first_group[block], last[block])
+        for number in range(len(last)) if whole else self._disordered:
+            groups = slice(self._first_group[number], last[number])
             table[:, groups] = table[:, groups].any(1, keepdims=True)
-        # No group of the last number of a block is needed, so a stretch ends in its block.
+        # The number after a block's last group is never marked, so a stretch ends in its block.
         edges = np.diff(table.ravel().view(np.int8), prepend=0)
         rank, first = np.divmod(np.flatnonzero(edges > 0), self._num_groups)
         stop = np.flatnonzero(edges < 0) % self._num_groups
@@ -168,7 +165,7 @@ class _Side:
 
 def _by_relation(mask: Mask, q: _Side, kv: _Side) -> Needs:
     met = np.zeros((len(q.runs), len(kv.runs)), bool)
-    for i, j in product(*(np.flatnonzero(side.length).tolist() for side in (q, kv))):
+    for i, j in product(*(np.flatnonzero(side.run_len).tolist() for side in (q, kv))):
         met[i, j] = mask.relation(q.runs[i], kv.runs[j]) is not Relation.EMPTY
     queries, keys = _by_rank(met.T, kv), _by_rank(met, q)
     return Needs(
@@ -179,7 +176,7 @@ def _by_relation(mask: Mask, q: _Side, kv: _Side) -> Needs:
 
 
 def _by_rank(met: _Flags, side: _Side) -> _Flags:
-    """`[runs, ...]` to `[ranks, ...]`: whether any run of the rank does."""
+    """`[runs, n]` to `[ranks, n]`: whether any run of a rank is marked."""
     found: _Flags = np.logical_or.reduceat(
         met, np.searchsorted(side.run_rank, range(side.num_ranks))
     )
@@ -222,13 +219,12 @@ class _Order:
         self.order = np.lexsort((np.where(apart, 0, first), apart))
         plain = self.order[: len(apart) - np.count_nonzero(apart)]
         self._first, self._last = first[plain], last[plain]
-        self._stepped = np.flatnonzero((kv.run_step != 1) & (kv.length > 0))
-        # What a part's number lacks to its place in the order, by run.
-        self._moved = np.zeros(len(kv.runs), np.int64)
+        stepped = self._stepped = np.flatnonzero((kv.run_step != 1) & (kv.run_len > 0))
+        # By run: the place of a part in the order less its number.
         place = np.empty_like(self.order)
         place[self.order] = np.arange(len(place))
-        there = self._stepped
-        self._moved[there] = place[kv.run_part[there]] - kv.run_part[there]
+        self._moved = np.zeros(len(kv.runs), np.int64)
+        self._moved[stepped] = place[kv.run_part[stepped]] - kv.run_part[stepped]
         # How many of so many first parts of consecutive keys each rank has.
         self._of_rank = np.zeros((kv.num_ranks, len(plain) + 1), np.int32)
         self._of_rank[kv.run_rank[of_run[plain]], np.arange(1, len(plain) + 1)] = 1
@@ -247,7 +243,7 @@ class _Order:
             rank, number = np.nonzero(meets)
             needed[rank, seen.part[some][number]] = True
         runs, side = self._stepped, self._side
-        start, step, length = (x[runs] for x in (side.run_start, side.run_step, side.length))
+        start, step, length = (x[runs] for x in (side.run_start, side.run_step, side.run_len))
         for some in _slices(len(first), len(runs)):
             bounds = (seen.start[some, None], seen.stop[some, None])
             first, last = (np.clip(-((start - x) // step), 0, length) for x in bounds)
@@ -261,16 +257,19 @@ class _Order:
     def _mark(self, met: _Flags, q_run: Positions, first: Positions, last: Positions) -> None:
         """Marks in `met` that runs of queries meet the parts from one place to another."""
         there = np.flatnonzero(first < last)
-        if not len(there):
-            return
         q_run, first, last = q_run[there], first[there], last[there]
-        runs, places = slice(q_run[0], q_run[-1] + 1), len(self.order) + 1
-        edges = np.zeros((runs.stop - runs.start) * places, np.int32)
-        at = (q_run - runs.start) * places
-        np.add.at(edges, at + first, np.int32(1))  # other types take far longer
-        np.add.at(edges, at + last, np.int32(-1))
-        inside = edges.reshape(-1, places)[:, :-1].cumsum(axis=1, dtype=np.int32) > 0
-        met[runs, self.order] |= inside
+        places = len(self.order) + 1
+        for some in _slices(len(met), places):
+            a, b = np.searchsorted(q_run, (some.start, some.stop))
+            if a == b:
+                continue
+            num_runs = q_run[b - 1] + 1 - some.start
+            edges = np.zeros((num_runs, places), np.int32)
+            at = (q_run[a:b] - some.start) * places
+            np.add.at(edges.ravel(), at + first[a:b], np.int32(1))  # other types take far longer
+            np.add.at(edges.ravel(), at + last[a:b], np.int32(-1))
+            inside = edges[:, :-1].cumsum(axis=1, dtype=np.int32) > 0
+            met[some.start : some.start + num_runs, self.order] |= inside
 
 
 def _slices(length: int, width: int) -> Iterator[slice]:

@@ -24,6 +24,7 @@ from burst_rt.kernels.triton import parts, tables
 from burst_rt.kernels.triton.kernel import _config
 from burst_rt.kernels.triton.tuned import TUNED, trying
 from burst_rt.planning import needs
+from burst_rt.planning.masks import Function
 
 # Blocks of the interpreter are 32 x 16 and 16 x 32, those of a GPU up to 128 x 128.
 _TIMES = 1 if os.environ.get("TRITON_INTERPRET") == "1" else 9
@@ -100,6 +101,10 @@ def test_hundreds_of_documents_in_a_shard() -> None:
     assert_right(2, case, cells_of(mask, Sizes(420, 420, 1)))
 
 
+def _third(b: Any, h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return (q + kv) % 3 > 0
+
+
 @dataclass(frozen=True)
 class _Odd(Mask):
     """Keys at odd positions; without spans."""
@@ -160,16 +165,36 @@ def test_one_loop_for_warps_that_share_work(mask: Mask, length: int) -> None:
         assert_right(2, case, cells)
 
 
-def test_blocks_that_come_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def _of_lengths(*lengths: int) -> Documents:
+    return Documents([_TIMES * length for length in lengths])
+
+
+@pytest.mark.parametrize("strategy", ["burst", "direct", "ring-q"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal() & SlidingWindow(_TIMES * 12) | First(3),
+        _of_lengths(50, 20, 90, 96),
+        BlockSparse([[(i * j) % 5 == 0 for j in range(8)] for i in range(8)], _TIMES * 32),
+        Mask.from_function(_third, _of_lengths(50, 20, 90, 96), "third"),
+    ],
+    ids=["window", "documents", "blocks", "function"],
+)
+def test_blocks_that_come_in_part(
+    mask: Mask, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is not sent holds NaN; kernels load whole blocks of rows. Keys travel, then queries."""
     if _TIMES == 1:
         monkeypatch.setattr(needs, "ROWS_TOGETHER", 32)
     length = _TIMES * 256
-    mask = Causal() & SlidingWindow(_TIMES * 12) | First(3)
     case = Case(
-        length, heads=1, head_dim=16, batch=2, mask=mask, kind="contiguous", strategy="burst"
+        length, heads=1, head_dim=16, batch=2, mask=mask, kind="contiguous", strategy=strategy
     )
-    cells = mask.allows(torch.arange(length)[:, None], torch.arange(length))
+    at = torch.arange(length)
+    if isinstance(mask, Function):
+        cells = mask.within.allows(at[:, None], at) & _third(None, None, at[:, None], at)
+    else:
+        cells = mask.allows(at[:, None], at)
     assert_right(2, case, cells)
 
 

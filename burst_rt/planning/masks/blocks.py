@@ -100,7 +100,8 @@ class BlockSparse(Mask):
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """See `Mask.changes`: where another row of the table begins."""
         block = (q - self._shift) // self._block
-        return np.diff(block, prepend=block[:1]) != 0
+        changed: np.ndarray[Any, np.dtype[np.bool_]] = np.diff(block, prepend=block[:1]) != 0
+        return changed
 
     def spans(self, q: Positions) -> Spans:
         """The runs of blocks that the query's row of the table names."""

@@ -237,9 +237,10 @@ def _moved(piece: Piece, rows: int, columns: int) -> Piece:
 
 
 def _there(piece: Piece, there: Rows, queries_travel: bool) -> Iterator[Piece]:
-    """The piece; of a piece under the mask, only what has rows, or columns, that are there.
+    """The piece; of a piece under the mask, the parts whose rows, or columns, are there.
 
-    Kernels look at every cell under the mask. How many cells each part shows is its share.
+    Kernels read all rows and columns of a piece under the mask. Each part is said to show as many
+    cells as its share of the rows or columns.
     """
     if not piece.masked:
         yield piece
@@ -251,8 +252,12 @@ def _there(piece: Piece, there: Rows, queries_travel: bool) -> Iterator[Piece]:
         done += b - a
         share = piece.num_cells * done // total - cells
         cells += share
-        bounds = {"q_start": a, "q_stop": b} if queries_travel else {"kv_start": a, "kv_stop": b}
-        yield piece._replace(num_cells=share, **bounds)
+        here = piece._replace(num_cells=share)
+        yield (
+            here._replace(q_start=a, q_stop=b)
+            if queries_travel
+            else here._replace(kv_start=a, kv_stop=b)
+        )
 
 
 def _touch(a: Piece, b: Piece) -> bool:
