@@ -55,11 +55,10 @@ def test_a_rank_needs_the_rows_that_it_computes_with(
     assert truth is not None
     cells = truth.any(0)
     mask = MASKS[name].mask(sizes).bound(40, kv_len)
-    for kinds in product(sorted(KINDS), repeat=2):
-        p = problem(40, kv_len, 3, mask=mask, kinds=kinds)
-        sides = p.q_layout, p.kv_layout
-        _check(p.needs.queries, cells, *sides, rows)
-        _check(p.needs.keys, cells.T, *reversed(sides), rows)
+    for q_kind, kv_kind in product(sorted(KINDS), repeat=2):
+        p = problem(40, kv_len, 3, mask=mask, kinds=(q_kind, kv_kind))
+        _check(p.needs.queries, cells, p.q_layout, p.kv_layout, rows)
+        _check(p.needs.keys, cells.T, p.kv_layout, p.q_layout, rows)
 
 
 def _check(needed: Needed, cells: torch.Tensor, own: Layout, other: Layout, rows: int) -> None:
