@@ -146,7 +146,7 @@ class _Side:
             groups = slice(self._first_group[number], last[number])
             table[:, groups] = table[:, groups].any(1, keepdims=True)
         # The number after a block's last group is never marked, so a stretch ends in its block.
-        edges = np.diff(table.ravel().view(np.int8), prepend=0)
+        edges = np.diff(table.ravel().view(np.int8), prepend=np.int8(0))
         rank, first = np.divmod(np.flatnonzero(edges > 0), self._num_groups)
         stop = np.flatnonzero(edges < 0) % self._num_groups
         block = np.searchsorted(self._first_group, first, side="right") - 1

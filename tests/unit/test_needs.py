@@ -61,6 +61,31 @@ def test_a_rank_needs_the_rows_that_it_computes_with(
         _check(p.needs.keys, cells.T, p.kv_layout, p.q_layout, rows)
 
 
+_BLOCKS = BlockSparse([[(i * j + i) % 3 == 0 for j in range(6)] for i in range(6)], 7)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        (First(3) | SlidingWindow(5)) & Causal() & _BLOCKS,
+        Causal() & _BLOCKS & Documents([9, 20, 11]) | First(2),
+        (Causal() | _BLOCKS) & (SlidingWindow(9, 9) | First(1)) & Documents([15, 25]),
+        (First(20) | _BLOCKS) & First(30),
+    ],
+    ids=range(4),
+)
+@pytest.mark.parametrize("some", [10, 1 << 22])
+def test_masks_that_are_combined(mask: Mask, some: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "ROWS_TOGETHER", 4)
+    monkeypatch.setattr(needs, "_SOME", some)
+    at = torch.arange(40)
+    cells = mask.allows(at[:, None], at)
+    for kind in sorted(KINDS):
+        p = problem(40, 40, 3, mask=mask, kinds=(kind, kind))
+        _check(p.needs.queries, cells, p.q_layout, p.kv_layout, 4)
+        _check(p.needs.keys, cells.T, p.kv_layout, p.q_layout, 4)
+
+
 def _check(needed: Needed, cells: torch.Tensor, own: Layout, other: Layout, rows: int) -> None:
     """What is needed of the rows of `cells`, which `own` deals, by those who have its columns."""
     for owner, rank in product(range(3), repeat=2):

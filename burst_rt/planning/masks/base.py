@@ -458,16 +458,18 @@ class Both(_Pair):
         return intersect(first, second)
 
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
-        """See `Mask.seen_together`.
-
-        What all queries of a group see alike cuts what they see together by the other masks.
-        """
-        alike = [part for part in self._parts() if part.uniform or part.by_blocks]
-        if self.mover is not None or not alike:
+        """See `Mask.seen_together`. No row is looked at where the masks' structure will do."""
+        parts = list(self._parts())
+        if self.mover is not None:
             return super().seen_together(q, firsts, end)
-        others = [part for part in self._parts() if part not in alike]
-        masks = [*alike, *([reduce(and_, others)] if others else [])]
-        return reduce(intersect, (mask.seen_together(q, firsts, end) for mask in masks))
+        for number, part in enumerate(parts):
+            others = reduce(and_, parts[:number] + parts[number + 1 :])
+            if isinstance(part, Either):
+                some = ((each & others) for each in (part.first, part.second))
+                return unite(*(mask.seen_together(q, firsts, end) for mask in some))
+            if part.uniform or part.by_blocks:
+                return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
+        return super().seen_together(q, firsts, end)
 
     def _parts(self) -> Iterator[Mask]:
         """All masks that this one combines by `&`."""

@@ -125,14 +125,17 @@ class BlockSparse(Mask):
     @cached_property
     def _runs(self) -> Spans:
         """The spans of each row of the table: `[batch, query blocks, width]`."""
-        edges = np.diff(np.pad(self._table.astype(np.int8), ((0, 0), (0, 0), (1, 1))), axis=-1)
-        width = max(1, int((edges == 1).sum(-1).max()))
+        batch, rows, columns = self._table.shape
+        # A column more on either side, in which nothing is named.
+        named = np.pad(self._table, ((0, 0), (0, 0), (1, 1)))
+        before, here = named[..., :-1], named[..., 1:]
         bounds = []
-        for kind in (1, -1):
-            found = np.full((*self._table.shape[:2], width), END)
-            batch, row, column = np.nonzero(edges == kind)
-            # The number of each edge among the edges of its row.
-            number = (np.cumsum(edges == kind, axis=-1) - 1)[batch, row, column]
-            found[batch, row, number] = column * self._block
-            bounds.append(found)
+        # A row of the table has as many starts as stops, in order.
+        for edges in (here > before, here < before):
+            row, column = np.divmod(np.flatnonzero(edges), columns + 1)
+            of_row = np.bincount(row, minlength=batch * rows)
+            number = np.arange(len(row)) - (np.cumsum(of_row) - of_row)[row]
+            found = np.full((batch * rows, max(1, int(of_row.max()))), END)
+            found[row, number] = column * self._block
+            bounds.append(found.reshape(batch, rows, -1))
         return Spans(*bounds)
