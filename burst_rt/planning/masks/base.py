@@ -106,10 +106,9 @@ class Mask:
     # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
     # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
-    # Whether all queries see the same keys.
-    uniform: ClassVar[bool] = False
-    # Whether a mask shows the same to all queries between two `changes`.
-    by_blocks: ClassVar[bool] = False
+    # Whether all queries between two `changes` see the same keys. False again where a subclass has
+    # spans of its own.
+    steady: ClassVar[bool] = False
     # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
@@ -134,6 +133,7 @@ class Mask:
         super().__init_subclass__(**options)
         if "spans" in cls.__dict__:
             cls._spanned = True
+            cls.steady = cls.__dict__.get("steady", False)
         elif {"allows", "relation", "pieces"} & set(cls.__dict__):
             cls._spanned = False
         if "rule" in cls.__dict__:
@@ -244,19 +244,19 @@ class Mask:
         return self.spans(q) if self.has_spans else one_span(BEGIN, END, like=q)
 
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]] | bool:
-        """Whether each query may see something else than the one before, as far as tables say.
+        """Of a steady mask: whether each query may see other keys than the one before.
 
-        q: int64 `[rows]`. Between two changes a mask that is `by_blocks` shows the same to all.
+        q: int64 `[rows]`. False: all queries see the same.
         """
         return False
 
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
         """What groups of queries see together, of the keys before `end`: `[1, groups, width]`.
 
-        q: positions, int64 `[rows]`. firsts: the first row of each group, ascending from 0. Within
-        a group there are no `changes`. Batch rows count together.
+        q: positions, int64 `[rows]`. firsts: the first row of each group, ascending from 0. No row
+        but a first one has a change (`changes`). What any batch row sees counts.
         """
-        if self.uniform or self.by_blocks:
+        if self.steady:
             return self.spans(q[firsts]).together(np.arange(len(firsts)), end)
         return self.spans(q).together(firsts, end)
 
@@ -467,7 +467,7 @@ class Both(_Pair):
             if isinstance(part, Either):
                 some = ((each & others) for each in (part.first, part.second))
                 return unite(*(mask.seen_together(q, firsts, end) for mask in some))
-            if part.uniform or part.by_blocks:
+            if part.steady:
                 return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
         return super().seen_together(q, firsts, end)
 

@@ -28,7 +28,7 @@ class BlockSparse(Mask):
     diagonal.
     """
 
-    by_blocks = True
+    steady = True
 
     def __init__(self, table: Any, block: int) -> None:
         raw = table.tolist() if hasattr(table, "new_tensor") else table

@@ -29,6 +29,7 @@ class Full(Mask):
     """Every query sees every key."""
 
     rule = Rule.EVERYTHING
+    steady = True
 
     def spans(self, q: Positions) -> Spans:
         """Every key."""
@@ -176,6 +177,8 @@ class First(Mask):
     """
 
     count: int
+
+    steady = True
 
     def __post_init__(self) -> None:
         count = _number(self.count, 0)
