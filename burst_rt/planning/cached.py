@@ -221,7 +221,7 @@ class _Sent(Mask):
     first: int
     room: int
 
-    steady = True
+    _steady = True
 
     def spans(self, q: Positions) -> Spans:
         """The same for all queries."""

@@ -37,7 +37,7 @@ _Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 ROWS_TOGETHER = 256
 # Rows whose spans say how many spans rows have.
 _SAMPLED_ROWS = 256
-# About so many numbers an array holds at once.
+# Arrays that need not hold everything at once hold about so many numbers.
 _SOME = 1 << 22
 
 
@@ -62,10 +62,12 @@ def find_needs(
 ) -> Needs:
     """What the ranks' blocks need of each other.
 
-    queries, keys: the blocks of each rank, in positions as the mask sees them.
+    queries, keys: the blocks of each rank, in positions as the mask sees them. Each rank has a run,
+    which may be empty.
 
-    Whole blocks are needed, or nothing, of a mask without spans, which is asked for `relation` run
-    by run, and of blocks along which positions do not ascend, which kernels take in parts.
+    A mask without spans is asked for `relation`, run by run; of each block everything is then
+    needed, or nothing. So it is with a block along which positions do not ascend, because kernels
+    take such a block in parts.
     """
     q, kv = _Side(queries), _Side(keys)
     if not mask.has_spans:
@@ -92,7 +94,7 @@ class _Side:
         # Runs.
         self.runs = [run for block in flat for run in block]
         numbers = [(run.start, run.step, len(run)) for run in self.runs]
-        self.run_start, self.run_step, self.run_len = np.array(numbers, np.int64).T
+        run_start, run_step, self.run_len = np.array(numbers, np.int64).T
         self.end = max((run[-1] + 1 for run in self.runs if run), default=0)
         block_of = np.repeat(np.arange(len(flat)), num_runs)
         self.run_rank = block_of // self.blocks_per_rank
@@ -100,29 +102,24 @@ class _Side:
         self.block_len = np.bincount(block_of, self.run_len, len(flat)).astype(np.int64)
         block_start = np.cumsum(self.block_len) - self.block_len
         # Where each run begins in its block.
-        self._at = np.cumsum(self.run_len) - self.run_len - np.repeat(block_start, num_runs)
+        block_at = np.cumsum(self.run_len) - self.run_len - np.repeat(block_start, num_runs)
         # Groups are numbered so that one number is left out between two blocks.
         groups = -(-self.block_len // some) + 1
         self._first_group = np.cumsum(groups) - groups
         self._num_groups = int(groups.sum())
         # Parts.
-        first = self._at // some
-        last = (self._at + self.run_len - 1) // some
+        first = block_at // some
+        last = (block_at + self.run_len - 1) // some
         count = np.where(self.run_len > 0, last + 1 - first, 0)
         self.run_part = np.cumsum(count) - count  # the first part of each run
         self.part_run = np.repeat(np.arange(len(self.runs)), count)
-        of_run, at = self.part_run, self._at[self.part_run]
+        of_run, at = self.part_run, block_at[self.part_run]
         group = first[of_run] + np.arange(len(of_run)) - self.run_part[of_run]
         self._part_group = self._first_group[block_of[of_run]] + group
-        # The rows of each part, counted from the start of its run.
-        self.part_first = np.maximum(group * some - at, 0)
-        self.part_last = np.minimum((group + 1) * some - at, self.run_len[of_run])
-
-    def part_at(self, run: Positions, row: Positions) -> Positions:
-        """The number of the part that has a row of a run."""
-        at, some = self._at[run], ROWS_TOGETHER
-        number: Positions = self.run_part[run] + (at + row) // some - at // some
-        return number
+        row = np.maximum(group * some - at, 0)  # counted from the start of the run
+        self.part_len = np.minimum((group + 1) * some - at, self.run_len[of_run]) - row
+        self.part_step = run_step[of_run]
+        self.part_start = run_start[of_run] + self.part_step * row
 
     def of_runs(self, parts: _Flags) -> _Flags:
         """`[n, parts]` to `[n, runs]`: whether any part of a run is marked."""
@@ -185,49 +182,39 @@ def _by_rank(met: _Flags, side: _Side) -> _Flags:
 
 def _seen(mask: Mask, q: _Side, end: int) -> Iterator[_Intervals]:
     """What the queries of each part see together, of the keys before a position; some at a time."""
-    length = q.part_last - q.part_first
-    part = np.repeat(np.arange(len(length)), length)
-    # The place of a part's first row among all rows; each row is `step` after the one before.
-    at = np.cumsum(length) - length
-    step = q.run_step[q.part_run]
-    origin = q.run_start[q.part_run] + step * (q.part_first - at)
-    places = np.arange(len(part)) * step[part] + origin[part]
-    begins = np.diff(part, prepend=-1).astype(bool) | mask.changes(places)
-    sampled = places[:: max(1, len(places) // _SAMPLED_ROWS)]
-    some = max(1, _SOME // (mask.batch * (mask.spans(sampled).width if len(sampled) else 1)))
-    for start in range(0, len(places), some):
-        here = slice(start, start + some)
-        begins[start] = True
-        firsts = np.flatnonzero(begins[here])
-        spans = mask.seen_together(places[here], firsts, end)
+    if not len(q.part_len):
+        return
+    sampled = q.part_start[:: max(1, len(q.part_start) // _SAMPLED_ROWS)]
+    width = mask.batch * mask.spans(sampled).width * ROWS_TOGETHER
+    for some in _slices(len(q.part_len), width):
+        start, step, length = (x[some] for x in (q.part_start, q.part_step, q.part_len))
+        part = np.repeat(np.arange(len(length)), length)
+        first = np.cumsum(length) - length
+        places = start[part] + step[part] * (np.arange(len(part)) - first[part])
+        begins = np.diff(part, prepend=-1).astype(bool) | mask.changes(places)
+        firsts = np.flatnonzero(begins)
+        spans = mask.seen_together(places, firsts, end)
         group, number = np.nonzero(spans.starts[0] < spans.stops[0])
         bounds = (x[0, group, number] for x in spans)
-        yield _Intervals(part[here][firsts][group], *bounds)
+        yield _Intervals(some.start + part[firsts][group], *bounds)
 
 
 class _Order:
     """The parts of the keys in such an order that an interval meets consecutive ones.
 
-    Parts of consecutive keys come first, by position. Parts of keys some steps apart follow, run by
-    run: an interval is asked about each of these runs.
+    The parts whose positions are `step` apart are in order of their first positions. An interval of
+    so many positions or more meets all of those parts that it reaches far enough into, and only at
+    its two ends is a part looked at by itself.
     """
 
     def __init__(self, kv: _Side) -> None:
-        self._side, of_run = kv, kv.part_run
-        first, last = (kv.run_start[of_run] + x for x in (kv.part_first, kv.part_last))
-        apart = kv.run_step[of_run] != 1
-        self.order = np.lexsort((np.where(apart, 0, first), apart))
-        plain = self.order[: len(apart) - np.count_nonzero(apart)]
-        self._first, self._last = first[plain], last[plain]
-        stepped = self._stepped = np.flatnonzero((kv.run_step != 1) & (kv.run_len > 0))
-        # By run: the place of a part in the order less its number.
-        place = np.empty_like(self.order)
-        place[self.order] = np.arange(len(place))
-        self._moved = np.zeros(len(kv.runs), np.int64)
-        self._moved[stepped] = place[kv.run_part[stepped]] - kv.run_part[stepped]
-        # How many of so many first parts of consecutive keys each rank has.
-        self._of_rank = np.zeros((kv.num_ranks, len(plain) + 1), np.int32)
-        self._of_rank[kv.run_rank[of_run[plain]], np.arange(1, len(plain) + 1)] = 1
+        order = self.order = np.lexsort((kv.part_start, kv.part_step))
+        self._step, self._low = kv.part_step[order], kv.part_start[order]
+        self._high = self._low + self._step * (kv.part_len[order] - 1)
+        self._rank = kv.run_rank[kv.part_run[order]]
+        # How many of so many first parts each rank has.
+        self._of_rank = np.zeros((kv.num_ranks, len(order) + 1), np.int32)
+        self._of_rank[self._rank, np.arange(1, len(order) + 1)] = 1
         np.cumsum(self._of_rank, axis=1, out=self._of_rank)
 
     def mark(self, met: _Flags, needed: _Flags, seen: _Intervals, q: _Side) -> None:
@@ -235,24 +222,30 @@ class _Order:
 
         The intervals are in order of their parts.
         """
-        first = np.searchsorted(self._last, seen.start, side="right")
-        last = np.searchsorted(self._first, seen.stop, side="left")
-        self._mark(met, q.part_run[seen.part], first, last)
-        for some in _slices(len(first), len(self._of_rank)):
-            meets = self._of_rank[:, first[some]] < self._of_rank[:, last[some]]
-            rank, number = np.nonzero(meets)
-            needed[rank, seen.part[some][number]] = True
-        runs, side = self._stepped, self._side
-        start, step, length = (x[runs] for x in (side.run_start, side.run_step, side.run_len))
-        for some in _slices(len(first), len(runs)):
-            bounds = (seen.start[some, None], seen.stop[some, None])
-            first, last = (np.clip(-((start - x) // step), 0, length) for x in bounds)
-            interval, number = np.nonzero(first < last)
-            run, part = runs[number], seen.part[some][interval]
-            needed[side.run_rank[run], part] = True
-            rows = first[interval, number], last[interval, number] - 1
-            first, last = (side.part_at(run, x) + self._moved[run] for x in rows)
-            self._mark(met, q.part_run[part], first, last + 1)
+        q_run = q.part_run[seen.part]
+        sets = np.flatnonzero(np.diff(self._step, prepend=0, append=0)).tolist()
+        for begin, end in pairwise(sets):
+            step, low, high = self._step[begin], self._low[begin:end], self._high[begin:end]
+            # Other parts end before the interval, or begin after it.
+            a = begin + np.searchsorted(np.maximum.accumulate(high), seen.start)
+            b = begin + np.searchsorted(low, seen.stop)
+            # These have `step` positions in common with it, or lie inside it.
+            no_later_ends_before = np.minimum.accumulate(high[::-1])[::-1]
+            first = begin + np.searchsorted(no_later_ends_before, seen.start + step - 1)
+            last = begin + np.searchsorted(low, seen.stop - step, side="right")
+            last = np.where(seen.stop - seen.start >= step, np.maximum(first, last), first)
+            self._mark(met, q_run, first, last)
+            for some in _slices(len(first), len(self._of_rank)):
+                meets = self._of_rank[:, first[some]] < self._of_rank[:, last[some]]
+                rank, number = np.nonzero(meets)
+                needed[rank, seen.part[some][number]] = True
+            for number, place in (*_pairs(a, np.minimum(first, b)), *_pairs(last, b)):
+                start, low_ = seen.start[number], self._low[place]
+                at = low_ + step * -(-np.maximum(start - low_, 0) // step)
+                meet = (at < seen.stop[number]) & (at <= self._high[place])
+                number, place = number[meet], place[meet]
+                met[q_run[number], self.order[place]] = True
+                needed[self._rank[place], seen.part[number]] = True
 
     def _mark(self, met: _Flags, q_run: Positions, first: Positions, last: Positions) -> None:
         """Marks in `met` that runs of queries meet the parts from one place to another."""
@@ -272,8 +265,23 @@ class _Order:
             met[some.start : some.start + num_runs, self.order] |= inside
 
 
+def _pairs(first: Positions, last: Positions) -> Iterator[tuple[Positions, Positions]]:
+    """All pairs (n, place) with first[n] <= place < last[n], some at a time."""
+    count = np.maximum(last - first, 0)
+    ends = np.cumsum(count)
+    begin = 0
+    while begin < len(count):
+        done = ends[begin] - count[begin]
+        stop = max(begin + 1, int(np.searchsorted(ends, done + _SOME, side="right")))
+        here = slice(begin, stop)
+        number = np.repeat(np.arange(begin, stop), count[here])
+        starts = np.repeat(first[here] - (ends[here] - count[here] - done), count[here])
+        yield number, np.arange(len(number)) + starts
+        begin = stop
+
+
 def _slices(length: int, width: int) -> Iterator[slice]:
-    """All of a dimension, so much at a time that with another one it makes about _SOME."""
+    """All of `length` rows of `width` numbers each, about _SOME numbers at a time."""
     step = max(1, _SOME // max(1, width))
     return (slice(at, at + step) for at in range(0, length if width else 0, step))
 

@@ -83,8 +83,9 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
 def fit_link(seconds_by_size: Mapping[int, float]) -> Link:
     """A link, from the seconds of a message of each size in both directions at once.
 
-    Where large messages took no longer than small ones, the largest message alone gives the speed:
-    other work on the machine has hidden what a byte costs.
+    Where large messages took no longer than small ones, other work on the machine has hidden what a
+    byte costs. Then the largest message alone gives the speed, which is too low by what a call
+    costs, and there is no latency.
     """
     latency_s, byte = _fit(
         np.array([(1.0, size) for size in seconds_by_size]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import reduce
 from itertools import permutations, product
+from operator import and_
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from spec import errors_of, reference
 from tolerances import ERROR
 from worlds import Case, attend_over_threads
 
-from burst_rt import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
+from burst_rt import BlockSparse, Causal, Documents, First, Mask, Prefix, SlidingWindow
 from burst_rt.planning import needs
 from burst_rt.planning.layouts import KINDS, Layout, blocks_of, make_layout
 from burst_rt.planning.masks import Spans
@@ -63,14 +65,19 @@ def test_a_rank_needs_the_rows_that_it_computes_with(
         _check(p.needs.keys, cells.T, p.kv_layout, p.q_layout, rows)
 
 
-_BLOCKS = BlockSparse([[(i * j + i) % 3 == 0 for j in range(6)] for i in range(6)], 7)
+_ROWS = [[(i * j + i) % 3 == 0 for j in range(6)] for i in range(6)]
+_BLOCKS = BlockSparse(_ROWS, 7)
 
 
-class _LikeCausal(First):
-    """Spans of its own: what is known of First's does not hold for them."""
+class _Spans:
+    """Those of Causal."""
 
     def spans(self, q: Positions) -> Spans:
         return Causal().spans(q)
+
+
+class _LikeCausal(_Spans, First):
+    """Not First's own spans: what is known of those does not hold for these."""
 
 
 @pytest.mark.parametrize(
@@ -81,15 +88,17 @@ class _LikeCausal(First):
         Causal() & _BLOCKS & Documents([9, 20, 11]) | First(2),
         (Causal() | _BLOCKS) & (SlidingWindow(9, 9) | First(1)) & Documents([15, 25]),
         (First(20) | _BLOCKS) & First(30),
+        BlockSparse([_ROWS, [row[::-1] for row in _ROWS]], 7) & Prefix((30, 3)),
+        reduce(and_, (SlidingWindow(3 + n) | First(n) for n in range(1, 6)), Causal()),
     ],
-    ids=range(5),
+    ids=range(7),
 )
 @pytest.mark.parametrize("some", [10, 1 << 22])
 def test_masks_that_are_combined(mask: Mask, some: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "ROWS_TOGETHER", 4)
     monkeypatch.setattr(needs, "_SOME", some)
     at = torch.arange(40)
-    cells = mask.allows(at[:, None], at)
+    cells = mask.allows(at[:, None], at).reshape(-1, 40, 40).any(0)
     for kind in sorted(KINDS):
         p = problem(40, 40, 3, mask=mask, kinds=(kind, kind))
         _check(p.needs.queries, cells, p.q_layout, p.kv_layout, 4)

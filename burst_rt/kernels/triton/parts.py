@@ -16,9 +16,9 @@ from burst_rt.planning.needs import ROWS_TOGETHER
 
 __all__ = ["Part", "ascending", "in_order", "parts_of"]
 
-# How many cells a mask without spans is asked about at once, if not more for so few columns.
-# Kernels count blocks of columns from the first column of a part, and rows of which no part is
-# needed do not travel.
+# How many cells a mask without spans is asked about at once, if not more for so few columns. Parts
+# are cut at multiples of the rows that travel together, and so are the blocks of columns in a part:
+# no block has columns of which only some have come.
 _MOST_CELLS, _COLUMNS = 1 << 24, ROWS_TOGETHER
 
 

@@ -55,6 +55,8 @@ __all__ = [
     "spans_of",
 ]
 
+# Masks made by `|` of which, combined by `&`, all combinations are looked at.
+_MOST_EITHER = 3
 # So many rows of a tile say whether its rows see many spans each.
 _SAMPLED_ROWS = 256
 
@@ -106,9 +108,9 @@ class Mask:
     # Which code of the kernels' own gives this mask. A class that sets no rule has OWN: a rule is
     # not inherited, because a subclass may allow something else.
     rule: ClassVar[Rule] = Rule.OWN
-    # Whether all queries between two `changes` see the same keys. False again where a subclass has
-    # spans of its own.
-    steady: ClassVar[bool] = False
+    # Whether all queries between two `changes` see the same keys. It is said of the spans that the
+    # class itself has: a subclass with other spans is not steady.
+    _steady: ClassVar[bool] = False
     # Whether `spans` says what the mask sees. False again where a subclass says it otherwise.
     _spanned: ClassVar[bool] = False
     # By this number compiled programs know the mask; no other mask has it.
@@ -133,9 +135,14 @@ class Mask:
         super().__init_subclass__(**options)
         if "spans" in cls.__dict__:
             cls._spanned = True
-            cls.steady = cls.__dict__.get("steady", False)
         elif {"allows", "relation", "pieces"} & set(cls.__dict__):
             cls._spanned = False
+        says, shows = (
+            next(place for place, each in enumerate(cls.__mro__) if name in each.__dict__)
+            for name in ("_steady", "spans")
+        )
+        if shows < says:
+            cls._steady = False
         if "rule" in cls.__dict__:
             return
         if "rule" in get_annotations(cls):
@@ -158,8 +165,8 @@ class Mask:
             each cell by itself, is on the device of the tensors that it is given, and may be called
             from several threads.
         within: a mask that has spans; the default is Full(). The function is asked only about tiles
-            and parts of tiles in which `within` shows something, and a rank is sent only what
-            `within` shows to it.
+            and parts of tiles in which `within` shows something, and rows are sent by what `within`
+            shows.
         key: stands for the function where ranks compare their masks. Without a key the ranks
             compare what the function says about 4,096 cells that are drawn from a seed. Ranks whose
             functions differ elsewhere only are not found out: that they agree is no proof.
@@ -244,9 +251,10 @@ class Mask:
         return self.spans(q) if self.has_spans else one_span(BEGIN, END, like=q)
 
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]] | bool:
-        """Of a steady mask: whether each query may see other keys than the one before.
+        """Where steady masks, if the mask is one or is made of some, may show a query other keys
+        than the query before.
 
-        q: int64 `[rows]`. False: all queries see the same.
+        q: int64 `[rows]`. Returns booleans `[rows]`; False: nowhere.
         """
         return False
 
@@ -256,7 +264,7 @@ class Mask:
         q: positions, int64 `[rows]`. firsts: the first row of each group, ascending from 0. No row
         but a first one has a change (`changes`). What any batch row sees counts.
         """
-        if self.steady:
+        if self._steady:
             return self.spans(q[firsts]).together(np.arange(len(firsts)), end)
         return self.spans(q).together(firsts, end)
 
@@ -458,17 +466,18 @@ class Both(_Pair):
         return intersect(first, second)
 
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
-        """See `Mask.seen_together`. No row is looked at where the masks' structure will do."""
+        """See `Mask.seen_together`. Rows are looked at where the masks' structure will not do."""
         parts = list(self._parts())
-        if self.mover is not None:
-            return super().seen_together(q, firsts, end)
-        for number, part in enumerate(parts):
-            others = reduce(and_, parts[:number] + parts[number + 1 :])
-            if isinstance(part, Either):
-                some = ((each & others) for each in (part.first, part.second))
-                return unite(*(mask.seen_together(q, firsts, end) for mask in some))
-            if part.steady:
-                return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
+        either = [part for part in parts if isinstance(part, Either)]
+        if self.mover is None and len(either) <= _MOST_EITHER:
+            for number, part in enumerate(parts):
+                others = reduce(and_, parts[:number] + parts[number + 1 :])
+                if part in either:
+                    some = ((each & others) for each in (part.first, part.second))
+                    return unite(*(mask.seen_together(q, firsts, end) for mask in some))
+                # Where both tell batch rows apart, what any row sees of each says too little.
+                if part._steady and 1 in (part.batch, others.batch):
+                    return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
         return super().seen_together(q, firsts, end)
 
     def _parts(self) -> Iterator[Mask]:

@@ -28,7 +28,7 @@ class BlockSparse(Mask):
     diagonal.
     """
 
-    steady = True
+    _steady = True
 
     def __init__(self, table: Any, block: int) -> None:
         raw = table.tolist() if hasattr(table, "new_tensor") else table

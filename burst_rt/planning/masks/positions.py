@@ -29,7 +29,7 @@ class Full(Mask):
     """Every query sees every key."""
 
     rule = Rule.EVERYTHING
-    steady = True
+    _steady = True
 
     def spans(self, q: Positions) -> Spans:
         """Every key."""
@@ -178,7 +178,7 @@ class First(Mask):
 
     count: int
 
-    steady = True
+    _steady = True
 
     def __post_init__(self) -> None:
         count = _number(self.count, 0)

@@ -71,7 +71,8 @@ class Spans(NamedTuple):
         firsts: the first row of each group, ascending from 0. Returns `[1, groups, width]`.
         """
         lengths = np.diff(firsts, append=self.starts.shape[1])
-        # Row after row for each span, because spans mostly ascend along the rows.
+        assert len(firsts) * (end + 1) < END  # the axis below has so many places
+        # Row after row for each span: along the rows spans mostly ascend, and are sorted faster.
         starts, stops = (np.clip(x.transpose(2, 0, 1).ravel(), 0, end) for x in self)
         group = np.repeat(np.arange(len(firsts)), lengths)
         group = np.tile(group, len(starts) // max(1, len(group)))

@@ -239,8 +239,8 @@ def _moved(piece: Piece, rows: int, columns: int) -> Piece:
 def _there(piece: Piece, there: Rows, queries_travel: bool) -> Iterator[Piece]:
     """The piece; of a piece under the mask, the parts whose rows, or columns, are there.
 
-    Kernels read all rows and columns of a piece under the mask. Each part is said to show as many
-    cells as its share of the rows or columns.
+    Kernels read all rows and columns of a piece under the mask. `num_cells` of a part is its share
+    by length, and not counted: it may be 0 where cells are seen.
     """
     if not piece.masked:
         yield piece
