@@ -14,7 +14,7 @@ All ranks' rows are asked about at once, because packed batches bring a new mask
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -239,9 +239,10 @@ class _Order:
                 meets = self._of_rank[:, first[some]] < self._of_rank[:, last[some]]
                 rank, number = np.nonzero(meets)
                 needed[rank, seen.part[some][number]] = True
-            for number, place in (*_pairs(a, np.minimum(first, b)), *_pairs(last, b)):
-                start, low_ = seen.start[number], self._low[place]
-                at = low_ + step * -(-np.maximum(start - low_, 0) // step)
+            # Of the rest, the first position that does not lie before the interval decides.
+            for number, place in chain(_pairs(a, np.minimum(first, b)), _pairs(last, b)):
+                before = np.maximum(seen.start[number] - self._low[place], 0)
+                at = self._low[place] + step * -(-before // step)
                 meet = (at < seen.stop[number]) & (at <= self._high[place])
                 number, place = number[meet], place[meet]
                 met[q_run[number], self.order[place]] = True
