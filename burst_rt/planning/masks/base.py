@@ -468,16 +468,17 @@ class Both(_Pair):
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
         """See `Mask.seen_together`. Rows are looked at where the masks' structure will not do."""
         parts = list(self._parts())
-        either = [part for part in parts if isinstance(part, Either)]
-        if self.mover is None and len(either) <= _MOST_EITHER:
-            for number, part in enumerate(parts):
-                others = reduce(and_, parts[:number] + parts[number + 1 :])
-                if part in either:
-                    some = ((each & others) for each in (part.first, part.second))
-                    return unite(*(mask.seen_together(q, firsts, end) for mask in some))
-                # Where both tell batch rows apart, what any row sees of each says too little.
-                if part._steady and 1 in (part.batch, others.batch):
-                    return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
+        few = sum(isinstance(part, Either) for part in parts) <= _MOST_EITHER
+        for part in parts if few and self.mover is None else ():
+            if not (part._steady or isinstance(part, Either)):
+                continue
+            others = reduce(and_, (other for other in parts if other is not part))
+            if isinstance(part, Either):
+                some = ((each & others) for each in (part.first, part.second))
+                return unite(*(mask.seen_together(q, firsts, end) for mask in some))
+            # Where both tell batch rows apart, what any row sees of each says too little.
+            if 1 in (part.batch, others.batch):
+                return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
         return super().seen_together(q, firsts, end)
 
     def _parts(self) -> Iterator[Mask]:
