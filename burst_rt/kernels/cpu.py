@@ -13,7 +13,7 @@ gradients are differences of nearly equal numbers, and O' costs a rounding more 
 
 The fused kernel has no softcap: with one, parts that fit into the cache are done by matrix products
 (`UntiledKernel`). ALiBi is a float mask a part. The fused kernel has one head_dim: where v has
-another, the smaller tensors of a part are padded with zeros.
+another, the smaller tensors of a part are padded with zeros. `bands.py` does bands without it.
 
 Two habits of the fused kernel are worked around here: it crashes on empty tensors (so it is never
 called with one), and it gives a row that sees no key lse 0 instead of -inf.
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from burst_rt.kernels.bands import backward_of_band, forward_of_band, scratch_of_band
 from burst_rt.kernels.base import (
     DTYPES,
     QKV,
@@ -62,16 +63,14 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 # Large enough that adding up the parts costs about one percent.
-_PART = Part(4096, 4096, 1, edge=128, largest=1024)
+_PART = Part(4096, 4096, 1, edge=128, largest=1024, strips=False)
 # For a tile of small pieces, or under a mask, which is made as a matrix: fewer rows and columns,
 # more heads.
-_SMALL_PART = Part(1024, 1024, 4, edge=128, largest=1024)
+_SMALL_PART = Part(1024, 1024, 4, edge=128, largest=1024, strips=False)
 # A tile is one of small pieces where these have so many rows, or columns, on average.
 _SMALL_SIDE = 1536
-# In the backward more is won by taking triangles apart, and of bands by more heads a call, where
-# there are more.
+# In the backward more is won by taking triangles apart.
 _LARGEST_BACKWARD = 1536
-_BANDS_BACKWARD = Part(512, 512, 8, edge=128, largest=_LARGEST_BACKWARD, strips=False)
 # The most cells of a mask that are made at once, of all batch rows and heads that it tells apart.
 _MOST_MASKED = 1 << 24
 # Where each head has a matrix of distances of its own.
@@ -129,19 +128,15 @@ class CpuKernel(Kernel):
             )
             some_tile = _tile_of_heads(tile, heads)._replace(first=False, last=False)
             for _, cuts in _parts(tile, part, together):
-                for cut in cuts:
-                    if tile.terms.softcap is None:
-                        _forward_part(
-                            some,
-                            some_tile,
-                            some_state,
-                            cut._replace(first=cut.first and fresh),
-                            dtype,
-                        )
+                for each in cuts:
+                    cut = each._replace(first=each.first and fresh)
+                    if tile.terms.softcap is not None:
+                        alone = some_tile._replace(pieces=(cut.alone(),))
+                        _untiled.forward(some, alone, some_state)
+                    elif cut.band and not part.strips:
+                        forward_of_band(some, tile.scale, cut, some_state)
                     else:
-                        _untiled.forward(
-                            some, some_tile._replace(pieces=(cut.alone(),)), some_state
-                        )
+                        _forward_part(some, some_tile, some_state, cut, dtype)
                     tile.progress()
         if tile.last:
             state.finish()
@@ -179,14 +174,15 @@ class CpuKernel(Kernel):
             sums = Gradients(*(None if x is None else _cut(x, 2, those) for x, those in at))
             some_tile = _tile_of_heads(tile, heads)
             for rows, cuts in _parts(tile, part, together):
-                capped = tile.terms.softcap is not None
-                queries = None if capped else _Queries(some.q, some_upstream, rows, dtype)
+                queries: _Queries | None = None
                 for cut in cuts:
-                    if queries is None:
-                        _untiled.backward(
-                            some, some_upstream, some_tile._replace(pieces=(cut.alone(),)), sums
-                        )
+                    if tile.terms.softcap is not None:
+                        alone = some_tile._replace(pieces=(cut.alone(),))
+                        _untiled.backward(some, some_upstream, alone, sums)
+                    elif cut.band and not part.strips:
+                        backward_of_band(some, some_upstream, tile.scale, cut, sums)
                     else:
+                        queries = queries or _Queries(some.q, some_upstream, rows, dtype)
                         _backward_part(queries, some, some_tile, cut, sums)
                     tile.progress()
 
@@ -195,10 +191,7 @@ class CpuKernel(Kernel):
         part = self._size_of(tile, qkv)
         if forward or not part.edge:
             return part
-        more = qkv.k.shape[2] > part.kv_heads * torch.get_num_threads()
-        if more and part == _SMALL_PART and any(piece.band for piece in tile.pieces):
-            return _BANDS_BACKWARD
-        return part._replace(largest=_LARGEST_BACKWARD, strips=False)
+        return part._replace(largest=_LARGEST_BACKWARD)
 
     def _size_of(self, tile: Tile, qkv: QKV) -> Part:
         if tile.terms.softcap is not None:
@@ -240,13 +233,14 @@ class CpuKernel(Kernel):
         if tile.scores.softcap:
             parts = (_matrix_part(tile.batch * (tile.num_heads // tile.num_kv_heads)),)
         group = tile.num_heads // tile.num_kv_heads
+        strips = tile.banded and (of_heads or self.work_dtype(dtype) != sum_dtype(dtype))
         for part in parts:
             of_longest = part.kv_heads * torch.get_num_threads()
             kv_heads = min(tile.num_kv_heads, of_longest)
             # A call has few rows of many heads, or many rows of few.
             rows = min(tile.q_len * tile.num_kv_heads, part.q_len * of_longest) * group
             columns = min(tile.kv_len * tile.num_kv_heads, part.kv_len * of_longest)
-            if tile.banded:
+            if strips:
                 columns = STRIP_COLUMNS * kv_heads
             q_part = max(q_part, rows * channels)
             kv_part = max(kv_part, columns * channels)
@@ -258,13 +252,16 @@ class CpuKernel(Kernel):
             matrix = _untiled.scratch_bytes(forward, dtype, shape) if of_heads else 0
         masked = min(tile.q_len, _SMALL_PART.q_len) * min(tile.kv_len, _SMALL_PART.kv_len)
         masked = min(masked * tile.masked, _MOST_MASKED)
-        if tile.banded:
+        if strips:
             masked = max(masked, STRIP * min(tile.kv_len, STRIP_COLUMNS))
         mask = masked * (size + _MASK_BYTES)
         cast = sum_dtype(dtype) != dtype
         q_parts, kv_parts = (1 + cast, 2 * cast) if forward else (2 + 2 * cast, 2 + 2 * cast)
         fused = _FUSED_BYTES if forward else 2 * _FUSED_BYTES
-        return q_part * q_parts + kv_part * kv_parts + mask + matrix + fused
+        by_fused = q_part * q_parts + kv_part * kv_parts + mask + matrix + fused
+        if not tile.banded or strips:
+            return by_fused
+        return max(by_fused, scratch_of_band(forward, dtype, tile, _PART.q_len))
 
 
 def cpu_capabilities() -> Mapping[str, Any]:  # flags, numbers, names

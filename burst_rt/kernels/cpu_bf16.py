@@ -60,7 +60,7 @@ class CpuBf16Kernel(CpuKernel):
 
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> Part:
         """See `CpuKernel.part_of`. What a single call may do is not taken apart."""
-        part = super().part_of(tile, qkv, forward=forward)
+        part = super().part_of(tile, qkv, forward=forward)._replace(strips=True)
         if not forward:
             return part._replace(q_len=min(part.q_len, _MOST), kv_len=min(part.kv_len, _MOST))
         if tile.first and tile.last and len(tile.pieces) == 1 and not tile.pieces[0].masked:

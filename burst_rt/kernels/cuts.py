@@ -10,14 +10,13 @@ are left beside them, which have no hidden cells:
     L L T        one for the large square L
     L L S T
 
-Blocks that lie alike along a diagonal are one call: each is a batch row of it. A window (a band) is
-done in strips of a few rows, under a mask. In the backward each strip would add to all keys that it
-sees. There the band is an upper triangle, a rectangle and a lower triangle for each few rows:
+Blocks that lie alike along a diagonal are one call: each is a batch row of it.
 
-    U U
-      U R T      here for 2 rows at a time, and 4 keys a row
-        U U T
-          U R T
+A window (a band) is left whole, for `bands.py`, or is done by the fused kernel in strips of a few
+rows, under a mask. A very wide one is an upper triangle, a rectangle and a lower triangle:
+
+    U U R R T      here 2 rows of it, with 4 keys a row
+      U R R T T
 
 Stairs are a triangle whose small triangles are squares, without an edge to hide.
 
@@ -36,7 +35,9 @@ from typing import NamedTuple, TypeAlias
 from burst_rt.kernels.base import Tile
 from burst_rt.planning.masks import Piece, Relation
 
-__all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "Part", "parts_of", "parts_under_the_mask"]
+__all__ = [
+    "STRIP", "STRIP_COLUMNS", "WIDEST_BAND", "Cut", "Part", "parts_of", "parts_under_the_mask",
+]  # fmt: skip
 
 # What the mask shows of some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
@@ -44,8 +45,8 @@ _Relation: TypeAlias = Callable[[slice, slice], Relation]
 # Rows of a strip: as few as the fused kernel takes at once, so that little is computed beside the
 # band.
 STRIP = 32
-# Rows of the small triangles of a band: fewer than of others, as they are a larger share of it.
-_BAND_EDGE = 64
+# Columns that a row of a band sees, at most, for the band to be left whole.
+WIDEST_BAND = 4096
 # The most columns of all strips of a call.
 STRIP_COLUMNS = 16384
 
@@ -61,11 +62,11 @@ class Part(NamedTuple):
     q_len: int  # rows
     kv_len: int  # columns
     kv_heads: int  # for each thread
-    edge: int = 0  # rows of the small triangles; 0: none is taken apart, and bands are strips
+    edge: int = 0  # rows of the small triangles; 0: none is taken apart
     # Rows of the largest triangle that is taken apart. Of a larger one the blocks waste a smaller
     # share, and adding up its parts costs more.
     largest: int = 0
-    strips: bool = True  # whether bands are strips, however wide they are
+    strips: bool = True  # whether bands are strips for the fused kernel, however wide they are
 
 
 class Cut(NamedTuple):
@@ -247,8 +248,10 @@ def _taken_apart(cut: Cut, edge: int, most: int, *, whole: bool = False) -> Iter
 def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
     """A band. window: what its first row sees."""
     width, num_rows = window.stop - window.start, rows.stop - rows.start
-    edge = min(part.edge, _BAND_EDGE)
-    if part.strips or not 0 < edge < width:
+    if not part.strips and width <= max(WIDEST_BAND, num_rows):
+        yield Cut(rows, slice(window.start, window.stop - 1 + num_rows), band=True, first=True)
+        return
+    if part.strips:
         most = max(1, STRIP_COLUMNS // (width + STRIP))  # strips in a call
         for start, length, many in _blocks_of(num_rows, STRIP, STRIP):
             for number in range(0, many, most):
@@ -258,23 +261,11 @@ def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
                 count = min(most, many - number)
                 yield Cut(some, columns, band=True, num_blocks=count, step=STRIP, first=True)
         return
-    # Rows for which there are two triangles; the rectangles between them share no columns.
-    size = edge
-    while 2 * size < width:
-        size *= 2
     left, right = (_moved(slice(0, num_rows), x) for x in (window.start, window.stop - 1))
-    yield from _taken_apart(Cut(rows, left, upper=True, first=True), edge, size)
-    for start, length, many in _blocks_of(num_rows, size, size):
-        columns = slice(left.start + start + length, right.start + start)
-        if columns.start < columns.stop:
-            yield Cut(
-                _moved(slice(start, start + length), rows.start),
-                columns,
-                num_blocks=many,
-                step=size,
-            )
-    lower = Cut(rows, right, triangle=True)
-    yield from _taken_apart(lower, edge, size)
+    yield from _taken_apart(Cut(rows, left, upper=True, first=True), part.edge, num_rows)
+    for columns in _split(left.stop, right.start, part.kv_len):
+        yield Cut(rows, columns)
+    yield from _taken_apart(Cut(rows, right, triangle=True), part.edge, num_rows)
 
 
 def _blocks_of(size: int, length: int, step: int) -> Iterator[tuple[int, int, int]]:

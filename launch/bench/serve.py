@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import burst_rt
-from burst_rt import KVCache, SlidingWindow
+from burst_rt import KVCache, Mask, SlidingWindow
 from burst_rt.drivers import BaseDriver
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import progress, slowest_s
@@ -34,6 +36,8 @@ __all__ = ["MODEL", "PARTS", "Bench", "main"]
 MODEL = ModelConfig(layers=2, dim=512, heads=8, kv_heads=2)
 _PROMPTS = (4096, 8192, 16384, 32768)
 _CACHED = tuple(1024 << power for power in range(8))
+# The keys that a token sees where it does not see all that are cached.
+_WINDOW = 1024
 # Tokens that are timed for each pair that the other parts run.
 _TOKENS_A_PAIR = 20
 
@@ -115,26 +119,32 @@ class Bench:
 
         The lengths take turns. Of a token, what the runtime adds is the slowest rank's time without
         the longest that a rank spent in its kernel: messages, the merge, and all that is not
-        attention to keys. "once": what a token takes beside, whatever the number of layers.
+        attention to keys. "window": the same where the token sees 1,024 of the keys, however many
+        are cached. "once": what a token takes beside, whatever the number of layers.
         """
         lengths = self._up_to(_CACHED)
         caches = {length: self._filled(length, 2, room=1) for length in lengths}
         new = self._new_tokens(1)
-        took: dict[int, list[_Token]] = {length: [] for length in lengths}
+        masks = None, SlidingWindow(_WINDOW - 1)
+        took: dict[tuple[int, Mask | None], list[_Token]] = defaultdict(list)
         for turn in range(1 + self.pairs * _TOKENS_A_PAIR):
-            for length in lengths:
-                token = self._token(caches[length], new)
+            for at in product(lengths, masks):
+                token = self._token(caches[at[0]], new, at[1])
                 if turn:
-                    took[length].append(token)
-        return [self._token_row(length, took[length]) for length in lengths]
+                    took[at].append(token)
+        return [
+            self._token_row(length, *(took[length, mask] for mask in masks)) for length in lengths
+        ]
 
-    def _token(self, cache: KVCache, new: tuple[Tensor, Tensor, Tensor]) -> _Token:
+    def _token(
+        self, cache: KVCache, new: tuple[Tensor, Tensor, Tensor], mask: Mask | None
+    ) -> _Token:
         start_s = time.perf_counter()
         step = cache.step(1)
-        step.attend(0, *new)
+        step.attend(0, *new, mask=mask)
         first_s, first = time.perf_counter(), self.ctx.runtime.last_run
         processor_s = time.thread_time()
-        step.attend(1, *new)
+        step.attend(1, *new, mask=mask)
         processor_s = time.thread_time() - processor_s
         layer_s, later = time.perf_counter() - first_s, self.ctx.runtime.last_run
         cache.truncate(cache.lengths)  # drops the token
@@ -142,11 +152,11 @@ class Bench:
         once_s = first_s - start_s - of_first_s - (layer_s - of_later_s)
         return _Token(once_s, layer_s, of_later_s, processor_s)
 
-    def _token_row(self, length: int, own: Sequence[_Token]) -> dict[str, Cell]:
-        everyone = torch.zeros(self.ctx.world_size, len(own), len(_Token._fields)).double()
-        everyone[self.ctx.rank] = torch.tensor(own)
-        once, layer, kernel, processor = self.ctx.all_reduce(everyone).amax(0).T.tolist()
-        added = sorted(a - b for a, b in zip(layer, kernel, strict=True))
+    def _token_row(
+        self, length: int, own: Sequence[_Token], windowed: Sequence[_Token]
+    ) -> dict[str, Cell]:
+        once, layer, kernel, processor, added = self._of_all_ranks(own)
+        added.sort()
         return {
             "cached": length,
             "layer ms": 1e3 * median(layer),
@@ -154,8 +164,17 @@ class Bench:
             "kernel ms": 1e3 * median(kernel),
             "runtime adds ms": 1e3 * median(added),
             "a tenth below ms": 1e3 * added[len(added) // 10],
+            "adds, window ms": 1e3 * median(self._of_all_ranks(windowed)[-1]),
             "once a token ms": 1e3 * median(once),
         }
+
+    def _of_all_ranks(self, own: Sequence[_Token]) -> list[list[float]]:
+        """For each field of a token the worst rank's; then what the runtime added. Collective."""
+        everyone = torch.zeros(self.ctx.world_size, len(own), len(_Token._fields)).double()
+        everyone[self.ctx.rank] = torch.tensor(own)
+        once, layer, kernel, processor = self.ctx.all_reduce(everyone).amax(0).T.tolist()
+        added = [a - b for a, b in zip(layer, kernel, strict=True)]
+        return [once, layer, kernel, processor, added]
 
     def question(self) -> Rows:
         """One layer's attention of a question after a document, by keys and by queries."""

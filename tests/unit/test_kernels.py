@@ -5,6 +5,7 @@ parts are cut.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from spec import Attention, reference, relative_error
 from tolerances import ERROR
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from burst_rt import Full, Mask
 from burst_rt.errors import InputError
@@ -253,6 +257,41 @@ def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
         monkeypatch.setattr(f"burst_rt.kernels.cpu.{part}", Part(60, 48, 1, edge=4, largest=60))
     monkeypatch.setattr("burst_rt.kernels.cuts.STRIP", 7)
     assert_right(KERNELS["cpu"], make_block(name, dtype, batch=batch))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("widest", [8, 100])
+@pytest.mark.parametrize("name", ["a band", "a narrow band"])
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_bands_in_strips_add_up_to_the_spec(
+    dtype: torch.dtype,
+    name: str,
+    widest: int,
+    kv_heads: int,
+    batch: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strips of 3 rows of 2 kv heads at most, the last one shorter; wide bands in three pieces."""
+    q_len = 20 + widest  # a number for each `widest`, because parts are kept
+    part = Part(q_len, 48, 3, edge=4, largest=60, strips=False)
+    monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", part)
+    monkeypatch.setattr("burst_rt.kernels.cuts.WIDEST_BAND", widest)
+    for number, value in {"_ROWS": 6, "_FEWEST": 3, "_KV_HEADS": 2}.items():
+        monkeypatch.setattr(f"burst_rt.kernels.bands.{number}", value)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        block = make_block(name, dtype, heads=2 * kv_heads, kv_heads=kv_heads, batch=batch)
+        assert_right(KERNELS["cpu"], block)
+        truth = block.truth
+        for needs in ("q", "k", "v"):
+            got = run_backward(KERNELS["cpu"], block, truth, needs=needs)
+            for x, want in zip(got, truth[2:5], strict=True):
+                assert want is not None
+                assert x is None or relative_error(x, want) < ERROR[sum_dtype(dtype)]
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -534,6 +573,58 @@ def test_which_kernel_is_taken() -> None:
             pick(Work(cpu, torch.int32, 64, Full()), name)
         with pytest.raises(InputError, match="takes CPU tensors, got meta"):
             pick(Work(torch.device("meta"), torch.float32, 64, Full()), name)
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the bytes that torch's operators return in new memory, as long as it is in use."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {x.untyped_storage().data_ptr() for x in known}
+        self._live: dict[StorageWeakRef, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._live = {x: size for x, size in self._live.items() if not x.expired()}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage.data_ptr() not in self._known:
+                    self._live[StorageWeakRef(storage)] = storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        return out
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 3), (24, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_band_takes_no_more_memory_than_scratch_bytes(
+    dtype: torch.dtype, heads: int, kv_heads: int, threads: int
+) -> None:
+    rows, columns, head_dim = 1700, 2400, 32
+    kernel, before = KERNELS["cpu"], torch.get_num_threads()
+    q, dout = (torch.randn(2, rows, heads, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(2, columns, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    piece = Piece(0, rows, 0, columns, False, False, rows * 701, False, True)
+    block = Block(q, k, v, dout, torch.empty(0), (piece,), Table(torch.empty(0, 0)))
+    (tile,) = tiles(block, split=False)
+    shape = TileShape(2, heads, kv_heads, head_dim, rows, columns, banded=True)
+    torch.set_num_threads(threads)
+    try:
+        state = empty_state(q)
+        with _Peak([*block.qkv, *state]) as forward:
+            kernel.forward(block.qkv, tile._replace(last=False), state)
+        state.finish()
+        wide = state.acc.dtype
+        upstream = Upstream(dout, state.lse, torch.zeros_like(state.lse))
+        sums = Gradients(*(torch.zeros(x.shape, dtype=wide) for x in block.qkv))
+        with _Peak([*block.qkv, *upstream, *sums]) as backward:
+            kernel.backward(block.qkv, upstream, tile, sums)
+        for direction, peak in ((True, forward.peak_bytes), (False, backward.peak_bytes)):
+            assert 0 < peak <= kernel.scratch_bytes(direction, dtype, shape)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -52,7 +52,7 @@ def test_every_part_measures(parts: dict[str, Rows]) -> None:
         "chunks": {"tokens", "chunk", "whole s", "in chunks s", "more %"},
         "token": {
             "cached", "layer ms", "processor ms", "kernel ms", "runtime adds ms",
-            "a tenth below ms", "once a token ms",
+            "a tenth below ms", "adds, window ms", "once a token ms",
         },
         "question": {
             "document", "question", "strategy", "ms", "of ring-kv's time, paired", "sent MiB",
