@@ -579,7 +579,7 @@ class _Peak(TorchDispatchMode):
     """Counts the bytes that torch's operators return in new memory, as long as it is in use."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = {x.untyped_storage().data_ptr() for x in known}
         self._live: dict[StorageWeakRef, int] = {}
         self.peak_bytes = 0
@@ -618,8 +618,9 @@ def test_a_band_takes_no_more_memory_than_scratch_bytes(
         state.finish()
         wide = state.acc.dtype
         upstream = Upstream(dout, state.lse, torch.zeros_like(state.lse))
-        sums = Gradients(*(torch.zeros(x.shape, dtype=wide) for x in block.qkv))
-        with _Peak([*block.qkv, *upstream, *sums]) as backward:
+        zeros = [torch.zeros(x.shape, dtype=wide) for x in block.qkv]
+        sums = Gradients(*zeros)
+        with _Peak([*block.qkv, *upstream, *zeros]) as backward:
             kernel.backward(block.qkv, upstream, tile, sums)
         for direction, peak in ((True, forward.peak_bytes), (False, backward.peak_bytes)):
             assert 0 < peak <= kernel.scratch_bytes(direction, dtype, shape)
