@@ -59,10 +59,14 @@ class CpuBf16Kernel(CpuKernel):
         return remarks_on_partials(work)
 
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> Part:
-        """See `CpuKernel.part_of`. What a single call may do is not taken apart."""
+        """See `CpuKernel.part_of`. What a single call may do is not taken apart.
+
+        A triangle of the backward is one call: small ones cost more in bfloat16 than they save.
+        """
         part = super().part_of(tile, qkv, forward=forward)._replace(strips=True)
         if not forward:
-            return part._replace(q_len=min(part.q_len, _MOST), kv_len=min(part.kv_len, _MOST))
+            q_len, kv_len = (min(most, _MOST) for most in (part.q_len, part.kv_len))
+            return part._replace(q_len=q_len, kv_len=kv_len, largest=0)
         if tile.first and tile.last and len(tile.pieces) == 1 and not tile.pieces[0].masked:
             return part._replace(q_len=qkv.q.shape[1], kv_len=qkv.k.shape[1])
         return part

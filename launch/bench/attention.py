@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 import burst_rt
-from burst_rt import Causal, Documents, Mask, Prefix, SlidingWindow
+from burst_rt import Causal, Context, Documents, Mask, Prefix, SlidingWindow
+from burst_rt.kernels import PARTIALS
 from burst_rt.launch.bench.plots import draw_bars
 from burst_rt.launch.bench.report import Cell, median, publish
 from burst_rt.launch.bench.timing import WorstIdle, progress, slowest_s, worst_idle
@@ -84,12 +85,13 @@ class Bench:
         causal: bool = False,
         strategy: str = "auto",
         mask: Mask | None = None,
+        ctx: Context | None = None,
     ) -> Callable[[], object]:
         """A function that runs forward and backward over the ranks. Under a mask in the layout that
-        is even for it.
+        is even for it. ctx: a context of the same ranks with settings of its own.
         """
         kind = "balanced" if mask else "zigzag" if causal else "contiguous"
-        layout = self.ctx.layout(tokens, kind, mask=mask)
+        layout = (ctx or self.ctx).layout(tokens, kind, mask=mask)
         q, k, v, dout = self.inputs(layout.shard_len, heads, head_dim, dtype)
         for x in (q, k, v):
             x.requires_grad_()
@@ -131,8 +133,20 @@ class Bench:
 
         return run
 
-    def speed(self, dtype: torch.dtype = torch.float32) -> Rows:
-        """Forward + backward in `dtype` against torch's fused attention."""
+    def speed(self) -> Rows:
+        """Forward + backward in float32 against torch's fused attention."""
+        return self._speed(self.ctx, torch.float32)
+
+    def bf16(self) -> Rows:
+        """`speed` in bfloat16: with partial results in float32, and where these may be rounded."""
+        rows: Rows = []
+        for partials in PARTIALS:
+            with burst_rt.init(timeout_s=1200, stall_s=120, partials=partials) as ctx:
+                found = self._speed(ctx, torch.bfloat16)
+            rows.extend({"partials": partials} | row for row in found)
+        return rows
+
+    def _speed(self, ctx: Context, dtype: torch.dtype) -> Rows:
         rows: Rows = []
         for tokens, heads in (
             (2048, 8),
@@ -146,7 +160,7 @@ class Bench:
                     continue
                 shape = (tokens, heads, 64, dtype, causal)
                 ours, alone, ratio, paired = self.versus(
-                    self.ours(*shape), self.torch_alone(*shape)
+                    self.ours(*shape, ctx=ctx), self.torch_alone(*shape)
                 )
                 rows.append(
                     {
@@ -156,10 +170,6 @@ class Bench:
                     }
                 )  # fmt: skip
         return rows
-
-    def bf16(self) -> Rows:
-        """`speed` in bfloat16."""
-        return self.speed(torch.bfloat16)
 
     def masks(self) -> Rows:
         """Forward + backward under masks: time for each cell that is seen, relative to causal's.
@@ -557,7 +567,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                         png,
                         rows,
                         ["ranks s", "torch s"],
-                        label=lambda row: f"{row['tokens']:,} {row['mask']}",
+                        label=lambda row: " ".join(
+                            (f"{row['tokens']:,}", row["mask"], row.get("partials", ""))
+                        ),
                         title=title,
                     )
     bench.ctx.close()
