@@ -88,26 +88,28 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
         spans = mask.outline(np.concatenate([positions_of(run) for run in q]))
     # Before a position stand as many columns as there are before it in all runs together.
     by_run = [spans.columns(run) for run in kv]
-    starts, stops = (np.sum(bounds, axis=0) for bounds in zip(*by_run, strict=True))
-    bounds = np.stack(_padded(Spans(starts, stops))).transpose(1, 0, 3, 2)
-    return ColumnSpans(np.ascontiguousarray(bounds, np.int32), sum(map(len, kv)))
+    found = by_run[0]
+    for other in by_run[1:]:
+        found = Spans(*(x + y for x, y in zip(found, other, strict=True)))
+    return ColumnSpans(_bounds(found), sum(map(len, kv)))
 
 
-def _padded(spans: Spans) -> Spans:
-    """The same without empty spans, and a power of two wide."""
+def _bounds(spans: Spans) -> Integers:
+    """`ColumnSpans.bounds`: without empty spans, and a power of two wide."""
     there = spans.starts < spans.stops
+    batch, rows, _ = there.shape
     most = int(there.sum(-1).max(initial=0))
-    width = 1 << (max(1, most) - 1).bit_length()
-    if spans.width == width == 1:
-        return Spans(*(np.where(there, bound, 0) for bound in spans))
-    batch, row, number = np.nonzero(there)
-    place = (np.cumsum(there, axis=-1) - 1)[batch, row, number]
-    found = []
-    for bound in spans:
-        kept = np.zeros((*there.shape[:2], width), np.int64)
-        kept[batch, row, place] = bound[batch, row, number]
-        found.append(kept)
-    return Spans(*found)
+    bounds = np.zeros((batch, 2, 1 << (max(1, most) - 1).bit_length(), rows), np.int32)
+    if (there[..., 1:] <= there[..., :-1]).all():  # the empty ones come last already
+        for side, bound in enumerate(spans):
+            into = bounds[:, side, :most].transpose(0, 2, 1)
+            np.copyto(into, bound[..., :most], where=there[..., :most], casting="same_kind")
+        return bounds
+    row = np.nonzero(there)
+    place = (np.cumsum(there, axis=-1) - 1)[row]
+    for side, bound in enumerate(spans):
+        bounds[row[0], side, place, row[1]] = bound[row]
+    return bounds
 
 
 def work_list(

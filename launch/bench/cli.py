@@ -232,22 +232,25 @@ _REPEATS = click.option(
     "--part",
     "parts",
     multiple=True,
-    type=click.Choice(["measured", "simulated"]),
-    help="Only this part; may be repeated. [default: both]",
+    type=click.Choice(["measured", "tables", "simulated"]),
+    help="Only this part; may be repeated. [default: all]",
 )
 @_REPEATS
 @_OUT
 @click.pass_context
 def masks(ctx: click.Context, parts: tuple[str, ...], repeats: int, out: Path | None) -> None:
     """Masks: measured on 2 ranks of this machine, against causal and against torch with a dense
-    mask; and simulated on 8 to 64 H100, packed documents in several layouts and ways.
+    mask; what planning takes for masks never seen before; and simulated on 8 to 64 H100, packed
+    documents in several layouts and ways.
     """
-    from burst_rt.launch.bench.masks import main
+    from burst_rt.launch.bench import masks, tables
 
     if "measured" in (parts or ("measured",)):
         ctx.invoke(attention, parts=("masks",), repeats=repeats, out=out)
+    if "tables" in (parts or ("tables",)):
+        tables.main(repeats, out)
     if "simulated" in (parts or ("simulated",)):
-        main(out)
+        masks.main(out)
 
 
 @command.command()
@@ -474,7 +477,7 @@ def every(ctx: click.Context, out: Path | None) -> None:
     """Run all benchmarks that need no GPU, with their defaults (an hour or two)."""
     for each in (engine, attention, layer, strategies, predict, scaling, serve, paper, aot):
         ctx.invoke(each, out=out)
-    ctx.invoke(masks, parts=("simulated",), out=out)
+    ctx.invoke(masks, parts=("tables", "simulated"), out=out)
 
 
 @command.command()

@@ -176,6 +176,8 @@ def _beside(x: Positions, y: Positions) -> Positions:
 
 
 def _sorted(starts: Positions, stops: Positions) -> Spans:
+    if (starts[..., :-1] <= starts[..., 1:]).all():  # which takes far less time to see
+        return _trimmed(starts, stops)
     order = np.argsort(starts, axis=-1, kind="stable")
     return _trimmed(*(np.take_along_axis(x, order, axis=-1) for x in (starts, stops)))
 

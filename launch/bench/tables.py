@@ -1,0 +1,175 @@
+"""`burst-rt bench masks`, tables: what the host does for masks that it has never seen before.
+
+Packed batches bring new documents every step. A plan's tables are then made anew; its graph is only
+verified where rows go a way that is new. All of it is the work of one thread of one process, and is
+timed by that thread's processor time. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from burst_rt.attention.planner import PlanKey, Planner
+from burst_rt.launch.bench.report import Cell, median, publish
+from burst_rt.planning.layouts import BALANCED, make_layout
+from burst_rt.planning.masks import BlockSparse, Causal, Documents, First, Mask, SlidingWindow
+from burst_rt.planning.problem import Problem
+from burst_rt.planning.strategies import choose
+from burst_rt.planning.worklist import column_spans, work_list
+
+__all__ = ["main"]
+
+_STEPS, _WARM_UP = 500, 20
+_STEP_TOKENS, _STEP_RANKS = 32_768, 2
+_TOKENS, _RANKS = 1 << 20, 64
+_TILE = 1 << 16
+_BLOCK = 128  # tokens of a block of `BlockSparse`
+# Rows x columns of the work of one program, of the forward and of dk and dv.
+_BY_ROWS, _BY_COLUMNS = (128, 64), (64, 128)
+
+
+def main(repeats: int, out: Path | None, *, steps: int = _STEPS, shrink: int = 1) -> None:
+    """Times and prints three tables. Local. Takes some two minutes.
+
+    repeats: masks of each row of the last two tables. shrink: divides their tokens.
+    """
+    publish(
+        f"planning a step with fresh documents, {_STEP_TOKENS:,} tokens, {_STEP_RANKS} ranks",
+        [_steps(steps)],
+        out,
+        f"{steps} steps after {_WARM_UP}, forward and backward of rank 0, zigzag; processor time",
+    )
+    tokens = _TOKENS // shrink
+    publish(
+        f"a rank's own tables, {tokens:,} tokens, {_RANKS} ranks",
+        [
+            _own_tables(name, kind, tokens, repeats)
+            for name in _MASKS
+            for kind in ("zigzag", BALANCED, "striped")
+        ],
+        out,
+        f"medians of {repeats} fresh masks, rank 1; a plan has the tables of both directions, and "
+        "the graphs of all ranks verified; processor time",
+    )
+    tokens = _TILE // shrink
+    publish(
+        f"one tile for the Triton kernels, {tokens:,} x {tokens:,}",
+        [_tile(name, tokens, repeats) for name in _MASKS],
+        out,
+        f"medians of {repeats} fresh masks; lists in blocks of {_BY_ROWS} and {_BY_COLUMNS}; "
+        "processor time",
+    )
+
+
+def _documents(tokens: int, seed: int) -> Mask:
+    chance, lengths, left = random.Random(seed), [], tokens
+    while left:
+        lengths.append(min(left, max(1, int(1024 * chance.lognormvariate(0, 1)))))
+        left -= lengths[-1]
+    return Causal() & Documents(lengths)
+
+
+def _window(tokens: int, seed: int) -> Mask:
+    return Causal() & (SlidingWindow(min(4096, tokens // 2) - seed % 64) | First(4))
+
+
+def _blocks(tokens: int, seed: int) -> Mask:
+    side = -(-tokens // _BLOCK)
+    return Causal() & BlockSparse(np.random.default_rng(seed).random((side, side)) < 0.02, _BLOCK)
+
+
+_MASKS: dict[str, Callable[[int, int], Mask]] = {
+    "causal documents": _documents,
+    "window and first tokens": _window,
+    "2 % of blocks, causal": _blocks,
+}
+_seeds = count()
+
+
+def _problem(mask: Mask, tokens: int, ranks: int, kind: str) -> Problem:
+    layout = make_layout(kind, tokens, ranks, mask if kind == BALANCED else None)
+    return Problem(
+        q_layout=layout,
+        kv_layout=layout,
+        mask=mask,
+        batch=1,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        input_bytes=4,
+        sum_bytes=4,
+        needs_grad=(True, True, True),
+    )
+
+
+def _plan(planner: Planner, problem: Problem) -> None:
+    for forward in (True, False):
+        key = PlanKey(forward, problem, "auto", "cpu", torch.float32, torch.device("cpu"))
+        planner.plan(key)
+
+
+def _steps(steps: int) -> dict[str, Cell]:
+    planner, took_s = Planner(0), []
+    for _ in range(_WARM_UP + steps):
+        mask = _documents(_STEP_TOKENS, next(_seeds))
+        problem = _problem(mask, _STEP_TOKENS, _STEP_RANKS, "zigzag")
+        took_s.append(_seconds(partial(_plan, planner, problem)))
+    took_s = sorted(took_s[_WARM_UP:])
+    return {
+        "a step ms": 1e3 * median(took_s),
+        "nine tenths below ms": 1e3 * took_s[9 * steps // 10],
+        "longest ms": 1e3 * took_s[-1],
+    }
+
+
+def _own_tables(name: str, kind: str, tokens: int, repeats: int) -> dict[str, Cell]:
+    took_s: dict[str, list[float]] = {
+        "layout s": [],
+        "forward s": [],
+        "backward s": [],
+        "plan s": [],
+    }
+    for _ in range(repeats):
+        mask = _MASKS[name](tokens, next(_seeds))
+        made: list[Problem] = []
+        took_s["layout s"].append(
+            _seconds(lambda mask=mask, made=made: made.append(_problem(mask, tokens, _RANKS, kind)))  # type: ignore[misc]
+        )
+        for forward, of in ((True, "forward s"), (False, "backward s")):
+            took_s[of].append(_seconds(partial(_graph, made[0], forward)))
+        fresh = _problem(_MASKS[name](tokens, next(_seeds)), tokens, _RANKS, kind)
+        took_s["plan s"].append(_seconds(partial(_plan, Planner(1), fresh)))
+    return {"mask": name, "layout": kind} | {of: median(found) for of, found in took_s.items()}
+
+
+def _graph(problem: Problem, forward: bool) -> None:
+    choose(problem, "auto", forward=forward).program.graph(1)
+
+
+def _tile(name: str, tokens: int, repeats: int) -> dict[str, Cell]:
+    spans_s, by_rows_s, by_columns_s = [], [], []
+    whole = (range(tokens),)
+    for _ in range(repeats):
+        mask = _MASKS[name](tokens, next(_seeds))
+        spans_s.append(_seconds(partial(column_spans, mask, whole, whole)))
+        spans = column_spans(mask, whole, whole)
+        by_rows_s.append(_seconds(partial(work_list, spans, *_BY_ROWS)))
+        by_columns_s.append(_seconds(partial(work_list, spans, *_BY_COLUMNS, by_columns=True)))
+    parts = {"spans": spans_s, "by rows": by_rows_s, "by columns": by_columns_s}
+    medians = {f"{part} ms": 1e3 * median(found) for part, found in parts.items()}
+    return {"mask": name} | medians | {"all ms": sum(medians.values())}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Processor time of this thread."""
+    started_s = time.thread_time()
+    run()
+    return time.thread_time() - started_s

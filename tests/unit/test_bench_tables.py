@@ -1,0 +1,28 @@
+"""What `burst-rt bench masks` measures of planning, on short sequences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from burst_rt.launch.bench import tables
+
+
+def test_every_mask_and_layout_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "tables.json"
+    tables.main(1, out, steps=2, shrink=64)
+    found = json.loads(out.read_text())
+    found.pop("machine")
+    steps, own, tile = found.values()
+    assert len(steps) == 1
+    asked = [(name, kind) for name in tables._MASKS for kind in ("zigzag", "balanced", "striped")]
+    assert [(row["mask"], row["layout"]) for row in own] == asked
+    assert [row["mask"] for row in tile] == list(tables._MASKS)
+    numbers = [x for row in (*steps, *own, *tile) for x in row.values() if isinstance(x, float)]
+    assert len(numbers) == 3 + 4 * len(own) + 4 * len(tile)
+    assert all(x >= 0 for x in numbers)
+
+
+def test_masks_are_fresh_and_the_same_again_by_their_seed() -> None:
+    for make in tables._MASKS.values():
+        assert make(4096, 1) == make(4096, 1) != make(4096, 2)
