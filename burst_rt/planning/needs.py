@@ -9,6 +9,10 @@ All ranks' rows are asked about at once, because packed batches bring a new mask
    evenly spaced.
 2. What the queries of a part see together is intervals of key positions (`_seen`).
 3. An interval meets consecutive parts of the keys, once these are in order of position (`_Order`).
+
+Under `BlockSparse` a query sees many intervals, the same ones as all queries of its label (a row of
+the table). There step 3 is done once for a label, and not for each part that has rows of it
+(`_mark_by_label`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import numpy as np
 
 from burst_rt.planning.layouts import Block
 from burst_rt.planning.masks import Mask, Relation
-from burst_rt.planning.masks.spans import Positions
+from burst_rt.planning.masks.spans import Positions, Spans
 
 __all__ = ["ROWS_TOGETHER", "Needed", "Needs", "Rows", "find_needs", "num_rows", "united"]
 
@@ -39,6 +43,8 @@ ROWS_TOGETHER = 256
 _SAMPLED_ROWS = 256
 # Arrays that need not hold everything at once hold about so many numbers.
 _SOME = 1 << 22
+# Parts of queries are looked at together with others that may have the same labels.
+_SOME_PARTS = 128
 
 
 class Needs(NamedTuple):
@@ -72,11 +78,16 @@ def find_needs(
     q, kv = _Side(queries), _Side(keys)
     if not mask.has_spans:
         return _by_relation(mask, q, kv)
-    met = np.zeros((len(q.runs), len(kv.part_run)), bool)
+    order, apart = _Order(kv), mask.by_label()
+    in_order = np.zeros((len(q.runs), len(kv.part_run)), bool)
     needed = np.zeros((kv.num_ranks, len(q.part_run)), bool)
-    order = _Order(kv)
-    for seen in _seen(mask, q, kv.end):
-        order.mark(met, needed, seen, q)
+    if apart and 1 in (apart[0].batch, apart[1].batch):
+        _mark_by_label(*apart, q, kv.end, order, in_order, needed)
+    else:
+        for seen in _seen(mask, q, kv.end):
+            order.mark(in_order, needed, seen, q.part_run)
+    met = np.empty_like(in_order)
+    met[:, order.parts] = in_order
     return Needs(kv.of_runs(met), q.rows(needed), kv.rows(_by_rank(met, q)))
 
 
@@ -120,6 +131,13 @@ class _Side:
         self.part_len = np.minimum((group + 1) * some - at, self.run_len[of_run]) - row
         self.part_step = run_step[of_run]
         self.part_start = run_start[of_run] + self.part_step * row
+
+    def places(self, parts: slice | Positions) -> tuple[Positions, Positions]:
+        """Of each row of some parts: its part, counted among these, and its position."""
+        start, step, length = (x[parts] for x in (self.part_start, self.part_step, self.part_len))
+        part = np.repeat(np.arange(len(length)), length)
+        first = np.cumsum(length) - length
+        return part, start[part] + step[part] * (np.arange(len(part)) - first[part])
 
     def of_runs(self, parts: _Flags) -> _Flags:
         """`[n, parts]` to `[n, runs]`: whether any part of a run is marked."""
@@ -187,16 +205,97 @@ def _seen(mask: Mask, q: _Side, end: int) -> Iterator[_Intervals]:
     sampled = q.part_start[:: max(1, len(q.part_start) // _SAMPLED_ROWS)]
     width = mask.batch * mask.spans(sampled).width * ROWS_TOGETHER
     for some in _slices(len(q.part_len), width):
-        start, step, length = (x[some] for x in (q.part_start, q.part_step, q.part_len))
-        part = np.repeat(np.arange(len(length)), length)
-        first = np.cumsum(length) - length
-        places = start[part] + step[part] * (np.arange(len(part)) - first[part])
+        part, places = q.places(some)
         begins = np.diff(part, prepend=-1).astype(bool) | mask.changes(places)
         firsts = np.flatnonzero(begins)
         spans = mask.seen_together(places, firsts, end)
         group, number = np.nonzero(spans.starts[0] < spans.stops[0])
         bounds = (x[0, group, number] for x in spans)
         yield _Intervals(some.start + part[firsts][group], *bounds)
+
+
+def _mark_by_label(
+    labelled: Mask, others: Mask, q: _Side, end: int, order: _Order, met: _Flags, needed: _Flags
+) -> None:
+    """Marks what `labelled & others` shows; see `_Order.mark`. labelled: a mask with labels.
+
+    What `others` shows to all rows of a label at hand is marked for the label, and handed on to the
+    parts that have rows of it. What it shows to some of them only is marked part by part: under a
+    causal mask, blocks on the diagonal.
+    """
+    # Parts of the same positions come together: of a striped layout, those of all ranks.
+    by_position = np.argsort(q.part_start, kind="stable")
+    for some in _slices(len(by_position), ROWS_TOGETHER * _SOME_PARTS):
+        parts = by_position[some]
+        part, places = q.places(parts)
+        _, shown, label = np.unique(
+            labelled.labels(places), return_index=True, return_inverse=True
+        )
+        begins = np.diff(part, prepend=-1).astype(bool) | (np.diff(label, prepend=-1) != 0)
+        firsts = np.flatnonzero(begins)
+        start, stop = _seen_by_all(others.spans(places), label, end)
+        spans = labelled.spans(places[shown]).together(np.arange(len(shown)), end)
+        sure = _meeting(spans, np.arange(len(shown)), start, stop)
+        of_label = np.zeros((len(shown), met.shape[1]), bool)
+        order.mark(of_label, None, sure, np.arange(len(shown)))
+        has = np.zeros((len(parts), len(shown)), bool)
+        has[part[firsts], label[firsts]] = True
+        of_part = _any(has, of_label)
+        needed[:, parts] |= _any(of_part, order.of_rank).T
+        run, run_of = np.unique(q.part_run[parts], return_inverse=True)
+        met[run] |= _any(np.arange(len(run))[:, None] == run_of, of_part)
+
+        begins |= others.changes(places)
+        firsts = np.flatnonzero(begins)
+        together = others.seen_together(places, firsts, end)
+        a, b = (x[label[firsts]][:, None] for x in (start, stop))
+        for first, last in (
+            (together.starts[0], np.minimum(together.stops[0], a)),
+            (np.maximum(together.starts[0], b), together.stops[0]),
+        ):
+            group, number = np.nonzero(first < last)
+            rest = _meeting(spans, label[firsts[group]], first[group, number], last[group, number])
+            at = parts[part[firsts[group[rest.part]]]]
+            in_order = np.argsort(at, kind="stable")
+            rest = _Intervals(*(x[in_order] for x in (at, rest.start, rest.stop)))
+            order.mark(met, needed, rest, q.part_run)
+
+
+def _any(a: _Flags, b: _Flags) -> _Flags:
+    """The product of two matrices of booleans."""
+    found: _Flags = a.astype(np.float32) @ b.astype(np.float32) > 0
+    return found
+
+
+def _seen_by_all(spans: Spans, label: Positions, end: int) -> tuple[Positions, Positions]:
+    """By label, keys that all rows of the label see: (start, stop), where stop may be start."""
+    in_order = np.argsort(label, kind="stable")
+    firsts = np.flatnonzero(np.diff(label[in_order], prepend=-1))
+    if spans.width > 1:
+        return np.zeros_like(firsts), np.zeros_like(firsts)
+    start, stop = (np.clip(x[:, in_order, 0], 0, end) for x in spans)
+    start = np.maximum.reduceat(start.max(0), firsts)
+    return start, np.maximum(np.minimum.reduceat(stop.min(0), firsts), start)
+
+
+def _meeting(spans: Spans, row: Positions, start: Positions, stop: Positions) -> _Intervals:
+    """What stretches of keys and the spans of a row have in common; `part` is the stretch's number.
+
+    row, start, stop: of each stretch. spans: `[1, rows, width]`.
+    """
+    far = int(spans.starts.shape[1] and stop.max(initial=0)) + 1
+    there = spans.starts[0] < spans.stops[0]
+    axis = np.arange(len(there))[:, None] * far
+    starts, stops = ((np.minimum(x[0], far - 1) + axis)[there] for x in spans)
+    first = np.searchsorted(stops, start + row * far, side="right")
+    last = np.searchsorted(starts, stop + row * far)
+    found = []
+    for number, at in _pairs(first, np.where(start < stop, last, first)):
+        begin = np.maximum(starts[at] - row[number] * far, start[number])
+        found.append((number, begin, np.minimum(stops[at] - row[number] * far, stop[number])))
+    if not found:
+        return _Intervals(*(np.zeros(0, np.int64) for _ in range(3)))
+    return _Intervals(*map(np.concatenate, zip(*found, strict=True)))
 
 
 class _Order:
@@ -208,21 +307,24 @@ class _Order:
     """
 
     def __init__(self, kv: _Side) -> None:
-        order = self.order = np.lexsort((kv.part_start, kv.part_step))
+        order = self.parts = np.lexsort((kv.part_start, kv.part_step))
         self._step, self._low = kv.part_step[order], kv.part_start[order]
         self._high = self._low + self._step * (kv.part_len[order] - 1)
         self._rank = kv.run_rank[kv.part_run[order]]
+        self.of_rank = self._rank[:, None] == np.arange(kv.num_ranks)  # [parts, ranks]
         # How many of so many first parts each rank has.
-        self._of_rank = np.zeros((kv.num_ranks, len(order) + 1), np.int32)
-        self._of_rank[self._rank, np.arange(1, len(order) + 1)] = 1
-        np.cumsum(self._of_rank, axis=1, out=self._of_rank)
+        self._count = np.zeros((kv.num_ranks, len(order) + 1), np.int32)
+        np.cumsum(self.of_rank.T, axis=1, dtype=np.int32, out=self._count[:, 1:])
 
-    def mark(self, met: _Flags, needed: _Flags, seen: _Intervals, q: _Side) -> None:
-        """Marks what intervals meet: in `met` `[q runs, kv parts]`, in `needed` `[ranks, q parts]`.
+    def mark(
+        self, met: _Flags, needed: _Flags | None, seen: _Intervals, run_of: Positions
+    ) -> None:
+        """Marks what intervals meet: in `met` `[q runs, kv parts]`, whose columns are in this
+        order, and in `needed` `[ranks, q parts]`.
 
-        The intervals are in order of their parts.
+        The intervals are in order of their parts. run_of: the run of each part of the queries.
         """
-        q_run = q.part_run[seen.part]
+        q_run = run_of[seen.part]
         sets = np.flatnonzero(np.diff(self._step, prepend=0, append=0)).tolist()
         for begin, end in pairwise(sets):
             step, low, high = self._step[begin], self._low[begin:end], self._high[begin:end]
@@ -235,8 +337,9 @@ class _Order:
             last = begin + np.searchsorted(low, seen.stop - step, side="right")
             last = np.where(seen.stop - seen.start >= step, np.maximum(first, last), first)
             self._mark(met, q_run, first, last)
-            for some in _slices(len(first), len(self._of_rank)):
-                meets = self._of_rank[:, first[some]] < self._of_rank[:, last[some]]
+            for some in _slices(len(first), 0 if needed is None else len(self._count)):
+                assert needed is not None
+                meets = self._count[:, first[some]] < self._count[:, last[some]]
                 rank, number = np.nonzero(meets)
                 needed[rank, seen.part[some][number]] = True
             # Of the rest, the first position that does not lie before the interval decides.
@@ -245,14 +348,15 @@ class _Order:
                 at = self._low[place] + step * -(-before // step)
                 meet = (at < seen.stop[number]) & (at <= self._high[place])
                 number, place = number[meet], place[meet]
-                met[q_run[number], self.order[place]] = True
-                needed[self._rank[place], seen.part[number]] = True
+                met[q_run[number], place] = True
+                if needed is not None:
+                    needed[self._rank[place], seen.part[number]] = True
 
     def _mark(self, met: _Flags, q_run: Positions, first: Positions, last: Positions) -> None:
         """Marks in `met` that runs of queries meet the parts from one place to another."""
         there = np.flatnonzero(first < last)
         q_run, first, last = q_run[there], first[there], last[there]
-        places = len(self.order) + 1
+        places = len(self.parts) + 1
         for some in _slices(len(met), places):
             a, b = np.searchsorted(q_run, (some.start, some.stop))
             if a == b:
@@ -262,8 +366,8 @@ class _Order:
             at = (q_run[a:b] - some.start) * places
             np.add.at(edges.ravel(), at + first[a:b], np.int32(1))  # other types take far longer
             np.add.at(edges.ravel(), at + last[a:b], np.int32(-1))
-            inside = edges[:, :-1].cumsum(axis=1, dtype=np.int32) > 0
-            met[some.start : some.start + num_runs, self.order] |= inside
+            np.cumsum(edges, axis=1, out=edges)
+            met[some.start : some.start + num_runs] |= edges[:, :-1] > 0
 
 
 def _pairs(first: Positions, last: Positions) -> Iterator[tuple[Positions, Positions]]:

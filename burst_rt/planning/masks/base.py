@@ -258,6 +258,19 @@ class Mask:
         """
         return False
 
+    def by_label(self) -> tuple[Mask, Mask] | None:
+        """Two masks that combined by `&` are this one, the first with `labels`; None: there are not
+        such two.
+        """
+        return None
+
+    def labels(self, q: Positions) -> Positions:
+        """A number for each query; those with equal numbers see the same keys. q: int64 `[rows]`.
+
+        Only of masks that `by_label` gives.
+        """
+        raise NotImplementedError
+
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
         """What groups of queries see together, of the keys before `end`: `[1, groups, width]`.
 
@@ -480,6 +493,14 @@ class Both(_Pair):
             if 1 in (part.batch, others.batch):
                 return intersect(*(x.seen_together(q, firsts, end) for x in (part, others)))
         return super().seen_together(q, firsts, end)
+
+    def by_label(self) -> tuple[Mask, Mask] | None:
+        """See `Mask.by_label`: the first of the masks that has labels, and all others."""
+        parts = list(self._parts())
+        for part in parts:
+            if part.by_label():
+                return part, reduce(and_, (other for other in parts if other is not part))
+        return None
 
     def _parts(self) -> Iterator[Mask]:
         """All masks that this one combines by `&`."""

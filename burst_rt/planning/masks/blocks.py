@@ -11,6 +11,7 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, Relation
+from burst_rt.planning.masks.positions import Full
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
 __all__ = ["BlockSparse"]
@@ -99,13 +100,21 @@ class BlockSparse(Mask):
 
     def changes(self, q: Positions) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """See `Mask.changes`: where another row of the table begins."""
-        block = (q - self._shift) // self._block
+        block = self.labels(q)
         changed: np.ndarray[Any, np.dtype[np.bool_]] = np.diff(block, prepend=block[:1]) != 0
         return changed
 
+    def by_label(self) -> tuple[Mask, Mask] | None:
+        """See `Mask.by_label`: itself, and every key. A subclass may have other spans."""
+        return (self, Full()) if self._steady else None
+
+    def labels(self, q: Positions) -> Positions:
+        """See `Mask.labels`: the rows of the table."""
+        return (q - self._shift) // self._block
+
     def spans(self, q: Positions) -> Spans:
         """The runs of blocks that the query's row of the table names."""
-        block = (q - self._shift) // self._block
+        block = self.labels(q)
         return Spans(*(bounds[:, block] for bounds in self._runs))
 
     def relation(self, q: range, kv: range) -> Relation:
