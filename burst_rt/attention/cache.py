@@ -36,6 +36,7 @@ from burst_rt.planning.needs import ROWS_TOGETHER
 from burst_rt.planning.problem import Problem, ScoreOptions
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import Contract
+from burst_rt.runtime.free_memory import free_host_bytes
 from burst_rt.runtime.reductions import all_reduce
 
 __all__ = ["DECODED_TOGETHER", "KVCache", "Step", "is_count"]
@@ -145,8 +146,10 @@ class KVCache:
         error: BurstError | None = self._refuses()
         if error is None:
             self._dealt = Dealt(block, runtime.world_size)
-            error = self._take(capacity)
+            error = self._lacks_memory(capacity)
         runtime.agree(words, error)
+        # Every rank has looked at the host's free memory before any rank takes some of it.
+        runtime.agree(words, self._take(capacity))
         self._lengths, self._padding = [0] * batch, [0] * batch
         self._written = 0  # the most tokens that a row has had, forgotten ones included
         self._changes = 0  # steps begun, and rows changed: a step begun before is none any more
@@ -192,17 +195,36 @@ class KVCache:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            need = columns * self._token_bytes
-            return DeviceError(
-                f"KVCache: out of memory on {device}: capacity {capacity:,} takes {need:,} bytes "
-                f"on this rank ({columns:,} tokens x {self.batch} sequences x {self.num_layers} "
-                f"layers x {self.num_kv_heads} kv heads x ({self.head_dim} + {self.v_head_dim}) x "
-                f"{self.dtype.itemsize} bytes). Use more ranks, a smaller capacity or batch, or a "
-                "smaller dtype",
-                rank=self.setup.runtime.rank,
-            )
+            return self._too_large(capacity)
         self._layers, self.capacity = new, capacity
         return None
+
+    def _lacks_memory(self, capacity: int) -> DeviceError | None:
+        """Why the ranks of this host cannot all take memory for so many tokens, or None.
+
+        A GPU says so itself. A host gives out more memory than it has.
+        """
+        runtime = self.setup.runtime
+        if runtime.device.type != "cpu":
+            return None
+        ranks, free = runtime.machine.ranks_per_node, free_host_bytes()
+        need = ranks * self._columns(capacity) * self._token_bytes
+        if need <= free:
+            return None
+        return self._too_large(
+            capacity, f"; {ranks} ranks of this host need {need:,}, and {free:,} are free"
+        )
+
+    def _too_large(self, capacity: int, beside: str = "") -> DeviceError:
+        runtime, columns = self.setup.runtime, self._columns(capacity)
+        return DeviceError(
+            f"KVCache: out of memory on {runtime.device}: capacity {capacity:,} takes "
+            f"{columns * self._token_bytes:,} bytes on this rank ({columns:,} tokens x "
+            f"{self.batch} sequences x {self.num_layers} layers x {self.num_kv_heads} kv heads x "
+            f"({self.head_dim} + {self.v_head_dim}) x {self.dtype.itemsize} bytes){beside}. Use "
+            "more ranks, a smaller capacity or batch, or a smaller dtype",
+            rank=runtime.rank,
+        )
 
     def _columns(self, capacity: int) -> int:
         """Columns of this rank's shard, in whole blocks of kernels."""
@@ -245,10 +267,10 @@ class KVCache:
                 f"KVCache.reserve: capacity must be an integer of at least {self.capacity}, which "
                 f"there is, got {capacity!r}"
             )
-        error = error or self._take(capacity)
+        words = {"call": "KVCache.reserve", "cache": self._name, "capacity": str(capacity)}
+        runtime.agree(words, error or self._lacks_memory(capacity))
         try:
-            words = {"call": "KVCache.reserve", "cache": self._name, "capacity": str(capacity)}
-            runtime.agree(words, error)
+            runtime.agree(words, self._take(capacity))
         except BurstError:
             self._layers, self.capacity = before, capacity_before
             raise
@@ -277,6 +299,7 @@ class KVCache:
         """Forgets all tokens; the memory stays. Local, as `truncate`."""
         self.truncate(0)
         self._reordered.clear()
+        self._said = ""
 
     def reorder(self, rows: torch.Tensor | Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was, as beam search needs it. Local, as `truncate`.
@@ -332,11 +355,11 @@ class KVCache:
 
         Raises, on every rank, InputError for other numbers, more tokens than the capacity, or a
         last step that lacks its commit alone, and ContractMismatch where ranks differ, also in what
-        the last step's layers were called with. Tokens themselves are compared by `about` alone.
+        the last step's layers were called with: then only `reset` helps, because ranks have cached
+        different things. Tokens themselves are compared by `about` alone.
         """
         new = self._of_rows(tokens)
         error = self._refuses_step(new, tokens, padding, sharded)
-        said, self._said = self._said, ""  # compared once: after an error there may be a reset
         words = {
             "call": "KVCache.step",
             "cache": self._name,
@@ -345,7 +368,7 @@ class KVCache:
             "padding": str(padding),
             "sharded": str(sharded),
             "about": about,
-            "layers of the last step": said,
+            "layers of the last step": self._said,
             "rows since the last step": str(self._reordered),
         }
         self.setup.runtime.agree(words, error)
@@ -570,7 +593,8 @@ class Step:
 
         Returns out `[batch, num_tokens, heads, v_head_dim]`; of a decode the same bits on every
         rank. Raises InputError on every rank that makes the same call, also for a layer that has
-        attended in this step; PeerLost and Stalled.
+        attended in this step; PeerLost and Stalled. An InputError of one rank alone breaks the
+        context, because the others are in the call: they raise ContractMismatch or PeerLost.
         """
         cache, qkv = self.cache, QKV(q, k, v)
         terms = ScoreTerms(softcap, None, sinks)
@@ -640,6 +664,7 @@ class Step:
     def _check(self, layer: int, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
         """The number of q's heads. Raises InputError for what does not fit the step."""
         cache, where = self.cache, _ATTEND
+        cache.setup.runtime.check_open()
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
         if self._change != cache._changes:

@@ -228,9 +228,7 @@ def _mark_by_label(
     for some in _slices(len(by_position), ROWS_TOGETHER * _SOME_PARTS):
         parts = by_position[some]
         part, places = q.places(parts)
-        _, shown, label = np.unique(
-            labelled.labels(places), return_index=True, return_inverse=True
-        )
+        _, shown, label = np.unique(labelled.labels(places), return_index=True, return_inverse=True)
         begins = np.diff(part, prepend=-1).astype(bool) | (np.diff(label, prepend=-1) != 0)
         firsts = np.flatnonzero(begins)
         start, stop = _seen_by_all(others.spans(places), label, end)
@@ -316,9 +314,7 @@ class _Order:
         self._count = np.zeros((kv.num_ranks, len(order) + 1), np.int32)
         np.cumsum(self.of_rank.T, axis=1, dtype=np.int32, out=self._count[:, 1:])
 
-    def mark(
-        self, met: _Flags, needed: _Flags | None, seen: _Intervals, run_of: Positions
-    ) -> None:
+    def mark(self, met: _Flags, needed: _Flags | None, seen: _Intervals, run_of: Positions) -> None:
         """Marks what intervals meet: in `met` `[q runs, kv parts]`, whose columns are in this
         order, and in `needed` `[ranks, q parts]`.
 

@@ -298,7 +298,10 @@ class Runtime:
         self.watch.look()
         if self.watch.left and self.usable:
             raise error  # no other rank can be waiting: its next call finds that a rank has left
-        self.agree({"call": call}, error)
+        try:
+            self.agree({"call": call}, error)
+        except (PeerLost, Stalled) as lost:
+            raise error from lost  # the others were elsewhere, and this rank's own error says why
         raise error
 
     def stats(self) -> Stats:

@@ -6,6 +6,7 @@ need torch.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -42,6 +43,18 @@ them in a browser. Beside --checkpoint, --model says where the folder is now tha
 was fine-tuned from."""
 
 
+class _Finite(click.FloatRange):
+    """A range that has no place for nan, which is neither below nor above a number."""
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 @click.command("generate", epilog=_EPILOG, context_settings=SHOWN)
 @checkpoint_option
 @click.option(
@@ -60,13 +73,13 @@ was fine-tuned from."""
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=_Finite(min=0),
     default=0.8,
     help="How freely tokens are drawn; 0: always the most likely one.",
 )
 @click.option(
     "--top-p",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=_Finite(min=0, max=1, min_open=True),
     default=0.95,
     help="Draw among the most likely tokens that together have this probability.",
 )

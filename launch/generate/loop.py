@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,7 @@ def _open(world: Context, options: Options) -> Source:
 def _prompt(options: Options) -> bytes:
     if options.prompt_file is None:
         assert options.prompt is not None  # one of the two is given
-        return options.prompt.encode()
+        return os.fsencode(options.prompt)  # the bytes that the shell gave
     return Path(options.prompt_file).read_bytes()
 
 

@@ -131,7 +131,7 @@ def folder_source(folder: ModelFolder, model: Any, world: Context, *, dtype: tor
         try:
             text = prompt.decode()
         except UnicodeDecodeError as error:
-            raise ConfigError(f"--prompt-file: {error}; give a text in UTF-8.") from error
+            raise ConfigError(f"the prompt: {error}; give a text in UTF-8.") from error
         tokens: list[int] = folder.tokenizer(text, verbose=False)["input_ids"]
         return tokens
 

@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from spec import reference, relative_error, seen
 from tolerances import ERROR
 
+import burst_rt
 from burst_rt import Causal, Context, First, KVCache, Mask, SlidingWindow, Step, run_local
-from burst_rt.errors import ContractMismatch, DeviceError, InputError, PeerLost
+from burst_rt.errors import (
+    BurstError,
+    ConfigError,
+    ContractMismatch,
+    DeviceError,
+    InputError,
+    PeerLost,
+)
 from burst_rt.planning.cached import Cached, Dealt, Rows
 from burst_rt.planning.masks import spans_of
 from burst_rt.planning.problem import Problem
@@ -444,6 +452,29 @@ def test_memory_that_is_not_there_is_refused_and_the_cache_stays() -> None:
         assert (lengths, capacity) == ((30, 30), 100)
 
 
+@pytest.mark.parametrize("spare_bytes", [0, -1])
+def test_what_the_ranks_of_a_host_cannot_all_have_is_refused(
+    spare_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a host gives out more memory than it has, taking it would succeed, and using it end
+    the job."""
+    need = 2 * 512 * 2 * 2 * (8 + 8) * 4  # ranks x tokens x sequences x layers x channels x bytes
+    monkeypatch.setattr("burst_rt.attention.cache.free_host_bytes", lambda: need + spare_bytes)
+
+    def reserve(ctx: Context) -> tuple[str, int]:
+        cache = _filled(ctx)
+        try:
+            cache.reserve(1024)
+        except DeviceError as error:
+            return str(error), cache.capacity
+        return "", cache.capacity
+
+    for message, capacity in run_local(2, reserve):
+        if spare_bytes < 0:
+            assert f"2 ranks of this host need {need:,}, and {need - 1:,} are free" in message
+        assert capacity == (100 if spare_bytes < 0 else 1024)
+
+
 def _stale(cache: KVCache, *, attend: bool, between: Callable[[KVCache], object]) -> None:
     step = cache.step(1)
     step.attend(0, *_tensors(step))
@@ -596,13 +627,42 @@ def test_layers_that_were_called_otherwise_are_found_out_in_the_next_step() -> N
         step = cache.step(1)
         step.attend(0, *_tensors(step), scale=0.5 + ctx.rank)
         step.commit()
-        with pytest.raises(ContractMismatch) as error:
-            cache.step(1)
+        for _ in range(2):  # the cache stays wrong until it is emptied
+            with pytest.raises(ContractMismatch) as error:
+                cache.step(1)
         cache.reset()
         cache.step(1)  # goes on
         return str(error.value)
 
     assert all("layers of the last step" in message for message in run_local(2, differ))
+
+
+@pytest.mark.parametrize("name", ["truncate", "reorder", "all_reduce"])
+def test_after_one_ranks_error_the_right_call_is_taken(name: str) -> None:
+    wrong: dict[str, Callable[[Context, KVCache], object]] = {
+        "truncate": lambda ctx, cache: cache.truncate(-1),
+        "reorder": lambda ctx, cache: cache.reorder([5, 5]),
+        "all_reduce": lambda ctx, cache: ctx.all_reduce(torch.zeros(1)),
+    }
+
+    def goes_on(ctx: Context) -> None:
+        cache = _filled(ctx)
+        with pytest.raises((InputError, ContractMismatch)):
+            wrong[name](ctx, cache) if ctx.rank else cache.step(1)
+        step = cache.step(1)
+        for layer in range(2):
+            step.attend(layer, *_tensors(step))
+        step.commit()
+        assert cache.lengths == (31, 31)
+
+    run_local(2, goes_on)
+
+
+def test_a_layers_call_after_the_context_is_closed_is_refused() -> None:
+    with burst_rt.init() as ctx:
+        step = _cache(ctx).step(1)
+    with pytest.raises(ConfigError, match="this context is closed"):
+        step.attend(0, *_tensors(step))
 
 
 def _positions(dealt: Dealt, rank: int, length: int) -> Sequence[int]:
@@ -683,16 +743,20 @@ def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
 def test_a_layer_that_one_rank_cannot_call_ends_all_ranks(wrong: int) -> None:
     """The others wait for its messages by then, and are not to wait for `timeout_s`."""
 
-    def differ(ctx: Context) -> str:
+    def differ(ctx: Context) -> BurstError:
         cache = _filled(ctx)
         step = cache.step(1)
         step.attend(0, *_tensors(step))
-        with pytest.raises((PeerLost, ContractMismatch)) as error:
+        with pytest.raises(BurstError) as error:
             step.attend(2 if ctx.rank == wrong else 1, *_tensors(step))
-        return str(error.value)
+        return error.value
 
     found = run_local(3, differ, timeout_s=60)
-    assert all("left this step" in message for message in found)
+    own = found.pop(wrong)  # says why, where the others can only say who
+    assert isinstance(own, InputError)
+    assert "layer must be a number from 0 to 1, got 2" in str(own)
+    assert all(isinstance(error, PeerLost | ContractMismatch) for error in found)
+    assert all("left this step" in str(error) for error in found)
 
 
 def _chunk(before: int, tokens: int, structure: Mask, world: int = 4) -> Problem:

@@ -114,6 +114,12 @@ def test_bfloat16_writes_too(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert re.fullmatch(re.escape(PROMPT) + "[ -~]{12}\n", capsys.readouterr().out)
 
 
+def test_a_prompt_may_be_any_bytes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the shell gives them: what is no UTF-8 is half of a surrogate."""
+    _generate(checkpoint=run, prompt="ab\udcffc", max_new_tokens=5)
+    assert capsys.readouterr().out.startswith("ab\ufffdc")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -121,6 +127,8 @@ def test_bfloat16_writes_too(run: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--checkpoint run", "Give one of '--prompt' and '--prompt-file'"),
         ("--checkpoint run --prompt a --prompt-file b", "Give one of '--prompt' and '--prompt-fil"),
         ("--checkpoint run --prompt a --temperature -1", "Invalid value for '--temperature'"),
+        ("--checkpoint run --prompt a --temperature nan", "Invalid value for '--temperature'"),
+        ("--checkpoint run --prompt a --top-p nan", "Invalid value for '--top-p'"),
         ("--checkpoint run --prompt a --top-p 0", "Invalid value for '--top-p'"),
         ("--checkpoint run --prompt a -n 0", "Invalid value for '-n'"),
     ],

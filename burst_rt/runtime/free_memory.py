@@ -1,0 +1,61 @@
+"""How much memory a host still has for this process.
+
+Linux hands out more memory than there is, and ends a process that uses it. So who takes much of it
+asks before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+__all__ = ["free_host_bytes"]
+
+# The files of a control group: its limit, its use, and the line of `memory.stat` that says how
+# much of the use is cached files, which the kernel gives up.
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be taken without another process losing any.
+
+    That is what the host has free, or what the control groups of this process (a container, a job
+    of Slurm) still allow. root: where the host's files are.
+    """
+    free: int = psutil.virtual_memory().available
+    return min([free, *_left_in_groups(root)])
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What each control group that this process is in still allows, as far as that can be read."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            mounted, names = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            mounted, names = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        # A container sees its own group as the topmost one, whatever its path says.
+        for each in (group, *group.parents):
+            left = _left_in(mounted / each, *names)
+            if left is not None:
+                yield left
+
+
+def _left_in(group: Path, limit: str, used: str, cached: str) -> int | None:
+    try:
+        most = int((group / limit).read_text())  # ValueError: "max"
+        taken = int((group / used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, most - taken + int(stat.get(cached, 0)))
+    except (OSError, ValueError):
+        return None

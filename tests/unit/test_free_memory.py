@@ -1,0 +1,43 @@
+"""What a host has free for this process: control groups of both versions, as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from burst_rt.runtime.free_memory import free_host_bytes
+
+
+def _write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_without_control_groups_it_is_what_the_host_has(tmp_path: Path) -> None:
+    total = psutil.virtual_memory().total
+    assert 0 < free_host_bytes(tmp_path) <= total
+    assert 0 < free_host_bytes() <= total
+
+
+@pytest.mark.parametrize("at", ["job/step", "job", "."])
+def test_the_second_version_counts_every_group_above(at: str, tmp_path: Path) -> None:
+    files = {"memory.max": "9000\n", "memory.current": "5000\n", "memory.stat": "inactive_file 7\n"}
+    _write(tmp_path, {"proc/self/cgroup": "0::/job/step\n"})
+    _write(tmp_path, {f"sys/fs/cgroup/job/{name}": text for name, text in files.items()})
+    _write(tmp_path, {"sys/fs/cgroup/job/memory.max": "max\n"})
+    _write(tmp_path, {f"sys/fs/cgroup/{at}/{name}": text for name, text in files.items()})
+    assert free_host_bytes(tmp_path) == 4007
+
+
+def test_the_first_version(tmp_path: Path) -> None:
+    _write(tmp_path, {
+        "proc/self/cgroup": "4:memory:/job\n3:cpuset,cpu:/\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9000",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "9500",
+        "sys/fs/cgroup/memory/job/memory.stat": "cache 3\ntotal_inactive_file 600\n",
+    })  # fmt: skip
+    assert free_host_bytes(tmp_path) == 100
