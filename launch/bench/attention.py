@@ -143,7 +143,7 @@ class Bench:
         for partials in PARTIALS:
             with burst_rt.init(timeout_s=1200, stall_s=120, partials=partials) as ctx:
                 found = self._speed(ctx, torch.bfloat16)
-            rows.extend({"partials": partials} | row for row in found)
+            rows.extend({"partials": partials, **row} for row in found)
         return rows
 
     def _speed(self, ctx: Context, dtype: torch.dtype) -> Rows:
@@ -567,8 +567,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                         png,
                         rows,
                         ["ranks s", "torch s"],
-                        label=lambda row: " ".join(
-                            (f"{row['tokens']:,}", row["mask"], row.get("partials", ""))
+                        label=lambda row: (
+                            f"{row['tokens']:,} "
+                            + " ".join(
+                                str(row[name]) for name in ("mask", "partials") if name in row
+                            )
                         ),
                         title=title,
                     )

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -92,6 +94,7 @@ _MASKS: dict[str, Callable[[int, int], Mask]] = {
     "2 % of blocks, causal": _blocks,
 }
 _seeds = count()
+_T = TypeVar("_T")
 
 
 def _problem(mask: Mask, tokens: int, ranks: int, kind: str) -> Problem:
@@ -121,7 +124,7 @@ def _steps(steps: int) -> dict[str, Cell]:
     for _ in range(_WARM_UP + steps):
         mask = _documents(_STEP_TOKENS, next(_seeds))
         problem = _problem(mask, _STEP_TOKENS, _STEP_RANKS, "zigzag")
-        took_s.append(_seconds(partial(_plan, planner, problem)))
+        took_s.append(_timed(partial(_plan, planner, problem))[1])
     took_s = sorted(took_s[_WARM_UP:])
     return {
         "a step ms": 1e3 * median(took_s),
@@ -131,23 +134,18 @@ def _steps(steps: int) -> dict[str, Cell]:
 
 
 def _own_tables(name: str, kind: str, tokens: int, repeats: int) -> dict[str, Cell]:
-    took_s: dict[str, list[float]] = {
-        "layout s": [],
-        "forward s": [],
-        "backward s": [],
-        "plan s": [],
-    }
+    took_s: dict[str, list[float]] = defaultdict(list)
     for _ in range(repeats):
-        mask = _MASKS[name](tokens, next(_seeds))
-        made: list[Problem] = []
-        took_s["layout s"].append(
-            _seconds(lambda mask=mask, made=made: made.append(_problem(mask, tokens, _RANKS, kind)))  # type: ignore[misc]
-        )
+        problems = []
+        for _ in range(2):
+            make = partial(_problem, _MASKS[name](tokens, next(_seeds)), tokens, _RANKS, kind)
+            problem, layout_s = _timed(make)
+            problems.append(problem)
+            took_s["layout s"].append(layout_s)
         for forward, of in ((True, "forward s"), (False, "backward s")):
-            took_s[of].append(_seconds(partial(_graph, made[0], forward)))
-        fresh = _problem(_MASKS[name](tokens, next(_seeds)), tokens, _RANKS, kind)
-        took_s["plan s"].append(_seconds(partial(_plan, Planner(1), fresh)))
-    return {"mask": name, "layout": kind} | {of: median(found) for of, found in took_s.items()}
+            took_s[of].append(_timed(partial(_graph, problems[0], forward))[1])
+        took_s["plan s"].append(_timed(partial(_plan, Planner(1), problems[1]))[1])
+    return {"mask": name, "layout": kind, **{of: median(found) for of, found in took_s.items()}}
 
 
 def _graph(problem: Problem, forward: bool) -> None:
@@ -155,21 +153,22 @@ def _graph(problem: Problem, forward: bool) -> None:
 
 
 def _tile(name: str, tokens: int, repeats: int) -> dict[str, Cell]:
-    spans_s, by_rows_s, by_columns_s = [], [], []
+    took_s: dict[str, list[float]] = defaultdict(list)
     whole = (range(tokens),)
     for _ in range(repeats):
         mask = _MASKS[name](tokens, next(_seeds))
-        spans_s.append(_seconds(partial(column_spans, mask, whole, whole)))
-        spans = column_spans(mask, whole, whole)
-        by_rows_s.append(_seconds(partial(work_list, spans, *_BY_ROWS)))
-        by_columns_s.append(_seconds(partial(work_list, spans, *_BY_COLUMNS, by_columns=True)))
-    parts = {"spans": spans_s, "by rows": by_rows_s, "by columns": by_columns_s}
-    medians = {f"{part} ms": 1e3 * median(found) for part, found in parts.items()}
-    return {"mask": name} | medians | {"all ms": sum(medians.values())}
+        spans, spans_s = _timed(partial(column_spans, mask, whole, whole))
+        by_rows = partial(work_list, spans, *_BY_ROWS)
+        by_columns = partial(work_list, spans, *_BY_COLUMNS, by_columns=True)
+        took_s["spans ms"].append(spans_s)
+        took_s["by rows ms"].append(_timed(by_rows)[1])
+        took_s["by columns ms"].append(_timed(by_columns)[1])
+    medians = {of: 1e3 * median(found) for of, found in took_s.items()}
+    return {"mask": name, **medians, "all ms": sum(medians.values())}
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Processor time of this thread."""
+def _timed(run: Callable[[], _T]) -> tuple[_T, float]:
+    """A function's result, and the processor time in seconds that this thread spent in it."""
     started_s = time.thread_time()
-    run()
-    return time.thread_time() - started_s
+    found = run()
+    return found, time.thread_time() - started_s

@@ -47,9 +47,9 @@ class _Finite(click.FloatRange):
     """A range that has no place for nan, which is neither below nor above a number."""
 
     def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+        self, value: float | str, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        number: float = super().convert(value, param, ctx)
+        number: float = super().convert(value, param, ctx)  # type: ignore[arg-type]  # also text
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
