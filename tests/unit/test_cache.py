@@ -627,9 +627,10 @@ def test_layers_that_were_called_otherwise_are_found_out_in_the_next_step() -> N
         step = cache.step(1)
         step.attend(0, *_tensors(step), scale=0.5 + ctx.rank)
         step.commit()
-        for _ in range(2):  # the cache stays wrong until it is emptied
-            with pytest.raises(ContractMismatch) as error:
-                cache.step(1)
+        with pytest.raises(ContractMismatch):
+            cache.step(1)
+        with pytest.raises(ContractMismatch) as error:
+            cache.step(1)  # the cache stays wrong until it is emptied
         cache.reset()
         cache.step(1)  # goes on
         return str(error.value)
