@@ -359,7 +359,7 @@ class KVCache:
         different things. Tokens themselves are compared by `about` alone.
         """
         new = self._of_rows(tokens)
-        error = self._refuses_step(new, tokens, padding, sharded)
+        error = self._refuses_step(new, tokens, padding, sharded, about)
         words = {
             "call": "KVCache.step",
             "cache": self._name,
@@ -387,9 +387,15 @@ class KVCache:
         tokens: object,
         padding: Sequence[int] | None,
         sharded: bool | None,
+        about: str,
     ) -> InputError | None:
         """Why there can be no such step, or None."""
         where = "KVCache.step"
+        if not (sharded is None or isinstance(sharded, bool)) or not isinstance(about, str):
+            return InputError(
+                f"{where}: sharded must be True, False or None, and about a text, got {sharded!r} "
+                f"and {about!r}"
+            )
         if self._uncommitted == self._changes:
             return InputError(
                 f"{where}: all layers of the last step have attended, and it was not committed: "
