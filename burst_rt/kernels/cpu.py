@@ -134,7 +134,7 @@ class CpuKernel(Kernel):
                         alone = some_tile._replace(pieces=(cut.alone(),))
                         _untiled.forward(some, alone, some_state)
                     elif cut.band and not part.strips:
-                        forward_of_band(some, tile.scale, cut, some_state)
+                        forward_of_band(some, tile.scale, cut, some_state, tile.progress)
                     else:
                         _forward_part(some, some_tile, some_state, cut, dtype)
                     tile.progress()
@@ -180,7 +180,7 @@ class CpuKernel(Kernel):
                         alone = some_tile._replace(pieces=(cut.alone(),))
                         _untiled.backward(some, some_upstream, alone, sums)
                     elif cut.band and not part.strips:
-                        backward_of_band(some, some_upstream, tile.scale, cut, sums)
+                        backward_of_band(some, some_upstream, tile.scale, cut, sums, tile.progress)
                     else:
                         queries = queries or _Queries(some.q, some_upstream, rows, dtype)
                         _backward_part(queries, some, some_tile, cut, sums)
@@ -204,7 +204,7 @@ class CpuKernel(Kernel):
             side = max(1, isqrt(_MOST_MASKED // apart))
             part = _SMALL_PART
             return part._replace(q_len=min(part.q_len, side), kv_len=min(part.kv_len, side))
-        # Bands are cut into strips anyway.
+        # Bands are taken in strips of a few rows anyway.
         sides = [
             (piece.q_stop - piece.q_start, piece.kv_stop - piece.kv_start)
             for piece in tile.pieces
@@ -222,7 +222,7 @@ class CpuKernel(Kernel):
         """See `Kernel.scratch_bytes`. The parts' sizes bound it.
 
         It counts casts of the inputs, O', the fused kernel's results and own buffers, the mask,
-        twice, and matrices of scores or of distances.
+        twice, and matrices of scores or of distances; for bands, what `scratch_of_band` says.
         """
         size = sum_dtype(dtype).itemsize
         # One channel more, which some rows need (see `_Queries`).
@@ -495,11 +495,7 @@ def _alike(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _keys(x: torch.Tensor, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
-    """A cut's keys or values, heads first, in a type. What strips share is cast once."""
-    if x.dtype != dtype and cut.overlaps:
-        x = _cut(x, 1, cut.all_columns).to(dtype)
-        length = cut.columns.stop - cut.columns.start
-        return _blocks(x, 1, slice(0, length), cut).transpose(1, 2)
+    """A cut's keys or values, heads first, in a type."""
     return _heads_first(_blocks(x, 1, cut.columns, cut), dtype)
 
 

@@ -61,7 +61,8 @@ class CpuBf16Kernel(CpuKernel):
     def part_of(self, tile: Tile, qkv: QKV, *, forward: bool) -> Part:
         """See `CpuKernel.part_of`. What a single call may do is not taken apart.
 
-        A triangle of the backward is one call: small ones cost more in bfloat16 than they save.
+        Nor are lower triangles in the backward, up to so many rows as a call has: small ones cost
+        more in bfloat16 than they save.
         """
         part = super().part_of(tile, qkv, forward=forward)._replace(strips=True)
         if not forward:

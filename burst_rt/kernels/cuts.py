@@ -1,9 +1,9 @@
-"""A tile as calls of torch's fused CPU attention: which rows and columns each call gets.
+"""A tile as calls of torch's fused CPU attention, and bands: which rows and columns each one gets.
 
-That kernel computes cells in blocks of up to 256 rows by 512 columns. Of a triangle of 512 rows or
-fewer it computes every cell, of one of 1,024 rows one and a half times as many as are seen. So a
-triangle of few rows is taken apart: into small triangles along its diagonal, and the squares that
-are left beside them, which have no hidden cells:
+The fused kernel computes cells in blocks of up to 256 rows by 512 columns. Of a triangle of 512
+rows or fewer it computes every cell, of one of 1,024 rows one and a half times as many as are seen.
+So a triangle of few rows is taken apart: into small triangles along its diagonal, and the squares
+that are left beside them, which have no hidden cells:
 
     T
     S T          one call for the four small triangles T, one for the two small squares S,
@@ -13,10 +13,7 @@ are left beside them, which have no hidden cells:
 Blocks that lie alike along a diagonal are one call: each is a batch row of it.
 
 A window (a band) is left whole, for `bands.py`, or is done by the fused kernel in strips of a few
-rows, under a mask. A very wide one is an upper triangle, a rectangle and a lower triangle:
-
-    U U R R T      here 2 rows of it, with 4 keys a row
-      U R R T T
+rows, under a mask.
 
 Stairs are a triangle whose small triangles are squares, without an edge to hide.
 
@@ -35,9 +32,7 @@ from typing import NamedTuple, TypeAlias
 from burst_rt.kernels.base import Tile
 from burst_rt.planning.masks import Piece, Relation
 
-__all__ = [
-    "STRIP", "STRIP_COLUMNS", "WIDEST_BAND", "Cut", "Part", "parts_of", "parts_under_the_mask",
-]  # fmt: skip
+__all__ = ["STRIP", "STRIP_COLUMNS", "Cut", "Part", "parts_of", "parts_under_the_mask"]
 
 # What the mask shows of some rows and columns of a tile.
 _Relation: TypeAlias = Callable[[slice, slice], Relation]
@@ -45,8 +40,6 @@ _Relation: TypeAlias = Callable[[slice, slice], Relation]
 # Rows of a strip: as few as the fused kernel takes at once, so that little is computed beside the
 # band.
 STRIP = 32
-# Columns that a row of a band sees, at most, for the band to be left whole.
-WIDEST_BAND = 4096
 # The most columns of all strips of a call.
 STRIP_COLUMNS = 16384
 
@@ -66,11 +59,13 @@ class Part(NamedTuple):
     # Rows of the largest triangle that is taken apart. Of a larger one the blocks waste a smaller
     # share, and adding up its parts costs more.
     largest: int = 0
-    strips: bool = True  # whether bands are strips for the fused kernel, however wide they are
+    strips: bool = True  # whether bands are strips for the fused kernel; else they are left whole
 
 
 class Cut(NamedTuple):
-    """One call of the fused kernel: a block of the tile, or several alike along a diagonal."""
+    """One call of the fused kernel, a block of the tile or several alike along a diagonal; or a
+    band.
+    """
 
     rows: slice  # of the tile; those of the first block
     columns: slice  # of the tile; those of the first block
@@ -86,12 +81,6 @@ class Cut(NamedTuple):
     def overlaps(self) -> bool:
         """Whether blocks share columns."""
         return self.num_blocks > 1 and self.columns.stop - self.columns.start > self.step
-
-    @property
-    def all_columns(self) -> slice:
-        """The columns from the first block's to the last block's."""
-        start, stop = self.columns.start, self.columns.stop
-        return slice(start, stop + (self.num_blocks - 1) * self.step)
 
     def apart(self) -> Iterator[Cut]:
         """Each block by itself."""
@@ -248,24 +237,17 @@ def _taken_apart(cut: Cut, edge: int, most: int, *, whole: bool = False) -> Iter
 def _band(rows: slice, window: slice, part: Part) -> Iterator[Cut]:
     """A band. window: what its first row sees."""
     width, num_rows = window.stop - window.start, rows.stop - rows.start
-    if not part.strips and width <= max(WIDEST_BAND, num_rows):
+    if not part.strips:
         yield Cut(rows, slice(window.start, window.stop - 1 + num_rows), band=True, first=True)
         return
-    if part.strips:
-        most = max(1, STRIP_COLUMNS // (width + STRIP))  # strips in a call
-        for start, length, many in _blocks_of(num_rows, STRIP, STRIP):
-            for number in range(0, many, most):
-                on = start + number * STRIP
-                some = _moved(slice(0, length), rows.start + on)
-                columns = _moved(slice(0, width + length - 1), window.start + on)
-                count = min(most, many - number)
-                yield Cut(some, columns, band=True, num_blocks=count, step=STRIP, first=True)
-        return
-    left, right = (_moved(slice(0, num_rows), x) for x in (window.start, window.stop - 1))
-    yield from _taken_apart(Cut(rows, left, upper=True, first=True), part.edge, num_rows)
-    for columns in _split(left.stop, right.start, part.kv_len):
-        yield Cut(rows, columns)
-    yield from _taken_apart(Cut(rows, right, triangle=True), part.edge, num_rows)
+    most = max(1, STRIP_COLUMNS // (width + STRIP))  # strips in a call
+    for start, length, many in _blocks_of(num_rows, STRIP, STRIP):
+        for number in range(0, many, most):
+            on = start + number * STRIP
+            some = _moved(slice(0, length), rows.start + on)
+            columns = _moved(slice(0, width + length - 1), window.start + on)
+            count = min(most, many - number)
+            yield Cut(some, columns, band=True, num_blocks=count, step=STRIP, first=True)
 
 
 def _blocks_of(size: int, length: int, step: int) -> Iterator[tuple[int, int, int]]:

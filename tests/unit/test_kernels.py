@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from spec import Attention, reference, relative_error
-from tolerances import ERROR
+from tolerances import ERROR, RATIO
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +32,7 @@ from burst_rt.kernels import (
     pick,
     sum_dtype,
 )
+from burst_rt.kernels.bands import scratch_of_band
 from burst_rt.kernels.base import fold
 from burst_rt.kernels.cuts import Part
 from burst_rt.planning.masks import Piece, Relation
@@ -261,22 +262,20 @@ def test_triangles_and_bands_taken_apart_add_up_to_the_spec(
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, 3])
-@pytest.mark.parametrize("widest", [8, 100])
+@pytest.mark.parametrize("rows", [28, 120])
 @pytest.mark.parametrize("name", ["a band", "a narrow band"])
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_bands_in_strips_add_up_to_the_spec(
     dtype: torch.dtype,
     name: str,
-    widest: int,
+    rows: int,
     kv_heads: int,
     batch: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Strips of 3 rows of 2 kv heads at most, the last one shorter; wide bands in three pieces."""
-    q_len = 20 + widest  # a number for each `widest`, because parts are kept
-    part = Part(q_len, 48, 3, edge=4, largest=60, strips=False)
+    """Some rows at a time, in strips of 3 rows of 2 kv heads at most, the last one shorter."""
+    part = Part(rows, 48, 3, edge=4, largest=60, strips=False)
     monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", part)
-    monkeypatch.setattr("burst_rt.kernels.cuts.WIDEST_BAND", widest)
     for number, value in {"_ROWS": 6, "_FEWEST": 3, "_KV_HEADS": 2}.items():
         monkeypatch.setattr(f"burst_rt.kernels.bands.{number}", value)
     threads = torch.get_num_threads()
@@ -292,6 +291,35 @@ def test_bands_in_strips_add_up_to_the_spec(
                 assert x is None or relative_error(x, want) < ERROR[sum_dtype(dtype)]
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 20.0, 100.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_bands_errors_are_torchs_own(head_dim: int, sharpness: float) -> None:
+    """Also where one key has nearly all of a row: lse must give back the score it came from."""
+    torch.manual_seed(0)
+    rows, width = 400, 64
+    columns = rows + width - 1
+    q, dout = (torch.randn(1, rows, 2, head_dim) for _ in range(2))
+    k, v = (torch.randn(1, columns, 1, head_dim) for _ in range(2))
+    q *= sharpness
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    table = (column >= row) & (column < row + width)
+    piece = Piece(0, rows, 0, columns, False, False, rows * width, False, True)
+    block = Block(q, k, v, dout, torch.zeros(1, 2, rows), (piece,), Table(table))
+    truth = block.truth
+    own, lse = run_forward(KERNELS["cpu"], block)
+    own_truth = truth._replace(out=own, lse=lse)  # what its backward gets
+    grads = run_backward(KERNELS["cpu"], block, own_truth, start=0.0)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    their_q, their_k, their_v = (x.transpose(1, 2) for x in inputs)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(their_q, their_k, their_v, attn_mask=table, enable_gqa=True).transpose(1, 2)
+    theirs = (out, *torch.autograd.grad(out, inputs, dout))
+    for x, y, want in zip((own, *grads), theirs, (truth.out, *truth[2:5]), strict=True):
+        assert x is not None
+        assert want is not None
+        assert relative_error(x, want) < RATIO * relative_error(y.detach(), want)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -597,16 +625,31 @@ class _Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 3), (24, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rows", "width"),
+    [
+        (8, 2, 32, 1700, 701), (3, 3, 32, 1700, 701), (24, 1, 32, 1700, 701),
+        (5, 5, 1, 1000, 2048), (8, 8, 128, 1024, 2048), (2, 2, 16, 100, 64),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_band_takes_no_more_memory_than_scratch_bytes(
-    dtype: torch.dtype, heads: int, kv_heads: int, threads: int
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rows: int,
+    width: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows, columns, head_dim = 1700, 2400, 32
+    """Nor than its own part of them says, where the widest band there can be is no wider."""
+    monkeypatch.setattr("burst_rt.kernels.bands.WIDEST_BAND", width)
+    columns = rows + width - 1
     kernel, before = KERNELS["cpu"], torch.get_num_threads()
     q, dout = (torch.randn(2, rows, heads, head_dim, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(2, columns, kv_heads, head_dim, dtype=dtype) for _ in range(2))
-    piece = Piece(0, rows, 0, columns, False, False, rows * 701, False, True)
+    piece = Piece(0, rows, 0, columns, False, False, rows * width, False, True)
     block = Block(q, k, v, dout, torch.empty(0), (piece,), Table(torch.empty(0, 0)))
     (tile,) = tiles(block, split=False)
     shape = TileShape(2, heads, kv_heads, head_dim, rows, columns, banded=True)
@@ -623,7 +666,8 @@ def test_a_band_takes_no_more_memory_than_scratch_bytes(
         with _Peak([*block.qkv, *upstream, *zeros]) as backward:
             kernel.backward(block.qkv, upstream, tile, sums)
         for direction, peak in ((True, forward.peak_bytes), (False, backward.peak_bytes)):
-            assert 0 < peak <= kernel.scratch_bytes(direction, dtype, shape)
+            assert 0 < peak <= scratch_of_band(direction, dtype, shape, rows)
+            assert peak <= kernel.scratch_bytes(direction, dtype, shape)
     finally:
         torch.set_num_threads(before)
 

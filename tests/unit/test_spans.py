@@ -174,7 +174,7 @@ def test_masks_in_rectangles_and_triangles(mask: Mask, kinds: dict[str, int]) ->
 
 def test_wide_windows_are_triangles(monkeypatch: pytest.MonkeyPatch) -> None:
     """On either side of a rectangle, for each run of rows as long as the window."""
-    monkeypatch.setattr(pieces, "_WIDEST_BAND", 90)
+    monkeypatch.setattr(pieces, "WIDEST_BAND", 90)
     kinds = {"diagonal": 11, "upper": 10, "whole": 10, "band": 0, "masked": 0}
     test_masks_in_rectangles_and_triangles(SlidingWindow(99), kinds)
 

@@ -21,7 +21,7 @@ __all__ = ["MOST_SPANS", "Piece", "cut"]
 _FEW_ROWS = 64
 _MASKED_ROWS = 512
 # A wider band is worth triangles.
-_WIDEST_BAND = 2048
+WIDEST_BAND = 2048
 # A tile whose rows see more spans than this goes under the mask as a whole.
 MOST_SPANS = 8
 # A tile of more runs than this goes under the mask as a whole.
@@ -191,7 +191,7 @@ def _pieces(run: _Run) -> Iterator[Piece]:
     width = run.end - run.first
     if not (run.leans and run.grows):
         yield from _corners(run)
-    elif width <= _WIDEST_BAND:
+    elif width <= WIDEST_BAND:
         box = (run.start, run.stop, run.first, run.far_end)
         yield Piece(*box, False, False, run.num_cells, band=True)
     else:
