@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -113,6 +115,61 @@ def test_and_and_or_are_those_of_booleans(tree: Any) -> None:
         relation = mask.relation(q, kv)
         assert relation is not Relation.EMPTY or not part.any()
         assert relation is not Relation.FULL or part.all()
+
+
+# Masks, and what they show of key j to a query of batch row b that stands at p.
+_Shows: TypeAlias = Callable[[int, int, int], bool]
+_MOVED: tuple[tuple[Mask, _Shows], ...] = (
+    (Causal(), lambda b, p, j: j <= p),
+    (SlidingWindow(3, 1), lambda b, p, j: -1 <= p - j <= 3),
+    (First(2), lambda b, p, j: j < 2),
+    (Chunked(4), lambda b, p, j: p // 4 == j // 4),
+    (Prefix(5), lambda b, p, j: j < 5 or j <= p),
+    (Prefix((0, 6)), lambda b, p, j: j < 6 * b or j <= p),
+)
+_LENGTHS = st.tuples(st.integers(0, 8), st.integers(0, 10))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.recursive(
+        st.sampled_from([0, 1, 2, 3, 4, 5]),
+        lambda inner: st.tuples(inner, inner, st.sampled_from("&|m")),
+        max_leaves=5,
+    ),
+    st.lists(_LENGTHS, min_size=1, max_size=2),
+    st.booleans(),
+)
+def test_documents_with_queries_of_their_own_move_every_mask_beside_them(
+    tree: Any, lengths: list[tuple[int, int]], first: bool
+) -> None:
+    """Masks and documents for one batch row or for each; "m": documents within, too."""
+    mover = Documents([[q, 8 - q] for q, _ in lengths], [[kv, 10 - kv] for _, kv in lengths])
+
+    def place(b: int, i: int) -> tuple[bool, int]:
+        """Which document query i is in, and where it stands."""
+        q, kv = lengths[b % len(lengths)]
+        return i >= q, i + (kv - q if i < q else 10 - 8)
+
+    def own(b: int, i: int, j: int) -> bool:
+        return (j >= lengths[b % len(lengths)][1]) == place(b, i)[0]
+
+    def built(tree: Any) -> tuple[Mask, _Shows]:  # by batch row, query, key
+        if isinstance(tree, int):
+            mask, shows = _MOVED[tree]
+            return mask, lambda b, i, j: shows(b, place(b, i)[1], j)
+        (x, in_x), (y, in_y) = built(tree[0]), built(tree[1])
+        if tree[2] == "&":
+            return x & y, lambda b, i, j: in_x(b, i, j) and in_y(b, i, j)
+        if tree[2] == "|":
+            return x | y, lambda b, i, j: in_x(b, i, j) or in_y(b, i, j)
+        return (x & mover) | y, lambda b, i, j: (in_x(b, i, j) and own(b, i, j)) or in_y(b, i, j)
+
+    inner, shows = built(tree)
+    mask = mover & inner if first else inner & mover
+    found = cells_of(mask, Sizes(8, 10, 2))
+    for b, i, j in product(range(2), range(8), range(10)):
+        assert bool(found[b % len(found), i, j]) == (own(b, i, j) and shows(b, i, j))
 
 
 def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> torch.Tensor:

@@ -356,8 +356,19 @@ def positions_of(positions: range) -> Positions:
     return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
 
 
-def _by_row(mask: Mask, places: Positions) -> Spans:
-    """What queries see that stand at other places in each batch row; places: `[batch, rows]`."""
+def _moved(mask: Mask, q: Positions, places: Positions) -> Spans:
+    """What queries see of a mask that is combined by `&` with a mover, or has the mover in it.
+
+    q: int64 `[rows]`, where the mover itself has them. places: `[batch or 1, rows]`, where all
+    other masks have them.
+    """
+    if isinstance(mask, _Pair) and mask.mover is not None:
+        join = intersect if isinstance(mask, Both) else unite
+        return join(*(_moved(part, q, places) for part in (mask.first, mask.second)))
+    if mask.mover is not None:
+        return mask.spans(q)
+    if len(places) == 1:
+        return mask.spans(places[0])
     rows = [mask.spans(row) for row in places]
     return beside([spans.row(number) for number, spans in enumerate(rows)], axis=0)
 
@@ -471,12 +482,7 @@ class Both(_Pair):
         mover = self.mover
         if mover is None:
             return intersect(self.first.spans(q), self.second.spans(q))
-        places = mover.places(q)
-        first, second = (
-            part.spans(q) if part.mover else _by_row(part, places)
-            for part in (self.first, self.second)
-        )
-        return intersect(first, second)
+        return _moved(self, q, mover.places(q))
 
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
         """See `Mask.seen_together`. Rows are looked at where the masks' structure will not do."""
