@@ -452,6 +452,7 @@ def _odd(value: Any) -> Any:
         (lambda: BlockSparse([True], 4), "table must be booleans"),
         (lambda: BlockSparse([[True], [True, False]], 4), "table must be booleans"),
         (lambda: BlockSparse([[True]], 0), "block must be"),
+        (lambda: BlockSparse([[True]], 2**63), "block must be"),
         (lambda: Causal() | _odd("full"), r"mask \| other: expected another Mask, got str"),
         (
             lambda: Documents([1, 2], [3, 4]) & Documents([3], [7]),

@@ -11,10 +11,13 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, Relation
-from burst_rt.planning.masks.positions import Full
+from burst_rt.planning.masks.positions import Full, number
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
 __all__ = ["BlockSparse"]
+
+# Longer than any sequence.
+_LARGEST_BLOCK = 1 << 48
 
 
 class BlockSparse(Mask):
@@ -32,7 +35,7 @@ class BlockSparse(Mask):
     _steady = True
 
     def __init__(self, table: Any, block: int) -> None:
-        raw = table.tolist() if hasattr(table, "new_tensor") else table
+        raw = table.cpu().numpy() if hasattr(table, "new_tensor") else table
         try:
             array = np.asarray(raw)
         except ValueError:
@@ -43,15 +46,17 @@ class BlockSparse(Mask):
                 f"for each batch row, got {type(table).__name__} of shape {array.shape} and type "
                 f"{array.dtype}"
             )
-        if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        size = number(block, 1)
+        if size is None or size > _LARGEST_BLOCK:
             raise InputError(
-                f"BlockSparse: block must be a number of tokens of at least 1, got {block!r}"
+                "BlockSparse: block must be a number of tokens of at least 1 and at most 2**48, "
+                f"got {block!r}"
             )
         self._table = array.reshape(-1, *array.shape[-2:]).copy()
-        self._block = block
+        self._block = size
         self._shift = 0  # a query's position less its index
         self._digest = hashlib.sha256(
-            repr((self._table.shape, block)).encode() + self._table.tobytes()
+            repr((self._table.shape, size)).encode() + self._table.tobytes()
         ).hexdigest()[:32]
 
     def __eq__(self, other: object) -> bool:
