@@ -11,7 +11,7 @@ import numpy as np
 
 from burst_rt.errors import InputError
 from burst_rt.planning.masks.base import Mask, Relation
-from burst_rt.planning.masks.positions import Full, number
+from burst_rt.planning.masks.positions import Full, integer
 from burst_rt.planning.masks.spans import END, Positions, Spans
 
 __all__ = ["BlockSparse"]
@@ -46,7 +46,7 @@ class BlockSparse(Mask):
                 f"for each batch row, got {type(table).__name__} of shape {array.shape} and type "
                 f"{array.dtype}"
             )
-        size = number(block, 1)
+        size = integer(block, 1)
         if size is None or size > _LARGEST_BLOCK:
             raise InputError(
                 "BlockSparse: block must be a number of tokens of at least 1 and at most 2**48, "

@@ -18,7 +18,7 @@ from burst_rt.planning.masks.base import Mask, Relation, Rule
 from burst_rt.planning.masks.pieces import Piece
 from burst_rt.planning.masks.spans import BEGIN, END, Positions, Spans, one_span
 
-__all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "number"]
+__all__ = ["Causal", "Chunked", "First", "Full", "Prefix", "SlidingWindow", "integer"]
 
 # Further than any key is from any query; numbers beyond it mean as much.
 _FAR = 1 << 60
@@ -102,7 +102,7 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name, number in (("left", self.left), ("right", self.right)):
-            object.__setattr__(self, name, number(number, -1))
+            object.__setattr__(self, name, integer(number, -1))
             if getattr(self, name) is None:
                 raise InputError(
                     f"SlidingWindow: {name} must be a number of keys of at least 0, or -1 for no "
@@ -137,7 +137,7 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         given: Any = self.length
         several = isinstance(given, Sequence) and not isinstance(given, str)
-        each = tuple(number(length, 0) for length in (given if several else (given,)))
+        each = tuple(integer(length, 0) for length in (given if several else (given,)))
         if not each or None in each:
             raise InputError(
                 "Prefix: length must be a number of keys of at least 0, or a tuple of one for each "
@@ -181,7 +181,7 @@ class First(Mask):
     _steady = True
 
     def __post_init__(self) -> None:
-        count = number(self.count, 0)
+        count = integer(self.count, 0)
         if count is None:
             raise InputError(
                 f"First: count must be a number of keys of at least 0, got {self.count!r}"
@@ -210,7 +210,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        size = number(self.size, 1)
+        size = integer(self.size, 1)
         if size is None:
             raise InputError(
                 f"Chunked: size must be a number of keys of at least 1, got {self.size!r}"
@@ -234,7 +234,7 @@ class Chunked(Mask):
         return Relation.FULL if one else Relation.PARTIAL
 
 
-def number(value: object, least: int) -> int | None:
+def integer(value: object, least: int) -> int | None:
     """The value as an int, or None where it is no integer of at least `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
