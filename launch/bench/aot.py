@@ -1,6 +1,6 @@
 """What the Triton kernels take on chips that need not be there.
 
-That is registers, spills, shared memory and tensor-core instructions; not speed.
+That is registers, spills, shared memory, tensor-core instructions and loads in flight; not speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ __all__ = ["main"]
 
 _NOTE = (
     "a thread's registers (255 at most) and spills; a block's shared memory; products on the "
-    "tensor cores in the machine code"
+    "tensor cores in the machine code, and whether Hopper's take turns; groups of loads that go on "
+    "where a loop waits for one"
 )
 
 
@@ -83,5 +84,6 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
         "registers": compiled.registers,
         "spills": compiled.spills,
         "shared, KiB": f"{compiled.shared_bytes / 1024:.0f} of {ARCHES[request.arch] // 1024}",
-        "tensor cores": products or "none",
+        "tensor cores": products + ", serialized" * compiled.serialized or "none",
+        "in flight": compiled.in_flight,
     }

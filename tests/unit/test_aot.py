@@ -40,6 +40,8 @@ def test_the_table_for_16_bit_inputs(arch: int) -> None:
         assert 0 < found.registers <= 255, found
         assert 0 < found.shared_bytes <= ARCHES[arch], found
         assert found.instructions[_PRODUCTS[arch]] >= _NUM_PRODUCTS[found.request.kind], found
+        assert not found.serialized, found
+        assert found.in_flight, found
         assert not any(
             found.instructions[name] for other, name in _PRODUCTS.items() if other != arch
         ), found
@@ -47,6 +49,22 @@ def test_the_table_for_16_bit_inputs(arch: int) -> None:
 
 # Kernels whose blocks leave no room for a few registers: 256 channels, in masked loops.
 _SPILLS = {("dkdv", 256): 34}
+
+
+def test_products_that_take_turns_and_loads_that_do_not_run_ahead_are_seen() -> None:
+    """Sums that start from constants, in ptxas's eyes, and one buffer for all blocks."""
+    config = default_config("dkdv", 90, 64, 2)
+    some = [
+        Request("dkdv", 90, 64, False, config=config._replace(num_stages=stages), ragged=ragged)
+        for stages in (2, 3)
+        for ragged in (False, True)
+    ]
+    found = compile_all(some)
+    assert [each.in_flight for each in found] == [0, 0, 4, 4]
+    assert not any(each.serialized for each in found)
+    counts = found[0].instructions
+    assert 0 < counts["DEPBAR"] < counts["HGMMA"]
+    assert found[0]._replace(instructions=counts | {"DEPBAR": counts["HGMMA"]}).serialized
 
 
 def test_wide_heads_and_scores() -> None:

@@ -48,12 +48,13 @@ _SUMS = {
 }
 # Pointers to tables.
 _TABLES = {"p_spans", "p_lines", "p_runs", "p_rows", "p_columns", "p_seen"}
-# Patterns in SASS: products on the tensor cores of each generation; loads by the copy engine;
-# accesses to local memory, where registers spill to.
+# Patterns in SASS: products on the tensor cores of each generation; waits for HGMMA; loads by the
+# copy engine; accesses to local memory, where registers spill to.
 _INSTRUCTIONS = {
     "HMMA": r"\bHMMA\.",
     "HGMMA": r"\bHGMMA\.",
     "tcgen05": r"\bUTC\w*MMA\b",
+    "DEPBAR": r"\bWARPGROUP\.DEPBAR\b",
     "TMA": r"\bUTMALDG\b",
     "LDL": r"\bLDL\b",
     "STL": r"\bSTL\b",
@@ -88,14 +89,22 @@ class Compiled(NamedTuple):
     stack_bytes: int  # of one thread
     shared_bytes: int  # of shared memory, for one block
     # How often each kind of instruction stands in the machine code. HMMA, HGMMA, tcgen05: products
-    # on the tensor cores of sm_80, sm_90, sm_100. TMA: loads by the copy engine. LDL, STL: loads
-    # from and stores to local memory (spills).
+    # on the tensor cores of sm_80, sm_90, sm_100. DEPBAR: waits for HGMMA. TMA: loads by the copy
+    # engine. LDL, STL: loads from and stores to local memory (spills).
     instructions: dict[str, int]
+    # Groups of loads by pointers that go on where a loop waits for a group; of several loops the
+    # fewest. None: no loop waits for such loads.
+    in_flight: int | None
 
     @property
     def spills(self) -> int:
         """How many loads and stores move registers that did not fit."""
         return self.instructions["LDL"] + self.instructions["STL"]
+
+    @property
+    def serialized(self) -> bool:
+        """Whether Hopper's products take turns: each is waited for before the next begins."""
+        return 0 < self.instructions["HGMMA"] <= self.instructions["DEPBAR"]
 
 
 def compile_all(requests: Iterable[Request], *, timeout_s: float = _DEADLINE_S) -> list[Compiled]:
@@ -186,7 +195,26 @@ def _compile(request: Request) -> Compiled:
     if used is None:
         raise DeviceError(f"cuobjdump reports no resource usage for {request}")
     counts = {name: len(re.findall(pattern, sass)) for name, pattern in _INSTRUCTIONS.items()}
-    return Compiled(request, config, int(used[1]), int(used[2]), built.metadata.shared, counts)
+    return Compiled(
+        request, config, int(used[1]), int(used[2]), built.metadata.shared, counts,
+        _in_flight(built.asm["ttgir"]),
+    )  # fmt: skip
+
+
+def _in_flight(ttgir: str) -> int | None:
+    """See `Compiled.in_flight`. ttgir: Triton's code before it becomes LLVM's."""
+    found: list[int] = []
+    depth, loops = 0, list[int]()  # the depths of loops around this line
+    for line in ttgir.splitlines():
+        wait = re.search(r"ttg\.async_wait\b.*\bnum = (\d+)", line)
+        if wait and loops:
+            found.append(int(wait[1]))
+        if re.search(r"\bscf\.(for|while)\b", line):
+            loops.append(depth)
+        depth += line.count("{") - line.count("}")
+        while loops and depth <= loops[-1]:
+            loops.pop()
+    return min(found, default=None)
 
 
 def _kernel(kind: str) -> triton.runtime.JITFunction:

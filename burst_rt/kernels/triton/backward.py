@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from burst_rt.kernels.base import QKV, Gradients, Upstream
-from burst_rt.kernels.triton.blocks import add_rows, heads_of, load_block, load_of_head, rows_of
+from burst_rt.kernels.triton.blocks import (
+    add_rows,
+    heads_of,
+    load_block,
+    load_of_head,
+    rows_of,
+    zeros_for_sums,
+)
 from burst_rt.kernels.triton.configs import Config
 from burst_rt.kernels.triton.launch import TileArguments, constants_of, strides
 from burst_rt.kernels.triton.scores import Shaping, places_of, sloped, tanh
@@ -525,8 +532,8 @@ def dkdv_kernel(
     p_v += i_b * stride_vb + i_kv * stride_vh
     rows_v = rows_of(p_v, stride_vt, kv_len, V_HEAD_DIM, BLOCK_DV, BLOCK_N, DESCRIBED)
     b_v = load_block(rows_v, column, V_HEAD_DIM, BLOCK_DV, BLOCK_N, EVEN_N, DESCRIBED, INTERPRET)
-    b_dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    b_dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    b_dk = zeros_for_sums(p_dk, whole < 0, BLOCK_N, BLOCK_D)
+    b_dv = zeros_for_sums(p_dv, whole < 0, BLOCK_N, BLOCK_DV)
     p_q += i_b * stride_qb + i_kv * group * stride_qh
     p_dout += i_b * stride_db + i_kv * group * stride_dh
     heads_q = heads_of(

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = ["Rows", "add_rows", "heads_of", "load_block", "load_of_head", "load_rows", "rows_of"]
+__all__ = [
+    "Rows", "add_rows", "heads_of", "load_block", "load_of_head", "load_rows", "rows_of",
+    "zeros_for_sums",
+]  # fmt: skip
 
 
 @triton.jit
@@ -168,6 +171,18 @@ def load_of_head(
             source, row, rows.stride, rows.length, HEAD_DIM, BLOCK_D, BLOCK_R, EVEN, INTERPRET
         )
     return block
+
+
+@triton.jit
+def zeros_for_sums(pointer, never, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+    """A block of zeros `[ROWS, CHANNELS]` that sums of products start from.
+
+    never: false, which the compiler must not know. pointer: any, to float32. The zeros are what
+    loads give that do not happen. ptxas (CUDA 13.0) takes turns with wgmma, one product after
+    another (its remark C7515), where sums start from constants.
+    """
+    pointers = pointer + tl.zeros((ROWS, CHANNELS), tl.int32)
+    return tl.load(pointers, mask=tl.full((ROWS, CHANNELS), 1, tl.int1) & never, other=0.0)
 
 
 @triton.jit
