@@ -82,11 +82,12 @@ class Context:
             runs (see `planning.balance`). Every such layout of one length has the same shard
             lengths, so packed batches may bring a new mask every step. Masks without spans count by
             what is known of them: a function by `within`, others as if all keys were seen.
-            "auto" takes "zigzag", "contiguous", "striped" or "balanced". Up to 16 ranks, and where
+            "auto" takes "zigzag", "contiguous", "striped" or "balanced". Up to 64 ranks, and where
             `burst-rt calibrate` has measured the machine, it takes the one whose forward and
-            backward are forecast to take the least time, with the best strategy for each.
+            backward are forecast to take the least time, with the strategies that calls will take.
             Elsewhere, of those whose cells are even, the one that sends the fewest bytes. Takes
-            seconds, and is kept by mask: for masks that stay.
+            seconds (with 32 ranks and more a quarter of a minute), and is kept by mask: for masks
+            that stay.
         mask: for "balanced" and "auto": the mask that calls will have, for as many queries as keys.
             Another mask gives right results too. Every rank must give the same mask; ranks compare
             layouts when they make a call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from burst_rt.planning.evenness import evenness
-from burst_rt.planning.forecast import rank_strategies
+from burst_rt.planning.forecast import FORECAST_UP_TO, forecast, rank_strategies
 from burst_rt.planning.layouts import BALANCED, make_layout
 from burst_rt.planning.problem import Problem
 from burst_rt.planning.strategies import choose
@@ -13,8 +13,9 @@ from burst_rt.scheduler.simulator import Hardware
 
 __all__ = ["LAYOUTS", "fastest_layout"]
 
-# The largest world with forecasts: those of four layouts take about ten seconds on 16 ranks.
-_FORECAST_UP_TO = 16
+# The largest world with forecasts. Those of four layouts take about five seconds on 16 ranks,
+# fifteen on 32, eight on 64.
+_FORECAST_UP_TO = 64
 # The layouts that are chosen from; of equals the first is taken.
 LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
 # Without forecasts, layouts count as even whose cells are so close to the most even one's.
@@ -28,10 +29,11 @@ def fastest_layout(
 ) -> tuple[Problem, dict[str, float]]:
     """The problem with the layout under which it is forecast to end first, and all forecasts.
 
-    A forecast is the sum of forward and backward, each with the strategy that is best for it (see
-    `fastest_strategy`) under the mask itself. problem: with as many keys as queries, in any layout.
-    Where no machine is known, and above 16 ranks, there are no forecasts: the one is taken that
-    sends the fewest bytes, of the layouts whose cells are within 5 percent of the most even one's.
+    A forecast is the sum of forward and backward, each with the strategy that a planner takes under
+    the mask itself: up to 32 ranks the best one (see `fastest_strategy`), else the one that sends
+    the fewest bytes. problem: with as many keys as queries, in any layout. Where no machine is
+    known, and above 64 ranks, there are no forecasts: the one is taken that sends the fewest bytes,
+    of the layouts whose cells are within 5 percent of the most even one's.
     """
     spread = {}
     for kind in LAYOUTS:
@@ -42,12 +44,22 @@ def fastest_layout(
         return min(_most_even(list(spread.values())), key=_wire_bytes), {}
     seconds = {}
     for kind, given in spread.items():
-        rankings = (
-            rank_strategies(given, hardware, forward=forward, ranks_per_node=ranks_per_node)
+        times = (
+            _seconds(given, hardware, forward=forward, ranks_per_node=ranks_per_node)
             for forward in (True, False)
         )
-        seconds[kind] = sum(ranking.time_s for ranking in rankings)
+        seconds[kind] = sum(times)
     return spread[min(seconds, key=seconds.__getitem__)], seconds
+
+
+def _seconds(problem: Problem, hardware: Hardware, *, forward: bool, ranks_per_node: int) -> float:
+    """What a direction is forecast to take with the strategy that a planner takes."""
+    if problem.world_size <= FORECAST_UP_TO:
+        ranking = rank_strategies(problem, hardware, forward=forward, ranks_per_node=ranks_per_node)
+        return ranking.time_s
+    return forecast(
+        problem, "auto", hardware, forward=forward, ranks_per_node=ranks_per_node
+    ).time_s
 
 
 def _most_even(problems: list[Problem]) -> list[Problem]:
