@@ -64,35 +64,43 @@ def _function(chance: random.Random, q_len: int, kv_len: int) -> _Drawn:
          for i in range(q_len)]
         for h in range(_MOST_HEADS)
     ]  # fmt: skip
-    return _Drawn(Mask.from_function(function), torch.tensor(cells))
+    return _Drawn(Mask.from_function(function), torch.tensor(cells)[None])
 
 
-def _leaf(chance: random.Random, q_len: int, kv_len: int) -> _Drawn:
+def _leaf(chance: random.Random, q_len: int, kv_len: int, batch: int) -> _Drawn:
     if chance.random() < 0.15:
         return _function(chance, q_len, kv_len)
-    cuts = sorted(chance.randrange(kv_len + 1) for _ in range(chance.randrange(12)))
-    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
+
+    def lengths() -> list[int]:
+        cuts = sorted(chance.randrange(kv_len + 1) for _ in range(chance.randrange(12)))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
+
+    def table() -> list[list[bool]]:
+        return [[chance.random() < 0.3 for _ in range(blocks[1])] for _ in range(blocks[0])]
+
     block = chance.choice([4, 16])
     blocks = -(-q_len // block), -(-kv_len // block)
-    table = [[chance.random() < 0.3 for _ in range(blocks[1])] for _ in range(blocks[0])]
+    rows = range(batch)
     masks = [
         Causal(),
         SlidingWindow(chance.randrange(-1, kv_len), chance.randrange(-1, 9)),
         First(chance.randrange(12)),
         Prefix(chance.randrange(kv_len)),
+        Prefix(tuple(chance.randrange(kv_len) for _ in rows)),
         Chunked(1 + chance.randrange(kv_len)),
-        BlockSparse(table, block),
+        BlockSparse(table(), block),
+        BlockSparse([table() for _ in rows], block),
     ]
     if q_len <= kv_len:
-        masks += [Documents(lengths)] * 3
+        masks += [Documents(lengths()), *[Documents([lengths() for _ in rows])] * 3]
     mask = chance.choice(masks)
-    return _Drawn(mask, cells_of(mask, Sizes(q_len, kv_len, 1)))
+    return _Drawn(mask, cells_of(mask, Sizes(q_len, kv_len, batch))[:, None])
 
 
-def _tree(chance: random.Random, q_len: int, kv_len: int, depth: int = 2) -> _Drawn:
+def _tree(chance: random.Random, q_len: int, kv_len: int, batch: int, depth: int = 2) -> _Drawn:
     if not depth or chance.random() < 0.4:
-        return _leaf(chance, q_len, kv_len)
-    a, b = (_tree(chance, q_len, kv_len, depth - 1) for _ in range(2))
+        return _leaf(chance, q_len, kv_len, batch)
+    a, b = (_tree(chance, q_len, kv_len, batch, depth - 1) for _ in range(2))
     if chance.random() < 0.6:
         return _Drawn(a.mask & b.mask, a.cells & b.cells)
     return _Drawn(a.mask | b.mask, a.cells | b.cells)
@@ -116,28 +124,31 @@ def test_drawn_masks(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         q_len = chance.choice([1, 30, 64, 97])
         kv_len = q_len if chance.random() < 0.7 else chance.choice([20, 70])
         world = chance.randrange(1, 6)
-        mask, cells = _tree(chance, q_len, kv_len)
+        batch = chance.choice([1, 2])
+        mask, cells = _tree(chance, q_len, kv_len, batch)
+        balanced = ["balanced"] * (q_len == kv_len and mask.has_spans)
+        # Enough heads for every rank to have some.
+        spread = chance.random() < 0.3
+        spreading = ["all-to-all", f"hybrid:{2 if world == 4 else world}"] * spread
         case = Case(
             q_len,
             kv_len,
-            heads=4 * world if chance.random() < 0.2 else 4,
-            kv_heads=2 * world if chance.random() < 0.2 else None,
+            batch=batch,
+            heads=4 * world if spread else 4,
+            kv_heads=chance.choice([2 * world, None]) if spread else None,
             mask=mask,
-            kind=chance.choice(
+            kind=chance.choice(["zigzag", "contiguous", "striped", *balanced]),
+            strategy=chance.choice(
                 [
-                    "zigzag",
-                    "contiguous",
-                    "striped",
-                    *["balanced"] * (q_len == kv_len and mask.has_spans),
+                    "burst", "ring-kv", "ring-q", "bidirectional", "direct",
+                    f"two-level:{2 if world == 4 else world}", *spreading,
                 ]
             ),
-            strategy=chance.choice(["burst", "ring-kv", "ring-q", "bidirectional"]),
             seed=seed,
+        )  # fmt: skip
+        truth = reference(
+            *case.inputs(), mask=cells[:, : case.heads].expand(batch, -1, q_len, kv_len)
         )
-        if case.kv_heads is not None and case.heads % case.kv_heads:
-            case = case.but(kv_heads=None)
-        seen = cells if len(cells) == 1 else cells[: case.heads]
-        truth = reference(*case.inputs(), mask=seen.expand(1, -1, q_len, kv_len))
         assert_right(attend_over_threads(world, case), truth, case.dtype)
 
 
