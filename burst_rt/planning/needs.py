@@ -225,10 +225,14 @@ def _mark_by_label(
     """
     # Parts of the same positions come together: of a striped layout, those of all ranks.
     by_position = np.argsort(q.part_start, kind="stable")
-    for some in _slices(len(by_position), ROWS_TOGETHER * _SOME_PARTS):
-        parts = by_position[some]
+    todo = [by_position[some] for some in _slices(len(by_position), ROWS_TOGETHER * _SOME_PARTS)]
+    while todo:
+        parts = todo.pop()
         part, places = q.places(parts)
         _, shown, label = np.unique(labelled.labels(places), return_index=True, return_inverse=True)
+        if len(parts) > 1 and len(shown) * met.shape[1] > _SOME:
+            todo += np.array_split(parts, 2)
+            continue
         begins = np.diff(part, prepend=-1).astype(bool) | (np.diff(label, prepend=-1) != 0)
         firsts = np.flatnonzero(begins)
         start, stop = _seen_by_all(others.spans(places), label, end)
@@ -281,7 +285,7 @@ def _meeting(spans: Spans, row: Positions, start: Positions, stop: Positions) ->
 
     row, start, stop: of each stretch. spans: `[1, rows, width]`.
     """
-    far = int(spans.starts.shape[1] and stop.max(initial=0)) + 1
+    far = int(stop.max(initial=0)) + 1
     there = spans.starts[0] < spans.stops[0]
     axis = np.arange(len(there))[:, None] * far
     starts, stops = ((np.minimum(x[0], far - 1) + axis)[there] for x in spans)
