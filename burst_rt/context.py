@@ -86,8 +86,7 @@ class Context:
             `burst-rt calibrate` has measured the machine, it takes the one whose forward and
             backward are forecast to take the least time, with the strategies that calls will take.
             Elsewhere, of those whose cells are even, the one that sends the fewest bytes. Takes
-            seconds (with 32 ranks and more a quarter of a minute), and is kept by mask: for masks
-            that stay.
+            seconds, a quarter of a minute at most, and is kept by mask: for masks that stay.
         mask: for "balanced" and "auto": the mask that calls will have, for as many queries as keys.
             Another mask gives right results too. Every rank must give the same mask; ranks compare
             layouts when they make a call.

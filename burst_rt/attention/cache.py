@@ -91,7 +91,8 @@ class _Context(Protocol):
 class KVCache:
     """Keys and values of a batch of sequences, spread over the ranks of a context.
 
-    Collective: every rank makes the same cache. Blocks at most `timeout_s`.
+    Collective: every rank makes the same cache. The ranks agree twice, and each time block at most
+    `timeout_s`: before they take memory, and after.
 
     ctx: the `burst_rt.Context`. num_layers, batch, num_kv_heads, head_dim, v_head_dim: of the
         model's attention and of the sequences; v_head_dim: None takes head_dim.
@@ -102,7 +103,8 @@ class KVCache:
     block: position p of a sequence belongs to rank (p // block) % world_size.
 
     Raises, on every rank, InputError for another argument, ContractMismatch, and DeviceError with
-    the formula where the memory is not there.
+    the formula where the memory is not there; on CPUs, where a host has not enough free memory for
+    all of its ranks.
     """
 
     def __init__(
@@ -202,12 +204,13 @@ class KVCache:
     def _lacks_memory(self, capacity: int) -> DeviceError | None:
         """Why the ranks of this host cannot all take memory for so many tokens, or None.
 
-        A GPU says so itself. A host gives out more memory than it has.
+        A GPU says so itself. A host gives out more memory than it has. Control groups are taken to
+        hold all ranks of the host.
         """
         runtime = self.setup.runtime
         if runtime.device.type != "cpu":
             return None
-        ranks, free = runtime.machine.ranks_per_node, free_host_bytes()
+        ranks, free = runtime.machine.ranks_here, free_host_bytes()
         need = ranks * self._columns(capacity) * self._token_bytes
         if need <= free:
             return None
@@ -255,7 +258,7 @@ class KVCache:
     def reserve(self, capacity: int) -> None:
         """Makes room for more tokens: `capacity` of each sequence. What is cached stays.
 
-        Takes the new memory before it gives back the old. Collective; blocks at most `timeout_s`.
+        Takes the new memory before it gives back the old. Collective; blocks as making a cache.
         Raises, on every rank, InputError for less than there is, and DeviceError where memory is
         out; the cache is then as before.
         """
@@ -367,7 +370,7 @@ class KVCache:
             "tokens": str(tokens),
             "padding": str(padding),
             "sharded": str(sharded),
-            "about": about,
+            "about": about if isinstance(about, str) else repr(about),
             "layers of the last step": self._said,
             "rows since the last step": str(self._reordered),
         }
@@ -600,9 +603,11 @@ class Step:
         Returns out `[batch, num_tokens, heads, v_head_dim]`; of a decode the same bits on every
         rank. Raises InputError on every rank that makes the same call, also for a layer that has
         attended in this step; PeerLost and Stalled. An InputError of one rank alone breaks the
-        context, because the others are in the call: they raise ContractMismatch or PeerLost.
+        context, because the others are in the call: they raise ContractMismatch, PeerLost or
+        ProtocolError. Raises ConfigError once the context is closed.
         """
         cache, qkv = self.cache, QKV(q, k, v)
+        cache.setup.runtime.check_open()
         terms = ScoreTerms(softcap, None, sinks)
         options = (mask, scale, softcap, strategy)
         try:
@@ -670,7 +675,6 @@ class Step:
     def _check(self, layer: int, qkv: QKV, factors: tuple[float | None, ...], strategy: str) -> int:
         """The number of q's heads. Raises InputError for what does not fit the step."""
         cache, where = self.cache, _ATTEND
-        cache.setup.runtime.check_open()
         if self._done:
             raise InputError(f"{where}: this step has been committed; begin another: cache.step(n)")
         if self._change != cache._changes:

@@ -262,7 +262,8 @@ def _scores_of(
         corner.add_(hidden)
 
 
-# Strips have one length, or two where the last strip is shorter; there are two corners of each.
+# Strips have one length, or two where the last strip is shorter; there are two corners of each,
+# kept for the next call.
 @lru_cache(maxsize=8)
 def _corner(length: int, group: int, first: bool, dtype: torch.dtype) -> torch.Tensor:
     """What hides cells of a corner `[columns, rows]`: 0, or -inf beside the band.

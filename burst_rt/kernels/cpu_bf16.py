@@ -62,7 +62,8 @@ class CpuBf16Kernel(CpuKernel):
         """See `CpuKernel.part_of`. What a single call may do is not taken apart.
 
         Nor are lower triangles in the backward, up to so many rows as a call has: small ones cost
-        more in bfloat16 than they save.
+        more in bfloat16 than they save. Bands go to the fused kernel, in strips: `bands.py` works
+        in float32.
         """
         part = super().part_of(tile, qkv, forward=forward)._replace(strips=True)
         if not forward:

@@ -43,7 +43,8 @@ ROWS_TOGETHER = 256
 _SAMPLED_ROWS = 256
 # Arrays that need not hold everything at once hold about so many numbers.
 _SOME = 1 << 22
-# Parts of queries are looked at together with others that may have the same labels.
+# So many parts of queries are looked at together at most. Of a striped layout these may be parts of
+# all ranks, which have the same labels.
 _SOME_PARTS = 128
 
 
@@ -230,7 +231,9 @@ def _mark_by_label(
         parts = todo.pop()
         part, places = q.places(parts)
         _, shown, label = np.unique(labelled.labels(places), return_index=True, return_inverse=True)
-        if len(parts) > 1 and len(shown) * met.shape[1] > _SOME:
+        # Labels x parts of keys are one table, and labels x spans another.
+        width = labelled.spans(places[:1]).width
+        if len(parts) > 1 and len(shown) * max(met.shape[1], width) > _SOME:
             todo += np.array_split(parts, 2)
             continue
         begins = np.diff(part, prepend=-1).astype(bool) | (np.diff(label, prepend=-1) != 0)
@@ -337,11 +340,11 @@ class _Order:
             last = begin + np.searchsorted(low, seen.stop - step, side="right")
             last = np.where(seen.stop - seen.start >= step, np.maximum(first, last), first)
             self._mark(met, q_run, first, last)
-            for some in _slices(len(first), 0 if needed is None else len(self._count)):
-                assert needed is not None
-                meets = self._count[:, first[some]] < self._count[:, last[some]]
-                rank, number = np.nonzero(meets)
-                needed[rank, seen.part[some][number]] = True
+            if needed is not None:
+                for some in _slices(len(first), len(self._count)):
+                    meets = self._count[:, first[some]] < self._count[:, last[some]]
+                    rank, number = np.nonzero(meets)
+                    needed[rank, seen.part[some][number]] = True
             # Of the rest, the first position that does not lie before the interval decides.
             for number, place in chain(_pairs(a, np.minimum(first, b)), _pairs(last, b)):
                 before = np.maximum(seen.start[number] - self._low[place], 0)

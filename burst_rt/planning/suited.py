@@ -15,7 +15,7 @@ __all__ = ["LAYOUTS", "fastest_layout"]
 
 # The largest world with forecasts. Those of four layouts take about five seconds on 16 ranks,
 # fifteen on 32, eight on 64.
-_FORECAST_UP_TO = 64
+_LAYOUTS_UP_TO = 64
 # The layouts that are chosen from; of equals the first is taken.
 LAYOUTS = ("zigzag", "contiguous", "striped", BALANCED)
 # Without forecasts, layouts count as even whose cells are so close to the most even one's.
@@ -40,7 +40,7 @@ def fastest_layout(
         mask = problem.mask if kind == BALANCED else None
         layout = make_layout(kind, problem.q_layout.seq_len, problem.world_size, mask)
         spread[kind] = replace(problem, q_layout=layout, kv_layout=layout)
-    if hardware is None or not 1 < problem.world_size <= _FORECAST_UP_TO:
+    if hardware is None or not 1 < problem.world_size <= _LAYOUTS_UP_TO:
         return min(_most_even(list(spread.values())), key=_wire_bytes), {}
     seconds = {}
     for kind, given in spread.items():

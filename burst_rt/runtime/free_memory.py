@@ -13,10 +13,10 @@ import psutil
 
 __all__ = ["free_host_bytes"]
 
-# The files of a control group: its limit, its use, and the line of `memory.stat` that says how
-# much of the use is cached files, which the kernel gives up.
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# The files of a control group: its limit, its use, and what the lines of `memory.stat` begin with
+# that say how much of the use is cached files, which the kernel gives up.
+_V2 = ("memory.max", "memory.current", "")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
@@ -51,11 +51,12 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 yield left
 
 
-def _left_in(group: Path, limit: str, used: str, cached: str) -> int | None:
+def _left_in(group: Path, limit: str, used: str, prefix: str) -> int | None:
     try:
         most = int((group / limit).read_text())  # ValueError: "max"
         taken = int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, most - taken + int(stat.get(cached, 0)))
+        cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        return max(0, most - taken + cached)
     except (OSError, ValueError):
         return None

@@ -201,6 +201,7 @@ def _decide(
         if hardware is None or taken.name == "staged"
         else fitted(hardware, per_node, control.size)
     )
+    ranks_here = [rank.host for rank in ranks].count(ranks[control.rank].host)
     presence = Presence(
         thread=ends.thread,
         job_rank=ends.job_rank,
@@ -211,7 +212,10 @@ def _decide(
         pci=_pci_address(where),
     )
     if taken.name not in ("nccl", "torch") or where.type == "cpu":
-        machine = Machine(where, taken, ends.transport, ranks_per_node=per_node, hardware=hardware)
+        machine = Machine(
+            where, taken, ends.transport,
+            ranks_per_node=per_node, ranks_here=ranks_here, hardware=hardware,
+        )  # fmt: skip
         return Joined(machine, control, presence, within_s)
     wire = NcclTransport(
         _communicator(taken.name, ends, where, within_s),
@@ -222,7 +226,10 @@ def _decide(
         partial(_connect, where),
     )
     ends.transport.close()
-    machine = Machine(where, taken, None, wire, ranks_per_node=per_node, hardware=hardware)
+    machine = Machine(
+        where, taken, None, wire,
+        ranks_per_node=per_node, ranks_here=ranks_here, hardware=hardware,
+    )  # fmt: skip
     return Joined(machine, control, presence, within_s)
 
 

@@ -52,6 +52,7 @@ class Machine:
     transport: the host's transport; None with NCCL.
     wire: the transport on streams (NCCL), or None.
     ranks_per_node: how many ranks each host has, if all hosts have as many; else 1.
+    ranks_here: how many ranks this rank's host has.
     hardware: the machine to plan with, if there is a file for it.
     streams: the device's streams; tests give a double.
     """
@@ -63,6 +64,7 @@ class Machine:
         transport: Transport | None,
         wire: OrderedTransport | None = None,
         ranks_per_node: int = 1,
+        ranks_here: int = 1,
         hardware: Hardware | None = None,
         streams: StreamDevice | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class Machine:
         self.transport_name, self.reason = taken
         self.transport = transport
         self.ranks_per_node = ranks_per_node
+        self.ranks_here = ranks_here
         self.hardware = hardware
         self.wire = wire
         self._streams = (

@@ -292,6 +292,9 @@ class Runtime:
     def refuse(self, call: str, error: BurstError) -> NoReturn:
         """Tells every rank that this rank cannot make the call, and raises the common error.
 
+        Where the others were in another call, and the ranks cannot agree, this rank raises its own
+        error, and the runtime is broken.
+
         Blocks at most `timeout_s` for the others to come to the call. `refusing.refuse` is for
         ranks that are in several groups.
         """

@@ -513,6 +513,10 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "another batch": ("for each of 2 sequences", lambda _, c: c.step([1, 1, 1])),
     "too many to decode": ("at most 16", lambda _, c: c.step(17, sharded=False)),
     "sharded by a number": ("sharded must be", lambda _, c: c.step(1, sharded=1)),  # type: ignore[arg-type]
+    "about bytes": (
+        "about a text",
+        lambda ctx, c: c.step(1, about=b"d" if ctx.rank else ""),  # type: ignore[arg-type]
+    ),
     "about a number": ("about a text", lambda _, c: c.step(1, about=5)),  # type: ignore[arg-type]
     "padding later": ("empty cache", lambda _, c: c.step(1, padding=[0, 1])),
     "longer": ("at most the sequences' 30", lambda _, c: c.truncate(31)),

@@ -25,7 +25,11 @@ def test_without_control_groups_it_is_what_the_host_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", ["job/step", "job", "."])
 def test_the_second_version_counts_every_group_above(at: str, tmp_path: Path) -> None:
-    files = {"memory.max": "9000\n", "memory.current": "5000\n", "memory.stat": "inactive_file 7\n"}
+    files = {
+        "memory.max": "9000\n",
+        "memory.current": "5000\n",
+        "memory.stat": "inactive_file 5\nactive_file 2\n",
+    }
     _write(tmp_path, {"proc/self/cgroup": "0::/job/step\n"})
     _write(tmp_path, {f"sys/fs/cgroup/job/{name}": text for name, text in files.items()})
     _write(tmp_path, {"sys/fs/cgroup/job/memory.max": "max\n"})

@@ -172,6 +172,14 @@ def test_documents_with_queries_of_their_own_move_every_mask_beside_them(
         assert bool(found[b % len(found), i, j]) == (own(b, i, j) and shows(b, i, j))
 
 
+def test_documents_within_an_or_do_not_move_what_stands_beside_them() -> None:
+    either = Documents([4, 4], [8, 8]) | Causal()
+    sizes = Sizes(8, 16, 1)
+    hides_nothing = SlidingWindow(100, 100)
+    assert cells_of(either & hides_nothing, sizes).equal(cells_of(either, sizes))
+    assert cells_of(hides_nothing & either, sizes).equal(cells_of(either, sizes))
+
+
 def _cells(piece: Piece, mask: Mask, q: range, kv: range) -> torch.Tensor:
     """Bool `[rows, columns]` of the tile: what a kernel computes for the piece."""
     cells = torch.zeros(len(q), len(kv), dtype=torch.bool)
@@ -453,6 +461,9 @@ def _odd(value: Any) -> Any:
         (lambda: BlockSparse([[True], [True, False]], 4), "table must be booleans"),
         (lambda: BlockSparse([[True]], 0), "block must be"),
         (lambda: BlockSparse([[True]], 2**63), "block must be"),
+        (lambda: BlockSparse(torch.ones(2, 2, dtype=torch.bfloat16), 4), "table must be booleans"),
+        (lambda: BlockSparse(torch.ones(2, 2, requires_grad=True), 4), "table must be booleans"),
+        (lambda: BlockSparse(torch.ones(2, 2).to_sparse(), 4), "table must be booleans"),
         (lambda: Causal() | _odd("full"), r"mask \| other: expected another Mask, got str"),
         (
             lambda: Documents([1, 2], [3, 4]) & Documents([3], [7]),

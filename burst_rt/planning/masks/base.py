@@ -259,9 +259,7 @@ class Mask:
         return False
 
     def by_label(self) -> tuple[Mask, Mask] | None:
-        """Two masks that combined by `&` are this one, the first with `labels`; None: there are not
-        such two.
-        """
+        """This mask as `labelled & others`, where `labelled` has `labels`; None: it is no such."""
         return None
 
     def labels(self, q: Positions) -> Positions:
@@ -356,15 +354,15 @@ def positions_of(positions: range) -> Positions:
     return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
 
 
-def _moved(mask: Mask, q: Positions, places: Positions) -> Spans:
+def _moved(mask: Mask, q: Positions, places: Positions, *, deep: bool) -> Spans:
     """What queries see of a mask that is combined by `&` with a mover, or has the mover in it.
 
     q: int64 `[rows]`, where the mover itself has them. places: `[batch or 1, rows]`, where all
-    other masks have them.
+    other masks have them. deep: whether also masks that stand beside the mover in a `|` do.
     """
-    if isinstance(mask, _Pair) and mask.mover is not None:
+    if isinstance(mask, Both) or (deep and isinstance(mask, Either)):
         join = intersect if isinstance(mask, Both) else unite
-        return join(*(_moved(part, q, places) for part in (mask.first, mask.second)))
+        return join(*(_moved(part, q, places, deep=deep) for part in (mask.first, mask.second)))
     if mask.mover is not None:
         return mask.spans(q)
     if len(places) == 1:
@@ -482,7 +480,9 @@ class Both(_Pair):
         mover = self.mover
         if mover is None:
             return intersect(self.first.spans(q), self.second.spans(q))
-        return _moved(self, q, mover.places(q))
+        # A mover moves all that it is combined with by `&`, and what is within that.
+        deep = any(part.mover and not isinstance(part, _Pair) for part in self._parts())
+        return _moved(self, q, mover.places(q), deep=deep)
 
     def seen_together(self, q: Positions, firsts: Positions, end: int) -> Spans:
         """See `Mask.seen_together`. Rows are looked at where the masks' structure will not do."""

@@ -35,11 +35,11 @@ class BlockSparse(Mask):
     _steady = True
 
     def __init__(self, table: Any, block: int) -> None:
-        raw = table.cpu().numpy() if hasattr(table, "new_tensor") else table
         try:
-            array = np.asarray(raw)
-        except ValueError:
-            array = np.empty((), object)  # rows of different lengths
+            array = np.asarray(table.cpu().numpy() if hasattr(table, "new_tensor") else table)
+        except (ValueError, TypeError, RuntimeError):
+            # Rows of different lengths; a tensor of a type, or in a form, that numpy does not have.
+            array = np.empty((), object)
         if array.dtype != bool or array.ndim not in (2, 3) or not array.size:
             raise InputError(
                 "BlockSparse: table must be booleans [query blocks, key blocks], or one such table "

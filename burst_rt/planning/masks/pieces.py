@@ -20,7 +20,7 @@ __all__ = ["MOST_SPANS", "Piece", "cut"]
 # Fewer rows than this are not worth a call of a kernel: they go under the mask, many at a time.
 _FEW_ROWS = 64
 _MASKED_ROWS = 512
-# A wider band is worth triangles.
+# Keys that a row of a band sees, at most: a wider one is triangles and what is between them.
 WIDEST_BAND = 2048
 # A tile whose rows see more spans than this goes under the mask as a whole.
 MOST_SPANS = 8
