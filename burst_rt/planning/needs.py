@@ -261,8 +261,8 @@ def _mark_by_label(
             group, number = np.nonzero(first < last)
             rest = _meeting(spans, label[firsts[group]], first[group, number], last[group, number])
             at = parts[part[firsts[group[rest.part]]]]
-            in_order = np.argsort(at, kind="stable")
-            rest = _Intervals(*(x[in_order] for x in (at, rest.start, rest.stop)))
+            by_part = np.argsort(at, kind="stable")
+            rest = _Intervals(*(x[by_part] for x in (at, rest.start, rest.stop)))
             order.mark(met, needed, rest, q.part_run)
 
 
