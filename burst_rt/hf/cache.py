@@ -74,9 +74,11 @@ class Cache(HookedCache):
     block: as in `KVCache`.
 
     In `model.generate(..., past_key_values=cache)` each rank runs only its part of a prompt through
-    the model, at most ceil(tokens / ranks) + block of them. After each call every rank has the
-    logits of the last token and the state of torch's random generators that rank 0 has; of a prompt
-    the logits are those of the rank that has its last token.
+    the model, at most ceil(tokens / ranks) + block of them. (In a chunk of which a rank has no
+    token, it runs one that nobody sees; chunks of ranks x block tokens or more have some for each.)
+    After each call every rank has the logits of the last token and the state of torch's random
+    generators that rank 0 has; of a prompt the logits are those of the rank that has its last
+    token. `max_time` and stopping criteria are asked of rank 0 alone.
 
     Raises, on every rank, InputError for a model or a number that cannot be used, and
     ContractMismatch where the ranks' numbers differ. A forward raises, on every rank, InputError
@@ -96,9 +98,8 @@ class Cache(HookedCache):
         if not isinstance(ctx, Context):
             got = type(ctx).__name__
             raise InputError(f"{_NAME}: ctx must be a context of burst_rt.init, got {got}")
-        super().__init__(model)
-        self.ctx = ctx
-        self.capacity = capacity
+        super().__init__(model, ctx)
+        self.capacity, self.block = capacity, block
         self._part: CachedPart | None = None  # of the call under way
         self._kv: KVCache | None = None
         self._text: torch.Tensor | None = None  # the tokens that are cached, -1 for unknown ones
@@ -163,6 +164,11 @@ class Cache(HookedCache):
     @property
     def is_compileable(self) -> bool:
         """False: ranks meet in every layer."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: `generate` would run a token more than it needs, to take it back by `crop`."""
         return False
 
     @property
@@ -249,6 +255,7 @@ class Cache(HookedCache):
         Collective; blocks and raises as `KVCache.step`.
         """
         self._check_open()
+        prompt, self.prompt = self.prompt, "none"
         try:
             call = CachedCall.of(options, self._kv, self.capacity)
         except InputError as error:
@@ -258,7 +265,15 @@ class Cache(HookedCache):
         if self._part is not None:  # an error has interrupted the call before
             self._kv.truncate(self._kv.lengths)
         self._warn_of_whole_text(options.get("input_ids"), call.tokens)
-        step = self._kv.step(call.tokens, padding=call.padding, about=call.about)
+        # Every rank may run a short prompt, but not one short chunk after another.
+        most = -(-call.tokens // self.ctx.world_size) + self.block
+        spread_too = prompt == "chunk" or (prompt == "whole" and call.tokens > most)
+        step = self._kv.step(
+            call.tokens,
+            padding=call.padding,
+            sharded=True if spread_too else None,  # None: if there are many
+            about=call.about,
+        )
         # A rank without tokens runs one that nobody sees: not every model takes none.
         cut = {}
         for name, x in call.cut.items():

@@ -10,28 +10,41 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import transformers
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from burst_rt.context import Context
 from burst_rt.errors import InputError
 from burst_rt.hf.shard import KEYWORD
+from burst_rt.hf.spread import of_rank_0
+from burst_rt.runtime.refusing import refuse
 
 __all__ = ["HookedCache", "attach", "check_model", "detach", "what_layers_keep"]
 
 _NAME = "hf.Cache"
 _HOOKS = "_burst_rt_hooks"  # of a model's attribute
+# What these say follows from the tokens, which all ranks share.
+_BY_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has no types
     """A cache with which a call of its model begins and ends a step."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, ctx: Context) -> None:
         super().__init__(layers=[])
-        self.model = model
+        self.model, self.ctx = model, ctx
+        # What the model's next call has of a prompt that `generate` was given.
+        self.prompt: Literal["none", "whole", "chunk"] = "none"
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begins a step: what the model is called with in place of these arguments."""
@@ -111,17 +124,19 @@ class _Hooks:
 
     def __init__(self, model: Any) -> None:
         self.num_caches = 0
+        self.ctx: Context | None = None  # of the cache of the model's last call
         self._handles = [
             # First, so that other hooks know how the call is cut.
             model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
             model.register_forward_hook(_after, with_kwargs=True),
         ]
         model.prepare_inputs_for_generation = MethodType(_prepared(type(model)), model)
+        model._get_stopping_criteria = MethodType(_stopping(type(model), self), model)
 
     def remove(self, model: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        del model.prepare_inputs_for_generation
+        del model.prepare_inputs_for_generation, model._get_stopping_criteria
 
 
 def attach(model: Any) -> None:
@@ -146,7 +161,9 @@ def _before(
     if args:
         bound = inspect.signature(model.forward).bind_partial(*args)
         options = {**bound.arguments, **options}
-    cache = options.get("past_key_values")
+    cache, hooks = options.get("past_key_values"), getattr(model, _HOOKS, None)
+    if hooks is not None:
+        hooks.ctx = cache.ctx if isinstance(cache, HookedCache) else None
     if not isinstance(cache, HookedCache):
         return None
     if cache.model is not model:
@@ -181,9 +198,52 @@ def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
         found: dict[str, Any] = kind.prepare_inputs_for_generation(
             self, input_ids, *args, **options
         )
-        if isinstance(cache, HookedCache) and found.get("past_key_values") is None:
-            cache.reset()
-            found["past_key_values"] = cache
+        if isinstance(cache, HookedCache):
+            if found.get("past_key_values") is None:
+                cache.reset()
+                found["past_key_values"] = cache
+            if options.get("is_first_iteration"):
+                # A chunk comes by itself, without the text before it.
+                cache.prompt = "chunk" if new is None else "whole"
         return found
 
     return prepare_inputs
+
+
+def _stopping(kind: Any, hooks: _Hooks) -> Callable[..., StoppingCriteriaList]:
+    """The class's own criteria. Those that ranks may answer otherwise are asked of rank 0 alone."""
+
+    @wraps(kind._get_stopping_criteria)
+    def get_stopping_criteria(self: Any, *args: Any, **options: Any) -> StoppingCriteriaList:
+        found = kind._get_stopping_criteria(self, *args, **options)
+        alike = [each for each in found if isinstance(each, _BY_TOKENS)]
+        own = StoppingCriteriaList(each for each in found if not isinstance(each, _BY_TOKENS))
+        together = [_StopsWithRank0(hooks, own)] if own else []
+        return StoppingCriteriaList(alike + together)
+
+    return get_stopping_criteria
+
+
+class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
+    """Stopping criteria that rank 0 is asked, for every rank."""
+
+    def __init__(self, hooks: _Hooks, criteria: StoppingCriteriaList) -> None:
+        self._hooks, self._criteria = hooks, criteria
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        """Which rows end: bool `[rows]`. Collective after a call with a cache over ranks."""
+        ctx = self._hooks.ctx
+        if ctx is None:
+            return self._criteria(input_ids, scores, **options)
+        found = torch.zeros(len(input_ids), dtype=torch.bool)
+        if ctx.rank == 0:
+            try:
+                found = self._criteria(input_ids, scores, **options)
+            except Exception as error:
+                said = InputError(
+                    f"{_NAME}: max_time or stopping criteria: expected a bool of each row, got "
+                    f"{error!r} on rank 0"
+                )
+                said.__cause__ = error
+                refuse(_NAME, said, ctx.runtime)
+        return of_rank_0(ctx, found).to(input_ids.device)

@@ -1,6 +1,7 @@
-"""What one rank finds for the next token, on every rank: logits and the state of random generators.
+"""What one rank finds for the next token, on every rank: logits, the state of random generators, and
+whether a text ends.
 
-All ranks then choose the same token, greedily, by chance or among beams.
+All ranks then choose the same token, greedily, by chance or among beams, and stop at the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from burst_rt.context import Context
 
-__all__ = ["bytes_of", "spread"]
+__all__ = ["bytes_of", "of_rank_0", "spread"]
 
 
 def spread(ctx: Context, logits: torch.Tensor, source: int) -> torch.Tensor:
@@ -31,6 +32,15 @@ def spread(ctx: Context, logits: torch.Tensor, source: int) -> torch.Tensor:
         return logits
     found = everyones[source][0 if source else len(random) :]
     return _tensor_of(found, logits.dtype).view(logits.shape).to(logits.device)
+
+
+def of_rank_0(ctx: Context, x: torch.Tensor) -> torch.Tensor:
+    """Rank 0's tensor on every rank; the others have one of its shape and dtype. Collective."""
+    payload = bytes(bytes_of(x)) if ctx.rank == 0 else b""
+    runtime = ctx.runtime
+    about = {"call": "hf.Cache", "from rank 0": f"{x.dtype} {tuple(x.shape)}"}
+    everyones = runtime.collective(about, lambda: runtime.control.allgather(payload)).result()
+    return x if ctx.rank == 0 else _tensor_of(everyones[0], x.dtype).view(x.shape)
 
 
 def _tensor_of(raw: bytes, dtype: torch.dtype) -> torch.Tensor:

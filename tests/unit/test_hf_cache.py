@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ import torch
 import transformers
 from small_generation import make_decoder
 from small_models import make_model
+from transformers import GenerationConfig
 
 import burst_rt
 import burst_rt.hf
@@ -174,6 +176,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, burst_rt.Context], object], str]] =
         "pixel_values is not known; expected text alone",
     ),
     "attention to later tokens": (_no_causal_model, "attention to later tokens is not done"),
+    "a time that is none": (
+        lambda model, cache, ctx: _generate(model, cache, max_time="a minute"),
+        "max_time or stopping criteria: expected a bool of each row, got TypeError.* on rank 0",
+    ),
     "assisted decoding": (
         lambda model, cache, ctx: _generate(model, cache, _IDS[:1], prompt_lookup_num_tokens=2),
         "assisted decoding .* is not done",
@@ -381,6 +387,105 @@ def test_a_call_that_an_error_has_ended_is_made_again() -> None:
         handle.remove()
         logits = model(_IDS, past_key_values=cache).logits
         torch.testing.assert_close(logits, expected[:, -1:], rtol=1e-4, atol=1e-5)
+
+    burst_rt.run_local(2, run, timeout_s=60)
+
+
+class _Clock(threading.local):
+    """A rank's own clock, which goes on by `a_token` seconds for each token."""
+
+    now, a_token = 0.0, 1.0
+
+    def time(self) -> float:
+        return self.now
+
+    def tick(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """A processor of logits."""
+        self.now += self.a_token
+        return scores
+
+
+def _own_criterion(clock: _Clock) -> dict[str, Any]:
+    def ends(ids: torch.Tensor, scores: object) -> torch.Tensor:
+        return torch.full((len(ids),), clock.now > 2.5)
+
+    return {"stopping_criteria": [ends]}
+
+
+_LIMITS: dict[str, Callable[[Any, _Clock], dict[str, Any]]] = {
+    "the call": lambda model, clock: {"max_time": 2.5},
+    "a configuration": lambda model, clock: {
+        "generation_config": GenerationConfig(max_new_tokens=9, do_sample=False, max_time=2.5)
+    },
+    "the model": lambda model, clock: setattr(model.generation_config, "max_time", 2.5) or {},
+    "a criterion": lambda model, clock: _own_criterion(clock),
+}
+
+
+@pytest.mark.parametrize("given_by", _LIMITS)
+def test_rank_0_says_when_a_text_ends(given_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its third token, though the other ranks' clocks are ahead, or behind."""
+    clock = _Clock()
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time", clock)
+    expected = _generate(_EAGER, None, max_new_tokens=3)
+
+    def run(ctx: burst_rt.Context) -> None:
+        clock.a_token = (1.0, 100.0, 0.0)[ctx.rank]
+        model = _llama()
+        options = {"logits_processor": [clock.tick], **_LIMITS[given_by](model, clock)}
+        if "generation_config" not in options:
+            options |= {"max_new_tokens": 9, "do_sample": False}
+        found = model.generate(_IDS, past_key_values=_cache(model, ctx), use_cache=True, **options)
+        assert torch.equal(found, expected)
+
+    burst_rt.run_local(3, run, timeout_s=60)
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 16, 17, 23, 40])
+def test_a_prompt_in_chunks_is_spread_and_gives_the_same_tokens(size: int) -> None:
+    """Also in chunks that each rank could run as it runs new tokens."""
+    ids = _IDS.flatten()[None]
+    tokens, block, ranks = ids.shape[1], 4, 3
+    expected = _generate(_EAGER, None, ids, max_new_tokens=6)
+
+    def run(ctx: burst_rt.Context) -> int:
+        model, counts = _llama(), [0, 0]
+        cache = _cache(model, ctx, capacity=60, block=block)
+
+        def count(module: object, args: tuple[torch.Tensor, ...]) -> None:
+            if cache.get_seq_length() < tokens:
+                counts[0] += args[0].shape[1]
+                counts[1] += 1
+
+        model.model.layers[1].mlp.register_forward_pre_hook(count)
+        found = _generate(model, cache, ids, max_new_tokens=6, prefill_chunk_size=size)
+        assert torch.equal(found, expected)
+        assert counts[1] == -(-tokens // size)
+        without = counts[1] if size < ranks * block else 0  # a token that nobody sees in each
+        return counts[0] - without
+
+    assert max(burst_rt.run_local(ranks, run, timeout_s=60)) <= -(-tokens // ranks) + block
+
+
+def test_a_short_prompt_is_spread_where_blocks_are_small() -> None:
+    """And is not where every rank may run all of it."""
+    expected = _EAGER(_IDS[:, :16]).logits[:, -1:].detach()
+
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama()
+        counts: list[int] = []
+        model.model.layers[1].mlp.register_forward_pre_hook(
+            lambda module, args: counts.append(args[0].shape[1])
+        )
+        for block, most in ((4, 8), (16, 16)):
+            cache = _cache(model, ctx, block=block)
+            counts.clear()
+            found = _generate(
+                model, cache, _IDS[:, :16], max_new_tokens=1, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            assert counts == [most]
+            torch.testing.assert_close(found.logits[0], expected[:, 0], rtol=1e-4, atol=1e-5)
 
     burst_rt.run_local(2, run, timeout_s=60)
 
