@@ -33,7 +33,7 @@ from burst_rt.kernels.decode import Seen
 from burst_rt.planning.cached import Cached, Dealt, Rows, in_columns
 from burst_rt.planning.masks import Mask, Positions
 from burst_rt.planning.needs import ROWS_TOGETHER
-from burst_rt.planning.problem import Problem, ScoreOptions
+from burst_rt.planning.problem import ScoreOptions
 from burst_rt.planning.strategies import check_name
 from burst_rt.runtime.agreement import Contract
 from burst_rt.runtime.free_memory import free_host_bytes
@@ -804,13 +804,10 @@ class Step:
         key = (structure, num_heads, scores, strategy)
         plan = self._plans.get(key)
         if plan is None:
-            mask = Cached(structure, self._dealt, self._rows)
-            problem = Problem(
-                q_layout=mask.layout(queries=True), kv_layout=mask.layout(queries=False),
-                mask=mask, batch=cache.batch, num_heads=num_heads,
-                num_kv_heads=cache.num_kv_heads, head_dim=cache.head_dim,
-                v_head_dim=cache.v_head_dim, input_bytes=cache.dtype.itemsize,
-                sum_bytes=sum_dtype(cache.dtype).itemsize, needs_grad=(False, False, False),
+            problem = Cached(structure, self._dealt, self._rows).problem(
+                batch=cache.batch, num_heads=num_heads, num_kv_heads=cache.num_kv_heads,
+                head_dim=cache.head_dim, v_head_dim=cache.v_head_dim,
+                input_bytes=cache.dtype.itemsize, sum_bytes=sum_dtype(cache.dtype).itemsize,
                 scores=scores,
             )  # fmt: skip
             setup = cache.setup

@@ -224,7 +224,8 @@ class Watch:
                     f"enter {what}"
                     f"{f' (call {number}): {missing} not entered it' if missing.ranks else ''}. "
                     "If ranks do long work between calls (write a checkpoint), raise timeout_s in "
-                    "burst_rt.init; for the wait in burst_rt.init itself, raise join_s",
+                    "burst_rt.init; for the wait in burst_rt.init itself, raise join_s. Ranks with "
+                    "several contexts must make a call with the same context",
                     rank=self.control.rank,
                     peer=missing.only,
                     elapsed_s=backoff.elapsed_s(),

@@ -32,11 +32,13 @@ from burst_rt.planning.masks import (
 from burst_rt.planning.masks.pieces import MOST_SPANS, cut
 from burst_rt.planning.masks.spans import END, beside, intersect, one_span
 from burst_rt.planning.needs import ROWS_TOGETHER
+from burst_rt.planning.problem import Problem, ScoreOptions
 
 __all__ = ["Cached", "Dealt", "Rows", "in_columns"]
 
 # The least that lengths are rounded to, in tokens of all ranks.
 _LEAST_ROOM = 1024
+_NO_OPTIONS = ScoreOptions()
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,26 @@ class Cached(Mask):
     def layout(self, *, queries: bool) -> Layout:
         """The layout of the chunk's queries, or of the columns that the chunk looks at."""
         return _layout(self.dealt, self.rows, queries)
+
+    def problem(
+        self,
+        *,
+        batch: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        input_bytes: int,
+        sum_bytes: int,
+        v_head_dim: int = 0,
+        scores: ScoreOptions = _NO_OPTIONS,
+    ) -> Problem:
+        """The attention of one layer to the chunk. Arguments: as for `Problem`."""
+        return Problem(
+            q_layout=self.layout(queries=True), kv_layout=self.layout(queries=False),
+            mask=self, batch=batch, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, v_head_dim=v_head_dim, input_bytes=input_bytes,
+            sum_bytes=sum_bytes, needs_grad=(False, False, False), scores=scores,
+        )  # fmt: skip
 
     def spans(self, q: Positions) -> Spans:
         """One span for each rank and span of the structure."""

@@ -298,7 +298,7 @@ def serve(
 
     Default: 2 ranks.
     """
-    from burst_rt.launch.plan import paper, prefill
+    from burst_rt.launch.plan import prefill
     from burst_rt.launch.run import launch
 
     measured = [part for part in parts if part != "simulated"]
@@ -311,7 +311,6 @@ def serve(
             if code := launch(argv, num_ranks=num_ranks, threads=1):
                 sys.exit(code)
     if not parts or "simulated" in parts:
-        paper.first_token(out)
         prefill.main(out)
 
 

@@ -12,7 +12,7 @@ from burst_rt.launch.bench.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, forecast_model, published_mask
 from burst_rt.planning.machines import load_hardware
 
-__all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "first_token", "main"]
+__all__ = ["FIRST_TOKEN_S", "FITTED", "OUT_OF_MEMORY", "STRATEGIES", "main"]
 
 STRATEGIES = ("tensor-parallel", "tensor-parallel+sequence", "burst")
 # First-token latency in seconds, LLaMA-7B on 8 GPUs, by tokens: one column a strategy.
@@ -51,12 +51,11 @@ _TRAINED = (
 
 def main(out: Path | None) -> None:
     """Prints the tables of first-token latency and training, and adds them to `out` if given."""
-    first_token(out)
+    _first_token(out)
     _training(out)
 
 
-def first_token(out: Path | None) -> None:
-    """Prints the table of first-token latency, and adds it to `out` if given."""
+def _first_token(out: Path | None) -> None:
     hardware, model = load_hardware("a100-pcie"), MODELS["llama-7b"]
     rows: list[dict[str, Cell]] = []
     for tokens, published in FIRST_TOKEN_S.items():

@@ -1,13 +1,14 @@
-"""Time to first token where nodes share a prompt and the GPUs of a node share each layer.
+"""Time to first token by the graphs of a cache's prefill, beside published figures.
 
-Tensor parallelism splits a layer inside a node: each GPU has some heads, all tokens of its node,
-and two all-reduces a layer. Context parallelism splits the prompt over the nodes: the GPUs that
-have the same heads in all nodes are a ring. So a layer is simulated in two parts that follow each
-other: everything but attention on one node, and attention on one such ring, whose ranks are nodes
-of their own. Rings are alike, and each has its own network card.
+A prompt is dealt out to the ranks in blocks, as `KVCache` does, and a layer is simulated in two
+parts that follow each other: everything but attention, and attention. The GPUs of a node may share
+each layer (tensor parallelism: each has some heads, all tokens of its node, and two all-reduces a
+layer). Then the GPUs that have the same heads in all nodes share the prompt; such rings are alike,
+and each has its own network card.
 
-Beside it stand the figures of "Context Parallelism for Scalable Million-Token Inference" (arXiv
-2411.01783, abstract): Llama 3 405B on 128 H100.
+The figures are those of BurstAttention (arXiv 2403.09347: LLaMA-7B on 8 A100) and of "Context
+Parallelism for Scalable Million-Token Inference" (arXiv 2411.01783, abstract: Llama 3 405B on 128
+H100).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pathlib import Path
 from burst_rt.baselines.layers import SpreadLayer
 from burst_rt.errors import ConfigError
 from burst_rt.launch.bench.report import Cell, publish
-from burst_rt.launch.plan.model import Model, parse_model
-from burst_rt.planning.forecast import of_choice
-from burst_rt.planning.layouts import make_layout
+from burst_rt.launch.plan.model import MODELS, Model, parse_model
+from burst_rt.launch.plan.paper import FIRST_TOKEN_S, FITTED, STRATEGIES
+from burst_rt.planning.cached import Cached, Dealt, Rows
+from burst_rt.planning.forecast import fastest_strategy, of_choice
 from burst_rt.planning.machines import load_hardware
-from burst_rt.planning.masks import Causal
-from burst_rt.planning.problem import Problem
+from burst_rt.planning.masks import Causal, Full, Mask
 from burst_rt.planning.strategies import choose
 from burst_rt.scheduler import Op, Task
 from burst_rt.scheduler.simulator import Hardware, simulate
@@ -38,13 +39,17 @@ LLAMA_405B = "layers=126,dim=16384,heads=128,kv_heads=8,ffn=53248,vocab=128256"
 PUBLISHED_S = {"128K": 3.8, "1M": 77.0}
 # The abstract does not say which of the two it means.
 _TOKENS = {"128K": (128_000, 131_072), "1M": (1_000_000, 1_048_576)}
-_NUM_NODES = 16
+_NUM_GPUS, _GPUS_A_NODE = 128, 8
 # Of 1M tokens, in the abstract: "FLOPS utilization". So the peak that is meant follows.
 _UTILIZATION = 0.63
 _FEED_FORWARD = ("gate_up", "down")
 # H100 data sheet: 3,958 TFLOP/s in FP8, 1,979 in BF16, both with sparsity.
 _FP8_SPEED = 2
 _BF16_BYTES = 2
+_BLOCK = 128  # of `KVCache`
+_CAUSAL = Causal()
+# The paper's world, and the chunks of a prompt that stand beside whole prompts.
+_PAPER_GPUS, _CHUNK = 8, 16384
 
 
 @dataclass(frozen=True)
@@ -66,19 +71,61 @@ def prefill(
     tokens: int,
     hardware: Hardware,
     *,
-    num_nodes: int,
-    fp8: bool,
+    world_size: int,
+    tensor_parallel: int = 1,
+    chunk: int | None = None,
+    fp8: bool = False,
     strategy: str = "ring-kv",
+    structure: Mask = _CAUSAL,
 ) -> Prefill:
-    """Simulates a layer on nodes of `hardware`, causal, in BF16, and multiplies by the layers.
+    """Simulates a layer in BF16, chunk after chunk, and multiplies by the layers.
 
+    tensor_parallel: the GPUs that share each layer: 1, or all of a node. The others share the
+        prompt. chunk: tokens that are run at once; None: all of them.
     fp8: whether the feed-forward's weights and products are in FP8.
+    strategy: as `choose` takes it, or "auto": the fastest by forecast, chosen for each chunk.
+    structure: what a token sees of the prompt, and of what is cached of it.
 
-    Raises InputError for sizes that the GPUs cannot share.
+    Raises InputError for sizes that the GPUs cannot share, and ConfigError for other machines.
     """
-    shape, per_node = model.layer, hardware.node.ranks
+    shape, num_shares = model.layer, world_size // tensor_parallel
+    ring = hardware if tensor_parallel == 1 else _one_gpu_a_node(hardware, tensor_parallel)
+    ranks_per_node = ring.node.ranks if num_shares % ring.node.ranks == 0 else 1
+    linear_s = attention_s = exposed_s = 0.0
+    for first in range(0, tokens, chunk or tokens):
+        new = min(chunk or tokens, tokens - first)
+        linear_s += _linear_s(model, -(-new // num_shares), hardware, tensor_parallel, fp8)
+        rows = Rows((first,), (new,), (0,), tokens)
+        problem = Cached(structure, Dealt(_BLOCK, num_shares), rows).problem(
+            batch=1, num_heads=shape.num_heads // tensor_parallel,
+            num_kv_heads=shape.num_kv_heads // tensor_parallel, head_dim=shape.head_dim,
+            input_bytes=_BF16_BYTES, sum_bytes=4,
+        )  # fmt: skip
+        if strategy == "auto":
+            choice = fastest_strategy(problem, ring, forward=True, ranks_per_node=ranks_per_node)
+        else:
+            choice = choose(problem, strategy, forward=True, ranks_per_node=ranks_per_node)
+        attention = of_choice(choice, ring)
+        attention_s += attention.time_s
+        exposed_s += attention.exposed_s
+    weights = shape.num_weights(*_FEED_FORWARD) * (1 if fp8 else _BF16_BYTES)
+    weights += shape.num_weights("qkv", "out") * _BF16_BYTES
+    vocabulary = 2 * model.vocab_size * shape.dim * _BF16_BYTES
+    num = model.num_layers
+    return Prefill(
+        num * linear_s,
+        num * attention_s,
+        num * exposed_s,
+        (num * weights + vocabulary) // tensor_parallel,
+    )
+
+
+def _linear_s(
+    model: Model, tokens: int, hardware: Hardware, tensor_parallel: int, fp8: bool
+) -> float:
+    """Seconds of a layer but for attention, of so many tokens on so many GPUs."""
     layer = SpreadLayer(
-        shape, -(-tokens // num_nodes), per_node, "tensor-parallel", input_bytes=_BF16_BYTES
+        model.layer, tokens, tensor_parallel, "tensor-parallel", input_bytes=_BF16_BYTES
     )
 
     def seconds(task: Task) -> float:
@@ -88,36 +135,18 @@ def prefill(
             task = replace(task, cost=task.cost._replace(flops=task.cost.flops // _FP8_SPEED))
         return hardware.device.seconds(task)
 
-    linear = simulate(layer.schedules(forward=True, attention=False), hardware, seconds=seconds)
-    layout = make_layout("zigzag", tokens, num_nodes)
-    problem = Problem(
-        q_layout=layout, kv_layout=layout, mask=Causal(), batch=1,
-        num_heads=shape.num_heads // per_node, num_kv_heads=shape.num_kv_heads // per_node,
-        head_dim=shape.head_dim, input_bytes=_BF16_BYTES, sum_bytes=4,
-        needs_grad=(False, False, False),
-    )  # fmt: skip
-    attention = of_choice(
-        choose(problem, strategy, forward=True, ranks_per_node=1), _one_gpu_a_node(hardware)
-    )
-    weights = shape.num_weights(*_FEED_FORWARD) * (1 if fp8 else _BF16_BYTES)
-    weights += shape.num_weights("qkv", "out") * _BF16_BYTES
-    vocabulary = 2 * model.vocab_size * shape.dim * _BF16_BYTES
-    num = model.num_layers
-    return Prefill(
-        num * linear.end_s,
-        num * attention.time_s,
-        num * attention.exposed_s,
-        (num * weights + vocabulary) // per_node,
-    )
+    schedules = layer.schedules(forward=True, attention=False)
+    return simulate(schedules, hardware, seconds=seconds).end_s
 
 
-def _one_gpu_a_node(hardware: Hardware) -> Hardware:
+def _one_gpu_a_node(hardware: Hardware, tensor_parallel: int) -> Hardware:
     """The same machine as one ring sees it: in each node one GPU and its network card."""
     nics, node = hardware.nics, hardware.node
-    if nics is None or nics.count < node.ranks:
+    if nics is None or nics.count < node.ranks or tensor_parallel != node.ranks:
         raise ConfigError(
-            f"{hardware.name}: expected a network card for each of a node's {node.ranks} ranks, "
-            f"got {0 if nics is None else nics.count}; use a machine file that has them"
+            f"{hardware.name}: expected each layer on all {node.ranks} ranks of a node, and a "
+            f"network card for each of them, got {tensor_parallel} ranks and "
+            f"{0 if nics is None else nics.count} cards; use a machine file that has them"
         )
     return replace(hardware, node=replace(node, ranks=1), nics=replace(nics, count=1))
 
@@ -140,9 +169,46 @@ def published_peak(model: Model, num_gpus: int) -> float:
 
 
 def main(out: Path | None, tokens: Sequence[str] = tuple(PUBLISHED_S)) -> None:
-    """Prints the table of Llama 3 405B on 128 H100, and adds it to `out` if given."""
+    """Prints the tables of LLaMA-7B and of Llama 3 405B, and adds them to `out` if given."""
+    _llama_7b(out)
+    _llama_405b(out, tokens)
+
+
+def _llama_7b(out: Path | None) -> None:
+    model, hardware = MODELS["llama-7b"], load_hardware("a100-pcie")
+    burst = STRATEGIES.index("burst")
+    rows: list[dict[str, Cell]] = []
+    for tokens, published in FIRST_TOKEN_S.items():
+        sizes = (model, tokens, hardware)
+        every = prefill(*sizes, world_size=_PAPER_GPUS, structure=Full())
+        whole = {
+            name: prefill(*sizes, world_size=_PAPER_GPUS, strategy=name)
+            for name in ("ring-kv", "ring-q", "auto")
+        }
+        chunked = prefill(*sizes, world_size=_PAPER_GPUS, strategy="auto", chunk=_CHUNK)
+        rows.append(
+            {
+                "tokens": tokens,
+                "row": "fitted" if tokens in FITTED else "forecast",
+                "burst, paper s": published[burst],
+                "all scores s": every.time_s,
+                "error %": 100 * (every.time_s / published[burst] - 1),
+            }
+            | {f"causal, {name} s": found.time_s for name, found in whole.items()}
+            | {"auto, in chunks s": chunked.time_s}
+        )
+    publish(
+        "time to first token in seconds, LLaMA-7B on 8 A100-PCIe, against arXiv 2403.09347",
+        rows,
+        out,
+        "simulated on a100-pcie by a cache's prefill; the paper's rings compute all scores, so do "
+        f"those of the columns before causal (ring-kv); chunks: of {_CHUNK:,} tokens",
+    )
+
+
+def _llama_405b(out: Path | None, tokens: Sequence[str]) -> None:
     model, hardware = parse_model(LLAMA_405B), load_hardware("h100-sxm")
-    peak = published_peak(model, _NUM_NODES * hardware.node.ranks)
+    peak = published_peak(model, _NUM_GPUS)
     machines = {"h100-sxm": hardware, "published peak": with_peak(hardware, peak)}
     rows: list[dict[str, Cell]] = []
     weights: dict[str, float] = {}
@@ -150,7 +216,14 @@ def main(out: Path | None, tokens: Sequence[str] = tuple(PUBLISHED_S)) -> None:
         for number in _TOKENS[name]:
             for rates, precision in product(machines, ("FP8", "BF16")):
                 fp8 = precision == "FP8"
-                found = prefill(model, number, machines[rates], num_nodes=_NUM_NODES, fp8=fp8)
+                found = prefill(
+                    model,
+                    number,
+                    machines[rates],
+                    world_size=_NUM_GPUS,
+                    tensor_parallel=_GPUS_A_NODE,
+                    fp8=fp8,
+                )
                 weights[precision] = found.weight_bytes / 1e9
                 rows.append(
                     {

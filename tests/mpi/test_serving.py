@@ -7,13 +7,21 @@ from pathlib import Path
 import pytest
 from jobs import run_job
 
+from burst_rt.errors import Stalled
+
 _TESTS = Path(__file__).parents[1]
-_PROGRAM = _TESTS / "mpi" / "programs" / "serving.py"
+_PROGRAMS = _TESTS / "mpi" / "programs"
 _PAGE = _TESTS.parent / "docs" / "serving.md"
 
 
 @pytest.mark.parametrize(("num_ranks", "length"), [(1, 300), (2, 700), (3, 500), (4, 7)])
 def test_the_program_of_the_page_has_the_tokens_of_one_process(num_ranks: int, length: int) -> None:
-    job = run_job(_PROGRAM, num_ranks, [str(_PAGE), str(length)])
+    job = run_job(_PROGRAMS / "serving.py", num_ranks, [str(_PAGE), str(length)])
     assert job.exit_code == 0, job.text
     assert job.out.strip() == "the same tokens", job.text
+
+
+def test_caches_of_two_contexts_end_at_the_deadline_with_nothing_sent(tmp_path: Path) -> None:
+    job = run_job(_PROGRAMS / "cache_contexts.py", 2, [str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"], job.text
+    assert job.exit_code == Stalled.exit_code, job.text

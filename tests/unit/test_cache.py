@@ -731,10 +731,8 @@ def test_a_chunk_sees_by_the_numbers_of_its_columns(world: int) -> None:
 def test_graphs_of_a_chunk_are_rehearsed(strategy: str) -> None:
     """Every value is made from the right ones, in any order of events."""
     mask = Cached(Causal(), Dealt(16, 4), Rows((200,), (120,), (0,), 999))
-    problem = Problem(
-        q_layout=mask.layout(queries=True), kv_layout=mask.layout(queries=False), mask=mask,
-        batch=1, num_heads=2, num_kv_heads=1, head_dim=8, input_bytes=4, sum_bytes=4,
-        needs_grad=(False, False, False),
+    problem = mask.problem(
+        batch=1, num_heads=2, num_kv_heads=1, head_dim=8, input_bytes=4, sum_bytes=4
     )  # fmt: skip
     program = choose(problem, strategy, forward=True).program
     graphs = [program.graph(rank) for rank in range(4)]
@@ -768,11 +766,8 @@ def test_a_layer_that_one_rank_cannot_call_ends_all_ranks(wrong: int) -> None:
 
 def _chunk(before: int, tokens: int, structure: Mask, world: int = 4) -> Problem:
     rows = Rows((before,), (tokens,), (0,), 1 << 20)
-    mask = Cached(structure, Dealt(128, world), rows)
-    q_layout, kv_layout = mask.layouts
-    return Problem(
-        q_layout=q_layout, kv_layout=kv_layout, mask=mask, batch=1, num_heads=8, num_kv_heads=8,
-        head_dim=64, input_bytes=2, sum_bytes=4, needs_grad=(False, False, False),
+    return Cached(structure, Dealt(128, world), rows).problem(
+        batch=1, num_heads=8, num_kv_heads=8, head_dim=64, input_bytes=2, sum_bytes=4
     )  # fmt: skip
 
 
