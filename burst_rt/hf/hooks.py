@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal, NoReturn
 
@@ -233,13 +233,14 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         """Which rows end: bool `[rows]`. Collective after a call with a cache over ranks."""
         ctx = self._hooks.ctx
+        ask: Callable[[], torch.Tensor] = partial(self._criteria, input_ids, scores, **options)
         if ctx is None:
-            return self._criteria(input_ids, scores, **options)
+            return ask()
         found = torch.zeros(len(input_ids), dtype=torch.bool)
         if ctx.rank == 0:
             try:
-                found = self._criteria(input_ids, scores, **options)
-            except Exception as error:
+                found = ask()
+            except Exception as error:  # noqa: BLE001  (whatever a criterion raises: the other ranks wait for its answer)
                 said = InputError(
                     f"{_NAME}: max_time or stopping criteria: expected a bool of each row, got "
                     f"{error!r} on rank 0"

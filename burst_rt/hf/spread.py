@@ -1,5 +1,5 @@
-"""What one rank finds for the next token, on every rank: logits, the state of random generators, and
-whether a text ends.
+"""What one rank finds for the next token, on every rank: logits, the state of random generators,
+and whether a text ends.
 
 All ranks then choose the same token, greedily, by chance or among beams, and stop at the same.
 """

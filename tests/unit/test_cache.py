@@ -172,6 +172,13 @@ _CASES = {
     "v of its own width": Case((((120,), None), (_ONE, None)), v_dim=8),
     "bfloat16": Case((((200,), None), (_ONE, None)), dtype=torch.bfloat16),
     "float64": Case((((200,), None), (_ONE, None)), dtype=torch.float64),
+    "float64, rows of different lengths, a window and sinks": Case(
+        (((90, 20, 60), None), ((40, 30, 50), True), ((1, 1, 0), None)),
+        dtype=torch.float64,
+        mask=SlidingWindow(30),
+        sinks=True,
+        strategy="ring-q",
+    ),
     "large blocks": Case((((700,), None), ((300,), None), (_ONE, None)), block=256),
     "by queries": Case(
         (((400,), None), ((40,), None), ((33,), True)), strategy="ring-q", sinks=True
@@ -383,6 +390,24 @@ def test_thousands_of_decodes_take_a_few_plans() -> None:
     found = run_local(2, plans)
     assert found[0][0] == 4096
     assert max(count for _, count in found) <= 12
+
+
+def test_a_cache_that_grows_takes_a_plan_each_time_it_grows() -> None:
+    """And none for a step: capacities are reserved twelve times while 1,300 tokens are decoded."""
+
+    def plans(ctx: Context) -> tuple[int, int]:
+        cache = _cache(ctx, num_layers=1, batch=1, capacity=100)
+        for at in range(1300):
+            if at == cache.capacity:
+                cache.reserve(at + 100)
+            step = cache.step(1)
+            step.attend(0, *_tensors(step))
+            step.commit()
+        return cache.capacity, len(ctx.setup.decodes)
+
+    for capacity, count in run_local(2, plans):
+        assert capacity == 1300
+        assert count <= 13
 
 
 def test_a_step_explains_what_it_sends() -> None:

@@ -540,3 +540,21 @@ def test_a_model_is_as_before_once_its_caches_are_gone() -> None:
         assert now == before
 
     burst_rt.run_local(1, run, timeout_s=60)
+
+
+def test_bfloat16_gives_the_logits_of_one_process() -> None:
+    """Of every token of a text that is given: chosen tokens could differ where two are near."""
+    expected = deepcopy(_EAGER).bfloat16()(_IDS).logits.float().detach()
+
+    @torch.no_grad()
+    def run(ctx: burst_rt.Context) -> None:
+        model = _llama().bfloat16()
+        cache = _cache(model, ctx)
+        for start, stop in ((0, 19), (19, 20), (20, 25)):
+            logits = model(_IDS[:, start:stop], past_key_values=cache).logits[:, -1].float()
+            off = (logits - expected[:, stop - 1]).abs().max() / expected.abs().max()
+            assert off < 2e-2
+        assert cache.kv is not None
+        assert cache.kv.dtype == torch.bfloat16
+
+    burst_rt.run_local(3, run, timeout_s=60)

@@ -135,9 +135,9 @@ def test_a_machine_at_its_published_utilization_takes_the_published_time() -> No
 def test_nodes_that_share_a_network_card_are_refused() -> None:
     assert _H100.nics is not None
     shared = replace(_H100, nics=replace(_H100.nics, count=4))
-    with pytest.raises(ConfigError, match="all 8 ranks of a node, .* got 8 ranks and 4 cards"):
+    with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 8 ranks and 4 cards"):
         prefill(_LARGE, 131_072, shared, **_GPUS)
-    with pytest.raises(ConfigError, match="all 8 ranks of a node, .* got 4 ranks and 8 cards"):
+    with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 4 ranks and 8 cards"):
         prefill(_LARGE, 131_072, _H100, world_size=128, tensor_parallel=4)
 
 

@@ -255,6 +255,19 @@ def test_streaming_llm_in_spans() -> None:
     )
 
 
+@pytest.mark.parametrize("beside", [None, Causal(), SlidingWindow(3) | First(2)], ids=repr)
+@pytest.mark.parametrize("name", MASKS)
+def test_no_queries_see_nothing(name: str, beside: Mask | None) -> None:
+    mask = MASKS[name].mask(Sizes(24, 24, 2))
+    if not mask.has_spans:
+        return
+    none = np.empty(0, np.int64)
+    for each in [mask] if beside is None else [mask & beside, mask | beside]:
+        assert each.spans(none).starts.shape[:2] in ((1, 0), (each.batch, 0))
+        seen = each.allows(torch.empty(0, 1, dtype=torch.int64), torch.arange(24)[None])
+        assert seen.shape[-2:] == (0, 24)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_equal_masks_are_one_mask(name: str) -> None:
     sizes = Sizes(24, 24, 2)

@@ -68,6 +68,20 @@ def _exposed(model: JobModel) -> dict[str, dict[tuple[tuple[str, str], ...], flo
     return found
 
 
+_SERVING = JobReport(
+    4.0,
+    57,
+    {
+        "time_to_first_token_s": 1.5,
+        "time_per_token_s": 0.02,
+        "mean_time_per_token_s": 0.03,
+        "output_tokens_per_s": 33.0,
+        "cached_tokens": 900.0,
+        "cache_capacity_tokens": 4096.0,
+    },
+)
+
+
 def test_gpu_fields_have_the_names_and_units_of_dcgm() -> None:
     found = _exposed(_full_job())
     labels = (
@@ -101,15 +115,7 @@ def test_the_runtime_has_its_own_names() -> None:
 def test_a_job_that_serves_has_times_of_tokens_and_its_cache_with_units() -> None:
     model = _full_job()
     before = set(_exposed(model))
-    values = {
-        "time_to_first_token_s": 1.5,
-        "time_per_token_s": 0.02,
-        "mean_time_per_token_s": 0.03,
-        "output_tokens_per_s": 33.0,
-        "cached_tokens": 900.0,
-        "cache_capacity_tokens": 4096.0,
-    }
-    model.apply(4.0, 0, JobReport(4.0, 57, values))
+    model.apply(4.0, 0, _SERVING)
     found = _exposed(model)
     assert {name: found[name][()] for name in set(found) - before} == {
         "burst_rt_time_to_first_token_seconds": 1.5,
@@ -130,7 +136,9 @@ def test_a_job_that_has_measured_nothing_exposes_no_made_up_figures() -> None:
 
 
 def test_the_dashboard_for_grafana_asks_for_what_there_is() -> None:
-    found = set(_exposed(_full_job()))
+    model = _full_job()
+    model.apply(4.0, 0, _SERVING)
+    found = set(_exposed(model))
     panels = json.loads((_DOCS / "grafana.json").read_text(encoding="utf-8"))["panels"]
     asked = {
         name

@@ -308,7 +308,9 @@ class Mask:
         """
         is_tensor = hasattr(q_position, "new_tensor")
         q, kv = (
-            np.asarray(x.tolist() if is_tensor else x, np.int64) for x in (q_position, kv_position)
+            # An empty list has lost its shape.
+            np.asarray(x.tolist() if is_tensor else x, np.int64).reshape(np.shape(x))
+            for x in (q_position, kv_position)
         )
         seen = self.spans(q.reshape(-1)).sees(kv, like=q)
         if is_tensor:

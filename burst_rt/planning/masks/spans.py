@@ -7,6 +7,7 @@ of masks do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ class Spans(NamedTuple):
         """
         seen = np.zeros((len(self.starts), *np.broadcast_shapes(like.shape, kv.shape)), bool)
         for number in range(self.width):
-            start, stop = (bound[..., number].reshape(-1, *like.shape) for bound in self)
+            start, stop = (bound[..., number].reshape(len(bound), *like.shape) for bound in self)
             seen |= (start <= kv) & (kv < stop)
         return seen
 
@@ -139,7 +140,8 @@ def intersect(a: Spans, b: Spans) -> Spans:
     if a.width > 1 and b.width > 1:
         a, b = Spans(*(x[..., :, None] for x in a)), Spans(*(x[..., None, :] for x in b))
     starts, stops = np.maximum(a.starts, b.starts), np.minimum(a.stops, b.stops)
-    starts, stops = (x.reshape(*x.shape[:2], -1) for x in (starts, stops))
+    # Where there is no row, numpy cannot tell what -1 would stand for.
+    starts, stops = (x.reshape(*x.shape[:2], prod(x.shape[2:])) for x in (starts, stops))
     empty = starts >= stops
     # Two lists of disjoint spans meet in disjoint spans, which do not touch either.
     starts, stops = np.where(empty, END, starts), np.where(empty, END, stops)
