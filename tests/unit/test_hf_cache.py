@@ -412,12 +412,17 @@ def _own_criterion(clock: _Clock) -> dict[str, Any]:
     return {"stopping_criteria": [ends]}
 
 
+def _limited(model: Any) -> dict[str, Any]:
+    model.generation_config.max_time = 2.5
+    return {}
+
+
 _LIMITS: dict[str, Callable[[Any, _Clock], dict[str, Any]]] = {
     "the call": lambda model, clock: {"max_time": 2.5},
     "a configuration": lambda model, clock: {
         "generation_config": GenerationConfig(max_new_tokens=9, do_sample=False, max_time=2.5)
     },
-    "the model": lambda model, clock: setattr(model.generation_config, "max_time", 2.5) or {},
+    "the model": lambda model, clock: _limited(model),
     "a criterion": lambda model, clock: _own_criterion(clock),
 }
 
@@ -480,7 +485,7 @@ def test_a_short_prompt_is_spread_where_blocks_are_small() -> None:
         for block, most in ((4, 8), (16, 16)):
             cache = _cache(model, ctx, block=block)
             counts.clear()
-            found = _generate(
+            found: Any = _generate(
                 model, cache, _IDS[:, :16], max_new_tokens=1, output_logits=True,
                 return_dict_in_generate=True,
             )  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from burst_rt.planning.masks import Full
 
 _TINY = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2)
 _LARGE, _H100 = parse_model(LLAMA_405B), load_hardware("h100-sxm")
-_GPUS = {"world_size": 128, "tensor_parallel": 8}
+_on_16_nodes = partial(prefill, world_size=128, tensor_parallel=8)
 
 
 def _measured(ctx: Context) -> dict[str, Rows]:
@@ -91,9 +92,7 @@ def test_a_question_goes_by_keys_by_queries_and_as_planned(parts: dict[str, Rows
 
 def test_llama_405b_on_16_nodes_is_attention_and_the_rest() -> None:
     assert _LARGE.num_weights == pytest.approx(405e9, rel=0.01)
-    short, long = (
-        prefill(_LARGE, tokens, _H100, **_GPUS, fp8=True) for tokens in (131_072, 1_048_576)
-    )
+    short, long = (_on_16_nodes(_LARGE, tokens, _H100, fp8=True) for tokens in (131_072, 1_048_576))
     assert long.linear_s / short.linear_s == pytest.approx(8, rel=0.05)
     assert long.attention_s / short.attention_s == pytest.approx(64, rel=0.1)
     assert long.time_s == long.linear_s + long.attention_s
@@ -105,7 +104,7 @@ def test_llama_405b_on_16_nodes_is_attention_and_the_rest() -> None:
 
 
 def test_a_feed_forward_in_fp8_takes_half_the_time_and_memory() -> None:
-    half, whole = (prefill(_LARGE, 131_072, _H100, **_GPUS, fp8=fp8) for fp8 in (True, False))
+    half, whole = (_on_16_nodes(_LARGE, 131_072, _H100, fp8=fp8) for fp8 in (True, False))
     assert half.attention_s == whole.attention_s
     weights = _LARGE.num_layers * _LARGE.layer.num_weights("gate_up", "down") / 8
     assert whole.weight_bytes - half.weight_bytes == pytest.approx(weights, rel=1e-6)
@@ -126,7 +125,7 @@ def test_a_machine_at_its_published_utilization_takes_the_published_time() -> No
     }
     device = replace(_H100.device, rates={**_H100.device.rates, **rates})
     machine = with_peak(replace(_H100, device=device), peak)
-    found = prefill(_LARGE, 1_000_000, machine, **_GPUS)
+    found = _on_16_nodes(_LARGE, 1_000_000, machine)
     # Beside the products that the utilization is of, there are all-reduces, and ranks whose last
     # blocks see more than others'.
     assert found.time_s == pytest.approx(PUBLISHED_S["1M"], rel=0.07)
@@ -136,7 +135,7 @@ def test_nodes_that_share_a_network_card_are_refused() -> None:
     assert _H100.nics is not None
     shared = replace(_H100, nics=replace(_H100.nics, count=4))
     with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 8 ranks and 4 cards"):
-        prefill(_LARGE, 131_072, shared, **_GPUS)
+        _on_16_nodes(_LARGE, 131_072, shared)
     with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 4 ranks and 8 cards"):
         prefill(_LARGE, 131_072, _H100, world_size=128, tensor_parallel=4)
 
@@ -159,7 +158,8 @@ def test_chunks_take_little_more_than_the_whole_prompt_where_messages_are_free()
     """Each chunk waits for its slowest rank, and the cells are the same."""
     slow = load_hardware("a100-pcie")
     link = replace(slow.node.link, latency_s=0.0, bytes_per_s=1e18)
-    rates = slow.device.rates | {"forward": replace(slow.device.rates["forward"], masked=None)}
+    forward = replace(slow.device.rates["forward"], masked=None)
+    rates = {**slow.device.rates, "forward": forward}
     device = replace(slow.device, rates=rates)
     machine = replace(slow, device=device, node=replace(slow.node, link=link))
     whole, chunked = (
