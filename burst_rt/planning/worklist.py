@@ -18,10 +18,16 @@ import numpy as np
 from burst_rt.errors import InternalError
 from burst_rt.planning.masks import Mask, Spans, positions_of, spans_of
 
-__all__ = ["ColumnSpans", "WorkList", "column_spans", "work_list"]
+__all__ = [
+    "MOST_VECTORS", "ColumnSpans", "WorkList", "bounds_of", "column_spans", "compressed",
+    "work_list",
+]  # fmt: skip
 
 Integers = np.ndarray[Any, np.dtype[np.int32]]
 
+# Up to so many spans a row, kernels take one vector of starts and one of stops for each; more are
+# compressed.
+MOST_VECTORS = 4
 # What a block may be.
 _WHOLE, _CUT = 1, 2
 # Cells of the table of blocks that are counted at once: counts are 64-bit.
@@ -40,7 +46,7 @@ class ColumnSpans(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Spans a row: a power of two."""
+        """Spans a row: a power of two, where they are no more than `MOST_VECTORS`."""
         return int(self.bounds.shape[2])
 
 
@@ -91,15 +97,16 @@ def column_spans(mask: Mask, rows: tuple[range, ...], columns: tuple[range, ...]
     found = by_run[0]
     for other in by_run[1:]:
         found = Spans(*(x + y for x, y in zip(found, other, strict=True)))
-    return ColumnSpans(_bounds(found), sum(map(len, kv)))
+    return ColumnSpans(bounds_of(found), sum(map(len, kv)))
 
 
-def _bounds(spans: Spans) -> Integers:
-    """`ColumnSpans.bounds`: without empty spans, and a power of two wide."""
+def bounds_of(spans: Spans) -> Integers:
+    """`ColumnSpans.bounds` of spans of columns: the empty ones go."""
     there = spans.starts < spans.stops
     batch, rows, _ = there.shape
     most = int(there.sum(-1).max(initial=0))
-    bounds = np.zeros((batch, 2, 1 << (max(1, most) - 1).bit_length(), rows), np.int32)
+    width = most if most > MOST_VECTORS else 1 << (max(1, most) - 1).bit_length()
+    bounds = np.zeros((batch, 2, width, rows), np.int32)
     if (there[..., 1:] <= there[..., :-1]).all():  # the empty ones come last already
         for side, bound in enumerate(spans):
             into = bounds[:, side, :most].transpose(0, 2, 1)
@@ -110,6 +117,30 @@ def _bounds(spans: Spans) -> Integers:
     for side, bound in enumerate(spans):
         bounds[row[0], side, place, row[1]] = bound[row]
     return bounds
+
+
+def compressed(bounds: Integers) -> Integers:
+    """The spans of `ColumnSpans.bounds` as compressed rows: int32 `[batch * rows + spans, 2]`.
+
+    First each row says which spans are its own: the number of the first one and one after the last,
+    counted in pairs of numbers from where the lines of its batch row begin. Then come the spans,
+    start and stop. Rows that follow each other and see the same share their spans.
+
+    Worked example: rows that see [0, 2) and [5, 6), the same again, and [3, 4):
+
+        [[3, 5], [3, 5], [5, 6], [0, 2], [5, 6], [3, 4]]
+    """
+    batch, _, _, rows = bounds.shape
+    fresh = np.ones((batch, rows), bool)
+    fresh[:, 1:] = (bounds[..., 1:] != bounds[..., :-1]).any((1, 2))
+    row = np.nonzero(fresh)
+    lists = bounds[row[0], :, :, row[1]].transpose(0, 2, 1)  # [lists, width, 2]
+    there = lists[..., 0] < lists[..., 1]
+    last = np.cumsum(there.sum(-1))
+    ends = np.stack([np.concatenate([[0], last[:-1]]), last], -1)
+    own = ends[np.cumsum(fresh.reshape(-1)) - 1].reshape(batch, rows, 2)
+    own += rows * (batch - np.arange(batch))[:, None, None]
+    return np.concatenate([own.reshape(-1, 2), lists[there]]).astype(np.int32)
 
 
 def work_list(

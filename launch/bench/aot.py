@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burst_rt.kernels.triton.aot import Compiled, Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, KINDS, Loads, default_config
+from burst_rt.kernels.triton.configs import ARCHES, COMPRESSED, KINDS, Loads, default_config
 from burst_rt.kernels.triton.tuned import TUNED
 from burst_rt.launch.bench.report import Cell, publish
 
 __all__ = ["main"]
 
+_SPANS = {1: "yes", 2: "2 spans", 4: "4 spans", COMPRESSED: "many spans"}
 _NOTE = (
     "a thread's registers (255 at most) and spills; a block's shared memory; products on the "
     "tensor cores in the machine code, and whether Hopper's take turns; groups of loads that go on "
@@ -31,10 +32,12 @@ def main(
     *,
     v_head_dim: int = 0,
     scores: tuple[str, ...] = (),
+    width: int = 1,
 ) -> None:
     """Compiles every kernel of the table with loads of this kind, and prints what each takes.
 
-    v_head_dim, scores: as in `Request`. Takes about 1.5 s a kernel the first time.
+    v_head_dim, scores, width: as in `Request`; but for width 1 lines of work have several runs, and
+    kernels that no mask concerns are left out. Takes about 1.5 s a kernel the first time.
     """
     requests = [
         Request(
@@ -48,10 +51,12 @@ def main(
             )._replace(loads=loads),
             v_head_dim=v_head_dim,
             scores=scores,
+            width=width,
+            single=width == 1,
         )
         for arch in arches
         for head_dim in head_dims
-        for kind in KINDS
+        for kind in (KINDS if width == 1 else TUNED)
         # Only these are compiled with and without a mask.
         for masked in ((False, True) if kind in TUNED else (False,))
     ]
@@ -74,7 +79,7 @@ def _row(compiled: Compiled) -> dict[str, Cell]:
         "head_dim": request.head_dim
         if not request.v_head_dim
         else f"{request.head_dim} / {request.v_head_dim}",
-        "masked": "yes" if request.masked else "no",
+        "masked": _SPANS[request.width] if request.masked else "no",
         "block": f"{config.block_m} x {config.block_n}"
         if request.kind != "delta"
         else f"{config.block_m}",

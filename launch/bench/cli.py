@@ -513,6 +513,13 @@ def every(ctx: click.Context, out: Path | None) -> None:
     multiple=True,
     help="What happens to scores beside scaling; may be given several times.",
 )
+@click.option(
+    "--spans",
+    type=click.Choice(["1", "2", "4", "many"]),
+    default="1",
+    show_default=True,
+    help="Of masks: runs of keys that a query sees. Above 1, lines of work have several runs, too.",
+)
 @_OUT
 def aot(
     arches: tuple[str, ...],
@@ -521,11 +528,13 @@ def aot(
     loads: Loads,
     v_head_dim: int | None,
     scores: tuple[str, ...],
+    spans: str,
     out: Path | None,
 ) -> None:
     """Compile the Triton kernels for chips that this machine need not have: registers, spills,
     shared memory, tensor-core instructions.
     """
+    from burst_rt.kernels.triton.configs import COMPRESSED
     from burst_rt.launch.bench.aot import main
 
     main(
@@ -536,6 +545,7 @@ def aot(
         out,
         v_head_dim=v_head_dim or 0,
         scores=scores,
+        width=COMPRESSED if spans == "many" else int(spans),
     )
 
 

@@ -140,7 +140,7 @@ def test_16_bit_inputs_and_heads_in_groups(dtype: torch.dtype) -> None:
     assert_right(2, Case(_TIMES * 40, heads=4, kv_heads=2, dtype=dtype, mask=mask), truth)
 
 
-def test_more_spans_than_are_unrolled() -> None:
+def test_more_spans_than_there_are_vectors_for() -> None:
     """Every other token by itself: some rows have 20 spans, some none."""
     tokens = torch.arange(40)
     table = ((tokens[:, None] + tokens) % 2 == 0) & (tokens[:, None] % 7 != 3)
@@ -148,6 +148,19 @@ def test_more_spans_than_are_unrolled() -> None:
     case = Case(40, heads=1, mask=mask, kind="contiguous")
     assert_right(1, case, table)
     assert_right(2, case, table)
+
+
+@pytest.mark.parametrize(("block", "kind"), [(1, "striped"), (3, "contiguous"), (8, "zigzag")])
+def test_many_spans_that_differ_by_batch_row(block: int, kind: str) -> None:
+    made = torch.Generator().manual_seed(block)
+    length = 101 * _TIMES
+    blocks = -(-length // block)
+    table = torch.rand(2, blocks, blocks, generator=made) < 0.4
+    table[1, ::5] = False
+    table[0, :, : blocks // 2] = False  # a batch row with half as many spans
+    truth = table.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length]
+    case = Case(length, batch=2, heads=2, kv_heads=1, mask=BlockSparse(table, block), kind=kind)
+    assert_right(2, case, truth)
 
 
 @pytest.mark.parametrize(

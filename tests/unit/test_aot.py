@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from burst_rt.errors import DeviceError
 from burst_rt.kernels.triton.aot import Request, compile_all
-from burst_rt.kernels.triton.configs import ARCHES, Config, default_config
+from burst_rt.kernels.triton.configs import ARCHES, CELLS, COMPRESSED, Config, default_config
 from burst_rt.launch.main import cli
 
 # What multiplies 16-bit matrices on each chip: mma, wgmma, tcgen05.mma.
@@ -143,10 +143,26 @@ def test_lengths_that_blocks_do_not_divide() -> None:
         assert found.spills == 0 or found.request.head_dim == 80
 
 
+@pytest.mark.parametrize("width", [2, 4, COMPRESSED])
+def test_several_spans_a_row(width: int) -> None:
+    """And several runs of blocks, on Hopper; the benchmark has what other chips take."""
+    requests = [
+        Request(kind, 90, head_dim, True, width=width, single=False)
+        for kind in _NUM_PRODUCTS
+        for head_dim in (64, 128)
+    ]
+    for found in compile_all(requests):
+        assert found.spills == 0, found
+        assert found.shared_bytes <= ARCHES[90]
+        assert not found.serialized
+
+
 def test_cells_in_place_of_spans() -> None:
     """For masks without spans: code that compiles and fits."""
     kinds = ("forward", "dq", "dkdv")
-    requests = [Request(kind, 90, 128, True, ragged=True, width=0, single=False) for kind in kinds]
+    requests = [
+        Request(kind, 90, 128, True, ragged=True, width=CELLS, single=False) for kind in kinds
+    ]
     for found in compile_all(requests):
         assert found.shared_bytes <= ARCHES[90]
         assert found.spills == 0

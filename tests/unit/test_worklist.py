@@ -15,7 +15,14 @@ from mask_truths import MASKS, Sizes, truth_of
 from burst_rt import BlockSparse, Causal, Full, Mask, SlidingWindow
 from burst_rt.errors import InternalError
 from burst_rt.planning.layouts import KINDS, make_layout
-from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
+from burst_rt.planning.worklist import (
+    MOST_VECTORS,
+    ColumnSpans,
+    WorkList,
+    column_spans,
+    compressed,
+    work_list,
+)
 
 _EMPTY, _WHOLE, _CUT = 0, 1, 2
 
@@ -69,6 +76,22 @@ def _cells(spans: ColumnSpans) -> torch.Tensor:
     return torch.from_numpy(seen.any(1))
 
 
+def _cells_of_lists(spans: ColumnSpans) -> torch.Tensor:
+    """The cells of what kernels get of many spans a row."""
+    batch, _, _, rows = spans.bounds.shape
+    found = compressed(spans.bounds)
+    assert found.dtype == np.int32
+    cells = torch.zeros(batch, rows, spans.num_columns, dtype=torch.bool)
+    for b, row in np.ndindex(batch, rows):
+        own = found[b * rows :]
+        first, last = own[row]
+        assert (own[first:last, 1] > own[first:last, 0]).all()
+        assert (own[first + 1 : last, 0] >= own[first : last - 1, 1]).all()
+        for start, stop in own[first:last]:
+            cells[b, row, start:stop] = True
+    return cells
+
+
 def _listed(found: WorkList, batch: int, across: int) -> torch.Tensor:
     """Every line's blocks: int `[batch, lines, blocks]`."""
     blocks = torch.zeros(batch, found.lines.shape[1], across, dtype=torch.int64)
@@ -106,7 +129,8 @@ def test_spans_and_lists_are_what_the_cells_say(seed: int) -> None:
     assert torch.equal(seen, tile.cells), tile.told
     assert tile.spans.bounds.dtype == np.int32
     width = tile.spans.width
-    assert width & (width - 1) == 0
+    assert width in (1, 2, 4) or width > MOST_VECTORS
+    assert torch.equal(_cells_of_lists(tile.spans).expand(tile.cells.shape), tile.cells), tile.told
     m, n = rng.choice((1, 2, 4, 7, 16)), rng.choice((1, 2, 4, 7, 16))
     expected = _expected(tile.spans, tile.cells, m, n)
     for by_columns in (False, True):
@@ -131,6 +155,17 @@ def test_the_worked_example() -> None:
     found = work_list(column_spans(Causal(), (range(5),), (range(5),)), 2, 2)
     assert found.lines.tolist() == [[[2, 0, 1, 2], [1, 2, 3, 4], [0, 4, 4, 5]]]
     assert found.runs.tolist() == [[0, 2], [2, 3], [0, 1], [1, 2], [0, 1], [0, 0]]
+
+
+def test_rows_that_see_the_same_share_their_spans() -> None:
+    """The worked example of `compressed`; then a table of blocks for a thousand times as many."""
+    bounds = np.array([[[[0, 0, 3], [5, 5, 0]], [[2, 2, 4], [6, 6, 0]]]], np.int32)
+    found = compressed(bounds)
+    assert found.tolist() == [[3, 5], [3, 5], [5, 6], [0, 2], [5, 6], [3, 4]]
+    mask = BlockSparse(np.random.default_rng(0).random((16, 128)) < 0.3, 64)
+    spans = column_spans(mask, (range(1024),), (range(8192),))
+    assert spans.width > 16
+    assert len(compressed(spans.bounds)) <= 1024 + 16 * spans.width
 
 
 def test_lengths_that_blocks_divide_have_nothing_to_compare() -> None:

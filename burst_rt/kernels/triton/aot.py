@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from burst_rt.errors import DeviceError
-from burst_rt.kernels.triton.configs import Config, default_config, padded
+from burst_rt.kernels.triton.configs import CELLS, Config, default_config, padded
 
 if TYPE_CHECKING:
     import triton
@@ -74,7 +74,7 @@ class Request(NamedTuple):
     # True: for lengths that blocks do not divide, and for the only tile of its call. False: for
     # lengths that blocks divide, and for a tile that loads and stores the running state.
     ragged: bool = False
-    width: int = 1  # spans of a row, a power of two; 0: cells in place of spans
+    width: int = 1  # WIDTH of `work.py`
     single: bool = True  # whether no line of work has more than one run of a kind
     v_head_dim: int = 0  # 0: head_dim
     scores: tuple[str, ...] = ()  # of "softcap", "alibi_slopes", "sinks"
@@ -249,7 +249,7 @@ def _constants(request: Request, config: Config) -> dict[str, Any]:  # ints and 
 def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if name == "p_spans" and constants["WIDTH"] == 0:
+    if name == "p_spans" and constants["WIDTH"] == CELLS:
         return "*i8"
     if name.startswith("p_"):
         return "*i32" if name in _TABLES else "*fp32" if name in _SUMS else f"*{dtype}"

@@ -89,8 +89,7 @@ def _add_columns(
             b_columns = places_of(shaping.p_columns, o_k, rows_k.length)
             b_s = sloped(b_s, shaping.p_slopes, b_rows, b_columns, scale_log2, False)
         if MASKED:
-            o_n = column + tl.arange(0, BLOCK_N)
-            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
+            b_seen = seen_of(bounds, p_spans, o_m, column, q_len, WIDTH, BLOCK_N, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_p = tl.exp2(b_s * unit - b_lse[:, None])
         b_dp = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
@@ -287,7 +286,7 @@ def _add_rows(
     p_lse,
     p_delta,
     p_spans,
-    o_n,
+    column,
     group,
     stride_qh,
     stride_dh,
@@ -302,6 +301,7 @@ def _add_rows(
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -322,10 +322,10 @@ def _add_rows(
     # what is carried from block to block would keep loads from running ahead.
     num_blocks = (stop - start) // BLOCK_M
     if ALIBI:
-        b_columns = places_of(shaping.p_columns, o_n, kv_len)
+        b_columns = places_of(shaping.p_columns, column + tl.arange(0, BLOCK_N), kv_len)
         unit = 1.0  # of `sloped`
     else:
-        b_columns, unit = o_n, scale_log2
+        b_columns, unit = column, scale_log2
     for i in tl.range(group * num_blocks, warp_specialize=SPECIALIZE):
         i_g = i // num_blocks
         row = start + i % num_blocks * BLOCK_M
@@ -352,7 +352,7 @@ def _add_rows(
             b_s = sloped(b_s, shaping.p_slopes + i_g, b_rows, b_columns, scale_log2, True)
         if MASKED:
             bounds = bounds_of(p_spans, o_m, q_len, WIDTH, EVEN_M)
-            b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, True)
+            b_seen = seen_of(bounds, p_spans, o_m, column, q_len, WIDTH, BLOCK_N, EVEN_M, True)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_p = tl.exp2(b_s * unit - (b_lse * 1.4426950408889634)[None, :])
         if NEED_DV:
@@ -385,7 +385,7 @@ def _add_row_runs(
     p_lse,
     p_delta,
     p_spans,
-    o_n,
+    column,
     group,
     stride_qh,
     stride_dh,
@@ -398,6 +398,7 @@ def _add_row_runs(
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
     SINGLE: tl.constexpr,
@@ -417,19 +418,19 @@ def _add_row_runs(
     if SINGLE:
         start, stop = only_run_of(p_runs, first, last, BLOCK_M)
         b_dk, b_dv = _add_rows(
-            b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
+            b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, column, group,
             stride_qh, stride_dh, q_len, kv_len, start, stop, scale_log2, shaping, HEAD_DIM,
-            BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, MASKED, SOFTCAP, ALIBI, EVEN_M, NEED_DK,
-            NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, MASKED, SOFTCAP, ALIBI, EVEN_M,
+            NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     else:
         for i_r in range(first, last):
             start, stop = run_of(p_runs, i_r, BLOCK_M)
             b_dk, b_dv = _add_rows(
-                b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, o_n, group,
+                b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans, column, group,
                 stride_qh, stride_dh, q_len, kv_len, start, stop, scale_log2, shaping, HEAD_DIM,
-                BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, MASKED, SOFTCAP, ALIBI, EVEN_M,
-                NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+                BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, MASKED, SOFTCAP, ALIBI,
+                EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
             )  # fmt: skip
     return b_dk, b_dv
 
@@ -524,7 +525,6 @@ def dkdv_kernel(
     if whole == end:
         return
     column = i_n * BLOCK_N
-    o_n = column + tl.arange(0, BLOCK_N)
 
     p_k += i_b * stride_kb + i_kv * stride_kh
     rows_k = rows_of(p_k, stride_kt, kv_len, HEAD_DIM, BLOCK_D, BLOCK_N, DESCRIBED)
@@ -550,16 +550,16 @@ def dkdv_kernel(
     if not (SPECIALIZE and MASKED):
         b_dk, b_dv = _add_row_runs(
             p_runs, whole, cut, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
-            o_n, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, False, SINGLE, SOFTCAP, ALIBI, EVEN_M, NEED_DK,
-            NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            column, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM,
+            BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, False, SINGLE, SOFTCAP, ALIBI,
+            EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
     if MASKED:
         b_dk, b_dv = _add_row_runs(
             p_runs, cut, end, b_dk, b_dv, b_k, b_v, heads_q, heads_dout, p_lse, p_delta, p_spans,
-            o_n, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, BLOCK_M, WIDTH, True, SINGLE, SOFTCAP, ALIBI, EVEN_M, NEED_DK,
-            NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
+            column, group, stride_qh, stride_dh, q_len, kv_len, scale_log2, shaping, HEAD_DIM,
+            BLOCK_D, V_HEAD_DIM, BLOCK_DV, BLOCK_M, BLOCK_N, WIDTH, True, SINGLE, SOFTCAP, ALIBI,
+            EVEN_M, NEED_DK, NEED_DV, DESCRIBED, SPECIALIZE, INTERPRET,
         )  # fmt: skip
 
     if NEED_DK:

@@ -11,10 +11,16 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["ARCHES", "KINDS", "Config", "Loads", "arch_of", "default_config", "padded"]
+__all__ = [
+    "ARCHES", "CELLS", "COMPRESSED", "KINDS", "Config", "Loads", "arch_of", "default_config",
+    "padded",
+]  # fmt: skip
 
 # The kernels.
 KINDS = ("forward", "dq", "dkdv", "delta", "decode", "combine")
+
+# What a kernel's WIDTH may be beside the number of spans a row: see `work.py`.
+COMPRESSED, CELLS = 0, -1
 
 # Compute capability -> bytes of shared memory a block may have (CUDA C++ Programming Guide, table
 # of technical specifications).

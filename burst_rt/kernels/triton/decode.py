@@ -19,7 +19,7 @@ from burst_rt.kernels.triton.configs import Config, padded
 from burst_rt.kernels.triton.launch import LOG2_E, strides
 from burst_rt.kernels.triton.scores import tanh
 from burst_rt.kernels.triton.tables import table_of_decode
-from burst_rt.kernels.triton.work import bounds_of, seen_of
+from burst_rt.kernels.triton.work import bounds_of, of_batch_row, seen_of
 
 __all__ = ["combine_kernel", "decode_kernel", "launch_decode"]
 
@@ -71,8 +71,8 @@ def decode_kernel(
     the split: m = max_j s_j, l = sum_j 2^(s_j - m), acc = sum_j 2^(s_j - m) v_j. Of no columns: m =
     -inf, l = 0, acc = 0.
 
-    p_seen, int32, for each batch row (by_row: 1; else for all, 0): the first and one after the last
-    column that is seen, then spans `[2, WIDTH, q_len]`, starts and stops. The columns between first
+    p_seen, int32: for each batch row (by_row: 1; else for all, 0) the first and one after the last
+    column that is seen, then the rows' spans as WIDTH says (`work.py`). The columns between first
     and last are dealt evenly to the splits, and no other column is read. acc `[splits, batch,
     heads, q_len, V_HEAD_DIM]`, m and l `[splits, batch, heads, q_len]` are dense.
 
@@ -105,10 +105,12 @@ def decode_kernel(
     p_k += i_b * stride_kb + i_kv * stride_kh
     p_v += i_b * stride_vb + i_kv * stride_vh
 
-    p_seen += i_b * by_row * (2 + 2 * WIDTH * q_len)
+    batch = tl.num_programs(0) // (num_blocks * (heads // group))
+    p_spans = p_seen + 2 * (1 + (batch - 1) * by_row)
+    p_spans = of_batch_row(p_spans, i_b, by_row, q_len, 0, WIDTH, BLOCK_N)
+    p_seen += i_b * by_row * 2
     first = tl.load(p_seen)
     last = tl.load(p_seen + 1)
-    p_spans = p_seen + 2
     bounds = bounds_of(p_spans, o_t, q_len, WIDTH, True)
     share = tl.cdiv(tl.cdiv(last - first, num_splits), BLOCK_N) * BLOCK_N
     start = first + tl.program_id(1) * share
@@ -122,9 +124,8 @@ def decode_kernel(
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if SOFTCAP:
             b_s = tanh(b_s * cap_scale)
-        o_n = column + tl.arange(0, BLOCK_N)
-        b_seen = seen_of(bounds, p_spans, o_t, o_n, q_len, WIDTH, True, False)
-        b_seen &= (o_n < stop)[None, :]
+        b_seen = seen_of(bounds, p_spans, o_t, column, q_len, WIDTH, BLOCK_N, True, False)
+        b_seen &= (column + tl.arange(0, BLOCK_N) < stop)[None, :]
         b_s = tl.where(b_seen, b_s * scale_log2, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         # exp2(-inf - -inf) would be NaN: such a row has seen no key yet.
@@ -138,7 +139,6 @@ def decode_kernel(
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_old[:, None], input_precision="ieee")
         b_m = b_m_new
 
-    batch = tl.num_programs(0) // (num_blocks * (heads // group))
     before = (tl.program_id(1).to(tl.int64) * batch + i_b) * heads * q_len + i_kv * rows
     in_row = before + o_r
     o_v = tl.arange(0, BLOCK_DV)

@@ -93,8 +93,7 @@ def _fold(
                 b_start -= BLOCK_N
                 b_stop -= BLOCK_N
             else:
-                o_n = column + tl.arange(0, BLOCK_N)
-                b_seen = seen_of(bounds, p_spans, o_m, o_n, q_len, WIDTH, EVEN_M, False)
+                b_seen = seen_of(bounds, p_spans, o_m, column, q_len, WIDTH, BLOCK_N, EVEN_M, False)
             b_s = tl.where(b_seen, b_s, -float("inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * unit)
         b_safe = b_m_new

@@ -17,8 +17,17 @@ import torch
 
 from burst_rt.kernels.base import Places, Tile
 from burst_rt.kernels.decode import Seen
+from burst_rt.kernels.triton.configs import CELLS, COMPRESSED
 from burst_rt.planning.masks import Mask, positions_of
-from burst_rt.planning.worklist import ColumnSpans, WorkList, column_spans, work_list
+from burst_rt.planning.worklist import (
+    MOST_VECTORS,
+    ColumnSpans,
+    WorkList,
+    bounds_of,
+    column_spans,
+    compressed,
+    work_list,
+)
 
 __all__ = [
     "DecodeTable", "Lists", "SpanTable", "bytes_of_tables", "cells_table", "lists_of",
@@ -35,8 +44,8 @@ _ALIGNED = 4
 class SpanTable(NamedTuple):
     """What the rows of a tile see."""
 
-    bounds: torch.Tensor  # int32, the numbers of `ColumnSpans.bounds`; or cells (`work.py`)
-    width: int  # 0 for cells
+    bounds: torch.Tensor  # int32, `ColumnSpans.bounds` or what `compressed` made of it; or cells
+    width: int  # WIDTH of `work.py`
     host: ColumnSpans | None = None  # None for cells
 
 
@@ -54,7 +63,7 @@ class DecodeTable(NamedTuple):
     """What the rows of a decode see."""
 
     seen: torch.Tensor  # int32, p_seen of `decode_kernel`
-    width: int  # spans of a row
+    width: int  # WIDTH of `work.py`
     longest: int  # the most columns between the first and the last that a batch row sees
     by_row: int  # 1 where each batch row has spans of its own, else 0
 
@@ -87,9 +96,10 @@ def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
 
     def make() -> _Kept:
         found = column_spans(tile.mask, tile.q_positions, tile.kv_positions)
-        uploaded = _upload([found.bounds], device)
+        width, given = _for_kernels(found.bounds)
+        uploaded = _upload([given], device)
         (bounds,) = uploaded.views
-        return _Kept(SpanTable(bounds, found.width, found), uploaded)
+        return _Kept(SpanTable(bounds, width, found), uploaded)
 
     table: SpanTable = _kept(("spans", *_key(tile, device)), device, make)
     return table
@@ -101,7 +111,7 @@ def cells_table(cells: torch.Tensor, block_columns: int) -> SpanTable:
     padded = -(-columns // block_columns) * block_columns
     table = torch.zeros(batch, padded, rows, dtype=torch.int8, device=cells.device)
     table[:, :columns] = cells.transpose(1, 2)
-    return SpanTable(table, 0)
+    return SpanTable(table, CELLS)
 
 
 def lists_of(
@@ -147,16 +157,12 @@ def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
     """
 
     def make() -> _Kept:
-        # A power of two, so that there are few kernels.
-        width = 1 << (seen.spans.width - 1).bit_length()
-        found = np.array(seen.hulls, np.int32)
-        bounds = np.stack(seen.spans).clip(0, seen.num_columns)  # [2, batch, q_len, spans]
-        bounds = np.pad(bounds, ((0, 0), (0, 0), (0, 0), (0, width - seen.spans.width)))
-        spans = bounds.transpose(1, 0, 3, 2).reshape(len(found), -1).astype(np.int32)
-        uploaded = _upload([np.concatenate((found, spans), 1)], device)
-        longest = int((found[:, 1] - found[:, 0]).max())
+        hulls = np.array(seen.hulls, np.int32)
+        width, spans = _for_kernels(bounds_of(seen.spans.columns(range(seen.num_columns))))
+        uploaded = _upload([np.concatenate((hulls.reshape(-1), spans.reshape(-1)))], device)
+        longest = int((hulls[:, 1] - hulls[:, 0]).max())
         (table,) = uploaded.views
-        return _Kept(DecodeTable(table, width, longest, int(len(found) > 1)), uploaded)
+        return _Kept(DecodeTable(table, width, longest, int(len(hulls) > 1)), uploaded)
 
     table: DecodeTable = _on_stream(seen.once(("table", device), make), device)
     return table
@@ -175,7 +181,7 @@ def bytes_of_tables(
     there are tables of positions.
     """
     spans = column_spans(mask, *places)
-    arrays: list[np.ndarray[Any, np.dtype[np.int32]]] = [spans.bounds]
+    arrays = [_for_kernels(spans.bounds)[1]]
     for blocks, by_columns, joined in cuts:
         found = work_list(spans, *blocks, by_columns=by_columns, joined=joined)
         arrays += [found.lines, found.runs]
@@ -183,6 +189,14 @@ def bytes_of_tables(
     if positions:
         sizes += [sum(map(len, runs)) for runs in places]
     return sum(-(-size // _ALIGNED) * _ALIGNED * np.dtype(np.int32).itemsize for size in sizes)
+
+
+def _for_kernels(
+    bounds: np.ndarray[Any, np.dtype[np.int32]],
+) -> tuple[int, np.ndarray[Any, np.dtype[np.int32]]]:
+    """WIDTH of `work.py`, and the spans as kernels take them. bounds: of `ColumnSpans`."""
+    width = bounds.shape[2]
+    return (width, bounds) if width <= MOST_VECTORS else (COMPRESSED, compressed(bounds))
 
 
 def _kept_lists(found: WorkList, device: torch.device) -> _Kept:

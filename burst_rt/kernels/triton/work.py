@@ -5,9 +5,10 @@ The tables are those of `planning/worklist.py`, on the device. A program does on
 first its whole runs, whose cells are all seen, then its cut runs, whose cells are compared with the
 spans of their rows. No other block is loaded.
 
-WIDTH is the number of spans a row. Where a mask has no spans, WIDTH is 0, all blocks are cut, and
-in place of spans there are cells: int8 `[columns, rows]`, not 0 where a cell is seen, with columns
-up to the end of the last block.
+WIDTH says how the rows' spans are given. 1, 2 or 4: so many spans of each row, as vectors.
+COMPRESSED: each row has a list of its own; see `planning.worklist.compressed`. CELLS, where a mask
+has no spans: all blocks are cut, and in place of spans there are cells, int8 `[columns, rows]`, not
+0 where a cell is seen, with columns up to the end of the last block.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from burst_rt.kernels.triton.configs import CELLS, COMPRESSED
+
 __all__ = [
     "VARYING", "bounds_of", "line_of", "of_batch_row", "only_run_of", "run_of", "seen_of", "within",
 ]  # fmt: skip
 
+_COMPRESSED = tl.constexpr(COMPRESSED)
+_CELLS = tl.constexpr(CELLS)
 # Kernel arguments that differ from tile to tile. Specialising on their values would compile kernels
 # over and over.
 VARYING = ["q_len", "kv_len", "by_row"]
@@ -52,8 +57,10 @@ def only_run_of(p_runs, number, end, BLOCK: tl.constexpr):
 @triton.jit
 def of_batch_row(p_spans, i_b, by_row, q_len, kv_len, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the spans, or the cells, of a batch row begin. by_row: as for `line_of`."""
-    if WIDTH == 0:
+    if WIDTH == _CELLS:
         p_spans += i_b * by_row * tl.cdiv(kv_len, BLOCK_N) * BLOCK_N * q_len
+    elif WIDTH == _COMPRESSED:
+        p_spans += i_b * by_row * 2 * q_len
     else:
         p_spans += i_b * by_row * 2 * WIDTH * q_len
     return p_spans
@@ -86,15 +93,14 @@ def _bounds(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
 
 @triton.jit
 def bounds_of(p_spans, o_m, num_rows, WIDTH: tl.constexpr, EVEN_M: tl.constexpr):
-    """What `seen_of` needs of the rows `o_m`, to be kept in registers: bounds of a few spans.
+    """What `seen_of` needs of the rows `o_m`, to be kept in registers: the bounds of their spans.
 
-    Empty where there are too many spans to be kept, or none. p_spans: int32 `[2, WIDTH, num_rows]`,
-    starts and stops. Rows beyond the end see nothing; EVEN_M: there are none.
+    Empty where WIDTH is no number of spans. p_spans: int32 `[2, WIDTH, num_rows]`, starts and
+    stops. Rows beyond the end see nothing; EVEN_M: there are none.
     """
     kept = ()
-    if WIDTH <= 4:
-        for number in tl.static_range(WIDTH):
-            kept = kept + _bounds(p_spans + number * num_rows, o_m, num_rows, WIDTH, EVEN_M)
+    for number in tl.static_range(WIDTH):
+        kept = kept + _bounds(p_spans + number * num_rows, o_m, num_rows, WIDTH, EVEN_M)
     return kept
 
 
@@ -109,34 +115,71 @@ def within(b_start, b_stop, o_n, ROWS_LAST: tl.constexpr):
 
 
 @triton.jit
+def _in_list(
+    p_spans,
+    o_m,
+    column,
+    num_rows,
+    BLOCK_N: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    ROWS_LAST: tl.constexpr,
+):
+    """`seen_of` for rows that have lists of spans."""
+    if EVEN_M:
+        b_next = tl.load(p_spans + 2 * o_m)
+        b_last = tl.load(p_spans + 2 * o_m + 1)
+    else:
+        b_next = tl.load(p_spans + 2 * o_m, mask=o_m < num_rows, other=0)
+        b_last = tl.load(p_spans + 2 * o_m + 1, mask=o_m < num_rows, other=0)
+    # By halving: the first span of each row that ends behind the block's first column.
+    b_end = b_last
+    longest = tl.max(b_last - b_next, 0)
+    while longest > 0:
+        b_middle = (b_next + b_end) // 2
+        b_open = b_next < b_end
+        b_before = tl.load(p_spans + 2 * b_middle + 1, mask=b_open, other=0) <= column
+        b_next = tl.where(b_open & b_before, b_middle + 1, b_next)
+        b_end = tl.where(b_open & ~b_before, b_middle, b_end)
+        longest //= 2
+    o_n = column + tl.arange(0, BLOCK_N)
+    b_seen = within(b_next - b_next, b_next - b_next, o_n, ROWS_LAST)
+    # Then from span to span, while one of a row begins within the block.
+    beyond = column + BLOCK_N
+    b_start = tl.load(p_spans + 2 * b_next, mask=b_next < b_last, other=beyond)
+    while tl.min(b_start, 0) < beyond:
+        b_stop = tl.load(p_spans + 2 * b_next + 1, mask=b_next < b_last, other=0)
+        b_seen |= within(b_start, b_stop, o_n, ROWS_LAST)
+        b_next = tl.minimum(b_next + 1, b_last)
+        b_start = tl.load(p_spans + 2 * b_next, mask=b_next < b_last, other=beyond)
+    return b_seen
+
+
+@triton.jit
 def seen_of(
     bounds,
     p_spans,
     o_m,
-    o_n,
+    column,
     num_rows,
     WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     EVEN_M: tl.constexpr,
     ROWS_LAST: tl.constexpr,
 ):
-    """Which cells of the rows `o_m`, whose `bounds_of` are given, and the columns `o_n` are seen.
+    """Which cells of the rows `o_m`, whose `bounds_of` are given, and the block's columns are seen.
 
-    Booleans `[rows, columns]`, or with ROWS_LAST `[columns, rows]`.
+    column: the first of BLOCK_N. Booleans `[rows, columns]`, or with ROWS_LAST `[columns, rows]`.
 
     Worked example: spans [0, 2) and [5, 6) of one row, WIDTH 2: of the columns 0 to 7 it sees 0, 1
     and 5.
     """
-    if WIDTH == 0:
+    o_n = column + tl.arange(0, BLOCK_N)
+    if WIDTH == _CELLS:
         b_seen = _cells(p_spans, o_m, o_n, num_rows, EVEN_M, ROWS_LAST)
-    elif WIDTH <= 4:
+    elif WIDTH == _COMPRESSED:
+        b_seen = _in_list(p_spans, o_m, column, num_rows, BLOCK_N, EVEN_M, ROWS_LAST)
+    else:
         b_seen = within(bounds[0], bounds[1], o_n, ROWS_LAST)
         for number in tl.static_range(1, WIDTH):
             b_seen |= within(bounds[2 * number], bounds[2 * number + 1], o_n, ROWS_LAST)
-    else:
-        b_start, b_stop = _bounds(p_spans, o_m, num_rows, WIDTH, EVEN_M)
-        b_seen = within(b_start, b_stop, o_n, ROWS_LAST)
-        for number in range(1, WIDTH):
-            p_bounds = p_spans + tl.cast(number, tl.int64) * num_rows
-            b_start, b_stop = _bounds(p_bounds, o_m, num_rows, WIDTH, EVEN_M)
-            b_seen |= within(b_start, b_stop, o_n, ROWS_LAST)
     return b_seen
