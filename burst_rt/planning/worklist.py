@@ -19,8 +19,7 @@ from burst_rt.errors import InternalError
 from burst_rt.planning.masks import Mask, Spans, positions_of, spans_of
 
 __all__ = [
-    "MOST_VECTORS", "ColumnSpans", "WorkList", "bounds_of", "column_spans", "compressed",
-    "work_list",
+    "MOST_VECTORS", "ColumnSpans", "WorkList", "bounds_of", "column_spans", "work_list",
 ]  # fmt: skip
 
 Integers = np.ndarray[Any, np.dtype[np.int32]]
@@ -48,6 +47,10 @@ class ColumnSpans(NamedTuple):
     def width(self) -> int:
         """Spans a row: a power of two, where they are no more than `MOST_VECTORS`."""
         return int(self.bounds.shape[2])
+
+    def for_kernels(self) -> Integers:
+        """The bounds as kernels take them: compressed, where there are more than a few a row."""
+        return self.bounds if self.width <= MOST_VECTORS else _compressed(self.bounds)
 
 
 class WorkList(NamedTuple):
@@ -119,7 +122,7 @@ def bounds_of(spans: Spans) -> Integers:
     return bounds
 
 
-def compressed(bounds: Integers) -> Integers:
+def _compressed(bounds: Integers) -> Integers:
     """The spans of `ColumnSpans.bounds` as compressed rows: int32 `[batch * rows + spans, 2]`.
 
     First each row says which spans are its own: the number of the first one and one after the last,
@@ -132,7 +135,9 @@ def compressed(bounds: Integers) -> Integers:
     """
     batch, _, _, rows = bounds.shape
     fresh = np.ones((batch, rows), bool)
-    fresh[:, 1:] = (bounds[..., 1:] != bounds[..., :-1]).any((1, 2))
+    fresh[:, 1:] = False
+    for bound in bounds.reshape(batch, -1, rows).swapaxes(0, 1):  # a numpy reduction takes longer
+        fresh[:, 1:] |= bound[:, 1:] != bound[:, :-1]
     row = np.nonzero(fresh)
     lists = bounds[row[0], :, :, row[1]].transpose(0, 2, 1)  # [lists, width, 2]
     there = lists[..., 0] < lists[..., 1]

@@ -19,8 +19,8 @@ from burst_rt.planning.worklist import (
     MOST_VECTORS,
     ColumnSpans,
     WorkList,
+    _compressed,
     column_spans,
-    compressed,
     work_list,
 )
 
@@ -79,8 +79,10 @@ def _cells(spans: ColumnSpans) -> torch.Tensor:
 def _cells_of_lists(spans: ColumnSpans) -> torch.Tensor:
     """The cells of what kernels get of many spans a row."""
     batch, _, _, rows = spans.bounds.shape
-    found = compressed(spans.bounds)
+    found = _compressed(spans.bounds)
     assert found.dtype == np.int32
+    if spans.width > MOST_VECTORS:
+        assert np.array_equal(spans.for_kernels(), found)
     cells = torch.zeros(batch, rows, spans.num_columns, dtype=torch.bool)
     for b, row in np.ndindex(batch, rows):
         own = found[b * rows :]
@@ -158,14 +160,14 @@ def test_the_worked_example() -> None:
 
 
 def test_rows_that_see_the_same_share_their_spans() -> None:
-    """The worked example of `compressed`; then a table of blocks for a thousand times as many."""
+    """The worked example of `_compressed`; then a table of blocks for a thousand times as many."""
     bounds = np.array([[[[0, 0, 3], [5, 5, 0]], [[2, 2, 4], [6, 6, 0]]]], np.int32)
-    found = compressed(bounds)
+    found = _compressed(bounds)
     assert found.tolist() == [[3, 5], [3, 5], [5, 6], [0, 2], [5, 6], [3, 4]]
     mask = BlockSparse(np.random.default_rng(0).random((16, 128)) < 0.3, 64)
     spans = column_spans(mask, (range(1024),), (range(8192),))
     assert spans.width > 16
-    assert len(compressed(spans.bounds)) <= 1024 + 16 * spans.width
+    assert len(spans.for_kernels()) <= 1024 + 16 * spans.width
 
 
 def test_lengths_that_blocks_divide_have_nothing_to_compare() -> None:

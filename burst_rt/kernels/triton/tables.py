@@ -25,7 +25,6 @@ from burst_rt.planning.worklist import (
     WorkList,
     bounds_of,
     column_spans,
-    compressed,
     work_list,
 )
 
@@ -44,7 +43,7 @@ _ALIGNED = 4
 class SpanTable(NamedTuple):
     """What the rows of a tile see."""
 
-    bounds: torch.Tensor  # int32, `ColumnSpans.bounds` or what `compressed` made of it; or cells
+    bounds: torch.Tensor  # int32, `ColumnSpans.bounds` compressed where there are many; or cells
     width: int  # WIDTH of `work.py`
     host: ColumnSpans | None = None  # None for cells
 
@@ -96,10 +95,9 @@ def spans_of_tile(tile: Tile, device: torch.device) -> SpanTable:
 
     def make() -> _Kept:
         found = column_spans(tile.mask, tile.q_positions, tile.kv_positions)
-        width, given = _for_kernels(found.bounds)
-        uploaded = _upload([given], device)
+        uploaded = _upload([found.for_kernels()], device)
         (bounds,) = uploaded.views
-        return _Kept(SpanTable(bounds, width, found), uploaded)
+        return _Kept(SpanTable(bounds, _width_of(found), found), uploaded)
 
     table: SpanTable = _kept(("spans", *_key(tile, device)), device, make)
     return table
@@ -158,11 +156,13 @@ def table_of_decode(seen: Seen, device: torch.device) -> DecodeTable:
 
     def make() -> _Kept:
         hulls = np.array(seen.hulls, np.int32)
-        width, spans = _for_kernels(bounds_of(seen.spans.columns(range(seen.num_columns))))
-        uploaded = _upload([np.concatenate((hulls.reshape(-1), spans.reshape(-1)))], device)
+        columns = seen.spans.columns(range(seen.num_columns))
+        spans = ColumnSpans(bounds_of(columns), seen.num_columns)
+        both = np.concatenate((hulls.reshape(-1), spans.for_kernels().reshape(-1)))
+        uploaded = _upload([both], device)
         longest = int((hulls[:, 1] - hulls[:, 0]).max())
         (table,) = uploaded.views
-        return _Kept(DecodeTable(table, width, longest, int(len(hulls) > 1)), uploaded)
+        return _Kept(DecodeTable(table, _width_of(spans), longest, int(len(hulls) > 1)), uploaded)
 
     table: DecodeTable = _on_stream(seen.once(("table", device), make), device)
     return table
@@ -181,7 +181,7 @@ def bytes_of_tables(
     there are tables of positions.
     """
     spans = column_spans(mask, *places)
-    arrays = [_for_kernels(spans.bounds)[1]]
+    arrays = [spans.for_kernels()]
     for blocks, by_columns, joined in cuts:
         found = work_list(spans, *blocks, by_columns=by_columns, joined=joined)
         arrays += [found.lines, found.runs]
@@ -191,12 +191,9 @@ def bytes_of_tables(
     return sum(-(-size // _ALIGNED) * _ALIGNED * np.dtype(np.int32).itemsize for size in sizes)
 
 
-def _for_kernels(
-    bounds: np.ndarray[Any, np.dtype[np.int32]],
-) -> tuple[int, np.ndarray[Any, np.dtype[np.int32]]]:
-    """WIDTH of `work.py`, and the spans as kernels take them. bounds: of `ColumnSpans`."""
-    width = bounds.shape[2]
-    return (width, bounds) if width <= MOST_VECTORS else (COMPRESSED, compressed(bounds))
+def _width_of(spans: ColumnSpans) -> int:
+    """WIDTH of `work.py`."""
+    return spans.width if spans.width <= MOST_VECTORS else COMPRESSED
 
 
 def _kept_lists(found: WorkList, device: torch.device) -> _Kept:

@@ -6,7 +6,7 @@ first its whole runs, whose cells are all seen, then its cut runs, whose cells a
 spans of their rows. No other block is loaded.
 
 WIDTH says how the rows' spans are given. 1, 2 or 4: so many spans of each row, as vectors.
-COMPRESSED: each row has a list of its own; see `planning.worklist.compressed`. CELLS, where a mask
+COMPRESSED: each row has a list of its own; see `worklist._compressed`. CELLS, where a mask
 has no spans: all blocks are cut, and in place of spans there are cells, int8 `[columns, rows]`, not
 0 where a cell is seen, with columns up to the end of the last block.
 """
