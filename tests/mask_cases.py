@@ -18,7 +18,7 @@ from worlds import Case, attend_over_threads
 
 from burst_rt.kernels import sum_dtype
 
-__all__ = ["FACTORS", "Row", "all_pairs", "assert_right", "assert_row"]
+__all__ = ["FACTORS", "Row", "all_pairs", "assert_right", "assert_row", "can_meet"]
 
 _BATCH = 2
 _MADE = {name: entry.mask for name, entry in (MASKS | FUNCTIONS).items()}
@@ -37,8 +37,10 @@ class Row(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Whether there is such a mask for these lengths."""
-        return _possible(self.mask, self.lengths)
+        """Whether there is such a mask for these lengths, and such a layout for the mask."""
+        q_len, kv_len = self.lengths
+        balanced = q_len == kv_len and self.mask in MASKS  # functions have no spans to balance
+        return (balanced or "balanced" not in self.kinds) and _possible(self.mask, self.lengths)
 
     @property
     def sizes(self) -> Sizes:
@@ -79,7 +81,12 @@ FACTORS: tuple[list[Any], ...] = (
         "hybrid:",
         "ring-naive",
     ],
-    [("zigzag", "zigzag"), ("contiguous", "contiguous"), ("striped", "zigzag")],
+    [
+        ("zigzag", "zigzag"),
+        ("contiguous", "contiguous"),
+        ("striped", "zigzag"),
+        ("balanced", "balanced"),
+    ],
     [1, 2, 3, 4, 5],
     [(63, 63), (24, 61), (61, 24), (3, 3), (1, 40)],
     [torch.float32, torch.bfloat16, torch.float64],
@@ -93,21 +100,32 @@ def _possible(mask: str, lengths: tuple[int, int]) -> bool:
 
 
 _Pair: TypeAlias = tuple[int, int, Any, Any]  # two factors, and a value of each
+_ANY = Row("full", "auto", ("zigzag", "zigzag"), 1, (1, 1), torch.float32, "cpu")
 
 
-def all_pairs(factors: Sequence[Sequence[Any]]) -> Iterator[Row]:
+def can_meet(pair: _Pair) -> bool:
+    """Whether there is a row with this pair."""
+    values: list[Any] = list(_ANY)
+    a, b, values[a], values[b] = pair
+    return Row(*values).possible
+
+
+def all_pairs(factors: Sequence[Sequence[Any]], *, kernel: bool = False) -> Iterator[Row]:
     """Rows in which every pair of two factors' values stands that is possible.
+
+    kernel: only the pairs of the last factor, the kernel, with the others.
 
     Greedy: of many drawn rows, each with a pair that is missing, the one with most missing pairs.
     """
     chance, numbers = random.Random(0), range(len(factors))
-    # A dict, for its order: the same rows every time.
-    missing: dict[_Pair, None] = dict.fromkeys(
+    pairs = (
         (a, b, x, y)
         for a, b in combinations(numbers, 2)
         for x, y in product(factors[a], factors[b])
-        if (a, b) != (0, 4) or Row(x, "", ("", ""), 1, y, torch.float32, "").possible
+        if b == len(factors) - 1 or not kernel
     )
+    # A dict, for its order: the same rows every time.
+    missing: dict[_Pair, None] = dict.fromkeys(filter(can_meet, pairs))
     while missing:
         best: Row | None = None
         most: list[_Pair] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from mask_cases import FACTORS, Row, all_pairs, assert_row
 from mask_truths import FUNCTIONS, MASKS, Sizes, cells_of, truth_of
 from spec import errors_of, reference
 from tolerances import ERROR
@@ -79,6 +80,24 @@ def test_every_mask(
         kind=kinds[0], kv_kind=kinds[1]
     )  # fmt: skip
     assert_right(world, case, truth)
+
+
+def _rows() -> list[Row]:
+    """Each mask, strategy, kind of layout, world and pair of lengths with the Triton kernels.
+
+    `unit/test_masked_attention.py` has the pairs of all these with each other.
+    """
+    masks, strategies, kinds, worlds, lengths, dtypes, _ = FACTORS
+    # burst-untiled brings a kernel of its own, and float64 is not for Triton.
+    strategies = [name for name in strategies if name != "burst-untiled"]
+    dtypes = [dtype for dtype in dtypes if dtype != torch.float64]
+    factors = (masks, strategies, kinds, worlds, lengths, dtypes, ["triton"])
+    return list(all_pairs(factors, kernel=True))
+
+
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: " ".join(map(str, row)))
+def test_the_covering_array(row: Row) -> None:
+    assert_row(row)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from mask_cases import FACTORS, Row, all_pairs, assert_right, assert_row
+from mask_cases import FACTORS, Row, all_pairs, assert_right, assert_row, can_meet
 from mask_truths import Sizes, cells_of, truth_of
 from spec import reference
 from worlds import Case, attend_over_threads
@@ -37,9 +37,12 @@ def test_the_array_covers_all_pairs() -> None:
     for a, b in combinations(range(len(FACTORS)), 2):
         met = {(row[a], row[b]) for row in _ROWS}
         for x, y in product(FACTORS[a], FACTORS[b]):
-            lengths = y if (a, b) == (0, 4) else (1, 1)
-            impossible = truth_of(x if a == 0 else "full", Sizes(lengths[0], lengths[1], 1)) is None
-            assert impossible != ((x, y) in met), (x, y)
+            assert can_meet((a, b, x, y)) == ((x, y) in met), (x, y)
+    refused = [pair for pair in product((0,), (4,), FACTORS[0], FACTORS[4]) if not can_meet(pair)]
+    assert refused
+    assert all(
+        truth_of(mask, Sizes(lengths[0], lengths[1], 1)) is None for _, _, mask, lengths in refused
+    )
 
 
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: " ".join(map(str, row)))

@@ -5,14 +5,16 @@ around a ring.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 from graphs import KIND_PAIRS, MASKS, SIZES, bytes_of, graphs_of, other_rings, problem
 
-from burst_rt import Causal
+from burst_rt import Causal, SlidingWindow
 from burst_rt.errors import InputError
 from burst_rt.planning.operations import ForwardTile
-from burst_rt.planning.strategies import check_name, choose
+from burst_rt.planning.roles import Role
+from burst_rt.planning.strategies import Hybrid, check_name, choose
 from burst_rt.scheduler import Graph, check_world
 
 
@@ -68,6 +70,43 @@ def test_causal_zigzag_sends_the_late_half_back(world_size: int) -> None:
     assert both.wire_bytes() < choose(p, "ring-kv", forward=True).program.wire_bytes()
     backward = choose(p, "bidirectional", forward=False).program
     assert backward.wire_bytes() < choose(p, "auto", forward=False).program.wire_bytes()
+
+
+@pytest.mark.parametrize("left", [1, 63, 64, 65, 128, 129, 300, 448, 511, -1])
+def test_a_window_takes_as_many_hops_as_it_reaches_shards(left: int) -> None:
+    """ceil(left / shard), with contiguous shards; a window to the first token takes all."""
+    n, world_size = 64, 8
+    p = problem(
+        n * world_size, n * world_size, world_size,
+        mask=SlidingWindow(left), kinds=("contiguous", "contiguous"),
+    )  # fmt: skip
+    ways = (("ring-kv", True), ("ring-q", True), ("ring-kv", False), ("burst", False))
+    for strategy, forward in ways:
+        graphs = graphs_of(choose(p, strategy, forward=forward).program)
+        hops = max(
+            sum(task.name.startswith("hop ") and bool(task.sends) for task in graph.tasks)
+            for graph in graphs
+        )
+        assert hops == (-(-left // n) if 0 <= left < n * (world_size - 1) else world_size - 1)
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize("tokens", [(61, 61), (24, 61), (3, 3)])
+def test_what_all_ranks_gather_is_in_ascending_order(kind: str, tokens: tuple[int, int]) -> None:
+    """Each position comes to its own place."""
+    p = problem(*tokens, 4, mask=Causal(), kinds=(kind, kind), heads=(8, 4))
+    hybrid = choose(p, "all-to-all", forward=True).program
+    assert isinstance(hybrid, Hybrid)
+    inner = hybrid.ring.problem
+    assert inner.kv_runs == ((range(tokens[1]),),)
+    for role, runs, joined in (
+        (Role.Q, p.q_runs, inner.q_runs),
+        (Role.K, p.kv_runs, inner.kv_runs),
+    ):
+        gathered = list(chain(*joined[0]))
+        for rank in range(4):
+            places = chain(*hybrid.places(role, rank))
+            assert [gathered[place] for place in places] == list(chain(*runs[rank]))
 
 
 @pytest.mark.parametrize(("world_size", "local"), [(4, 2), (6, 3), (6, 2), (8, 4)])

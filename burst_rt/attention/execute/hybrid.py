@@ -81,14 +81,15 @@ class _Spread(Run):
         dim, blocks = _TOKEN_DIM.get(role, 1), self.whole[role]
         bounds = self.bounds(queries=role.queries)
         at = 0
-        for start, stop in self.hybrid.places(role, rank):
+        for run in self.hybrid.places(role, rank):
             # Results are whole, whichever side travels in blocks.
-            number = next(i for i, (_, end) in enumerate(bounds) if start < end)
+            number = next(i for i, (_, end) in enumerate(bounds) if run.start < end)
             block, first = (
                 (blocks[number], bounds[number][0]) if len(blocks) > 1 else (blocks[0], 0)
             )
-            yield at, at + stop - start, block.narrow(dim, start - first, stop - start)
-            at += stop - start
+            of_run = slice(run.start - first, run[-1] + 1 - first, run.step)
+            yield at, at + len(run), block[(slice(None),) * dim + (of_run,)]
+            at += len(run)
 
     def _wire(self, role: Role, part: int, owner: int) -> torch.Tensor:
         """A message's memory, viewed as a piece with the tokens of rank `owner`."""

@@ -49,7 +49,8 @@ class Part(NamedTuple):
 def ascending(runs: tuple[range, ...]) -> list[tuple[range, ...]]:
     """Runs of positions in groups, in each of which the positions ascend.
 
-    A ring's side is one group. What all-to-all gathers of striped shards is several.
+    A ring's side is one group, and so is what all ranks gather. What a hybrid's groups gather of
+    striped shards is several.
     """
     groups: list[list[range]] = []
     for run in filter(None, runs):

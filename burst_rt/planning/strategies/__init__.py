@@ -27,7 +27,8 @@ Neither torch nor MPI is imported, so that planning and simulating need no accel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -148,19 +149,37 @@ def _programs(
     for way, route in _routes(problem, name, size or ranks_per_node):
         sums = not forward or name == "ring-q"
         whole = name != "bidirectional" and travels_whole(problem, sums=sums)
+        make = partial(_one_way, problem, route, whole=whole)
         if forward and name == "ring-q":
-            yield name, forward_ring(problem, queries_travel=True, whole=whole)
+            yield name, make(forward_ring, queries_travel=True)
         elif forward:
             # The forward of `burst` is that of `ring-kv`; `auto` calls it so.
-            yield way or name.replace("auto", "ring-kv"), forward_ring(problem, route, whole=whole)
+            yield way or name.replace("auto", "ring-kv"), make(forward_ring)
         else:
             for side, queries in _SIDES.items():
-                yield (
-                    _label(way, side),
-                    backward_ring(problem, queries_travel=queries, route=route, whole=whole),
-                )
+                yield _label(way, side), make(backward_ring, queries_travel=queries)
     if name == "auto" and forward and few_queries(problem):
         yield from _programs(problem, "ring-q", None, forward, ranks_per_node)
+
+
+def _one_way(
+    problem: Problem,
+    route: Route | None,
+    make: Callable[..., Ring],
+    *,
+    whole: bool,
+    queries_travel: bool = False,
+) -> Ring:
+    """A ring by a route; without one, round the ranks in the direction that takes fewer hops.
+
+    Under a window keys are needed by the next ranks, and queries need the keys of the ranks before.
+    """
+    ring = make(problem, queries_travel=queries_travel, route=route, whole=whole)
+    if route is not None or whole or problem.mask.rule is not Rule.OWN or problem.world_size < 3:
+        return ring
+    back = OneRing(problem.world_size, (-1,) * num_blocks(problem))
+    other = make(problem, queries_travel=queries_travel, route=back, whole=whole)
+    return min(ring, other, key=Ring.reach)
 
 
 def few_queries(problem: Problem) -> bool:

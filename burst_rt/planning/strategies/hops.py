@@ -155,6 +155,16 @@ class Hops:
         """The rows of a block that the rank which has the block at a hop computes with."""
         return self.needed[owner][block][self.route.holder(owner, hop, block)]
 
+    def reach(self) -> int:
+        """How far tokens travel at most, in hops, added up over all of them."""
+        hops, blocks = range(self.problem.world_size - 1, 0, -1), range(self.num_blocks)
+        return sum(
+            self.block_len(owner, block)
+            * next((hop for hop in hops if self.needed_at(owner, block, hop)), 0)
+            for owner in range(self.problem.world_size)
+            for block in blocks
+        )
+
     @cached_property
     def bundles(self) -> tuple[tuple[tuple[Rows, ...], ...], ...]:
         """By owner, block and hop: the rows of the bundle that must be there; none at hop 0.

@@ -156,8 +156,8 @@ class Hybrid:
         layout = self.problem.q_layout if role.queries else self.problem.kv_layout
         return layout.shard_len(rank)
 
-    def places(self, role: Role, rank: int) -> tuple[tuple[int, int], ...]:
-        """Where a rank's runs, in local order, stand in the shard of its group: (start, stop)."""
+    def places(self, role: Role, rank: int) -> tuple[range, ...]:
+        """Where the tokens of a rank's runs, in local order, stand in the shard of its group."""
         inner, group = self.ring.problem, rank // self.group_size
         own = (self.problem.q_runs if role.queries else self.problem.kv_runs)[rank]
         joined = (inner.q_runs if role.queries else inner.kv_runs)[group]
@@ -165,8 +165,9 @@ class Hybrid:
         of_group = list(zip(joined, starts, strict=False))
         places = []
         for run in filter(None, own):
-            at = next(start + of.index(run[0]) for of, start in of_group if run[0] in of)
-            places.append((at, at + len(run)))
+            of, start = next((of, start) for of, start in of_group if run[0] in of)
+            at, step = start + of.index(run[0]), max(1, run.step // of.step)
+            places.append(range(at, at + len(run) * step, step))
         return tuple(places)
 
     def forget(self) -> None:
@@ -383,14 +384,17 @@ def _inner(problem: Problem, size: int) -> Problem:
 def _group_runs(runs: _Runs, size: int) -> _Runs:
     """The runs of each group's members in order of position, joined where they touch.
 
-    Where there are several groups, the two blocks of a group (see `blocks_of`) are not joined with
-    each other, so that gradient sums can travel block by block.
+    One group of all ranks has all positions in one run. Where there are several groups, the two
+    blocks of a group (see `blocks_of`) are not joined with each other, so that gradient sums can
+    travel block by block.
     """
+    if size == len(runs):
+        return ((range(sum(len(run) for own in runs for run in own)),),)
     groups = []
     for first in range(0, len(runs), size):
         members = [run for own in runs[first : first + size] for run in own if run]
         members.sort(key=lambda run: run.start)
-        parts = blocks_of(tuple(members) or (range(0),), 1 if size == len(runs) else 2)
+        parts = blocks_of(tuple(members) or (range(0),), 2)
         groups.append(tuple(run for part in parts for run in _joined(part)))
     return tuple(groups)
 
