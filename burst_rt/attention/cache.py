@@ -43,6 +43,7 @@ __all__ = ["DECODED_TOGETHER", "KVCache", "Step", "is_count"]
 
 # The most new tokens of a sequence that every rank has (decode); more are spread (prefill).
 DECODED_TOGETHER = 16
+_LARGEST_BLOCK = 1 << 40
 _ATTEND = "KVCache.attend"
 _CONTRACT = Contract({"call": _ATTEND})
 _STALE = "another step has been begun since, or the cache's rows were changed"
@@ -166,9 +167,10 @@ class KVCache:
                 return InputError(
                     f"KVCache: {name} must be an integer of at least 1, got {getattr(self, name)!r}"
                 )
-        if not is_count(self.block, 1):
+        if not is_count(self.block, 1) or self.block > _LARGEST_BLOCK:
             return InputError(
-                f"KVCache: block must be an integer of at least 1 token, got {self.block!r}"
+                f"KVCache: block must be an integer of 1 to {_LARGEST_BLOCK:,} tokens, got "
+                f"{self.block!r}"
             )
         if self.dtype not in DTYPES:
             return InputError(

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from burst_rt.attention.cache import KVCache, Step, is_count
 from burst_rt.context import Context
@@ -74,11 +74,11 @@ class Cache(HookedCache):
     block: as in `KVCache`.
 
     In `model.generate(..., past_key_values=cache)` each rank runs only its part of a prompt through
-    the model, at most ceil(tokens / ranks) + block of them. (In a chunk of which a rank has no
-    token, it runs one that nobody sees; chunks of ranks x block tokens or more have some for each.)
-    After each call every rank has the logits of the last token and the state of torch's random
-    generators that rank 0 has; of a prompt the logits are those of the rank that has its last
-    token. `max_time` and stopping criteria are asked of rank 0 alone.
+    the model, at most ceil(tokens / ranks) + block of them. Chunks (`prefill_chunk_size`) are of at
+    least ranks x block tokens, so that each rank has some. After each call every rank has the
+    logits of the last token and the state of torch's random generators that rank 0 has; of a prompt
+    the logits are those of the rank that has its last token. `max_time` and stopping criteria,
+    which every rank is given, are asked of rank 0 alone; they make no call of ranks.
 
     Raises, on every rank, InputError for a model or a number that cannot be used, and
     ContractMismatch where the ranks' numbers differ. A forward raises, on every rank, InputError
@@ -102,7 +102,9 @@ class Cache(HookedCache):
         self.capacity, self.block = capacity, block
         self._part: CachedPart | None = None  # of the call under way
         self._kv: KVCache | None = None
-        self._text: torch.Tensor | None = None  # the tokens that are cached, -1 for unknown ones
+        # The tokens that are cached, -1 for unknown ones. No tensor: one that was made in inference
+        # mode could not be written to outside of it.
+        self._text: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self._new: torch.Tensor | None = None  # input_ids of the call under way
         words = {
             "call": _NAME,
@@ -135,6 +137,11 @@ class Cache(HookedCache):
         """Gives the memory back, and leaves the model alone. Local. Idempotent."""
         self._detach()
         self._kv = self._part = self._text = self._new = None
+
+    @property
+    def least_chunk(self) -> int:
+        """See `HookedCache`."""
+        return self.ctx.world_size * self.block
 
     # What transformers asks of a cache. Rows have the same length: their padding is cached too.
 
@@ -208,7 +215,8 @@ class Cache(HookedCache):
         if self._kv is not None:
             self._kv.reserve(capacity)
         if self._text is not None:
-            self._text = F.pad(self._text, (0, capacity - self.capacity), value=-1)
+            more = capacity - self.capacity
+            self._text = np.pad(self._text, ((0, 0), (0, more)), constant_values=-1)
         self.capacity = capacity
 
     def reset(self) -> None:
@@ -230,7 +238,7 @@ class Cache(HookedCache):
         if self._kv is not None:
             self._kv.reorder(beam_idx.cpu())
         if self._text is not None:
-            self._text = self._text[beam_idx.to(self._text.device)]
+            self._text = self._text[beam_idx.cpu().numpy()]
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Not done."""
@@ -255,7 +263,6 @@ class Cache(HookedCache):
         Collective; blocks and raises as `KVCache.step`.
         """
         self._check_open()
-        prompt, self.prompt = self.prompt, "none"
         try:
             call = CachedCall.of(options, self._kv, self.capacity)
         except InputError as error:
@@ -267,12 +274,13 @@ class Cache(HookedCache):
         self._warn_of_whole_text(options.get("input_ids"), call.tokens)
         # Every rank may run a short prompt, but not one short chunk after another.
         most = -(-call.tokens // self.ctx.world_size) + self.block
-        spread_too = prompt == "chunk" or (prompt == "whole" and call.tokens > most)
+        spread_too = self.prompt == "chunk" or (self.prompt == "whole" and call.tokens > most)
+        asked = f"; stopping criteria: {self.asked or 'none'}" if self.prompt != "none" else ""
         step = self._kv.step(
             call.tokens,
             padding=call.padding,
             sharded=True if spread_too else None,  # None: if there are many
-            about=call.about,
+            about=call.about + asked,
         )
         # A rank without tokens runs one that nobody sees: not every model takes none.
         cut = {}
@@ -304,14 +312,16 @@ class Cache(HookedCache):
         length = self.get_seq_length()
         if self._text is None or text.shape != (len(self._text), length + new):
             return  # not the whole text, or another batch, which the model's call refuses
-        cached = self._text[:, :length].to(text.device)
-        wrong = (cached != text[:, :length]) & (cached >= 0)
-        if wrong.any():
-            row, at = wrong.nonzero()[0].tolist()
+        # While new tokens are written, the text before the last one is that of the call before.
+        first = 0 if self.prompt != "none" else max(0, length - 1)
+        cached, given = self._text[:, first:length], text[:, first:length].cpu().numpy()
+        wrong = np.argwhere((cached != given) & (cached >= 0))
+        if len(wrong):
+            row, at = wrong[0]
             self.refuse(
                 f"expected a text that begins with the {length} tokens that are cached, got one "
-                f"with token {int(text[row, at])} at {at} of row {row}, where "
-                f"{int(cached[row, at])} is cached; call cache.reset() before another text"
+                f"with token {given[row, at]} at {first + at} of row {row}, where "
+                f"{cached[row, at]} is cached; call cache.reset() before another text"
             )
 
     def _warn_of_whole_text(self, text: torch.Tensor | None, new: int) -> None:
@@ -319,7 +329,7 @@ class Cache(HookedCache):
         length = self.get_seq_length()
         if self._text is None or text is None or not 0 < length < new or self.ctx.rank:
             return
-        if torch.equal(self._text[:, :length], text[:, :length].to(self._text.device)):
+        if np.array_equal(self._text[:, :length], text[:, :length].cpu().numpy()):
             warnings.warn(
                 f"{_NAME}: input_ids begin with the {length} tokens that are cached, and come "
                 "behind them: a call of the model takes the new tokens alone (generate takes the "
@@ -331,10 +341,9 @@ class Cache(HookedCache):
         """Keeps the tokens of a step that has ended. before: how many were cached."""
         assert self._kv is not None
         if self._text is None:
-            shape = (self._kv.batch, self.capacity)
-            self._text = torch.full(shape, -1, device=self.ctx.device)
+            self._text = np.full((self._kv.batch, self.capacity), -1, np.int64)
         after = self.get_seq_length()
-        self._text[:, before:after] = -1 if self._new is None else self._new
+        self._text[:, before:after] = -1 if self._new is None else self._new.cpu().numpy()
         self._new = None
 
     def _check_open(self) -> None:

@@ -131,7 +131,7 @@ def _left_padding(mask: Any, rows: int, tokens: int) -> list[int]:
         raise _wrong("attention_mask", f"[batch, cached and new tokens] = {(rows, tokens)}", mask)
     shown = mask.cpu() != 0
     padding = (~shown).sum(1)
-    if not torch.equal((shown.cumsum(1) == 0).sum(1), padding):
+    if not torch.equal(shown, torch.arange(tokens) >= padding[:, None]):
         raise InputError(
             f"{_NAME}: attention_mask: expected padding before a row's tokens, got some among or "
             "behind them; pad on the left (tokenizer.padding_side = 'left')"
@@ -142,13 +142,18 @@ def _left_padding(mask: Any, rows: int, tokens: int) -> list[int]:
 def _positions(
     given: torch.Tensor | None, device: torch.device, padding: list[int], length: int, tokens: int
 ) -> torch.Tensor:
-    """`[batch, tokens]`, as the cache counts. Raises InputError where others are given."""
-    pads = torch.tensor(padding)[:, None]
-    expected = (torch.arange(length, length + tokens) - pads).clamp(min=0)
+    """`[batch, tokens]`, as the cache counts. Raises InputError where others are given.
+
+    Padding may be given any.
+    """
+    own = torch.arange(length, length + tokens) - torch.tensor(padding)[:, None]
+    expected = own.clamp(min=0)
     if given is not None:
         fits = given.ndim == 2 and given.shape[1] == tokens and len(given) in (1, len(padding))
-        if not fits or not torch.equal(given.cpu().expand_as(expected), expected):
-            got = given.flatten()[0].item() if fits else f"shape {tuple(given.shape)}"
+        wrong = (given.cpu() != expected) & (own >= 0) if fits else torch.ones(1, dtype=torch.bool)
+        if wrong.any():
+            got = given.expand(len(padding), -1).cpu()[wrong][0] if fits else tuple(given.shape)
+            got = f"{got}" if fits else f"shape {got}"
             raise InputError(
                 f"{_NAME}: position_ids: expected {tokens} tokens from {int(expected[0, 0])} on, "
                 f"as {length} are cached, got {got}; {_GO_ON}"

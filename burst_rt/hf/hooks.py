@@ -6,6 +6,7 @@ they are. When the last cache of a model is gone, so are the hooks.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial, wraps
@@ -24,7 +25,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from burst_rt.context import Context
-from burst_rt.errors import InputError
+from burst_rt.errors import BurstError, InputError
 from burst_rt.hf.shard import KEYWORD
 from burst_rt.hf.spread import of_rank_0
 from burst_rt.runtime.refusing import refuse
@@ -43,8 +44,14 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
     def __init__(self, model: Any, ctx: Context) -> None:
         super().__init__(layers=[])
         self.model, self.ctx = model, ctx
-        # What the model's next call has of a prompt that `generate` was given.
+        # What the model's calls have of a prompt, while `generate` runs one.
         self.prompt: Literal["none", "whole", "chunk"] = "none"
+        self.asked = ""  # the stopping criteria that rank 0 is asked
+
+    @property
+    def least_chunk(self) -> int:
+        """The fewest tokens of a prompt of which every rank has some."""
+        raise NotImplementedError
 
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begins a step: what the model is called with in place of these arguments."""
@@ -125,18 +132,27 @@ class _Hooks:
     def __init__(self, model: Any) -> None:
         self.num_caches = 0
         self.ctx: Context | None = None  # of the cache of the model's last call
+        self.asked = ""  # in the last `generate`
         self._handles = [
             # First, so that other hooks know how the call is cut.
             model.register_forward_pre_hook(_before, prepend=True, with_kwargs=True),
             model.register_forward_hook(_after, with_kwargs=True),
         ]
         model.prepare_inputs_for_generation = MethodType(_prepared(type(model)), model)
-        model._get_stopping_criteria = MethodType(_stopping(type(model), self), model)
+        model._get_stopping_criteria = MethodType(_stopping(type(model)), model)
+        model._prefill = MethodType(_prompted(type(model)), model)
 
     def remove(self, model: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        del model.prepare_inputs_for_generation, model._get_stopping_criteria
+        del model.prepare_inputs_for_generation, model._get_stopping_criteria, model._prefill
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        """Those of a copy of the model, which has no caches."""
+        found = _Hooks.__new__(_Hooks)
+        found.num_caches, found.ctx, found.asked = 0, None, ""
+        found._handles = copy.deepcopy(self._handles, memo)
+        return found
 
 
 def attach(model: Any) -> None:
@@ -198,19 +214,48 @@ def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
         found: dict[str, Any] = kind.prepare_inputs_for_generation(
             self, input_ids, *args, **options
         )
-        if isinstance(cache, HookedCache):
-            if found.get("past_key_values") is None:
-                cache.reset()
-                found["past_key_values"] = cache
-            if options.get("is_first_iteration"):
-                # A chunk comes by itself, without the text before it.
-                cache.prompt = "chunk" if new is None else "whole"
+        if isinstance(cache, HookedCache) and found.get("past_key_values") is None:
+            if cache.prompt == "chunk" and cache.get_seq_length():
+                cache.refuse(
+                    f"this {type(self).__name__} begins again at this length, and a chunk comes "
+                    "without the text before it; expected the whole text, got it in chunks; leave "
+                    "prefill_chunk_size out"
+                )
+            cache.reset()
+            found["past_key_values"] = cache
         return found
 
     return prepare_inputs
 
 
-def _stopping(kind: Any, hooks: _Hooks) -> Callable[..., StoppingCriteriaList]:
+def _prompted(kind: Any) -> Callable[..., Any]:
+    """The class's own, which runs a prompt, or the part of a text that is not cached yet.
+
+    Chunks are of at least so many tokens that each rank has some: at most as many as a block has.
+    """
+
+    @wraps(kind._prefill)
+    def prefill(
+        self: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: Any, *args: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
+        if not isinstance(cache, HookedCache):
+            return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **options)
+        if size is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = max(size, cache.least_chunk)
+        cache.prompt = "whole" if size is None else "chunk"
+        cache.asked = getattr(self, _HOOKS).asked
+        try:
+            return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **options)
+        finally:
+            cache.prompt = "none"
+
+    return prefill
+
+
+def _stopping(kind: Any) -> Callable[..., StoppingCriteriaList]:
     """The class's own criteria. Those that ranks may answer otherwise are asked of rank 0 alone."""
 
     @wraps(kind._get_stopping_criteria)
@@ -218,6 +263,8 @@ def _stopping(kind: Any, hooks: _Hooks) -> Callable[..., StoppingCriteriaList]:
         found = kind._get_stopping_criteria(self, *args, **options)
         alike = [each for each in found if isinstance(each, _BY_TOKENS)]
         own = StoppingCriteriaList(each for each in found if not isinstance(each, _BY_TOKENS))
+        hooks: _Hooks = getattr(self, _HOOKS)
+        hooks.asked = ", ".join(type(each).__name__ for each in own)
         together = [_StopsWithRank0(hooks, own)] if own else []
         return StoppingCriteriaList(alike + together)
 
@@ -234,17 +281,25 @@ class _StopsWithRank0(StoppingCriteria):  # type: ignore[misc]  # transformers h
         """Which rows end: bool `[rows]`. Collective after a call with a cache over ranks."""
         ctx = self._hooks.ctx
         ask: Callable[[], torch.Tensor] = partial(self._criteria, input_ids, scores, **options)
-        if ctx is None:
+        if ctx is None or ctx.world_size == 1:
             return ask()
         found = torch.zeros(len(input_ids), dtype=torch.bool)
         if ctx.rank == 0:
-            try:
-                found = ask()
-            except Exception as error:  # noqa: BLE001  (whatever a criterion raises: the other ranks wait for its answer)
-                said = InputError(
-                    f"{_NAME}: max_time or stopping criteria: expected a bool of each row, got "
-                    f"{error!r} on rank 0"
-                )
-                said.__cause__ = error
-                refuse(_NAME, said, ctx.runtime)
+            found = self._asked(ask, len(input_ids), ctx)
         return of_rank_0(ctx, found).to(input_ids.device)
+
+    def _asked(self, ask: Callable[[], torch.Tensor], rows: int, ctx: Context) -> torch.Tensor:
+        try:
+            found = ask()
+            if found.shape != (rows,):
+                raise TypeError(f"shape {tuple(found.shape)}")
+            return found.bool()
+        except BurstError:
+            raise  # which the other ranks have heard of
+        except Exception as error:  # noqa: BLE001  (whatever a criterion raises: the other ranks wait for its answer)
+            wrong = InputError(
+                f"{_NAME}: max_time or stopping criteria ({self._hooks.asked}): expected a bool of "
+                f"each of {rows} rows, got {error!r} on rank 0"
+            )
+            wrong.__cause__ = error
+            refuse(_NAME, wrong, ctx.runtime)

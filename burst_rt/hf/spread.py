@@ -38,7 +38,7 @@ def of_rank_0(ctx: Context, x: torch.Tensor) -> torch.Tensor:
     """Rank 0's tensor on every rank; the others have one of its shape and dtype. Collective."""
     payload = bytes(bytes_of(x)) if ctx.rank == 0 else b""
     runtime = ctx.runtime
-    about = {"call": "hf.Cache", "from rank 0": f"{x.dtype} {tuple(x.shape)}"}
+    about = {"call": "hf.Cache, stopping criteria", "from rank 0": f"{x.dtype} {tuple(x.shape)}"}
     everyones = runtime.collective(about, lambda: runtime.control.allgather(payload)).result()
     return x if ctx.rank == 0 else _tensor_of(everyones[0], x.dtype).view(x.shape)
 

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from burst_rt.baselines.layers import SpreadLayer
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.bench.report import Cell, publish
 from burst_rt.launch.plan.model import MODELS, Model, parse_model
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, FITTED, STRATEGIES
@@ -88,7 +88,12 @@ def prefill(
 
     Raises InputError for sizes that the GPUs cannot share, and ConfigError for other machines.
     """
-    shape, num_shares = model.layer, world_size // tensor_parallel
+    shape, (num_shares, rest) = model.layer, divmod(world_size, tensor_parallel)
+    if rest or tokens < 1:
+        raise InputError(
+            f"expected at least 1 token, and ranks in groups of {tensor_parallel}, got {tokens} "
+            f"tokens and {world_size} ranks; use a multiple of {tensor_parallel} ranks"
+        )
     ring = hardware if tensor_parallel == 1 else _one_gpu_a_node(hardware, tensor_parallel)
     ranks_per_node = ring.node.ranks if num_shares % ring.node.ranks == 0 else 1
     linear_s = attention_s = exposed_s = 0.0

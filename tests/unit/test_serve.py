@@ -13,7 +13,7 @@ import torch
 from tolerances import ERROR
 
 from burst_rt import Context, run_local
-from burst_rt.errors import ConfigError
+from burst_rt.errors import ConfigError, InputError
 from burst_rt.launch.bench.serve import PARTS, Bench, Rows
 from burst_rt.launch.plan.model import MODELS, parse_model
 from burst_rt.launch.plan.paper import FIRST_TOKEN_S, STRATEGIES
@@ -138,6 +138,12 @@ def test_nodes_that_share_a_network_card_are_refused() -> None:
         _on_16_nodes(_LARGE, 131_072, shared)
     with pytest.raises(ConfigError, match=r"all 8 ranks of a node, .* got 4 ranks and 8 cards"):
         prefill(_LARGE, 131_072, _H100, world_size=128, tensor_parallel=4)
+
+
+def test_sizes_that_cannot_be_shared_are_refused() -> None:
+    for world_size, tokens in ((100, 131_072), (128, 0)):
+        with pytest.raises(InputError, match=r"at least 1 token, and ranks in groups of 8"):
+            prefill(_LARGE, tokens, _H100, world_size=world_size, tensor_parallel=8)
 
 
 @pytest.mark.parametrize("tokens", FIRST_TOKEN_S)
