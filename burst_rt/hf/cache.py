@@ -74,8 +74,8 @@ class Cache(HookedCache):
     block: as in `KVCache`.
 
     In `model.generate(..., past_key_values=cache)` each rank runs only its part of a prompt through
-    the model, at most ceil(tokens / ranks) + block of them. Chunks (`prefill_chunk_size`) are of at
-    least ranks x block tokens, so that each rank has some. After each call every rank has the
+    the model, at most ceil(tokens / ranks) + block of them. (A rank that has no token of a chunk
+    runs a stand-in; of ranks x block tokens each rank has some.) After each call every rank has the
     logits of the last token and the state of torch's random generators that rank 0 has; of a prompt
     the logits are those of the rank that has its last token. `max_time` and stopping criteria,
     which every rank is given, are asked of rank 0 alone; they make no call of ranks.
@@ -137,11 +137,6 @@ class Cache(HookedCache):
         """Gives the memory back, and leaves the model alone. Local. Idempotent."""
         self._detach()
         self._kv = self._part = self._text = self._new = None
-
-    @property
-    def least_chunk(self) -> int:
-        """See `HookedCache`."""
-        return self.ctx.world_size * self.block
 
     # What transformers asks of a cache. Rows have the same length: their padding is cached too.
 

@@ -152,8 +152,9 @@ def _positions(
         fits = given.ndim == 2 and given.shape[1] == tokens and len(given) in (1, len(padding))
         wrong = (given.cpu() != expected) & (own >= 0) if fits else torch.ones(1, dtype=torch.bool)
         if wrong.any():
-            got = given.expand(len(padding), -1).cpu()[wrong][0] if fits else tuple(given.shape)
-            got = f"{got}" if fits else f"shape {got}"
+            got = f"shape {tuple(given.shape)}"
+            if fits:
+                got = str(given.expand(len(padding), -1).cpu()[wrong][0].item())
             raise InputError(
                 f"{_NAME}: position_ids: expected {tokens} tokens from {int(expected[0, 0])} on, "
                 f"as {length} are cached, got {got}; {_GO_ON}"

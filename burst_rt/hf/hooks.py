@@ -48,11 +48,6 @@ class HookedCache(transformers.Cache):  # type: ignore[misc]  # transformers has
         self.prompt: Literal["none", "whole", "chunk"] = "none"
         self.asked = ""  # the stopping criteria that rank 0 is asked
 
-    @property
-    def least_chunk(self) -> int:
-        """The fewest tokens of a prompt of which every rank has some."""
-        raise NotImplementedError
-
     def begin(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begins a step: what the model is called with in place of these arguments."""
         raise NotImplementedError
@@ -229,10 +224,7 @@ def _prepared(kind: Any) -> Callable[..., dict[str, Any]]:
 
 
 def _prompted(kind: Any) -> Callable[..., Any]:
-    """The class's own, which runs a prompt, or the part of a text that is not cached yet.
-
-    Chunks are of at least so many tokens that each rank has some: at most as many as a block has.
-    """
+    """The class's own, which runs a prompt, or the part of a text that is not cached yet."""
 
     @wraps(kind._prefill)
     def prefill(
@@ -242,9 +234,6 @@ def _prompted(kind: Any) -> Callable[..., Any]:
         cache, size = model_kwargs.get("past_key_values"), generation_config.prefill_chunk_size
         if not isinstance(cache, HookedCache):
             return kind._prefill(self, input_ids, generation_config, model_kwargs, *args, **options)
-        if size is not None:
-            generation_config = copy.copy(generation_config)
-            generation_config.prefill_chunk_size = max(size, cache.least_chunk)
         cache.prompt = "whole" if size is None else "chunk"
         cache.asked = getattr(self, _HOOKS).asked
         try:
