@@ -33,11 +33,12 @@ def main(
     v_head_dim: int = 0,
     scores: tuple[str, ...] = (),
     width: int = 1,
+    single: bool = True,
 ) -> None:
     """Compiles every kernel of the table with loads of this kind, and prints what each takes.
 
-    v_head_dim, scores, width: as in `Request`; but for width 1 lines of work have several runs, and
-    kernels that no mask concerns are left out. Takes about 1.5 s a kernel the first time.
+    v_head_dim, scores, width, single: as in `Request`; where lines of work have several runs,
+    kernels that have no lines are left out. Takes about 1.5 s a kernel the first time.
     """
     requests = [
         Request(
@@ -52,11 +53,11 @@ def main(
             v_head_dim=v_head_dim,
             scores=scores,
             width=width,
-            single=width == 1,
+            single=single,
         )
         for arch in arches
         for head_dim in head_dims
-        for kind in (KINDS if width == 1 else TUNED)
+        for kind in (KINDS if single else TUNED)
         # Only these are compiled with and without a mask.
         for masked in ((False, True) if kind in TUNED else (False,))
     ]

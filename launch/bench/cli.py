@@ -516,9 +516,8 @@ def every(ctx: click.Context, out: Path | None) -> None:
 @click.option(
     "--spans",
     type=click.Choice(["1", "2", "4", "many"]),
-    default="1",
-    show_default=True,
-    help="Of masks: runs of keys that a query sees. Above 1, lines of work have several runs, too.",
+    help="For masks with so many spans of keys a query, and lines of work with several runs of "
+    "blocks. [default: 1 span, and one run of a kind]",
 )
 @_OUT
 def aot(
@@ -528,7 +527,7 @@ def aot(
     loads: Loads,
     v_head_dim: int | None,
     scores: tuple[str, ...],
-    spans: str,
+    spans: str | None,
     out: Path | None,
 ) -> None:
     """Compile the Triton kernels for chips that this machine need not have: registers, spills,
@@ -545,7 +544,8 @@ def aot(
         out,
         v_head_dim=v_head_dim or 0,
         scores=scores,
-        width=COMPRESSED if spans == "many" else int(spans),
+        width=COMPRESSED if spans == "many" else int(spans or 1),
+        single=spans is None,
     )
 
 
