@@ -14,7 +14,7 @@ from burst_rt import Causal, SlidingWindow
 from burst_rt.errors import InputError
 from burst_rt.planning.operations import ForwardTile
 from burst_rt.planning.roles import Role
-from burst_rt.planning.strategies import Hybrid, check_name, choose
+from burst_rt.planning.strategies import Hybrid, Ring, check_name, choose
 from burst_rt.scheduler import Graph, check_world
 
 
@@ -82,7 +82,10 @@ def test_a_window_takes_as_many_hops_as_it_reaches_shards(left: int) -> None:
     )  # fmt: skip
     ways = (("ring-kv", True), ("ring-q", True), ("ring-kv", False), ("burst", False))
     for strategy, forward in ways:
-        graphs = graphs_of(choose(p, strategy, forward=forward).program)
+        program = choose(p, strategy, forward=forward).program
+        assert isinstance(program, Ring)
+        assert str(program).endswith("backwards") == program.queries_travel
+        graphs = graphs_of(program)
         hops = max(
             sum(task.name.startswith("hop ") and bool(task.sends) for task in graph.tasks)
             for graph in graphs

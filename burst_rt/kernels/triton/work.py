@@ -6,9 +6,9 @@ first its whole runs, whose cells are all seen, then its cut runs, whose cells a
 spans of their rows. No other block is loaded.
 
 WIDTH says how the rows' spans are given. 1, 2 or 4: so many spans of each row, as vectors.
-COMPRESSED: each row has a list of its own; see `worklist._compressed`. CELLS, where a mask
-has no spans: all blocks are cut, and in place of spans there are cells, int8 `[columns, rows]`, not
-0 where a cell is seen, with columns up to the end of the last block.
+COMPRESSED: each row has a list of its own; see `worklist._compressed`. CELLS, where a mask has no
+spans: all blocks are cut, and in place of spans there are cells, int8 `[columns, rows]`, not 0
+where a cell is seen, with columns up to the end of the last block.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def _in_list(
         b_end = tl.where(b_open & ~b_before, b_middle, b_end)
         longest //= 2
     o_n = column + tl.arange(0, BLOCK_N)
-    b_seen = within(b_next - b_next, b_next - b_next, o_n, ROWS_LAST)
+    b_none = tl.zeros_like(b_next)
+    b_seen = within(b_none, b_none, o_n, ROWS_LAST)
     # Then from span to span, while one of a row begins within the block.
     beyond = column + BLOCK_N
     b_start = tl.load(p_spans + 2 * b_next, mask=b_next < b_last, other=beyond)

@@ -94,7 +94,8 @@ class SlidingWindow(Mask):
 
     Counts as flash-attn's `window_size=(left, right)`: both ends included, -1 for no end. right: 0
     by default, so that the window is causal. Hugging Face's `sliding_window=w` counts the query's
-    own position: it is SlidingWindow(w - 1). Raises InputError for other numbers.
+    own position: it is SlidingWindow(w - 1). Its masks for both ways do not: SlidingWindow(w, w).
+    Raises InputError for other numbers.
     """
 
     left: int

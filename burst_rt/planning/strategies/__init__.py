@@ -19,6 +19,10 @@ A strategy turns a `Problem` into a `Program`: one graph for each rank and direc
 [1] `direct` only on one host, and for masks that are more than causal. [2] Only where queries are
 so few that they and their sums are fewer bytes than keys and values.
 
+A ring passes rows to the next rank, or, where a mask makes that fewer hops, to the rank before
+("backwards"): under a window keys are needed by the next ranks, and queries need the keys of the
+ranks before.
+
 N may be left out. It is then the number of ranks of a host, where all hosts have as many; in
 `hybrid` it is the largest divisor of that number that also divides the kv heads.
 
@@ -170,10 +174,7 @@ def _one_way(
     whole: bool,
     queries_travel: bool = False,
 ) -> Ring:
-    """A ring by a route; without one, round the ranks in the direction that takes fewer hops.
-
-    Under a window keys are needed by the next ranks, and queries need the keys of the ranks before.
-    """
+    """A ring by a route; without one, round the ranks in the direction that takes fewer hops."""
     ring = make(problem, queries_travel=queries_travel, route=route, whole=whole)
     if route is not None or whole or problem.mask.rule is not Rule.OWN or problem.world_size < 3:
         return ring

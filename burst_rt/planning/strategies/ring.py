@@ -96,7 +96,8 @@ class Ring(Hops):
     def __str__(self) -> str:
         if not self.adds:
             return "nothing travels"
-        return ", ".join(_roles((*self.bundle, *self.sums))) + " travel"
+        back = isinstance(self.route, OneRing) and set(self.route.directions) == {-1}
+        return ", ".join(_roles((*self.bundle, *self.sums))) + " travel" + ", backwards" * back
 
     @property
     def forward(self) -> bool:
