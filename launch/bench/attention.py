@@ -172,8 +172,8 @@ class Bench:
     def masks(self) -> Rows:
         """Forward + backward under masks: time for each cell that is seen, relative to causal's.
 
-        Layouts are balanced for the mask. Then once more, in turn with torch's fused attention under
-        the mask as a dense matrix, in one process: 4 GiB of float32 at 32,768 tokens.
+        Layouts are balanced for the mask. Then once more, in turn with torch's fused attention in
+        one process under the mask as a dense matrix: 4 GiB of float32 at 32,768 tokens.
         """
         rows: Rows = []
         for tokens in (16384, 32768):
