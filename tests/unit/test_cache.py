@@ -584,6 +584,7 @@ _WRONG: dict[str, tuple[str, Callable[[Context, KVCache], object]]] = {
     "a layer left out": ("layer 1 has not attended", lambda _, c: _without_a_layer(c)),
     "capacity": ("capacity must be", lambda ctx, _: _cache(ctx, capacity=0)),
     "block": ("block must be", lambda ctx, _: _cache(ctx, block=0)),
+    "a huge block": ("of 1 to 1,099,511,627,776 tokens", lambda ctx, _: _cache(ctx, block=1 << 62)),
     "type": ("float64, float32", lambda ctx, _: _cache(ctx, dtype=torch.int8)),
     "no context": ("burst_rt.init", lambda ctx, _: _cache(None)),  # type: ignore[arg-type]
 }
