@@ -23,9 +23,7 @@ def spread(ctx: Context, logits: torch.Tensor, source: int) -> torch.Tensor:
     payload = (bytes(bytes_of(random)) if ctx.rank == 0 else b"") + (
         bytes(bytes_of(logits)) if ctx.rank == source else b""
     )
-    runtime = ctx.runtime
-    about = {"call": "hf.Cache logits", "shape": f"{logits.dtype} {tuple(logits.shape)}"}
-    everyones = runtime.collective(about, lambda: runtime.control.allgather(payload)).result()
+    everyones = _gathered(ctx, "logits", logits, payload)
     if ctx.rank:
         _set_random_state(ctx.device, _tensor_of(everyones[0][: len(random)], torch.uint8))
     if ctx.rank == source:
@@ -37,10 +35,15 @@ def spread(ctx: Context, logits: torch.Tensor, source: int) -> torch.Tensor:
 def of_rank_0(ctx: Context, x: torch.Tensor) -> torch.Tensor:
     """Rank 0's tensor on every rank; the others have one of its shape and dtype. Collective."""
     payload = bytes(bytes_of(x)) if ctx.rank == 0 else b""
-    runtime = ctx.runtime
-    about = {"call": "hf.Cache, stopping criteria", "from rank 0": f"{x.dtype} {tuple(x.shape)}"}
-    everyones = runtime.collective(about, lambda: runtime.control.allgather(payload)).result()
+    everyones = _gathered(ctx, "stopping criteria", x, payload)
     return x if ctx.rank == 0 else _tensor_of(everyones[0], x.dtype).view(x.shape)
+
+
+def _gathered(ctx: Context, what: str, x: torch.Tensor, payload: bytes) -> list[bytes]:
+    """Every rank's bytes, once the ranks agree on what they are of. Collective."""
+    runtime = ctx.runtime
+    about = {"call": f"hf.Cache {what}", "shape": f"{x.dtype} {tuple(x.shape)}"}
+    return runtime.collective(about, lambda: runtime.control.allgather(payload)).result()
 
 
 def _tensor_of(raw: bytes, dtype: torch.dtype) -> torch.Tensor:
