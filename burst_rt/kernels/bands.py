@@ -7,15 +7,20 @@ rows. Each strip has the columns that its rows see; in its two corners cells are
     o o o l
     u o o o      a strip of 2 rows of a band with 3 keys a row: u and l are its corners
 
-A strip's scores are kept transposed, `[kv heads, columns, rows]`. Every product then has a long
-side, and the operand that the BLAS library copies is the small one. A kv head has the rows of all
-its query heads, one head's after another. The products add to dk and dv where these are.
+A strip's scores are kept transposed, `[columns, rows]`. Every product then has a long side, and the
+operand that the BLAS library copies is the small one. A kv head has the rows of all its query
+heads, one head's after another. Some strips are done at once, as the batch of a product.
 
-exp2 takes as long for a tiny result as for any other; torch's exp takes two hundred times as long
-for a subnormal one (torch 2.13, with MKL). Scores get their factor log2(e) only after lse has been
-taken from them: then the largest probability of a row that sees one key well is exactly 1.
+A head's keys are copied to lie side by side, and so are the sums of their gradients. In a tensor of
+many heads a head's rows lie far apart, at distances for which the processor's cache has few places.
 
-How many rows a strip has depends on torch's number of threads, and so do the results' last bits.
+torch's exp takes a hundred times as long for results that are subnormal or 0 as for others; exp2
+takes longer for subnormal ones alone, ten times (torch 2.13, with MKL). Scores get their factor
+log2(e) only after lse has been taken from them: then the largest probability of a row that sees one
+key well is exactly 1.
+
+How many strips are done at once depends on torch's number of threads, and so may the last bits of
+results.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
-from math import e, log2
+from math import e, log2, prod
 from typing import NamedTuple
 
 import torch
@@ -35,29 +40,54 @@ from burst_rt.planning.problem import TileShape
 
 __all__ = ["backward_of_band", "forward_of_band", "scratch_of_band"]
 
-# Rows of a strip for each thread, of all heads together, where a head then has neither too few nor
-# too many. More have larger corners; fewer make for more calls of torch.
+# Rows of the strips that are done at once, for each thread, of all query heads together: with
+# more, their scores leave the cache; fewer make for more calls of torch.
 _ROWS = 128
-# Rows of a strip of one head: the fewest and the most.
-_FEWEST, _MOST = 16, 256
-# kv heads of a strip, for each thread: the scores of more leave the cache.
-_KV_HEADS = 2
+# Rows of a strip, of all query heads together, but not fewer than so many of one head. More have
+# larger corners; products with fewer are slower.
+_STRIP_ROWS, _FEWEST = 32, 16
 _LOG2_E = log2(e)
 # Numbers of each row that adding a band's result to a state takes at most: factors, and the like.
 _OF_FOLD = 6
 
 
+class _Memory:
+    """Memory that one head's strips take after another's. To get it anew can take as long as to
+    compute in it.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor of a shape. It holds anything, and the next one of the name takes its memory."""
+        size = prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[name] = torch.empty(size, dtype=self._dtype, device="cpu")
+        return kept[:size].view(shape)
+
+
 class _Strips(NamedTuple):
-    """Strips of equal length, one below the other, of one batch row and some heads."""
+    """Strips of equal length, one below the other, of one kv head of one batch row.
+
+    Some of them are done at once, then the next ones: a batch of strips.
+    """
 
     batch_row: int
     rows: slice  # of the tile
     columns: slice  # of the tile
-    heads: slice
-    kv_heads: slice
-    group: int  # query heads of a kv head
+    kv_head: int
+    group: int  # its query heads
     length: int  # rows of a strip
     width: int  # columns of a strip
+    at_once: int  # strips of a batch
+
+    @property
+    def heads(self) -> slice:
+        """The query heads."""
+        return slice(self.kv_head * self.group, (self.kv_head + 1) * self.group)
 
     def tokens_of(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, H, D] -> [1, rows, heads, D]: a view."""
@@ -67,39 +97,46 @@ class _Strips(NamedTuple):
         """[B, H, S] -> [1, heads, rows]: a view."""
         return x[self.batch_row, None, self.heads, self.rows]
 
-    def packed(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[B, S, H, D] -> [strips, kv heads, rows of a strip, D] in a type: a copy."""
-        x = self.tokens_of(x)[0].unflatten(0, (-1, self.length)).unflatten(2, (-1, self.group))
-        x = x.permute(0, 2, 3, 1, 4)
-        return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(2, 3)
+    def keys_of(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, kv heads, D] -> [columns, D]: a view."""
+        return x[self.batch_row, self.columns, self.kv_head]
+
+    def packed_keys(self, x: torch.Tensor, memory: _Memory, name: str) -> torch.Tensor:
+        """[B, S, kv heads, D] -> [columns, D]: a copy, in the memory's type."""
+        x = self.keys_of(x)
+        return memory.take(name, *x.shape).copy_(x)
+
+    def tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[1, rows, heads, D] -> [strips, heads, rows of a strip, D], a view for each batch."""
+        x = x[0].unflatten(0, (-1, self.at_once, self.length))
+        return x.transpose(2, 3).unbind()
 
     def packed_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, H, S] -> [strips, kv heads, 1, rows of a strip]: a copy."""
-        x = self.rows_of(x)[0].unflatten(0, (-1, self.group)).unflatten(2, (-1, self.length))
-        x = x.permute(2, 0, 1, 3)
+        """[B, H, S] -> [batches, strips, 1, rows of a strip]: a copy."""
+        x = self.rows_of(x)[0].unflatten(1, (-1, self.at_once, self.length)).permute(1, 2, 0, 3)
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x).flatten(2).unsqueeze(2)
-
-    def unpacked(self, x: torch.Tensor) -> torch.Tensor:
-        """The reverse of `packed`: [1, rows, heads, D]."""
-        x = x.unflatten(2, (self.group, -1)).permute(0, 3, 1, 2, 4)
-        return x.flatten(2, 3).flatten(0, 1).unsqueeze(0)
 
     def unpacked_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The reverse of `packed_rows`: [1, heads, rows]."""
-        x = x.squeeze(2).unflatten(2, (self.group, -1)).permute(1, 2, 0, 3)
-        return x.flatten(0, 1).flatten(1).unsqueeze(0)
+        x = x.squeeze(2).unflatten(2, (self.group, -1)).permute(2, 0, 1, 3)
+        return x.flatten(1).unsqueeze(0)
 
-    def keys(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """[B, S, kv heads, D] -> [kv heads, columns of a strip, D] in a type, for each strip.
+    def keys(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[columns, D] -> [strips, columns of a strip, D], a view for each batch.
 
-        Views of x where x has that type. Strips share columns.
+        Strips share columns.
         """
-        x = x[self.batch_row, self.columns, self.kv_heads].to(dtype).transpose(0, 1)
-        return x.unfold(1, self.width, self.length).mT.unbind(1)
+        x = x.unfold(0, self.width, self.length).transpose(1, 2)
+        x = x.unflatten(0, (-1, self.at_once))
+        return x.unbind()
 
-    def scores(self, q: torch.Tensor) -> torch.Tensor:
-        """Memory for a strip's scores: [kv heads, columns of a strip, rows of a strip]."""
-        return q.new_empty(q.shape[1], self.width, q.shape[2])
+    def of_rows(self, memory: _Memory, name: str, channels: int) -> torch.Tensor:
+        """Memory for the rows of a batch: [strips, heads, rows of a strip, channels]."""
+        return memory.take(name, self.at_once, self.group, self.length, channels)
+
+    def scores(self, memory: _Memory, name: str) -> torch.Tensor:
+        """Memory for the scores of a batch: [strips, columns of a strip, rows of a strip]."""
+        return memory.take(name, self.at_once, self.width, self.group * self.length)
 
     def corners(self, scores: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """Views of scores, each with what is to be added to it: -inf beside the band."""
@@ -115,8 +152,9 @@ def forward_of_band(
 
     progress: called now and then.
     """
+    memory = _Memory(state.acc.dtype)
     for strips in _strips(qkv, cut):
-        _forward(strips, qkv, scale, state, first=cut.first)
+        _forward(strips, memory, qkv, scale, state, first=cut.first)
         progress()
 
 
@@ -132,63 +170,94 @@ def backward_of_band(
 
     progress: called now and then.
     """
+    memory = _Memory(upstream.lse.dtype)
     for strips in _strips(qkv, cut):
-        _backward(strips, qkv, upstream, scale, sums)
+        _backward(strips, memory, qkv, upstream, scale, sums)
         progress()
 
 
-# Some strips are a function of their own, so that their memory is free before others take theirs.
-def _forward(strips: _Strips, qkv: QKV, scale: float, state: State, *, first: bool) -> None:
-    dtype = state.acc.dtype
-    q = strips.packed(qkv.q, dtype).mul_(scale)
-    acc = q.new_empty(*q.shape[:3], qkv.v.shape[3])
-    m, l = (q.new_empty(*q.shape[:2], 1, q.shape[2]) for _ in range(2))  # noqa: E741
-    s = strips.scores(q)
-    corners = strips.corners(s)
-    keys, values = strips.keys(qkv.k, dtype), strips.keys(qkv.v, dtype)
-    each = (q.mT.unbind(), keys, values, acc.unbind(), m.unbind(), l.unbind())
-    for some_q, some_k, some_v, some_acc, top, total in zip(*each, strict=True):
-        _scores_of(some_k, some_q, s, corners)
-        torch.amax(s, 1, keepdim=True, out=top)
-        p = s.sub_(top).mul_(_LOG2_E).exp2_()
-        torch.sum(p, 1, keepdim=True, out=total)
-        torch.bmm(p.mT, some_v, out=some_acc)
-    out, lse = acc.div_(l.mT), m.add_(l.log_())
+# Rows are copied to where the batch before had its own: there the cache has them.
+def _forward(
+    strips: _Strips, memory: _Memory, qkv: QKV, scale: float, state: State, *, first: bool
+) -> None:
     here = state._replace(
         acc=strips.tokens_of(state.acc), m=strips.rows_of(state.m), l=strips.rows_of(state.l)
     )
-    rows = slice(0, here.acc.shape[1])
-    fold(strips.unpacked(out), strips.unpacked_rows(lse), here, rows, first=first)
-
-
-def _backward(strips: _Strips, qkv: QKV, upstream: Upstream, scale: float, sums: Gradients) -> None:
-    dtype = upstream.lse.dtype
-    q, dout = strips.packed(qkv.q, dtype).mul_(scale), strips.packed(upstream.dout, dtype)
-    lse, delta = strips.packed_rows(upstream.lse), strips.packed_rows(upstream.delta)
-    keys, values = strips.keys(qkv.k, dtype), strips.keys(qkv.v, dtype)
-    no_sums = (None,) * len(keys)
-    dk, dv = (no_sums if x is None else strips.keys(x, dtype) for x in (sums.dk, sums.dv))
-    dq = None if sums.dq is None else torch.empty_like(q)
-    s, ds = strips.scores(q), strips.scores(q)
+    out = here.acc if first else torch.empty_like(here.acc)
+    q = strips.of_rows(memory, "q", qkv.q.shape[3])
+    acc = strips.of_rows(memory, "acc", out.shape[3])
+    q_rows, acc_rows = q.flatten(1, 2).mT, acc.flatten(1, 2)
+    s = strips.scores(memory, "s")
     corners = strips.corners(s)
-    rows = (q.unbind(), dout.unbind(), lse.unbind(), delta.unbind())
-    columns = (keys, values, no_sums if dq is None else dq.unbind(), dk, dv)
+    k, v = strips.packed_keys(qkv.k, memory, "k"), strips.packed_keys(qkv.v, memory, "v")
+    keys, values = strips.keys(k), strips.keys(v)
+    queries, outs = strips.tokens(strips.tokens_of(qkv.q)), strips.tokens(out)
+    m, l = out.new_empty(2, len(outs), s.shape[0], 1, s.shape[2])  # noqa: E741
+    each = (queries, keys, values, outs, m.unbind(), l.unbind())
+    for some_q, some_k, some_v, some_out, top, total in zip(*each, strict=True):
+        q.copy_(some_q).mul_(scale)
+        _scores_of(some_k, q_rows, s, corners)
+        torch.amax(s, 1, keepdim=True, out=top)
+        p = s.sub_(top).mul_(_LOG2_E).exp2_()
+        torch.sum(p, 1, keepdim=True, out=total)
+        torch.bmm(p.mT, some_v, out=acc_rows)
+        torch.div(acc, total.view(*acc.shape[:3], 1), out=some_out)
+    lse = strips.unpacked_rows(m.add_(l.log_()))
+    if first:
+        here.m.copy_(lse)
+        here.l.copy_(here.m > -torch.inf)
+    else:
+        fold(out, lse, here, slice(0, out.shape[1]))
+
+
+def _backward(
+    strips: _Strips,
+    memory: _Memory,
+    qkv: QKV,
+    upstream: Upstream,
+    scale: float,
+    sums: Gradients,
+) -> None:
+    lse, delta = strips.packed_rows(upstream.lse), strips.packed_rows(upstream.delta)
+    q, dq = (strips.of_rows(memory, name, qkv.q.shape[3]) for name in ("q", "dq"))
+    dout = strips.of_rows(memory, "dout", qkv.v.shape[3])
+    q_rows, dq_rows, dout_rows = (x.flatten(1, 2) for x in (q, dq, dout))
+    s, ds = strips.scores(memory, "s"), strips.scores(memory, "ds")
+    corners = strips.corners(s)
+    k, v = strips.packed_keys(qkv.k, memory, "k"), strips.packed_keys(qkv.v, memory, "v")
+    dk = None if sums.dk is None else memory.take("dk", *k.shape).zero_()
+    dv = None if sums.dv is None else memory.take("dv", *v.shape).zero_()
+    keys, values = strips.keys(k), strips.keys(v)
+    nothing = (None,) * len(keys)
+    dks, dvs = (nothing if x is None else strips.keys(x) for x in (dk, dv))
+    dqs = nothing if sums.dq is None else strips.tokens(strips.tokens_of(sums.dq))
+    queries, douts = (strips.tokens(strips.tokens_of(x)) for x in (qkv.q, upstream.dout))
+    rows = (queries, douts, lse.unbind(), delta.unbind())
     for (
         some_q, some_dout, some_lse, some_delta, some_k, some_v, some_dq, some_dk, some_dv,
-    ) in zip(*rows, *columns, strict=True):  # fmt: skip
-        _scores_of(some_k, some_q.mT, s, corners)
+    ) in zip(*rows, keys, values, dqs, dks, dvs, strict=True):  # fmt: skip
+        q.copy_(some_q).mul_(scale)
+        dout.copy_(some_dout)
+        _scores_of(some_k, q_rows.mT, s, corners)
         p = s.sub_(some_lse).mul_(_LOG2_E).exp2_()
         if some_dv is not None:
-            some_dv.baddbmm_(p, some_dout)
-        torch.bmm(some_v, some_dout.mT, out=ds)
+            _add_products(some_dv, p, dout_rows)
+        torch.bmm(some_v, dout_rows.mT, out=ds)
         ds.sub_(some_delta).mul_(p)
         if some_dk is not None:
-            some_dk.baddbmm_(ds, some_q)
+            _add_products(some_dk, ds, q_rows)
         if some_dq is not None:
-            torch.bmm(ds.mT, some_k, out=some_dq)
-    if dq is not None:
-        assert sums.dq is not None
-        strips.tokens_of(sums.dq).add_(strips.unpacked(dq), alpha=scale)
+            torch.bmm(ds.mT, some_k, out=dq_rows)
+            some_dq.add_(dq, alpha=scale)
+    for total, here in ((sums.dk, dk), (sums.dv, dv)):
+        if total is not None and here is not None:
+            strips.keys_of(total).add_(here)
+
+
+def _add_products(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds left @ right to sums, strip by strip: strips share rows of sums."""
+    for total, a, b in zip(sums.unbind(), left.unbind(), right.unbind(), strict=True):
+        total.addmm_(a, b)
 
 
 def scratch_of_band(forward: bool, dtype: torch.dtype, tile: TileShape, most_rows: int) -> int:
@@ -197,57 +266,55 @@ def scratch_of_band(forward: bool, dtype: torch.dtype, tile: TileShape, most_row
     most_rows: of the tile, in one band.
     """
     group = tile.num_heads // tile.num_kv_heads
-    rows, step = min(tile.q_len, most_rows), _kv_heads_of(tile.num_kv_heads)
-    # Keys and values are cast where they are of another type.
-    cast = 2 * (sum_dtype(dtype) != dtype)
-    numbers = 0
-    for kv_heads in {step, tile.num_kv_heads % step} - {0}:  # the last heads may be fewer
-        length = _length(kv_heads, group)
-        scores = min(tile.kv_len, WIDEST_BAND + length) * group * length
-        of_rows = rows * group * ((3 if forward else 4) * (tile.head_dim + 1) + _OF_FOLD * forward)
-        columns = min(tile.kv_len, rows + WIDEST_BAND) * tile.head_dim
-        each = scores * (1 if forward else 2) + of_rows + columns * cast
-        corners = 4 * group * length**2  # of the strips, and of the last one
-        numbers = max(numbers, kv_heads * each + corners)
+    rows = min(tile.q_len, most_rows)
+    length, at_once = _lengths(group)
+    columns = min(tile.kv_len, rows + WIDEST_BAND) * tile.head_dim
+    scores = min(tile.kv_len, WIDEST_BAND + length) * group * length * at_once
+    batch = group * length * at_once * tile.head_dim
+    of_rows = rows * group * (2 + 2 * _OF_FOLD)
+    numbers = of_rows + batch * 3 + 4 * group * length**2
+    if forward:
+        numbers += columns * 2 + scores + rows * group * tile.head_dim
+    else:
+        numbers += columns * 4 + scores * 2
     return numbers * sum_dtype(dtype).itemsize
 
 
 def _strips(qkv: QKV, cut: Cut) -> Iterator[_Strips]:
-    """A band in strips of equal length; the last one may be shorter, and comes by itself."""
+    """A band in batches of strips; the last batch may have fewer, and the last strip be shorter."""
     batch, _, num_heads, _ = qkv.q.shape
     num_kv_heads = qkv.k.shape[2]
     group = num_heads // num_kv_heads
-    step = _kv_heads_of(num_kv_heads)
     num_rows, num_columns = (x.stop - x.start for x in (cut.rows, cut.columns))
     seen = num_columns - num_rows + 1  # columns, by a row
-    for batch_row, a in product(range(batch), range(0, num_kv_heads, step)):
-        b = min(a + step, num_kv_heads)
-        length = _length(b - a, group)
-        whole = num_rows - num_rows % length
-        for first, stop, some in ((0, whole, length), (whole, num_rows, num_rows - whole)):
-            if first == stop:
-                continue
+    length, at_once = _lengths(group)
+    batches = num_rows - num_rows % (length * at_once)
+    whole = num_rows - num_rows % length
+    runs = (
+        (0, batches, length, at_once),
+        (batches, whole, length, (whole - batches) // length),
+        (whole, num_rows, num_rows - whole, 1),
+    )
+    for batch_row, kv_head, (first, stop, some, many) in product(
+        range(batch), range(num_kv_heads), runs
+    ):
+        if first < stop:
             yield _Strips(
                 batch_row=batch_row,
                 rows=slice(cut.rows.start + first, cut.rows.start + stop),
                 columns=slice(cut.columns.start + first, cut.columns.start + stop + seen - 1),
-                heads=slice(a * group, b * group),
-                kv_heads=slice(a, b),
+                kv_head=kv_head,
                 group=group,
                 length=some,
                 width=some + seen - 1,
+                at_once=many,
             )
 
 
-def _kv_heads_of(num_kv_heads: int) -> int:
-    """How many kv heads a strip has."""
-    return min(num_kv_heads, _KV_HEADS * torch.get_num_threads())
-
-
-def _length(kv_heads: int, group: int) -> int:
-    """How many rows of each query head a strip of so many kv heads has."""
-    rows = _ROWS * torch.get_num_threads() // (kv_heads * group) // _FEWEST * _FEWEST
-    return min(max(rows, _FEWEST), _MOST)
+def _lengths(group: int) -> tuple[int, int]:
+    """How many rows a strip has, and how many strips a batch."""
+    length = max(_STRIP_ROWS // group, _FEWEST)
+    return length, max(1, _ROWS * torch.get_num_threads() // (length * group))
 
 
 def _scores_of(

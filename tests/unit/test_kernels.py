@@ -273,10 +273,10 @@ def test_bands_in_strips_add_up_to_the_spec(
     batch: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some rows at a time, in strips of 3 rows of 2 kv heads at most, the last one shorter."""
+    """Some rows at a time, in strips of 3 rows, two at once; the last one is shorter."""
     part = Part(rows, 48, 3, edge=4, largest=60, strips=False)
     monkeypatch.setattr("burst_rt.kernels.cpu._SMALL_PART", part)
-    for number, value in {"_ROWS": 6, "_FEWEST": 3, "_KV_HEADS": 2}.items():
+    for number, value in {"_ROWS": 12, "_FEWEST": 3, "_STRIP_ROWS": 3}.items():
         monkeypatch.setattr(f"burst_rt.kernels.bands.{number}", value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
